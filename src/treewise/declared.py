@@ -1,0 +1,166 @@
+"""Declared trees: nodes that name their parents, each with its own tokens.
+
+Nothing has to be discovered, so a tree of any depth is laid out without touching a token twice. Each end (a leaf, or
+a node marked as one) is a trajectory. Streams belong to nodes and are shared by all trajectories through them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from treewise import forest as forest_module
+from treewise import merging
+from treewise.errors import DataError
+from treewise.trajectory import MAX_TOKEN_ID, Trajectory
+
+Streams = dict[str, np.ndarray]
+
+
+def forest_from_nodes(
+    parents: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
+    streams: dict[str, Sequence[Sequence[float]] | None],
+    ends: Sequence[bool] | None,
+    merge_siblings: bool,
+    group: object,
+    source: str,
+) -> "forest_module.Forest":
+    """Lays declared nodes out as a forest.
+
+    Small trees become trajectories, so their shared nodes may be merged with full exactness; trees of more than
+    `MAX_FLAT_TOKENS` flat tokens keep one copy of every stream value.
+
+    Parameters:
+        parents: index of each node's parent, -1 for a root; parents come first.
+        token_ids: tokens that each node adds, at least one.
+        streams: per name, one value per token of each node, or None.
+        ends: whether a trajectory ends at the node; leaves where not given.
+        merge_siblings: merge siblings with equal tokens; otherwise keep them apart as declared.
+
+    Raises:
+        DataError: a parent that is missing, comes later or is the node itself; an empty node; bad tokens or streams.
+    """
+    place = source or "declared tree"
+    parent = _checked_parents(parents, place)
+    flat_ids, lengths = _joined(token_ids, len(parent), "token_ids", np.int64, place)
+    if (lengths == 0).any():
+        raise DataError(f"{place}: node {int(np.argmin(lengths))} has no tokens; merge it into its parent.")
+    if ((flat_ids < 0) | (flat_ids > MAX_TOKEN_ID)).any():
+        raise DataError(f"{place}: token id {int(flat_ids.min())}..{int(flat_ids.max())} is outside 0..{MAX_TOKEN_ID}.")
+    values = {name: _stream(items, name, lengths, place) for name, items in streams.items() if items is not None}
+    end_nodes = _end_nodes(parent, ends, place)
+    if "loss_weights" not in values:
+        values["loss_weights"] = np.ones(len(flat_ids), dtype=np.float32)
+        values["loss_weights"][(np.cumsum(lengths) - lengths)[parent < 0]] = 0
+    if merge_siblings:
+        parent, end_nodes, kept = _merge_equal_siblings(parent, flat_ids, lengths, end_nodes, values, place)
+        flat_ids, lengths, values = _select(kept, flat_ids, lengths, values)
+    offsets = np.cumsum(lengths) - lengths
+    segments, _ = merging.chain_nodes(parent, lengths, end_nodes, offsets)
+    ids = flat_ids.astype(np.int32)[segments.token_source]
+    tree = {name: value[segments.token_source] for name, value in values.items()}
+    result = forest_module.Forest(segments, ids, None, tree)
+    if result.num_flat_tokens > forest_module.MAX_FLAT_TOKENS:
+        return result
+    trajectories = tuple(
+        Trajectory(
+            ids[path],
+            **{name: value[path] for name, value in tree.items()},
+            group=group,
+            source=f"{place}, node {end_nodes[number]}",
+        )
+        for number, path in enumerate(result.paths)
+    )
+    return forest_module.Forest(segments, ids, trajectories)
+
+
+def _checked_parents(parents: Sequence[int], place: str) -> np.ndarray:
+    parent = np.asarray(parents)
+    if parent.ndim != 1 or len(parent) == 0 or not np.issubdtype(parent.dtype, np.integer):
+        raise DataError(f"{place}: parents must be a flat, non-empty list of integers (-1 for a root).")
+    parent = parent.astype(np.int64)
+    node = np.arange(len(parent))
+    bad = np.flatnonzero((parent < -1) | (parent >= node))
+    if len(bad):
+        first = int(bad[0])
+        above = int(parent[first])
+        if above == first:
+            why = "is its own parent"
+        elif above >= len(parent) or above < -1:
+            why = f"has parent {above}, which does not exist ({len(parent)} nodes)"
+        else:
+            why = f"has parent {above}, which comes after it; list parents first"
+        raise DataError(f"{place}: node {first} {why}.")
+    return parent
+
+
+def _joined(
+    items: Sequence[Sequence[float]], num_nodes: int, name: str, dtype: type, place: str
+) -> tuple[np.ndarray, np.ndarray]:
+    if len(items) != num_nodes:
+        raise DataError(f"{place}: {len(items)} {name} lists for {num_nodes} nodes.")
+    arrays = [np.asarray(item) for item in items]
+    lengths = np.array([array.size for array in arrays], dtype=np.int64)
+    for number, array in enumerate(arrays):
+        kinds = "iu" if dtype is np.int64 else "iufb"
+        if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+            raise DataError(f"{place}: node {number}: {name} must be a flat list of numbers, found {array.dtype}.")
+    return np.concatenate(arrays).astype(dtype), lengths
+
+
+def _stream(items: Sequence[Sequence[float]], name: str, lengths: np.ndarray, place: str) -> np.ndarray:
+    values, found = _joined(items, len(lengths), name, np.float32, place)
+    bad = np.flatnonzero(found != lengths)
+    if len(bad):
+        raise DataError(f"{place}: node {bad[0]}: {found[bad[0]]} {name} for {lengths[bad[0]]} tokens.")
+    if not np.isfinite(values).all():
+        node = int(np.searchsorted(np.cumsum(lengths), np.argmin(np.isfinite(values)), side="right"))
+        raise DataError(f"{place}: node {node}: {name} holds a value that is not finite.")
+    return values
+
+
+def _end_nodes(parent: np.ndarray, ends: Sequence[bool] | None, place: str) -> np.ndarray:
+    is_leaf = np.ones(len(parent), dtype=bool)
+    is_leaf[parent[parent >= 0]] = False
+    if ends is None:
+        return np.flatnonzero(is_leaf)
+    marked = np.asarray(ends, dtype=bool)
+    if len(marked) != len(parent):
+        raise DataError(f"{place}: {len(marked)} end marks for {len(parent)} nodes.")
+    lost = np.flatnonzero(is_leaf & ~marked)
+    if len(lost):
+        raise DataError(f"{place}: node {lost[0]} is a leaf but not an end, so its tokens belong to no trajectory.")
+    return np.flatnonzero(marked)
+
+
+def _merge_equal_siblings(
+    parent: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, end_nodes: np.ndarray, values: Streams, place: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """New parents of the kept nodes, new end nodes, and which nodes are kept. A merged pair must agree in its streams."""
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    seen: dict[tuple[int, bytes], int] = {}
+    canonical = np.empty(len(parent), dtype=np.int64)
+    above = parent.tolist()
+    for node in range(len(parent)):
+        low, high = bounds[node], bounds[node + 1]
+        up = int(canonical[above[node]]) if above[node] >= 0 else -1
+        first = seen.setdefault((up, flat_ids[low:high].tobytes()), node)
+        canonical[node] = first
+        if first != node:
+            for name, value in values.items():
+                if not np.array_equal(value[low:high], value[bounds[first] : bounds[first + 1]]):
+                    raise DataError(
+                        f"{place}: nodes {first} and {node} are siblings with equal tokens but different {name}; "
+                        "keep them apart (merge_siblings=False) or make them agree."
+                    )
+    kept = canonical == np.arange(len(parent))
+    renumbered = np.cumsum(kept) - 1
+    new_parent = np.where(parent >= 0, renumbered[canonical[parent]], -1)[kept]
+    return new_parent, renumbered[canonical[end_nodes]], kept
+
+
+def _select(
+    kept: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, values: Streams
+) -> tuple[np.ndarray, np.ndarray, Streams]:
+    tokens = np.repeat(kept, lengths)
+    return flat_ids[tokens], lengths[kept], {name: value[tokens] for name, value in values.items()}

@@ -1,0 +1,32 @@
+"""The one exception tree. Each error is also the standard-library type that it replaces, so callers may catch either.
+
+Messages name the place (file and line, trajectory, layer), the number that is wrong, and the way out.
+"""
+
+
+class TreewiseError(Exception):
+    """Base of every error that treewise raises on purpose."""
+
+
+class DataError(TreewiseError, ValueError):
+    """A record, trajectory or file that cannot be trained on as it is."""
+
+
+class PlanError(TreewiseError, ValueError):
+    """A forest that cannot be cut into micro-batches under the given budget."""
+
+
+class UnsupportedModelError(TreewiseError, NotImplementedError):
+    """A model, layer or setting that cannot follow a tree; raised before any compute."""
+
+
+class ConfigError(TreewiseError, ValueError):
+    """A setting that is unknown, of the wrong type, or contradicts another one."""
+
+
+class VerificationError(TreewiseError, AssertionError):
+    """Tree and flat training differ by more than the tolerance."""
+
+
+class CheckpointError(TreewiseError, RuntimeError):
+    """A checkpoint that is missing, incomplete or made by a different run."""

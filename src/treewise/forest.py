@@ -1,0 +1,346 @@
+"""The forest: trajectories with their shared prefixes merged, laid out in depth-first pre-order.
+
+In this order the descendants of a token are the contiguous range after it, so `subtree_end` alone says which tokens
+may see which: query `q` sees key `k` exactly when `k <= q < subtree_end[k]`.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+
+from treewise import merging
+from treewise.errors import DataError
+from treewise.trajectory import Trajectory
+
+# Declared trees beyond this many flat tokens keep their streams per tree token, never per trajectory.
+MAX_FLAT_TOKENS = 200_000_000
+STREAM_NAMES = ("loss_weights", "advantages", "old_logprobs", "ref_logprobs")
+
+
+class Forest:
+    """Several trajectories as prefix trees. Make one with `from_trajectories`, `from_nodes` or `concatenate`.
+
+    Letters: T tree tokens, N trajectories, S segments, F flat tokens. All arrays are NumPy, in depth-first order.
+
+    Attributes:
+        token_ids: [T] int32.
+        depth: [T] int32, position of the token in its trajectories; the position id given to the model.
+        parent: [T] int64, tree position of the token before it, -1 for a first token.
+        subtree_end: [T] int64, one past the last token below it.
+        multiplicity: [T] int64, number of trajectories through it.
+        ends: [N] int64, tree position of each trajectory's last token, in input order.
+        trajectories: the N trajectories in input order; None for a declared tree too large to hold flat, whose
+            streams are then in `tree_streams` ([T] each).
+        tree_starts: [number of trees] int64, tree position of each first token.
+    """
+
+    def __init__(
+        self,
+        segments: merging.Segments,
+        token_ids: np.ndarray,
+        trajectories: tuple[Trajectory, ...] | None,
+        tree_streams: dict[str, np.ndarray] | None = None,
+    ) -> None:
+        self.segments = segments
+        self.token_ids = token_ids
+        self.trajectories = trajectories
+        self.tree_streams = tree_streams or {}
+        self._lengths = np.diff(segments.start, append=segments.num_tokens)
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "Forest":
+        """Merges shared prefixes exactly, token by token; any order, duplicates and contained prefixes included.
+
+        Time is linear in the flat tokens, but for a logarithmic factor in the number of trajectories that is spent
+        in memory comparison.
+
+        Raises:
+            DataError: no trajectory at all, or something that is not a `Trajectory`.
+        """
+        items = tuple(trajectories)
+        if not items:
+            raise DataError("a forest needs at least one trajectory, got none.")
+        for number, item in enumerate(items):
+            if not isinstance(item, Trajectory):
+                raise DataError(f"trajectory {number} is a {type(item).__name__}; wrap its tokens in tw.Trajectory.")
+        flat_ids = np.concatenate([item.token_ids for item in items])
+        offsets = np.concatenate([[0], np.cumsum([len(item.token_ids) for item in items])])
+        segments = merging.merge_sequences(flat_ids, offsets)
+        return cls(segments, flat_ids[segments.token_source], items)
+
+    @classmethod
+    def from_nodes(
+        cls,
+        parents: Sequence[int],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        loss_weights: Sequence[Sequence[float]] | None = None,
+        advantages: Sequence[Sequence[float]] | None = None,
+        old_logprobs: Sequence[Sequence[float]] | None = None,
+        ends: Sequence[bool] | None = None,
+        merge_siblings: bool = True,
+        group: object = None,
+        source: str = "",
+    ) -> "Forest":
+        """A declared tree: nodes, parents first, each with its own tokens. See `treewise.declared`."""
+        from treewise.declared import forest_from_nodes
+
+        streams = {"loss_weights": loss_weights, "advantages": advantages, "old_logprobs": old_logprobs}
+        return forest_from_nodes(parents, token_ids, streams, ends, merge_siblings, group, source)
+
+    @classmethod
+    def concatenate(cls, forests: Sequence["Forest"]) -> "Forest":
+        """Puts forests side by side; nothing is merged across them. Trajectories follow one another in order."""
+        if not forests:
+            raise DataError("nothing to concatenate: no forest given.")
+        if len(forests) == 1:
+            return forests[0]
+        token_shift = np.cumsum([0] + [forest.num_tokens for forest in forests])
+        segment_shift = np.cumsum([0] + [len(forest.segments.start) for forest in forests])
+        parts = [forest.segments for forest in forests]
+        segments = merging.Segments(
+            start=_shifted([part.start for part in parts], token_shift),
+            parent=np.concatenate(
+                [
+                    np.where(part.parent >= 0, part.parent + shift, -1)
+                    for part, shift in zip(parts, segment_shift[:-1], strict=True)
+                ]
+            ),
+            depth=np.concatenate([part.depth for part in parts]),
+            subtree_end=_shifted([part.subtree_end for part in parts], token_shift),
+            end_segment=_shifted([part.end_segment for part in parts], segment_shift),
+            token_source=np.zeros(0, dtype=np.int64),
+            num_tokens=int(token_shift[-1]),
+        )
+        held = [forest.trajectories for forest in forests]
+        trajectories = tuple(item for items in held for item in items or ()) if all(held) else None
+        streams = None
+        if trajectories is None:
+            streams = {
+                name: np.concatenate([forest.token_stream(name) for forest in forests])
+                for name in STREAM_NAMES
+                if all(forest.has_stream(name) for forest in forests)
+            }
+        return cls(segments, np.concatenate([forest.token_ids for forest in forests]), trajectories, streams)
+
+    # -- sizes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Tree tokens."""
+        return self.segments.num_tokens
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.segments.end_segment)
+
+    @property
+    def num_trees(self) -> int:
+        return len(self.tree_starts)
+
+    @cached_property
+    def path_lengths(self) -> np.ndarray:
+        """[N] int64, tokens of each trajectory."""
+        end = self.segments.end_segment
+        return self.segments.depth[end] + self._lengths[end]
+
+    @property
+    def num_flat_tokens(self) -> int:
+        """Tokens of all trajectories, shared ones counted each time."""
+        return int(self.path_lengths.sum())
+
+    @cached_property
+    def num_leaf_tokens(self) -> int:
+        """Tokens of the trajectories that are not a prefix of another one; equal trajectories count once."""
+        _, last = np.unique(self.segments.end_segment, return_index=True)
+        end = self.segments.end_segment[last]
+        is_leaf = self.segments.subtree_end[end] == self.segments.start[end] + self._lengths[end]
+        return int(self.path_lengths[last][is_leaf].sum())
+
+    @property
+    def share_ratio(self) -> float:
+        """Flat tokens / tree tokens: the ceiling of the speed-up of all token-wise layers."""
+        return self.num_flat_tokens / self.num_tokens
+
+    @property
+    def leaf_ratio(self) -> float:
+        """The share ratio against a trainer that already merges a trajectory contained in another one."""
+        return self.num_leaf_tokens / self.num_tokens
+
+    @cached_property
+    def num_flat_pairs(self) -> int:
+        """Causal attention pairs of all trajectories computed alone."""
+        lengths = self.path_lengths.astype(object) if self.path_lengths.max() > 2**31 else self.path_lengths
+        return int((lengths * (lengths + 1) // 2).sum())
+
+    @cached_property
+    def num_leaf_pairs(self) -> int:
+        """Causal attention pairs of the trajectories that are not a prefix of another one."""
+        _, last = np.unique(self.segments.end_segment, return_index=True)
+        end = self.segments.end_segment[last]
+        is_leaf = self.segments.subtree_end[end] == self.segments.start[end] + self._lengths[end]
+        lengths = self.path_lengths[last][is_leaf]
+        return int((lengths * (lengths + 1) // 2).sum())
+
+    @cached_property
+    def num_tree_pairs(self) -> int:
+        """Attention pairs of the tree: every token sees its path and itself."""
+        first, count = self.segments.depth, self._lengths
+        return int((count * first + count * (count + 1) // 2).sum())
+
+    @property
+    def pair_ratio(self) -> float:
+        """Flat attention pairs / tree attention pairs: the ceiling for attention."""
+        return self.num_flat_pairs / self.num_tree_pairs
+
+    # -- per-token arrays -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def segment_of_token(self) -> np.ndarray:
+        """[T] int64."""
+        return np.repeat(np.arange(len(self._lengths)), self._lengths)
+
+    @cached_property
+    def depth(self) -> np.ndarray:
+        offsets = np.repeat(self.segments.depth - self.segments.start, self._lengths)
+        return (offsets + np.arange(self.num_tokens)).astype(np.int32)
+
+    @cached_property
+    def parent(self) -> np.ndarray:
+        parent = np.arange(-1, self.num_tokens - 1)
+        above = self.segments.parent
+        last = self.segments.start + self._lengths - 1
+        parent[self.segments.start] = np.where(above >= 0, last[above], -1)
+        return parent
+
+    @cached_property
+    def subtree_end(self) -> np.ndarray:
+        return np.repeat(self.segments.subtree_end, self._lengths)
+
+    @cached_property
+    def segment_multiplicity(self) -> np.ndarray:
+        """[S] int64, number of trajectories through each segment."""
+        ends = np.bincount(self.segments.end_segment, minlength=len(self._lengths))
+        total = np.concatenate([[0], np.cumsum(ends)])
+        after = np.searchsorted(self.segments.start, self.segments.subtree_end)
+        return total[after] - total[:-1]
+
+    @cached_property
+    def multiplicity(self) -> np.ndarray:
+        return np.repeat(self.segment_multiplicity, self._lengths)
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        end = self.segments.end_segment
+        return self.segments.start[end] + self._lengths[end] - 1
+
+    @cached_property
+    def tree_starts(self) -> np.ndarray:
+        return self.segments.start[self.segments.parent < 0]
+
+    # -- trajectories on the tree -----------------------------------------------------------------------------------
+
+    @property
+    def paths(self) -> "Paths":
+        """`paths[i]` is the tree positions of trajectory i, in order ([its length] int64)."""
+        return Paths(self)
+
+    @cached_property
+    def _flat_paths(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.num_flat_tokens > MAX_FLAT_TOKENS:
+            raise DataError(
+                f"{self.num_flat_tokens:,} flat tokens are too many to restore at once (limit {MAX_FLAT_TOKENS:,}); "
+                "use forest.paths[i], one trajectory at a time."
+            )
+        return merging.path_index(self.segments)
+
+    @property
+    def path_index(self) -> np.ndarray:
+        """[F] int64, tree position of every flat token, trajectory after trajectory: the gather that restores."""
+        return self._flat_paths[0]
+
+    @property
+    def path_offsets(self) -> np.ndarray:
+        """[N + 1] int64, where each trajectory begins in `path_index`."""
+        return self._flat_paths[1]
+
+    def has_stream(self, name: str) -> bool:
+        """Whether every trajectory carries this stream."""
+        if self.trajectories is None:
+            return name in self.tree_streams
+        return all(getattr(item, name) is not None for item in self.trajectories)
+
+    def flat_stream(self, name: str) -> np.ndarray:
+        """[F] float32, a stream of every trajectory, one after the other.
+
+        Raises:
+            DataError: a trajectory lacks the stream; it is named.
+        """
+        if self.trajectories is None:
+            return self.tree_streams[name][self.path_index]
+        values = [getattr(item, name) for item in self.trajectories]
+        for number, value in enumerate(values):
+            if value is None:
+                place = self.trajectories[number].source or f"trajectory {number}"
+                raise DataError(f"{place}: no {name}, which this objective needs.")
+        return np.concatenate(values)
+
+    def token_stream(self, name: str) -> np.ndarray:
+        """[T] float64, the sum of a stream over all trajectories through each token."""
+        if self.trajectories is None:
+            return self.tree_streams[name].astype(np.float64) * self.multiplicity
+        return np.bincount(self.path_index, weights=self.flat_stream(name), minlength=self.num_tokens)
+
+    def token_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
+        """[T] float64, what the loss weights of all trajectories make of each tree token.
+
+        `per_trajectory` adds the weights up, as flat training does; `once` takes the largest one, so that a shared
+        token counts like any other.
+        """
+        if weighting == "per_trajectory":
+            return self.token_stream("loss_weights")
+        if self.trajectories is None:
+            return self.tree_streams["loss_weights"].astype(np.float64)
+        weights = np.zeros(self.num_tokens)
+        np.maximum.at(weights, self.path_index, self.flat_stream("loss_weights"))
+        return weights
+
+    def __repr__(self) -> str:
+        return (
+            f"Forest({self.num_trees} trees, {self.num_trajectories} trajectories, {self.num_tokens:,} tree tokens, "
+            f"{self.num_flat_tokens:,} flat tokens, share ratio {self.share_ratio:.2f})"
+        )
+
+
+class Paths(Sequence[np.ndarray]):
+    """The paths of a forest's trajectories, made when asked for."""
+
+    def __init__(self, forest: Forest) -> None:
+        self._forest = forest
+
+    def __len__(self) -> int:
+        return self._forest.num_trajectories
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"trajectory {index} of {len(self)}")
+        forest = self._forest
+        if "_flat_paths" in forest.__dict__:
+            offsets = forest.path_offsets
+            index %= len(self)
+            return forest.path_index[offsets[index] : offsets[index + 1]]
+        return merging.path_to(forest.segments, int(forest.segments.end_segment[index]))
+
+
+def _shifted(parts: Sequence[np.ndarray], shifts: np.ndarray) -> np.ndarray:
+    return np.concatenate([part + shift for part, shift in zip(parts, shifts[:-1], strict=True)])

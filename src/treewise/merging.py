@@ -1,0 +1,276 @@
+"""From token sequences, or from declared nodes, to the segments of a forest in depth-first order.
+
+Sequences are sorted, and the longest common prefix of each with its predecessor says which of its tokens are new: the
+new tokens of the sorted sequences, one after the other, are the prefix tree in depth-first pre-order. Nothing here
+loops over tokens in Python; loops run over sequences or segments.
+
+The order of siblings is free, so the child with the most tokens is laid first. The path to any token then consists
+of at most log2(segments) + 1 contiguous runs (heavy-light decomposition; Sleator and Tarjan, 1983), which lets
+attention read the keys of a path without gathering them one by one.
+
+Letters: N sequences, S segments, T tree tokens, F flat tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Segments of a forest in depth-first pre-order, and where its trajectories end.
+
+    start: [S] first tree position; the length is the distance to the next start (or to `num_tokens`).
+    parent: [S] index of the parent segment, -1 for a root.
+    depth: [S] depth of the first token.
+    subtree_end: [S] one past the last tree position below the segment.
+    end_segment: [N] segment in which each trajectory ends, always at its last token.
+    token_source: [T] flat index that each tree token is copied from.
+    num_tokens: T.
+    """
+
+    start: np.ndarray
+    parent: np.ndarray
+    depth: np.ndarray
+    subtree_end: np.ndarray
+    end_segment: np.ndarray
+    token_source: np.ndarray
+    num_tokens: int
+
+
+def merge_sequences(flat_ids: np.ndarray, offsets: np.ndarray) -> Segments:
+    """Merges the shared prefixes of N sequences, token by token.
+
+    flat_ids: [F] int32, the sequences one after the other. offsets: [N + 1] where each begins.
+    """
+    order = _sorted_order(flat_ids, offsets)
+    begins, lengths = offsets[:-1][order], np.diff(offsets)[order]
+    lcp = _common_prefixes(flat_ids, begins, lengths)
+    num_new = lengths - lcp
+    run_start = np.concatenate([[0], np.cumsum(num_new)])
+    num_tokens = int(run_start[-1])
+    run_start = run_start[:-1]
+    owner = _previous_smaller(lcp)
+    # The token before a run's first one; for a repeated sequence, which has no new token, its own last token.
+    before = np.where(lcp > 0, run_start[owner] + lcp - 1 - lcp[owner], -1)
+    has_new = num_new > 0
+    start = np.unique(np.concatenate([run_start[has_new], before[has_new] + 1]))
+    start = start[start < num_tokens]
+    run_of_segment = np.flatnonzero(has_new)[np.searchsorted(run_start[has_new], start, side="right") - 1]
+    depth = lcp[run_of_segment] + start - run_start[run_of_segment]
+    is_run_start = start == run_start[run_of_segment]
+    parent_token = np.where(is_run_start, before[run_of_segment], start - 1)
+    parent = np.searchsorted(start, parent_token, side="right") - 1
+    end_token = np.where(has_new, run_start + num_new - 1, before)
+    end_segment = np.empty(len(order), dtype=np.int64)
+    end_segment[order] = np.searchsorted(start, end_token, side="right") - 1
+    source = begins[run_of_segment] + depth
+    return _heavy_first(start, parent, depth, end_segment, source, num_tokens)
+
+
+def chain_nodes(
+    parents: np.ndarray, lengths: np.ndarray, ends: np.ndarray, offsets: np.ndarray
+) -> tuple[Segments, np.ndarray]:
+    """Lays declared nodes (parents first) out in depth-first order; every node becomes one segment.
+
+    parents: [n] index of the parent node or -1. lengths: [n] tokens per node, at least 1. ends: [N] the nodes at which
+    trajectories end. offsets: [n] where each node's tokens begin in the flat ids. Returns the segments, and for each
+    node its segment.
+    """
+    size = _subtree_sizes(parents, lengths)
+    position = _positions_parents_first(parents, lengths, size)
+    by_position = np.argsort(position, kind="stable")
+    segment_of_node = np.empty(len(parents), dtype=np.int64)
+    segment_of_node[by_position] = np.arange(len(parents))
+    parent = np.where(parents >= 0, segment_of_node[parents], -1)[by_position]
+    depth = _depths_parents_first(parents, lengths)[by_position]
+    order_lengths = lengths[by_position]
+    start = np.cumsum(order_lengths) - order_lengths
+    num_tokens = int(order_lengths.sum())
+    segments = _heavy_first(start, parent, depth, segment_of_node[ends], offsets[by_position], num_tokens)
+    # `_heavy_first` reorders segments by its own rule; their sources are distinct, so they identify the nodes.
+    new_source = segments.token_source[segments.start]
+    rank = np.argsort(offsets, kind="stable")
+    node_of_segment = rank[np.searchsorted(offsets[rank], new_source)]
+    final = np.empty(len(parents), dtype=np.int64)
+    final[node_of_segment] = np.arange(len(parents))
+    return segments, final
+
+
+def path_index(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
+    """Tree positions of every trajectory, one after the other ([F]), and where each begins ([N + 1])."""
+    length = np.diff(segments.start, append=segments.num_tokens)
+    path_length = segments.depth[segments.end_segment] + length[segments.end_segment]
+    offsets = np.concatenate([[0], np.cumsum(path_length)])
+    level = _levels(segments.parent)
+    num_links = level[segments.end_segment] + 1
+    link_offsets = np.cumsum(num_links) - num_links
+    chain = np.empty(int(num_links.sum()), dtype=np.int64)
+    current, slot = segments.end_segment.copy(), link_offsets + num_links - 1
+    while len(current):
+        chain[slot] = current
+        current = segments.parent[current]
+        alive = current >= 0
+        current, slot = current[alive], slot[alive] - 1
+    return _expand(segments.start[chain], length[chain]), offsets
+
+
+def path_to(segments: Segments, segment: int) -> np.ndarray:
+    """Tree positions of the path from the root to the last token of one segment."""
+    chain = []
+    while segment >= 0:
+        chain.append(segment)
+        segment = int(segments.parent[segment])
+    links = np.array(chain[::-1])
+    ends = np.append(segments.start, segments.num_tokens)
+    return _expand(segments.start[links], ends[links + 1] - segments.start[links])
+
+
+def _sorted_order(flat_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Lexicographic order. Big-endian bytes compare as the non-negative integers do, so memcmp does the work."""
+    blob = memoryview(flat_ids.astype(">i4").tobytes())
+    bounds = (offsets * 4).tolist()
+    keys = [bytes(blob[low:high]) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
+
+
+def _common_prefixes(flat_ids: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Length of the common prefix of each sequence with the one before it; 0 for the first."""
+    lcp = np.zeros(len(begins), dtype=np.int64)
+    shorter = np.minimum(lengths[:-1], lengths[1:]).tolist()
+    starts = begins.tolist()
+    for row, limit in enumerate(shorter, start=1):
+        left, right = starts[row - 1], starts[row]
+        differs = flat_ids[left : left + limit] != flat_ids[right : right + limit]
+        first = int(differs.argmax())
+        lcp[row] = first if differs[first] else limit
+    return lcp
+
+
+def _previous_smaller(values: np.ndarray) -> np.ndarray:
+    """For each row the nearest earlier row with a smaller value (itself where there is none)."""
+    result = np.arange(len(values))
+    stack: list[int] = []
+    items = values.tolist()
+    for row, value in enumerate(items):
+        while stack and items[stack[-1]] >= value:
+            stack.pop()
+        if stack:
+            result[row] = stack[-1]
+        stack.append(row)
+    return result
+
+
+def _next_not_deeper(depth: np.ndarray) -> np.ndarray:
+    """For each segment the next one that is not below it: the first later one that starts at most as deep."""
+    result = np.full(len(depth), len(depth), dtype=np.int64)
+    stack: list[int] = []
+    items = depth.tolist()
+    for row, value in enumerate(items):
+        while stack and items[stack[-1]] >= value:
+            result[stack.pop()] = row
+        stack.append(row)
+    return result
+
+
+def _heavy_first(
+    start: np.ndarray,
+    parent: np.ndarray,
+    depth: np.ndarray,
+    end_segment: np.ndarray,
+    source: np.ndarray,
+    num_tokens: int,
+) -> Segments:
+    """Moves the heaviest child of every segment in front of its siblings, and fills in the subtree ends.
+
+    A move shifts whole subtrees, so all new positions come from one cumulative sum over per-segment shifts.
+    """
+    num_segments = len(start)
+    bounds = np.append(start, num_tokens)
+    after = _next_not_deeper(depth)
+    size = bounds[after] - start
+    heavy = _heaviest_child(parent, size)
+    is_heavy = np.zeros(num_segments, dtype=bool)
+    is_heavy[heavy[heavy >= 0]] = True
+    inner = parent >= 0
+    chosen = np.where(inner, heavy[parent], -1)
+    first_child_position = np.where(inner, bounds[parent + 1], 0)
+    shift = np.zeros(num_segments, dtype=np.int64)
+    shift[is_heavy] = first_child_position[is_heavy] - start[is_heavy]
+    before_heavy = inner & ~is_heavy & (start < start[chosen])
+    shift[before_heavy] = size[chosen[before_heavy]]
+    total = np.zeros(num_segments + 1, dtype=np.int64)
+    np.add.at(total, np.arange(num_segments), shift)
+    np.subtract.at(total, after, shift)
+    new_start = start + np.cumsum(total[:-1])
+    order = np.argsort(new_start, kind="stable")
+    rank = np.empty(num_segments, dtype=np.int64)
+    rank[order] = np.arange(num_segments)
+    lengths = np.diff(bounds)[order]
+    start, parent = new_start[order], parent[order]
+    return Segments(
+        start=start,
+        parent=np.where(parent >= 0, rank[parent], -1),
+        depth=depth[order],
+        subtree_end=start + size[order],
+        end_segment=rank[end_segment],
+        token_source=_expand(source[order], lengths),
+        num_tokens=num_tokens,
+    )
+
+
+def _heaviest_child(parent: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """For each segment its child with the most tokens (the first of equals), -1 for a leaf."""
+    heavy = np.full(len(parent), -1, dtype=np.int64)
+    children = np.flatnonzero(parent >= 0)
+    # Later assignments win, so the heaviest (and among equals the first) must come last.
+    by_weight = children[np.lexsort((-children, size[children]))]
+    heavy[parent[by_weight]] = by_weight
+    return heavy
+
+
+def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenated ranges `starts[i] .. starts[i] + lengths[i]`."""
+    offsets = np.cumsum(lengths) - lengths
+    return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()))
+
+
+def _levels(parent: np.ndarray) -> np.ndarray:
+    """Number of segments above each one; parents come first."""
+    level = [0] * len(parent)
+    for row, above in enumerate(parent.tolist()):
+        if above >= 0:
+            level[row] = level[above] + 1
+    return np.array(level, dtype=np.int64)
+
+
+def _subtree_sizes(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    sizes, above = lengths.tolist(), parents.tolist()
+    for node in range(len(above) - 1, -1, -1):
+        if above[node] >= 0:
+            sizes[above[node]] += sizes[node]
+    return np.array(sizes, dtype=np.int64)
+
+
+def _positions_parents_first(parents: np.ndarray, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Depth-first positions of nodes listed parents first; siblings keep their order."""
+    position, own, size = [0] * len(parents), lengths.tolist(), sizes.tolist()
+    cursor, next_root = [0] * len(parents), 0
+    for node, above in enumerate(parents.tolist()):
+        if above < 0:
+            position[node] = next_root
+            next_root += size[node]
+        else:
+            position[node] = cursor[above]
+            cursor[above] += size[node]
+        cursor[node] = position[node] + own[node]
+    return np.array(position, dtype=np.int64)
+
+
+def _depths_parents_first(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    depth, own = [0] * len(parents), lengths.tolist()
+    for node, above in enumerate(parents.tolist()):
+        if above >= 0:
+            depth[node] = depth[above] + own[above]
+    return np.array(depth, dtype=np.int64)

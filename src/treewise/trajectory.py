@@ -1,0 +1,154 @@
+"""A trajectory: one root-to-leaf token sequence with its per-token streams, validated when it is made.
+
+A trajectory is what a flat trainer would train on, and all that users bring. Streams have one value per token and
+align with `token_ids`; the value at position 0 of a stream that speaks about predictions (weights, log-probs) has no
+meaning, because nothing predicts a first token.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from treewise.errors import DataError
+
+MAX_TOKEN_ID = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One token sequence and what is trained on it.
+
+    Every array is 1-D with one value per token. `token_ids` becomes int32, every other stream float32.
+
+    Parameters:
+        token_ids: non-negative integers, at least two.
+        loss_weights: non-negative; 1 for every token but the first where not given. Zero means context.
+        advantages: one per token, or one number for all tokens.
+        old_logprobs: log-probs of the tokens under the policy that sampled them (natural logarithm).
+        ref_logprobs: log-probs of the tokens under a reference policy.
+        group: trajectories of one group are compared with one another (the samples of one prompt).
+        reward: one number for the whole trajectory.
+        rollout: trajectories cut from one rollout (compaction, sub-agents) share this id.
+        source: where it came from, for error messages (`rollouts.jsonl:17`).
+
+    Raises:
+        DataError: an empty or non-integer sequence, a negative id, a stream of another length, a value that is not
+            finite, a negative weight, a weight on the first token, or no trained token at all.
+    """
+
+    token_ids: np.ndarray
+    loss_weights: np.ndarray | None = None
+    advantages: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+    group: Hashable = None
+    reward: float | None = None
+    rollout: Hashable = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        place = self.source or "trajectory"
+        ids = _token_ids(self.token_ids, place)
+        object.__setattr__(self, "token_ids", ids)
+        weights = _default_weights(len(ids)) if self.loss_weights is None else self.loss_weights
+        object.__setattr__(self, "loss_weights", _checked_weights(weights, len(ids), place))
+        for name in ("advantages", "old_logprobs", "ref_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _stream(value, name, len(ids), place, scalar=name == "advantages"))
+        if self.reward is not None:
+            object.__setattr__(self, "reward", _finite_number(self.reward, "reward", place))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens whose loss weight is not zero."""
+        return int(np.count_nonzero(self.loss_weights))
+
+
+def _token_ids(values: Sequence[int] | np.ndarray, place: str) -> np.ndarray:
+    ids = _as_array(values, "token_ids", place)
+    if ids.ndim != 1:
+        raise DataError(f"{place}: token_ids has {ids.ndim} dimensions; give one flat sequence of integers.")
+    if len(ids) == 0:
+        raise DataError(f"{place}: token_ids is empty; a trajectory needs at least two tokens.")
+    if ids.dtype == object or not np.issubdtype(ids.dtype, np.integer):
+        raise DataError(f"{place}: token_ids must be integers, found {_first_type(values)}.")
+    bad = np.flatnonzero((ids < 0) | (ids > MAX_TOKEN_ID))
+    if len(bad):
+        raise DataError(f"{place}: token id {ids[bad[0]]} at position {bad[0]} is outside 0..{MAX_TOKEN_ID}.")
+    if len(ids) == 1:
+        raise DataError(f"{place}: one token only, so no token is predicted; a trajectory needs at least two.")
+    return np.ascontiguousarray(ids, dtype=np.int32)
+
+
+def _default_weights(length: int) -> np.ndarray:
+    weights = np.ones(length, dtype=np.float32)
+    weights[0] = 0
+    return weights
+
+
+def _checked_weights(values: Sequence[float] | np.ndarray, length: int, place: str) -> np.ndarray:
+    weights = _stream(values, "loss_weights", length, place)
+    if weights[0] != 0:
+        raise DataError(
+            f"{place}: loss_weights[0] is {weights[0]:g}, but nothing predicts a first token; set it to 0."
+        )
+    bad = np.flatnonzero(weights < 0)
+    if len(bad):
+        raise DataError(
+            f"{place}: loss weight {weights[bad[0]]:g} at position {bad[0]} is negative; advantages carry the sign."
+        )
+    if not weights.any():
+        raise DataError(f"{place}: no trained token (all {length} loss weights are 0); drop it or weight its answers.")
+    return weights
+
+
+def _stream(
+    values: float | Sequence[float] | np.ndarray, name: str, length: int, place: str, scalar: bool = False
+) -> np.ndarray:
+    array = _as_array(values, name, place)
+    if scalar and array.ndim == 0:
+        array = np.full(length, array)
+    if array.ndim != 1 or len(array) != length:
+        found = len(array) if array.ndim == 1 else f"shape {array.shape}"
+        raise DataError(f"{place}: {found} {name} for {length} tokens; they must align with token_ids.")
+    if array.dtype == object or not (
+        np.issubdtype(array.dtype, np.floating)
+        or np.issubdtype(array.dtype, np.integer)
+        or np.issubdtype(array.dtype, np.bool_)
+    ):
+        raise DataError(f"{place}: {name} must be numbers, found {_first_type(values)}.")
+    with np.errstate(over="ignore"):
+        stream = np.ascontiguousarray(array, dtype=np.float32)
+    bad = np.flatnonzero(~np.isfinite(stream))
+    if len(bad):
+        raise DataError(f"{place}: {name}[{bad[0]}] is {array[bad[0]]}; every value must be finite.")
+    return stream
+
+
+def _finite_number(value: float, name: str, place: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise DataError(f"{place}: {name} must be a number, found {type(value).__name__}.")
+    if not np.isfinite(value):
+        raise DataError(f"{place}: {name} is {value}; it must be finite.")
+    return float(value)
+
+
+def _as_array(values: object, name: str, place: str) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError(f"{place}: {name} is not a flat sequence of numbers ({error}).") from None
+
+
+def _first_type(values: object) -> str:
+    """Names the first offending element, which says more than NumPy's common type does."""
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        for position, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                return f"{type(value).__name__} at position {position}"
+    return str(np.asarray(values).dtype)
