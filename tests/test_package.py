@@ -10,7 +10,7 @@ import pytest
 
 import treewise
 
-HEAVY_MODULES = {"accelerate", "datasets", "jinja2", "pandas", "peft", "pyarrow", "rich", "torch", "transformers", "trl"}
+HEAVY_MODULES = {"accelerate", "datasets", "jinja2", "pandas", "peft", "pyarrow", "rich", "torch", "transformers"}
 
 
 def modules_loaded_by(statement: str) -> set[str]:
