@@ -1,0 +1,48 @@
+"""Bins of at most a given size: which pieces are computed together in one micro-batch.
+
+`best_fit` uses the fewest bins that a simple deterministic rule finds; `in_order` keeps neighbours together, so that
+few gateways are alive at a time.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+# Bins that stay open at a time when packing in order: room for stragglers, few gateways alive.
+NUM_OPEN_BINS = 4
+
+
+def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best fit decreasing (Johnson et al., 1974): the largest first, each into the fullest bin that still takes it.
+
+    Returns the indices in each bin, ascending; bins by their first index. Equal sizes keep their order.
+    """
+    bins: list[list[int]] = []
+    # Residuals ascending; for equal ones the oldest bin first.
+    residuals: list[tuple[int, int]] = []
+    for item in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        size = sizes[item]
+        place = bisect_left(residuals, (size, -1))
+        if place == len(residuals):
+            bins.append([item])
+            insort(residuals, (capacity - size, len(bins) - 1))
+        else:
+            residual, number = residuals.pop(place)
+            bins[number].append(item)
+            insort(residuals, (residual - size, number))
+    return sorted(sorted(items) for items in bins)
+
+
+def in_order(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """First fit over the few newest bins, in the order given."""
+    bins: list[list[int]] = []
+    rooms: list[int] = []
+    for item, size in enumerate(sizes):
+        for number in range(max(0, len(bins) - NUM_OPEN_BINS), len(bins)):
+            if rooms[number] >= size:
+                bins[number].append(item)
+                rooms[number] -= size
+                break
+        else:
+            bins.append([item])
+            rooms.append(capacity - size)
+    return bins

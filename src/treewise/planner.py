@@ -1,0 +1,241 @@
+"""From a forest and a budget to a plan: micro-batches, and the order in which they run.
+
+A forest that fits is one micro-batch. Otherwise open tokens run first, without a graph, and leave a gateway; closed
+micro-batches run forward and backward once; then the open ones run again with a graph, their backward starting from
+the gateway's gradients. Where it pays, an open micro-batch is held instead: its graph is kept and it runs once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from treewise.errors import PlanError
+from treewise.forest import Forest
+from treewise.packing import best_fit, in_order
+from treewise.partition import Partition, partition
+
+FORWARD = "forward"  # no graph; leaves a gateway
+HOLD = "hold"  # with a graph that is kept; leaves a gateway
+TRAIN = "train"  # forward with a graph and backward at once
+BACKWARD = "backward"  # backward of a held micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tokens that one forward computes.
+
+    ranges: [R, 2] int64, own tree positions `[start, end)`, ascending. parents: indices of the open micro-batches that
+    its tokens hang off directly. is_open: others read its gateway. is_held: its graph is kept while they run.
+    """
+
+    ranges: np.ndarray
+    parents: tuple[int, ...]
+    is_open: bool
+    is_held: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.ranges[:, 1] - self.ranges[:, 0]).sum())
+
+    def positions(self) -> np.ndarray:
+        """[T] int64, own tree positions, ascending."""
+        return np.concatenate([np.arange(start, end) for start, end in self.ranges.tolist()])
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One entry of the schedule: what to do (`forward`, `hold`, `train`, `backward`) with which micro-batch."""
+
+    action: str
+    micro_batch: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Micro-batches of a forest and their schedule. `max_tokens` is None where one micro-batch takes all."""
+
+    forest: Forest
+    max_tokens: int | None
+    micro_batches: tuple[MicroBatch, ...]
+    schedule: tuple[Step, ...]
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches)
+
+    @property
+    def num_closed_micro_batches(self) -> int:
+        return sum(not batch.is_open for batch in self.micro_batches)
+
+    @property
+    def is_whole(self) -> bool:
+        """One micro-batch and nothing else, so autograd alone computes the gradients."""
+        return len(self.micro_batches) == 1
+
+    @cached_property
+    def num_open_tokens(self) -> int:
+        """Tokens whose subtree exceeds the budget."""
+        return sum(batch.num_tokens for batch in self.micro_batches if batch.is_open)
+
+    @cached_property
+    def num_held_tokens(self) -> int:
+        """Open tokens whose graph is kept, so they run once."""
+        return sum(batch.num_tokens for batch in self.micro_batches if batch.is_held)
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Open tokens that run twice."""
+        return self.num_open_tokens - self.num_held_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Forwards of tokens, with a graph or without."""
+        return self.forest.num_tokens + self.num_recomputed_tokens
+
+    @cached_property
+    def ancestors(self) -> tuple[tuple[int, ...], ...]:
+        """For each micro-batch the open micro-batches whose gateways it reads, ascending."""
+        above: list[tuple[int, ...]] = []
+        for batch in self.micro_batches:
+            found = set(batch.parents)
+            for parent in batch.parents:
+                found.update(above[parent])
+            above.append(tuple(sorted(found)))
+        return tuple(above)
+
+    @cached_property
+    def peak_gateway_tokens(self) -> int:
+        """The most open tokens whose keys and values are alive at one time."""
+        return max((alive for alive, _ in self.timeline), default=0)
+
+    @cached_property
+    def timeline(self) -> tuple[tuple[int, int], ...]:
+        """For each step of the schedule: gateway tokens alive, and tokens with live activations."""
+        alive, held, points = 0, 0, []
+        for step in self.schedule:
+            batch = self.micro_batches[step.micro_batch]
+            size = batch.num_tokens
+            if step.action in (FORWARD, HOLD):
+                alive += size
+            points.append((alive, held + (0 if step.action == BACKWARD else size)))
+            if step.action == HOLD:
+                held += size
+            elif step.action == BACKWARD:
+                held -= size
+                alive -= size
+            elif batch.is_open and step.action == TRAIN:
+                alive -= size
+        return tuple(points)
+
+    def describe(self, gateway_bytes_per_token: int | None = None) -> str:
+        """A few lines for people. With the bytes of one gateway token (keys, values and their gradients, all layers)
+        the gateways are given in bytes too."""
+        forest = self.forest
+        budget = f"{self.max_tokens:,} tokens" if self.max_tokens else "none (one micro-batch)"
+        ratio = self.num_computed_tokens / forest.num_tokens
+        open_batches = self.num_micro_batches - self.num_closed_micro_batches
+        lines = [
+            f"budget             {budget}",
+            f"tree tokens        {forest.num_tokens:,} ({forest.num_flat_tokens:,} flat, ratio {forest.share_ratio:.2f})",
+            f"micro-batches      {self.num_micro_batches:,} ({self.num_closed_micro_batches:,} closed, {open_batches:,} open)",
+            f"open tokens        {self.num_open_tokens:,}",
+            f"held tokens        {self.num_held_tokens:,}",
+            f"recomputed tokens  {self.num_recomputed_tokens:,}",
+            f"computed / tree    {ratio:.3f}",
+            f"gateways           {self.peak_gateway_tokens:,} tokens at the peak",
+        ]
+        if gateway_bytes_per_token is not None:
+            lines[-1] += f", {self.peak_gateway_tokens * gateway_bytes_per_token / 2**20:,.1f} MiB"
+        return "\n".join(lines)
+
+
+def plan(forest: Forest | Sequence[Forest], max_tokens: int | None = None, *, hold: str = "auto") -> Plan:
+    """Cuts a forest, or several side by side, into micro-batches of at most `max_tokens` tokens.
+
+    Deterministic, and linear in the segments (the tokens are never visited one by one). `hold` says whether open
+    micro-batches may be kept instead of computed twice: `auto` (where it is cheaper), `never`, `always` (wherever it
+    fits).
+
+    Raises:
+        PlanError: a budget that is not a positive integer, or an unknown `hold`.
+    """
+    whole = forest if isinstance(forest, Forest) else Forest.concatenate(list(forest))
+    if hold not in ("auto", "never", "always"):
+        raise PlanError(f"hold={hold!r} is unknown; choose 'auto', 'never' or 'always'.")
+    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer)):
+        raise PlanError(f"max_tokens must be an integer or None, found {max_tokens!r}.")
+    if max_tokens is not None and max_tokens < 1:
+        raise PlanError(f"max_tokens is {max_tokens}; a micro-batch holds at least 1 token.")
+    if max_tokens is None or whole.num_tokens <= max_tokens:
+        everything = MicroBatch(np.array([[0, whole.num_tokens]]), (), is_open=False, is_held=False)
+        return Plan(whole, max_tokens, (everything,), (Step(TRAIN, 0),))
+    parts = partition(whole, int(max_tokens), hold)
+    fewest = _assemble(whole, int(max_tokens), parts, best_fit)
+    if not parts.trunks:
+        return fewest
+    # Mixing far-apart pieces keeps more gateways alive than one path needs; beyond a few budgets it is not worth it.
+    longest_path = _longest_open_path(parts)
+    if fewest.peak_gateway_tokens <= longest_path + 4 * int(max_tokens):
+        return fewest
+    return min((fewest, _assemble(whole, int(max_tokens), parts, in_order)), key=lambda each: each.peak_gateway_tokens)
+
+
+def _longest_open_path(parts: Partition) -> int:
+    total: list[int] = []
+    for trunk in parts.trunks:
+        total.append(trunk.num_tokens + (total[trunk.parent] if trunk.parent >= 0 else 0))
+    return max(total)
+
+
+def _assemble(forest: Forest, budget: int, parts: Partition, pack) -> Plan:  # type: ignore[no-untyped-def]
+    """Micro-batches: trunks first, parents before children, then the bins of pieces."""
+    batches = [
+        MicroBatch(np.array(trunk.ranges), (trunk.parent,) if trunk.parent >= 0 else (), True, trunk.is_held)
+        for trunk in parts.trunks
+    ]
+    held = np.array([trunk.is_held for trunk in parts.trunks] + [False])[parts.piece_trunk]
+    groups = [(np.flatnonzero(~held), budget)]
+    for number, trunk in enumerate(parts.trunks):
+        if trunk.is_held:
+            groups.append((np.flatnonzero(parts.piece_trunk == number), trunk.room))
+    for members, capacity in groups:
+        for chosen in pack(parts.piece_size[members].tolist(), capacity):
+            pieces = members[chosen]
+            ranges = np.stack([parts.piece_start[pieces], (parts.piece_start + parts.piece_size)[pieces]], axis=1)
+            above = np.unique(parts.piece_trunk[pieces])
+            batches.append(MicroBatch(ranges, tuple(above[above >= 0].tolist()), False, False))
+    return Plan(forest, budget, tuple(batches), _schedule(batches, len(parts.trunks)))
+
+
+def _schedule(batches: list[MicroBatch], num_open: int) -> tuple[Step, ...]:
+    """Depth-first: each micro-batch as early as its gateways allow, each backward as soon as nothing below is left."""
+    waiting = [0] * num_open
+    ready: list[list[int]] = [[] for _ in range(num_open)]
+    steps: list[Step] = []
+    for number, batch in enumerate(batches):
+        for parent in batch.parents:
+            waiting[parent] += 1
+        if number >= num_open:
+            if batch.parents:
+                ready[max(batch.parents)].append(number)
+            else:
+                steps.append(Step(TRAIN, number))
+    for number in range(num_open):
+        steps.append(Step(HOLD if batches[number].is_held else FORWARD, number))
+        for closed in ready[number]:
+            steps.append(Step(TRAIN, closed))
+            _finish(closed, batches, waiting, steps)
+    return tuple(steps)
+
+
+def _finish(number: int, batches: list[MicroBatch], waiting: list[int], steps: list[Step]) -> None:
+    """Marks a micro-batch as done, and runs the backward of every open one that waits for nothing else."""
+    done = [number]
+    while done:
+        for parent in batches[done.pop()].parents:
+            waiting[parent] -= 1
+            if waiting[parent] == 0:
+                steps.append(Step(BACKWARD if batches[parent].is_held else TRAIN, parent))
+                done.append(parent)
