@@ -37,9 +37,9 @@ test: check
 check: $(VENV)/.dev
 	$(BIN)/ruff check $(PATHS_TO_CHECK)
 	$(BIN)/ruff format --check $(PATHS_TO_CHECK)
-	$(BIN)/codespell $(PATHS_TO_CHECK) $(wildcard *.md docs)
+	$(BIN)/codespell --quiet-level 2 $(PATHS_TO_CHECK) $(wildcard *.md docs)
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 bench: $(VENV)/.dev
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
