@@ -66,11 +66,11 @@ $(BIN)/python:
 	fi; \
 	if [ -n "$(HAS_GPU)" ] && "$$python" -c 'import torch' 2>/dev/null; then site=--system-site-packages; fi; \
 	echo "== $(VENV) with $$("$$python" --version)$${site:+, and the torch that it has}"; \
-	"$$python" -m venv $$site $(VENV)
+	"$$python" -m venv $$site $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.torch: | $(BIN)/python
 ifeq ($(HAS_GPU),)
-	@echo "== no NVIDIA GPU: installing a CPU build of $(CPU_TORCH)"
+	@echo "== no NVIDIA GPU: installing a CPU build of $(CPU_TORCH) (a minute or more)"
 	@$(PIP) "$(CPU_TORCH)+cpu" 2>/dev/null \
 	  || { [ "$$(uname)" = Linux ] && $(PIP) --index-url $(CPU_TORCH_INDEX) "$(CPU_TORCH)" 2>/dev/null; } \
 	  || $(PIP) "$(CPU_TORCH)"
