@@ -5,30 +5,40 @@ a node marked as one) is a trajectory. Streams belong to nodes and are shared by
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from treewise import forest as forest_module
 from treewise import merging
 from treewise.errors import DataError
-from treewise.trajectory import MAX_TOKEN_ID, Trajectory
+from treewise.trajectory import MAX_TOKEN_ID
 
 Streams = dict[str, np.ndarray]
 
 
-def forest_from_nodes(
+@dataclass(frozen=True, slots=True)
+class DeclaredTree:
+    """Declared nodes in depth-first order.
+
+    token_ids: [T] int32. streams: [T] float32 each. end_nodes: [N] int64, the node, counted as declared, that each
+    trajectory ends at.
+    """
+
+    segments: merging.Segments
+    token_ids: np.ndarray
+    streams: Streams
+    end_nodes: np.ndarray
+
+
+def lay_out_nodes(
     parents: Sequence[int],
     token_ids: Sequence[Sequence[int]],
     streams: dict[str, Sequence[Sequence[float]] | None],
     ends: Sequence[bool] | None,
     merge_siblings: bool,
-    group: object,
-    source: str,
-) -> "forest_module.Forest":
-    """Lays declared nodes out as a forest.
-
-    Small trees become trajectories, so their shared nodes may be merged with full exactness; trees of more than
-    `MAX_FLAT_TOKENS` flat tokens keep one copy of every stream value.
+    place: str,
+) -> DeclaredTree:
+    """Lays declared nodes out in depth-first order, one segment for each.
 
     Parameters:
         parents: index of each node's parent, -1 for a root; parents come first.
@@ -36,42 +46,34 @@ def forest_from_nodes(
         streams: per name, one value per token of each node, or None.
         ends: whether a trajectory ends at the node; leaves where not given.
         merge_siblings: merge siblings with equal tokens; otherwise keep them apart as declared.
+        place: where the tree came from, for error messages.
 
     Raises:
         DataError: a parent that is missing, comes later or is the node itself; an empty node; bad tokens or streams.
     """
-    place = source or "declared tree"
     parent = _checked_parents(parents, place)
     flat_ids, lengths = _joined(token_ids, len(parent), "token_ids", np.int64, place)
     if (lengths == 0).any():
         raise DataError(f"{place}: node {int(np.argmin(lengths))} has no tokens; merge it into its parent.")
-    if ((flat_ids < 0) | (flat_ids > MAX_TOKEN_ID)).any():
-        raise DataError(f"{place}: token id {int(flat_ids.min())}..{int(flat_ids.max())} is outside 0..{MAX_TOKEN_ID}.")
+    bad = np.flatnonzero((flat_ids < 0) | (flat_ids > MAX_TOKEN_ID))
+    if len(bad):
+        node = _node_of(int(bad[0]), lengths)
+        raise DataError(f"{place}: node {node}: token id {flat_ids[bad[0]]} is outside 0..{MAX_TOKEN_ID}.")
     values = {name: _stream(items, name, lengths, place) for name, items in streams.items() if items is not None}
-    end_nodes = _end_nodes(parent, ends, place)
+    end_nodes = declared_ends = _end_nodes(parent, ends, place)
+    first_tokens = (np.cumsum(lengths) - lengths)[parent < 0]
     if "loss_weights" not in values:
         values["loss_weights"] = np.ones(len(flat_ids), dtype=np.float32)
-        values["loss_weights"][(np.cumsum(lengths) - lengths)[parent < 0]] = 0
+        values["loss_weights"][first_tokens] = 0
+    _check_weights(values["loss_weights"], first_tokens, lengths, place)
     if merge_siblings:
         parent, end_nodes, kept = _merge_equal_siblings(parent, flat_ids, lengths, end_nodes, values, place)
         flat_ids, lengths, values = _select(kept, flat_ids, lengths, values)
     offsets = np.cumsum(lengths) - lengths
     segments, _ = merging.chain_nodes(parent, lengths, end_nodes, offsets)
     ids = flat_ids.astype(np.int32)[segments.token_source]
-    tree = {name: value[segments.token_source] for name, value in values.items()}
-    result = forest_module.Forest(segments, ids, None, tree)
-    if result.num_flat_tokens > forest_module.MAX_FLAT_TOKENS:
-        return result
-    trajectories = tuple(
-        Trajectory(
-            ids[path],
-            **{name: value[path] for name, value in tree.items()},
-            group=group,
-            source=f"{place}, node {end_nodes[number]}",
-        )
-        for number, path in enumerate(result.paths)
-    )
-    return forest_module.Forest(segments, ids, trajectories)
+    tree_streams = {name: value[segments.token_source] for name, value in values.items()}
+    return DeclaredTree(segments, ids, tree_streams, declared_ends)
 
 
 def _checked_parents(parents: Sequence[int], place: str) -> np.ndarray:
@@ -87,7 +89,7 @@ def _checked_parents(parents: Sequence[int], place: str) -> np.ndarray:
         if above == first:
             why = "is its own parent"
         elif above >= len(parent) or above < -1:
-            why = f"has parent {above}, which does not exist ({len(parent)} nodes)"
+            why = f"has parent {above}, which does not exist ({len(parent)} nodes; -1 for a root)"
         else:
             why = f"has parent {above}, which comes after it; list parents first"
         raise DataError(f"{place}: node {first} {why}.")
@@ -114,9 +116,28 @@ def _stream(items: Sequence[Sequence[float]], name: str, lengths: np.ndarray, pl
     if len(bad):
         raise DataError(f"{place}: node {bad[0]}: {found[bad[0]]} {name} for {lengths[bad[0]]} tokens.")
     if not np.isfinite(values).all():
-        node = int(np.searchsorted(np.cumsum(lengths), np.argmin(np.isfinite(values)), side="right"))
+        node = _node_of(int(np.argmin(np.isfinite(values))), lengths)
         raise DataError(f"{place}: node {node}: {name} holds a value that is not finite.")
     return values
+
+
+def _check_weights(weights: np.ndarray, first_tokens: np.ndarray, lengths: np.ndarray, place: str) -> None:
+    weighted = first_tokens[weights[first_tokens] != 0]
+    if len(weighted):
+        raise DataError(
+            f"{place}: node {_node_of(int(weighted[0]), lengths)}: loss_weights[0] is {weights[weighted[0]]:g}, "
+            "but nothing predicts a first token; set it to 0."
+        )
+    negative = np.flatnonzero(weights < 0)
+    if len(negative):
+        raise DataError(
+            f"{place}: node {_node_of(int(negative[0]), lengths)}: loss weight {weights[negative[0]]:g} is negative; "
+            "advantages carry the sign."
+        )
+
+
+def _node_of(flat_index: int, lengths: np.ndarray) -> int:
+    return int(np.searchsorted(np.cumsum(lengths), flat_index, side="right"))
 
 
 def _end_nodes(parent: np.ndarray, ends: Sequence[bool] | None, place: str) -> np.ndarray:
@@ -136,7 +157,7 @@ def _end_nodes(parent: np.ndarray, ends: Sequence[bool] | None, place: str) -> n
 def _merge_equal_siblings(
     parent: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, end_nodes: np.ndarray, values: Streams, place: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """New parents of the kept nodes, new end nodes, and which nodes are kept. A merged pair must agree in its streams."""
+    """New parents of the kept nodes, new end nodes, and which nodes are kept; merged nodes must agree in streams."""
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     seen: dict[tuple[int, bytes], int] = {}
     canonical = np.empty(len(parent), dtype=np.int64)

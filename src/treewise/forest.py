@@ -11,7 +11,8 @@ from typing import overload
 import numpy as np
 
 from treewise import merging
-from treewise.errors import DataError
+from treewise.declared import lay_out_nodes
+from treewise.errors import ConfigError, DataError
 from treewise.trajectory import Trajectory
 
 # Declared trees beyond this many flat tokens keep their streams per tree token, never per trajectory.
@@ -84,11 +85,28 @@ class Forest:
         group: object = None,
         source: str = "",
     ) -> "Forest":
-        """A declared tree: nodes, parents first, each with its own tokens. See `treewise.declared`."""
-        from treewise.declared import forest_from_nodes
+        """A declared tree: nodes, parents first, each with its own tokens. See `treewise.declared`.
 
+        Each end becomes a trajectory, unless they have more than `MAX_FLAT_TOKENS` tokens together: then there is one
+        copy of every stream value, in `tree_streams`.
+        """
+        place = source or "declared tree"
         streams = {"loss_weights": loss_weights, "advantages": advantages, "old_logprobs": old_logprobs}
-        return forest_from_nodes(parents, token_ids, streams, ends, merge_siblings, group, source)
+        tree = lay_out_nodes(parents, token_ids, streams, ends, merge_siblings, place)
+        forest = cls(tree.segments, tree.token_ids, None, tree.streams)
+        if forest.num_flat_tokens > MAX_FLAT_TOKENS:
+            return forest
+        path_index, offsets = forest._flat_paths
+        flat = {name: value[path_index] for name, value in tree.streams.items()}
+        flat["token_ids"] = tree.token_ids[path_index]
+        forest.trajectories = tuple(
+            Trajectory(
+                **{name: value[start:end] for name, value in flat.items()}, group=group, source=f"{place}, node {node}"
+            )
+            for start, end, node in zip(offsets[:-1], offsets[1:], tree.end_nodes, strict=True)
+        )
+        forest.tree_streams = {}
+        return forest
 
     @classmethod
     def concatenate(cls, forests: Sequence["Forest"]) -> "Forest":
@@ -119,7 +137,7 @@ class Forest:
         streams = None
         if trajectories is None:
             streams = {
-                name: np.concatenate([forest.token_stream(name) for forest in forests])
+                name: np.concatenate([forest._shared_stream(name) for forest in forests])
                 for name in STREAM_NAMES
                 if all(forest.has_stream(name) for forest in forests)
             }
@@ -293,19 +311,41 @@ class Forest:
             return self.tree_streams[name].astype(np.float64) * self.multiplicity
         return np.bincount(self.path_index, weights=self.flat_stream(name), minlength=self.num_tokens)
 
-    def token_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
-        """[T] float64, what the loss weights of all trajectories make of each tree token.
-
-        `per_trajectory` adds the weights up, as flat training does; `once` takes the largest one, so that a shared
-        token counts like any other.
-        """
-        if weighting == "per_trajectory":
-            return self.token_stream("loss_weights")
+    def _shared_stream(self, name: str) -> np.ndarray:
+        """[T] float32, the value that all trajectories through a token agree on."""
         if self.trajectories is None:
-            return self.tree_streams["loss_weights"].astype(np.float64)
-        weights = np.zeros(self.num_tokens)
-        np.maximum.at(weights, self.path_index, self.flat_stream("loss_weights"))
+            return self.tree_streams[name]
+        flat = self.flat_stream(name)
+        values = np.empty(self.num_tokens, dtype=np.float32)
+        values[self.path_index] = flat
+        if not np.array_equal(values[self.path_index], flat):
+            raise DataError(
+                f"trajectories disagree in the {name} of a token that they share, so they cannot stand beside a "
+                f"declared tree of more than {MAX_FLAT_TOKENS:,} flat tokens; use several forests."
+            )
+        return values
+
+    def flat_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
+        """[F] float64, the loss weight of every flat token, trajectory after trajectory.
+
+        `per_trajectory` leaves the weights as they are, as flat training does; `once` divides each by the number of
+        trajectories that train its tree token, so that a shared token counts like any other: their mean.
+
+        Raises:
+            ConfigError: an unknown weighting.
+        """
+        weights = self.flat_stream("loss_weights").astype(np.float64)
+        if _is_once(weighting):
+            index = self.path_index
+            weights /= np.maximum(np.bincount(index, weights=weights > 0, minlength=self.num_tokens), 1)[index]
         return weights
+
+    def token_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
+        """[T] float64, the sum of `flat_weights` over all trajectories through each tree token."""
+        if self.trajectories is None:  # a declared tree, where all of them agree
+            weights = self.tree_streams["loss_weights"].astype(np.float64)
+            return weights if _is_once(weighting) else weights * self.multiplicity
+        return np.bincount(self.path_index, weights=self.flat_weights(weighting), minlength=self.num_tokens)
 
     def __repr__(self) -> str:
         return (
@@ -340,6 +380,12 @@ class Paths(Sequence[np.ndarray]):
             index %= len(self)
             return forest.path_index[offsets[index] : offsets[index + 1]]
         return merging.path_to(forest.segments, int(forest.segments.end_segment[index]))
+
+
+def _is_once(weighting: str) -> bool:
+    if weighting not in ("per_trajectory", "once"):
+        raise ConfigError(f"weighting={weighting!r} is unknown; choose 'per_trajectory' or 'once'.")
+    return weighting == "once"
 
 
 def _shifted(parts: Sequence[np.ndarray], shifts: np.ndarray) -> np.ndarray:

@@ -57,7 +57,7 @@ def lay_out(plan: Plan, number: int) -> Layout:
     offsets = np.concatenate([[0], np.cumsum(ranges[:, 1] - ranges[:, 0])])
     own_hi = _rows_before(forest.subtree_end[positions], ranges, offsets)
     lo, hi, depth = [np.arange(len(positions))], [own_hi], [forest.depth[positions]]
-    gateway = []
+    gateway: list[tuple[int, np.ndarray]] = []
     for above in reversed(plan.ancestors[number]):
         tokens = plan.micro_batches[above].positions()
         first = _rows_before(tokens, ranges, offsets)

@@ -11,8 +11,8 @@ attention read the keys of a path without gathering them one by one.
 Letters: N sequences, S segments, T tree tokens, F flat tokens.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -131,7 +131,7 @@ def _sorted_order(flat_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Lexicographic order. Big-endian bytes compare as the non-negative integers do, so memcmp does the work."""
     blob = memoryview(flat_ids.astype(">i4").tobytes())
     bounds = (offsets * 4).tolist()
-    keys = [bytes(blob[low:high]) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    keys = [bytes(blob[low:high]) for low, high in pairwise(bounds)]
     return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
 
 

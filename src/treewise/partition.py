@@ -40,7 +40,7 @@ class Trunk:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Pieces (start and size of each, [P] int64, ascending), the trunk above each ([P], -1 for none), and the trunks."""
+    """Pieces (start and size of each, [P] int64, ascending), the trunk above each ([P]; -1: none), and the trunks."""
 
     piece_start: np.ndarray
     piece_size: np.ndarray
@@ -95,9 +95,7 @@ class _Cut:
             self.trunks.append(trunk)
             stack.extend(self._cut_stubs(len(self.trunks) - 1, below)[::-1])
 
-    def _cut_stubs(
-        self, parent: int, stubs: list[tuple[int, int]]
-    ) -> list[tuple[Trunk, list[tuple[int, int]]]]:
+    def _cut_stubs(self, parent: int, stubs: list[tuple[int, int]]) -> list[tuple[Trunk, list[tuple[int, int]]]]:
         """Trunks for stubs that hang off one parent: small ones share a trunk, large ones begin one each."""
         made: list[tuple[Trunk, list[tuple[int, int]]]] = []
         together: list[tuple[int, int]] = []
@@ -129,9 +127,7 @@ class _Cut:
     def _stub_size(self, segment: int, taken: int) -> int:
         return int(self.open_before[self.after[segment]] - self.open_before[segment]) - taken
 
-    def _take(
-        self, segment: int, taken: int, room: int
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def _take(self, segment: int, taken: int, room: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """The first `room` open tokens of a stub in depth-first order, and the stubs left below them."""
         ranges: list[tuple[int, int]] = []
         below: list[tuple[int, int]] = []

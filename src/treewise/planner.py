@@ -5,7 +5,7 @@ micro-batches run forward and backward once; then the open ones run again with a
 the gateway's gradients. Where it pays, an open micro-batch is held instead: its graph is kept and it runs once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +20,8 @@ FORWARD = "forward"  # no graph; leaves a gateway
 HOLD = "hold"  # with a graph that is kept; leaves a gateway
 TRAIN = "train"  # forward with a graph and backward at once
 BACKWARD = "backward"  # backward of a held micro-batch
+
+Pack = Callable[[Sequence[int], int], list[list[int]]]  # sizes and a capacity to the indices in each bin
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +140,10 @@ class Plan:
         open_batches = self.num_micro_batches - self.num_closed_micro_batches
         lines = [
             f"budget             {budget}",
-            f"tree tokens        {forest.num_tokens:,} ({forest.num_flat_tokens:,} flat, ratio {forest.share_ratio:.2f})",
-            f"micro-batches      {self.num_micro_batches:,} ({self.num_closed_micro_batches:,} closed, {open_batches:,} open)",
+            f"tree tokens        {forest.num_tokens:,} ({forest.num_flat_tokens:,} flat, "
+            f"ratio {forest.share_ratio:.2f})",
+            f"micro-batches      {self.num_micro_batches:,} ({self.num_closed_micro_batches:,} closed, "
+            f"{open_batches:,} open)",
             f"open tokens        {self.num_open_tokens:,}",
             f"held tokens        {self.num_held_tokens:,}",
             f"recomputed tokens  {self.num_recomputed_tokens:,}",
@@ -189,7 +193,7 @@ def _longest_open_path(parts: Partition) -> int:
     return max(total)
 
 
-def _assemble(forest: Forest, budget: int, parts: Partition, pack) -> Plan:  # type: ignore[no-untyped-def]
+def _assemble(forest: Forest, budget: int, parts: Partition, pack: Pack) -> Plan:
     """Micro-batches: trunks first, parents before children, then the bins of pieces."""
     batches = [
         MicroBatch(np.array(trunk.ranges), (trunk.parent,) if trunk.parent >= 0 else (), True, trunk.is_held)

@@ -5,8 +5,10 @@ align with `token_ids`; the value at position 0 of a stream that speaks about pr
 meaning, because nothing predicts a first token.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from types import UnionType
 
 import numpy as np
 
@@ -66,6 +68,7 @@ class Trajectory:
     @property
     def num_trained_tokens(self) -> int:
         """Tokens whose loss weight is not zero."""
+        assert self.loss_weights is not None
         return int(np.count_nonzero(self.loss_weights))
 
 
@@ -75,8 +78,9 @@ def _token_ids(values: Sequence[int] | np.ndarray, place: str) -> np.ndarray:
         raise DataError(f"{place}: token_ids has {ids.ndim} dimensions; give one flat sequence of integers.")
     if len(ids) == 0:
         raise DataError(f"{place}: token_ids is empty; a trajectory needs at least two tokens.")
-    if ids.dtype == object or not np.issubdtype(ids.dtype, np.integer):
-        raise DataError(f"{place}: token_ids must be integers, found {_first_type(values)}.")
+    # NumPy takes a bool among integers for one, so a list is asked for the types that it holds.
+    if ids.dtype.kind not in "iu" or (isinstance(values, list | tuple) and bool in set(map(type, values))):
+        raise DataError(f"{place}: token_ids must be integers, found {_first_wrong(values, int | np.integer)}.")
     bad = np.flatnonzero((ids < 0) | (ids > MAX_TOKEN_ID))
     if len(bad):
         raise DataError(f"{place}: token id {ids[bad[0]]} at position {bad[0]} is outside 0..{MAX_TOKEN_ID}.")
@@ -94,9 +98,7 @@ def _default_weights(length: int) -> np.ndarray:
 def _checked_weights(values: Sequence[float] | np.ndarray, length: int, place: str) -> np.ndarray:
     weights = _stream(values, "loss_weights", length, place)
     if weights[0] != 0:
-        raise DataError(
-            f"{place}: loss_weights[0] is {weights[0]:g}, but nothing predicts a first token; set it to 0."
-        )
+        raise DataError(f"{place}: loss_weights[0] is {weights[0]:g}, but nothing predicts a first token; set it to 0.")
     bad = np.flatnonzero(weights < 0)
     if len(bad):
         raise DataError(
@@ -116,12 +118,8 @@ def _stream(
     if array.ndim != 1 or len(array) != length:
         found = len(array) if array.ndim == 1 else f"shape {array.shape}"
         raise DataError(f"{place}: {found} {name} for {length} tokens; they must align with token_ids.")
-    if array.dtype == object or not (
-        np.issubdtype(array.dtype, np.floating)
-        or np.issubdtype(array.dtype, np.integer)
-        or np.issubdtype(array.dtype, np.bool_)
-    ):
-        raise DataError(f"{place}: {name} must be numbers, found {_first_type(values)}.")
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"{place}: {name} must be numbers, found {_first_wrong(values, float | int | np.number)}.")
     with np.errstate(over="ignore"):
         stream = np.ascontiguousarray(array, dtype=np.float32)
     bad = np.flatnonzero(~np.isfinite(stream))
@@ -133,9 +131,13 @@ def _stream(
 def _finite_number(value: float, name: str, place: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise DataError(f"{place}: {name} must be a number, found {type(value).__name__}.")
-    if not np.isfinite(value):
-        raise DataError(f"{place}: {name} is {value}; it must be finite.")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise DataError(f"{place}: {name} is {number}; it must be finite.")
+    return number
 
 
 def _as_array(values: object, name: str, place: str) -> np.ndarray:
@@ -145,10 +147,10 @@ def _as_array(values: object, name: str, place: str) -> np.ndarray:
         raise DataError(f"{place}: {name} is not a flat sequence of numbers ({error}).") from None
 
 
-def _first_type(values: object) -> str:
-    """Names the first offending element, which says more than NumPy's common type does."""
+def _first_wrong(values: object, right: type | UnionType) -> str:
+    """Names the first element of a wrong type, which says more than NumPy's common type does."""
     if isinstance(values, Sequence) and not isinstance(values, str):
         for position, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            if isinstance(value, bool) or not isinstance(value, right):
                 return f"{type(value).__name__} at position {position}"
     return str(np.asarray(values).dtype)

@@ -16,8 +16,8 @@ from treewise.layout import Layout
 class TreeMask:
     """Query q sees key k exactly when `lo[k] <= q < hi[k]`.
 
-    lo, hi, key_depth: [K] int32 NumPy, kept on the host for planning. `on(device)` gives the tensors. `cache` holds what an
-    implementation derives from the intervals, once per micro-batch and used by all layers.
+    lo, hi, key_depth: [K] int32 NumPy, kept on the host for planning. `on(device)` gives the tensors. `cache` holds
+    what an implementation derives from the intervals, once per micro-batch and used by all layers.
     """
 
     lo: np.ndarray
