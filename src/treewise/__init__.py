@@ -1,0 +1,65 @@
+"""treewise: train language models on trees of tokens, with exactly the gradients of training each trajectory alone.
+
+The NumPy heart is imported at once; everything that needs torch is imported when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from treewise.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    PlanError,
+    TreewiseError,
+    UnsupportedModelError,
+    VerificationError,
+)
+from treewise.forest import Forest
+from treewise.planner import Plan, plan
+from treewise.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from treewise.engine import TreeEngine
+    from treewise.objectives import SFT
+    from treewise.trainer import TreeTrainer, TreeTrainingArguments
+    from treewise.verification import verify
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "SFT": "treewise.objectives",
+    "TreeEngine": "treewise.engine",
+    "TreeTrainer": "treewise.trainer",
+    "TreeTrainingArguments": "treewise.trainer",
+    "verify": "treewise.verification",
+}
+
+__all__ = [
+    "SFT",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "Forest",
+    "Plan",
+    "PlanError",
+    "Trajectory",
+    "TreeEngine",
+    "TreeTrainer",
+    "TreeTrainingArguments",
+    "TreewiseError",
+    "UnsupportedModelError",
+    "VerificationError",
+    "plan",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'treewise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

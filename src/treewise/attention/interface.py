@@ -1,0 +1,174 @@
+"""The one attention function that treewise registers with transformers, under the name `"treewise"`.
+
+Tree metadata arrives as the keyword argument `treewise` of the model's forward, never through globals, so a
+recomputation by gradient checkpointing finds the same arguments. The name stays installed: a forward without that
+argument (generation, evaluation) goes to the implementation that the model had before, which the name itself carries.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from treewise.attention.cascade import cascade_attention
+from treewise.attention.gateway import Gateway, GatewayRead, extend, inject
+from treewise.attention.mask import LayerRule, TreeMask
+from treewise.attention.reference import reference_attention
+from treewise.errors import UnsupportedModelError
+
+NAME = "treewise"
+IMPLEMENTATIONS = ("reference", "cascade", "flex")
+# Arguments that models hand to attention and that change nothing here: positions are already in queries and keys.
+_HARMLESS = {"position_ids", "position_embeddings", "cache_position", "output_attentions", "use_cache", "cu_seq_lens_q"}
+logger = logging.getLogger("treewise")
+
+
+class AttentionName(str):
+    """The name `"treewise"` that remembers which implementation a model had before."""
+
+    previous: str
+
+    def __new__(cls, previous: str) -> "AttentionName":
+        name = super().__new__(cls, NAME)
+        name.previous = previous
+        return name
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return AttentionName, (self.previous,)
+
+
+@dataclass(frozen=True, eq=False)
+class TreeContext:
+    """What the layers of one micro-batch need, handed to the model's forward as `treewise=`.
+
+    impl: `reference`, `cascade` or `flex`. may_fall_back: layers that `impl` cannot run use the reference, said once.
+    reads: gateway rows in front of the own keys. writes: the gateway to fill. injects: the gateway whose collected gradients join
+    the backward.
+    """
+
+    mask: TreeMask
+    impl: str
+    may_fall_back: bool = False
+    reads: tuple[GatewayRead, ...] = ()
+    writes: Gateway | None = None
+    injects: Gateway | None = None
+
+
+def install(configs: list[Any]) -> None:
+    """Puts the name into model configurations; twice changes nothing."""
+    AttentionInterface.register(NAME, tree_attention_forward)
+    AttentionMaskInterface.register(NAME, _previous_mask)
+    for config in configs:
+        current = config._attn_implementation
+        if not isinstance(current, AttentionName):
+            config._attn_implementation_internal = AttentionName(current or "eager")
+
+
+def tree_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    treewise: TreeContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention contract: [1, H, T, D] in, ([1, T, H, D], weights) out."""
+    if treewise is None:
+        return _previous_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    rule = layer_rule(module, query, kwargs)
+    sinks = kwargs.get("s_aux")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise UnsupportedModelError(f"{type(module).__name__} has no layer_idx, so its gateway cannot be named.")
+    if treewise.writes is not None:
+        treewise.writes.write(layer, key, value)
+    if treewise.injects is not None:
+        key, value = inject(key, value, treewise.injects, layer)
+    impl = _implementation(treewise, rule, layer)
+    if impl == "cascade":
+        out = cascade_attention(query, key, value, treewise.mask, rule, sinks, treewise.reads, layer)
+        return out.transpose(1, 2).contiguous(), None
+    if treewise.reads:
+        key, value = extend(key, value, treewise.reads, layer)
+    if impl == "flex":
+        from treewise.attention.flex import flex_attention_tree
+
+        out = flex_attention_tree(query, key, value, treewise.mask, rule, sinks)
+    else:
+        out = reference_attention(query, key, value, treewise.mask, rule, sinks)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> LayerRule:
+    """What a layer asks for, from its arguments and its configuration.
+
+    Raises:
+        UnsupportedModelError: dropout, non-causal attention, or an argument that treewise does not know.
+    """
+    name = type(module).__name__
+    if kwargs.get("dropout"):
+        raise UnsupportedModelError(f"{name} has active attention dropout ({kwargs['dropout']}); set it to 0.")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{name} is not causal, so it cannot follow a tree.")
+    known = _HARMLESS | {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
+    for argument, given in kwargs.items():
+        if argument not in known and isinstance(given, torch.Tensor):
+            raise UnsupportedModelError(f"{name} passes the tensor {argument!r} to attention, which is unknown here.")
+    window, chunk = kwargs.get("sliding_window"), None
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if config is not None and kinds is not None and getattr(module, "layer_idx", None) is not None:
+        kind = kinds[module.layer_idx]
+        if kind == "sliding_attention":
+            window = window if window is not None else config.sliding_window
+        elif kind == "full_attention":
+            window = None
+        elif kind == "chunked_attention":
+            chunk = config.attention_chunk_size
+    scaling = kwargs.get("scaling")
+    return LayerRule(
+        scaling=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        window=window,
+        chunk=chunk,
+        softcap=kwargs.get("softcap"),
+    )
+
+
+def _implementation(context: TreeContext, rule: LayerRule, layer: int) -> str:
+    if context.impl == "cascade" and rule.softcap is not None:
+        if not context.may_fall_back:
+            raise UnsupportedModelError(f"layer {layer} caps its scores, which 'cascade' cannot; use 'reference'.")
+        _say_once("layers with a softcap run with the dense reference attention on this device.")
+        return "reference"
+    return context.impl
+
+
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        logger.info(message)
+
+
+def _previous_attention(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    previous = module.config._attn_implementation.previous  # type: ignore[union-attr]
+    if previous == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[previous]
+
+
+def _previous_mask(*args: Any, config: Any, **kwargs: Any) -> Any:
+    previous = config._attn_implementation.previous
+    if previous not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, config=config, **kwargs)

@@ -1,0 +1,321 @@
+"""The engine: losses and gradients of a forest, equal to training each trajectory alone.
+
+A separable objective takes one walk over the plan. Any other loss takes two: log-probs first, then the loss on restored
+trajectories, then the walk with the loss's gradients on log-probs. The second form is one differentiable function,
+`tree_logprobs`, whose backward is the walk.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from treewise.attention import IMPLEMENTATIONS
+from treewise.attention.cascade import kernel_takes_groups
+from treewise.errors import ConfigError, DataError, UnsupportedModelError
+from treewise.forest import Forest
+from treewise.logprobs import edge_logprobs
+from treewise.models import ModelParts, refuse_dropout, take_apart
+from treewise.objectives import SFT, SeparableObjective, Terms
+from treewise.planner import Plan, plan
+from treewise.probe import probe
+from treewise.walk import Autocast, Walk
+
+Loss = Callable[[list[torch.Tensor]], torch.Tensor]
+Forests = Forest | Sequence[Forest]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step computed. `loss` is the sum of token losses divided by the denominator."""
+
+    loss: float
+    num_trained_tokens: int
+    num_tree_tokens: int
+    num_flat_tokens: int
+    num_computed_tokens: int
+    num_micro_batches: int
+
+
+class TreeEngine:
+    """Trains a transformers causal language model, PEFT-wrapped or not, on forests.
+
+    Parameters:
+        model: its attention implementation is replaced by treewise's; forwards without trees go on as before.
+        max_tokens: the most tokens with live activations at a time; None computes each forest in one micro-batch.
+        attention: `auto` (flex on CUDA, cascade on CPU), `reference`, `cascade` or `flex`.
+        hold: whether open micro-batches may be kept instead of computed twice (`auto`, `never`, `always`).
+        temperature: divides the logits, as the sampler did.
+        check: probe the model once before its first step.
+
+    Raises:
+        UnsupportedModelError: the model cannot follow a tree; names the layer or setting.
+        ConfigError: an unknown attention implementation.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_tokens: int | None = None,
+        attention: str = "auto",
+        *,
+        hold: str = "auto",
+        temperature: float = 1.0,
+        check: bool = True,
+    ) -> None:
+        if attention != "auto" and attention not in IMPLEMENTATIONS:
+            raise ConfigError(f"attention={attention!r} is unknown; choose 'auto' or one of {', '.join(IMPLEMENTATIONS)}.")
+        if not temperature > 0:
+            raise ConfigError(f"temperature={temperature} must be positive.")
+        self.model, self.max_tokens, self.attention = model, max_tokens, attention
+        self.hold, self.temperature = hold, temperature
+        self.parts = take_apart(model)
+        self._is_probed = not check
+
+    def plan(self, forests: Forests) -> Plan:
+        """The plan that `step` would run."""
+        return plan(forests, self.max_tokens, hold=self.hold)
+
+    def step(
+        self,
+        forests: Forests,
+        objective: SeparableObjective | Loss | None = None,
+        *,
+        denominator: float | None = None,
+    ) -> StepOutput:
+        """Forward and backward; gradients are added into `.grad`.
+
+        objective: `SFT()` where not given; or any function from the list of log-probs (see `logprobs`) to a scalar.
+        denominator: replaces the objective's own, where a step is spread over several calls or ranks.
+
+        Raises:
+            DataError: nothing to train, or a token id beyond the vocabulary.
+            UnsupportedModelError: active dropout, or a model that fails the probe.
+        """
+        run = self.plan(forests)
+        if objective is None:
+            objective = SFT()
+        if not hasattr(objective, "token_losses"):
+            return self._step_any_loss(run, objective)  # type: ignore[arg-type]
+        walk = self._walk(run)
+        losses = _SeparableLoss(walk, objective, self.temperature, denominator)
+        walk.train(losses)
+        return _output(run, losses.total(), losses.num_trained_tokens)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        forests: Forests,
+        objective: SeparableObjective | None = None,
+        *,
+        denominator: float | None = None,
+    ) -> StepOutput:
+        """The loss alone, without gradients."""
+        run = self.plan(forests)
+        walk = self._walk(run)
+        losses = _SeparableLoss(walk, objective or SFT(), self.temperature, denominator)
+        walk.visit(losses)
+        return _output(run, losses.total(), losses.num_trained_tokens)
+
+    def logprobs(self, forests: Forests) -> list[torch.Tensor]:
+        """Log-probs of every trajectory, restored: `result[i][j]` belongs to token `j + 1` of trajectory `i`.
+
+        float32 (float64 for float64 models), on the model's device, differentiable at any budget.
+        """
+        run = self.plan(forests)
+        logprobs_T = tree_logprobs(self, run)
+        return _restore(logprobs_T, run.forest)
+
+    def _step_any_loss(self, run: Plan, objective: Loss) -> StepOutput:
+        loss = objective(_restore(tree_logprobs(self, run), run.forest))
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            raise ConfigError("an objective must return a scalar tensor.")
+        loss.backward()  # type: ignore[no-untyped-call]
+        return _output(run, float(loss), run.forest.num_flat_tokens - run.forest.num_trajectories)
+
+    def _walk(self, run: Plan) -> Walk:
+        self._check(run.forest)
+        impl, may_fall_back = self._implementation()
+        return Walk(self.parts, run, impl, may_fall_back)
+
+    def _check(self, forest: Forest) -> None:
+        refuse_dropout(self.model)
+        vocabulary = self.parts.decoder.get_input_embeddings().weight.shape[0]
+        largest = int(forest.token_ids.max())
+        if largest >= vocabulary:
+            position = int(forest.token_ids.argmax())
+            raise DataError(
+                f"token id {largest} at tree position {position} (depth {forest.depth[position]}) is beyond the model's "
+                f"{vocabulary} embeddings; was the data tokenised for another model?"
+            )
+        if not self._is_probed:
+            probe(self.parts, *self._implementation())
+            self._is_probed = True
+
+    def _implementation(self) -> tuple[str, bool]:
+        """The attention to use, and whether single layers may fall back to the reference."""
+        if self.attention != "auto":
+            return self.attention, False
+        device = self.parts.device.type
+        if device == "cuda":
+            return "flex", True
+        return ("cascade" if device == "cpu" and kernel_takes_groups() else "reference"), True
+
+
+def tree_logprobs(engine: TreeEngine, run: Plan) -> torch.Tensor:
+    """[T] log-probs of the tree's tokens (0 for first tokens), as one differentiable function at any budget.
+
+    With one micro-batch this is an ordinary graph. With several, the forward runs without a graph, and the backward is the walk,
+    which adds parameter gradients into `.grad`; usable inside any loss, more than once in a graph, and under autocast.
+    """
+    if run.is_whole:
+        walk = engine._walk(run)
+        is_needed = run.forest.parent >= 0
+        rows = walk.whole_rows()
+        return _scatter(walk, 0, rows, is_needed, engine.temperature, run.forest.num_tokens)
+    if not torch.is_grad_enabled():
+        return _visit_logprobs(engine, run)
+    # Parameters are no inputs of the function, so something else has to ask for its backward.
+    anchor = torch.zeros((), device=engine.parts.device, requires_grad=True)
+    return _TreeLogprobs.apply(anchor, engine, run)
+
+
+class _TreeLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, engine: TreeEngine, run: Plan) -> torch.Tensor:
+        ctx.engine, ctx.run = engine, run
+        ctx.autocast = Autocast.now(engine.parts.device.type)
+        return _visit_logprobs(engine, run)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_T: torch.Tensor) -> Any:
+        engine, run = ctx.engine, ctx.run
+        walk = engine._walk(run)
+        is_needed = run.forest.parent >= 0
+
+        def loss_of(number: int, rows: torch.Tensor) -> torch.Tensor | None:
+            scattered = _edge_values(walk, number, rows, is_needed, engine.temperature)
+            if scattered is None:
+                return None
+            logprobs, target = scattered
+            return (logprobs * grad_T[target]).sum()
+
+        with torch.enable_grad(), ctx.autocast.again():
+            walk.train(loss_of)
+        return torch.zeros((), device=grad_T.device), None, None
+
+
+def _visit_logprobs(engine: TreeEngine, run: Plan) -> torch.Tensor:
+    walk = engine._walk(run)
+    is_needed = run.forest.parent >= 0
+    result: list[torch.Tensor] = []
+
+    def use(number: int, rows: torch.Tensor) -> None:
+        if not result:
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            result.append(torch.zeros(run.forest.num_tokens, dtype=wide, device=rows.device))
+        scattered = _edge_values(walk, number, rows, is_needed, engine.temperature)
+        if scattered is not None:
+            result[0][scattered[1]] = scattered[0].to(result[0].dtype)
+
+    walk.visit(use)
+    return result[0]
+
+
+def _edge_values(
+    walk: Walk, number: int, rows: torch.Tensor, is_needed: np.ndarray, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Log-probs of the needed edges that leave a micro-batch ([E]), and the tree positions of their targets ([E])."""
+    edges = walk.edges(number, is_needed)
+    if len(edges.target) == 0:
+        return None
+    device = rows.device
+    tokens = torch.as_tensor(walk.plan.forest.token_ids[edges.target], dtype=torch.long, device=device)
+    source = torch.as_tensor(edges.source, device=device)
+    logprobs, _ = edge_logprobs(rows, walk.parts.head(temperature), source, tokens)
+    return logprobs, torch.as_tensor(edges.target, device=device)
+
+
+def _scatter(
+    walk: Walk, number: int, rows: torch.Tensor, is_needed: np.ndarray, temperature: float, num_tokens: int
+) -> torch.Tensor:
+    values = _edge_values(walk, number, rows, is_needed, temperature)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    empty = torch.zeros(num_tokens, dtype=wide, device=rows.device)
+    return empty if values is None else empty.index_copy(0, values[1], values[0].to(wide))
+
+
+def _restore(logprobs_T: torch.Tensor, forest: Forest) -> list[torch.Tensor]:
+    """Per-trajectory log-probs. The transpose of this gather is gradient restoration."""
+    index = torch.as_tensor(forest.path_index, device=logprobs_T.device)
+    flat_F = logprobs_T[index]
+    return [part[1:] for part in flat_F.split(forest.path_lengths.tolist())]
+
+
+class _SeparableLoss:
+    """Maps hidden rows of micro-batches to their share of a separable loss, and adds the shares up."""
+
+    def __init__(
+        self, walk: Walk, objective: SeparableObjective, temperature: float, denominator: float | None
+    ) -> None:
+        forest = walk.plan.forest
+        self.walk, self.objective, self.temperature = walk, objective, temperature
+        self.terms: Terms = objective.terms(forest)
+        self.denominator = objective.denominator(forest) if denominator is None else denominator
+        if len(self.terms.positions) == 0:
+            raise DataError("no trained token in the forest; a step on it would do nothing.")
+        if not self.denominator > 0:
+            raise DataError(f"the loss would be divided by {self.denominator}; it must be positive.")
+        self.is_needed = np.zeros(forest.num_tokens, dtype=bool)
+        self.is_needed[self.terms.positions] = True
+        self.num_trained_tokens = int(self.is_needed.sum())
+        self._shares: list[torch.Tensor] = []
+
+    def __call__(self, number: int, rows: torch.Tensor) -> torch.Tensor | None:
+        edges = self.walk.edges(number, self.is_needed)
+        if len(edges.target) == 0:
+            return None
+        device, forest = rows.device, self.walk.plan.forest
+        tokens = torch.as_tensor(forest.token_ids[edges.target], dtype=torch.long, device=device)
+        source = torch.as_tensor(edges.source, device=device)
+        logprobs, _ = edge_logprobs(rows, self.walk.parts.head(self.temperature), source, tokens)
+        edge_of_term, term = self._terms_of(edges.target)
+        streams = {
+            name: torch.as_tensor(stream[term], dtype=logprobs.dtype, device=device)
+            for name, stream in self.terms.streams.items()
+        }
+        per_term = logprobs[torch.as_tensor(edge_of_term, device=device)]
+        loss = self.objective.token_losses(per_term, streams).sum() / self.denominator
+        self._shares.append(loss.detach())
+        return loss
+
+    def _terms_of(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For every term on these targets: which edge it reads, and its number."""
+        first = np.searchsorted(self.terms.positions, targets, side="left")
+        count = np.searchsorted(self.terms.positions, targets, side="right") - first
+        edge = np.repeat(np.arange(len(targets)), count)
+        offsets = np.cumsum(count) - count
+        return edge, np.repeat(first - offsets, count) + np.arange(int(count.sum()))
+
+    def total(self) -> float:
+        """The loss; the only host synchronisation of a step."""
+        return float(torch.stack(self._shares).double().sum())
+
+
+def _output(run: Plan, loss: float, num_trained_tokens: int) -> StepOutput:
+    forest = run.forest
+    return StepOutput(
+        loss=loss,
+        num_trained_tokens=num_trained_tokens,
+        num_tree_tokens=forest.num_tokens,
+        num_flat_tokens=forest.num_flat_tokens,
+        num_computed_tokens=run.num_computed_tokens,
+        num_micro_batches=run.num_micro_batches,
+    )
+
+
+__all__ = ["StepOutput", "TreeEngine", "UnsupportedModelError", "tree_logprobs"]

@@ -1,0 +1,182 @@
+"""Log-probs of edges from hidden rows, in chunks, never holding the logits of more than one chunk.
+
+A fork has one hidden row and several targets: its row is projected once. Rows without a needed target are not projected at
+all. The backward is written by hand: it projects each chunk again, so memory stays at `chunk x vocabulary`.
+
+Letters: R projected rows, E edges, M model width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Logits alive at a time: 64 MiB of float32 on a CPU, where caches are small; 512 MiB on a GPU.
+MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How a model turns hidden rows into logits: `softcap * tanh(scale * (h W^T + b) / softcap) / temperature`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[.., V] in float32 or wider."""
+        raw = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        return _finish(raw.to(torch.promote_types(raw.dtype, torch.float32)), self)[0]
+
+
+def edge_logprobs(
+    hidden: torch.Tensor,
+    head: Head,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    with_entropy: bool = False,
+    max_logits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Natural log-probs of `target[e]` predicted from hidden row `source[e]`.
+
+    hidden: [T, M]. source: [E] int64, ascending. target: [E] int64 token ids. Returns log-probs [E] and, where asked, the entropy of
+    the predicting distribution [E], both float32 (float64 for float64 models), differentiable.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if len(source) == 0:
+        empty = hidden.sum() * torch.zeros(0, dtype=wide, device=hidden.device)
+        return empty, empty if with_entropy else None
+    rows, edge_row = torch.unique_consecutive(source, return_inverse=True)
+    limit = max_logits or MAX_LOGITS.get(hidden.device.type, MAX_LOGITS["cpu"])
+    chunk = max(1, limit // head.weight.shape[0])
+    logprobs, entropy = _EdgeLogprobs.apply(
+        hidden.index_select(0, rows), head.weight, head.bias, edge_row, target, head, chunk, with_entropy
+    )
+    return logprobs, entropy[edge_row] if with_entropy else None
+
+
+class _EdgeLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        edge_row: torch.Tensor,
+        target: torch.Tensor,
+        head: Head,
+        chunk: int,
+        with_entropy: bool,
+    ) -> Any:
+        dtype = _compute_dtype(hidden)
+        hidden = hidden.to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        num_rows = hidden.shape[0]
+        bounds = _chunk_bounds(edge_row, num_rows, chunk)
+        logprobs = hidden.new_empty(len(target), dtype=wide)
+        entropy = hidden.new_empty(num_rows if with_entropy else 0, dtype=wide)
+        lse = hidden.new_empty(num_rows, dtype=wide)
+        cast_weight = weight.to(dtype)
+        for (start, end), (low, high) in bounds:
+            logits, _ = _finish(_project(hidden[start:end], cast_weight, bias, wide), head)
+            lse[start:end] = torch.logsumexp(logits, dim=1)
+            local = edge_row[low:high] - start
+            logprobs[low:high] = logits[local, target[low:high]] - lse[start:end][local]
+            if with_entropy:
+                probabilities = torch.exp(logits - lse[start:end, None])
+                entropy[start:end] = lse[start:end] - (probabilities * logits).sum(1)
+        ctx.save_for_backward(hidden, weight, bias, edge_row, target, lse, entropy)
+        ctx.head, ctx.bounds, ctx.with_entropy = head, bounds, with_entropy
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None) -> Any:
+        hidden, weight, bias, edge_row, target, lse, entropy = ctx.saved_tensors
+        wide, dtype = lse.dtype, hidden.dtype
+        if logprob_grad is None:
+            logprob_grad = torch.zeros(len(target), dtype=wide, device=hidden.device)
+        row_grad = torch.zeros_like(lse).index_add_(0, edge_row, logprob_grad)
+        cast_weight = weight.to(dtype)
+        hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # Chunks of a low-precision model add up in float32, as one large product would inside its kernel.
+        weight_grad = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
+        bias_grad = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        for (start, end), (low, high) in ctx.bounds:
+            logits, slope = _finish(_project(hidden[start:end], cast_weight, bias, wide), ctx.head, with_slope=True)
+            grad = torch.exp(logits - lse[start:end, None])
+            if ctx.with_entropy and entropy_grad is not None:
+                surprise = lse[start:end, None] - logits - entropy[start:end, None]
+                grad *= entropy_grad[start:end, None] * surprise - row_grad[start:end, None]
+            else:
+                grad *= -row_grad[start:end, None]
+            local = edge_row[low:high] - start
+            grad.index_put_((local, target[low:high]), logprob_grad[low:high], accumulate=True)
+            grad = (grad * slope if slope is not None else grad).to(dtype)
+            if hidden_grad is not None:
+                torch.mm(grad, cast_weight, out=hidden_grad[start:end])
+            if weight_grad is not None:
+                if weight_grad.dtype == dtype:
+                    weight_grad.addmm_(grad.t(), hidden[start:end])
+                else:
+                    weight_grad += grad.t() @ hidden[start:end]
+            if bias_grad is not None:
+                bias_grad += grad.sum(0)
+        return (
+            hidden_grad,
+            weight_grad.to(weight.dtype) if weight_grad is not None else None,
+            bias_grad.to(bias.dtype) if bias_grad is not None else None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _project(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype
+) -> torch.Tensor:
+    logits = torch.mm(hidden, weight.t())
+    if bias is not None:
+        logits += bias.to(logits.dtype)
+    return logits.to(wide)
+
+
+def _finish(
+    logits: torch.Tensor, head: Head, with_slope: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+    """Scale, softcap and temperature in place, and the derivative of the result by the projection (None for 1)."""
+    if head.scale != 1.0:
+        logits *= head.scale
+    slope: torch.Tensor | float | None = None
+    factor = head.scale / head.temperature
+    if head.softcap is not None:
+        logits /= head.softcap
+        logits.tanh_()
+        if with_slope:
+            slope = (1 - logits.square()) * factor
+        logits *= head.softcap
+    elif factor != 1.0:
+        slope = factor
+    if head.temperature != 1.0:
+        logits /= head.temperature
+    return logits, slope
+
+
+def _chunk_bounds(edge_row: torch.Tensor, num_rows: int, chunk: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Row ranges of at most `chunk` rows, each with the range of its edges; one host synchronisation in all."""
+    starts = list(range(0, num_rows, chunk))
+    edge_starts = torch.searchsorted(edge_row, torch.tensor(starts, device=edge_row.device)).tolist()
+    row_ends, edge_ends = [*starts[1:], num_rows], [*edge_starts[1:], len(edge_row)]
+    return [
+        ((start, end), (low, high))
+        for start, end, low, high in zip(starts, row_ends, edge_starts, edge_ends, strict=True)
+    ]

@@ -1,0 +1,181 @@
+"""What treewise needs to know of a transformers model: its decoder, its head, and whether it can follow a tree.
+
+A model that cannot is refused by name before any compute. What names and flags do not tell, `probe` finds out.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from treewise.attention import install
+from treewise.errors import UnsupportedModelError
+from treewise.logprobs import Head
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# Parameters that only recurrent layers have (Mamba's and the gated delta net's decay).
+_RECURRENT_PARAMETERS = ("A_log", "dt_bias")
+_HELP = "Supported models: docs/models.md."
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """A causal language model taken apart: `decoder` gives hidden rows, `head()` the projection to logits."""
+
+    model: nn.Module
+    decoder: PreTrainedModel
+    output: nn.Module
+    scale: float
+    softcap: float | None
+
+    def head(self, temperature: float = 1.0) -> Head:
+        """The head as it is now (adapters included)."""
+        weight, bias = _effective_weight(self.output)
+        return Head(weight, bias, self.scale, self.softcap, temperature)
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.get_input_embeddings().weight.device
+
+
+def take_apart(model: nn.Module) -> ModelParts:
+    """Finds decoder and head, refuses what cannot follow a tree, and installs the attention.
+
+    Raises:
+        UnsupportedModelError: naming the model, layer or setting.
+    """
+    base = _base_model(model)
+    name = type(base).__name__
+    if not isinstance(base, PreTrainedModel):
+        raise UnsupportedModelError(f"{name} is not a transformers model. {_HELP}")
+    if getattr(base.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} has an encoder; only causal language models follow a tree. {_HELP}")
+    output = base.get_output_embeddings()
+    if output is None:
+        raise UnsupportedModelError(f"{name} has no language-model head. {_HELP}")
+    decoder = _find_decoder(base)
+    _refuse_layers(decoder, name)
+    config = decoder.config
+    if getattr(config, "output_router_logits", False) or getattr(base.config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            f"{name} asks for its routing loss (output_router_logits=True), which treewise does not add yet; turn it off."
+        )
+    install(_attention_configs(decoder))
+    return ModelParts(model, decoder, output, _logit_scale(base.config), _softcap(base.config))
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Raises if any dropout, layer drop or router noise is active: a shared token is computed once, so branches cannot differ.
+
+    Raises:
+        UnsupportedModelError: naming the first active one.
+    """
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise UnsupportedModelError(f"{name or 'model'} drops out (p={module.p}); set it to 0 or call model.eval().")
+        for attribute, value in vars(module).items():
+            is_noise = "dropout" in attribute or attribute.endswith(("pdrop", "layerdrop", "jitter_noise"))
+            if is_noise and isinstance(value, float) and value > 0:
+                raise UnsupportedModelError(
+                    f"{name or 'model'}.{attribute} is {value} while training; set it to 0 or call model.eval()."
+                )
+
+
+def _base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside PEFT and wrappers."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    peft_config = getattr(model, "peft_config", None)
+    if peft_config is not None and hasattr(model, "get_base_model"):
+        for adapter, config in peft_config.items():
+            if getattr(config, "is_prompt_learning", False):
+                raise UnsupportedModelError(
+                    f"adapter {adapter!r} learns a prompt ({config.peft_type}), which would change every depth; use LoRA."
+                )
+        return model.get_base_model()
+    return model
+
+
+def _find_decoder(base: PreTrainedModel) -> PreTrainedModel:
+    decoder = base.get_decoder()
+    if decoder is None or decoder is base:
+        # Some models (Llama 4's text model) do not say; then it is the one transformers model among the children.
+        inner = [child for child in base.children() if isinstance(child, PreTrainedModel)]
+        if len(inner) != 1:
+            raise UnsupportedModelError(f"{type(base).__name__} does not say which part is its decoder. {_HELP}")
+        decoder = inner[0]
+    return decoder
+
+
+def _refuse_layers(decoder: PreTrainedModel, name: str) -> None:
+    config = decoder.config
+    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in ATTENTION_LAYERS:
+            raise UnsupportedModelError(
+                f"{name} layer {index} is a {kind!r} layer, which cannot follow a tree yet. {_HELP}"
+            )
+    for path, module in decoder.named_modules():
+        if isinstance(module, nn.Conv1d):
+            raise UnsupportedModelError(f"{name}.{path} is a convolution over tokens, which cannot follow a tree. {_HELP}")
+    for path, _ in decoder.named_parameters():
+        if path.rsplit(".", 1)[-1] in _RECURRENT_PARAMETERS:
+            raise UnsupportedModelError(f"{name}.{path} belongs to a recurrent layer, which cannot follow a tree. {_HELP}")
+    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
+        raise UnsupportedModelError(f"{name} uses ALiBi, whose bias depends on the place in memory. {_HELP}")
+    if not decoder._can_set_attn_implementation():
+        raise UnsupportedModelError(f"{name} does not use transformers' attention interface. {_HELP}")
+
+
+def _attention_configs(decoder: PreTrainedModel) -> list[Any]:
+    """The configurations that the decoder's layers read their attention implementation from."""
+    found = {id(decoder.config): decoder.config}
+    for module in decoder.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+def _logit_scale(config: Any) -> float:
+    """Factor of the logits: Cohere multiplies, Granite divides, Falcon-H1 multiplies."""
+    scale = 1.0
+    for attribute in ("logit_scale", "lm_head_multiplier"):
+        scale *= getattr(config, attribute, None) or 1.0
+    return scale / (getattr(config, "logits_scaling", None) or 1.0)
+
+
+def _softcap(config: Any) -> float | None:
+    text_config = config.get_text_config()
+    return getattr(text_config, "final_logit_softcapping", None)
+
+
+def _effective_weight(output: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias of the head, with what PEFT puts around it."""
+    if hasattr(output, "modules_to_save") and hasattr(output, "active_adapter"):
+        active = output.active_adapter
+        name = active[0] if isinstance(active, list) else active
+        disabled = getattr(output, "disable_adapters", False)
+        output = output.original_module if disabled else output.modules_to_save[name]
+    if hasattr(output, "lora_A") and hasattr(output, "base_layer"):
+        return _lora_weight(output), output.base_layer.bias
+    if not isinstance(getattr(output, "weight", None), torch.Tensor) or output.weight.dim() != 2:
+        raise UnsupportedModelError(f"the head is a {type(output).__name__}, not a linear layer. {_HELP}")
+    return output.weight, getattr(output, "bias", None)
+
+
+def _lora_weight(output: Any) -> torch.Tensor:
+    weight = output.base_layer.weight
+    if output.disable_adapters or output.merged:
+        return weight
+    for adapter in output.active_adapters:
+        if adapter not in output.lora_A:
+            continue
+        if getattr(output, "use_dora", {}).get(adapter, False):
+            raise UnsupportedModelError("DoRA on the language-model head is not supported; exclude lm_head from it.")
+        delta = output.lora_B[adapter].weight @ output.lora_A[adapter].weight
+        weight = weight + delta.to(weight.dtype) * output.scaling[adapter]
+    return weight

@@ -1,0 +1,131 @@
+"""The depth-first walk over a plan: micro-batches forward and backward, gateways in between.
+
+A walk is blind to the loss: a callback maps the hidden rows of a micro-batch to a scalar, or to None where it has no loss
+of its own. Gradients are added into the parameters' `.grad` by autograd.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from treewise.attention import Gateway, GatewayRead, TreeContext, TreeMask
+from treewise.layout import Edges, Layout, edges_of, lay_out
+from treewise.models import ModelParts
+from treewise.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
+from treewise.probe import decoder_rows
+
+LossOf = Callable[[int, torch.Tensor], torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast state of the caller, so that a backward which runs later computes as the forward did."""
+
+    device_type: str
+    dtype: torch.dtype
+    is_enabled: bool
+
+    @classmethod
+    def now(cls, device_type: str) -> "Autocast":
+        return cls(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.is_enabled):
+            yield
+
+
+class Walk:
+    """One pass, or several, over the micro-batches of one plan."""
+
+    def __init__(self, parts: ModelParts, plan: Plan, impl: str, may_fall_back: bool) -> None:
+        self.parts, self.plan = parts, plan
+        self.impl, self.may_fall_back = impl, may_fall_back
+        self._layouts: dict[int, tuple[Layout, TreeMask]] = {}
+        self._gateways: dict[int, Gateway] = {}
+        self._held: dict[int, torch.Tensor] = {}
+
+    def edges(self, number: int, is_needed: np.ndarray) -> Edges:
+        """The needed edges that leave a micro-batch."""
+        return edges_of(self.plan.forest, self._layout(number)[0].positions, is_needed)
+
+    def train(self, loss_of: LossOf) -> None:
+        """Forward and backward of every micro-batch."""
+        for step in self.plan.schedule:
+            number = step.micro_batch
+            if step.action == FORWARD:
+                with torch.no_grad():
+                    self._open(number)
+            elif step.action == HOLD:
+                self._held[number] = self._root(number, self._open(number, keep_graph=True), loss_of)
+            elif step.action == BACKWARD:
+                _backward(self._held.pop(number))
+                self._close(number)
+            else:
+                _backward(self._root(number, self._rows(number), loss_of))
+                self._close(number)
+
+    @torch.no_grad()
+    def visit(self, use: Callable[[int, torch.Tensor], None]) -> None:
+        """Forward of every micro-batch once, without a graph; `use` gets the hidden rows of each."""
+        for step in self.plan.schedule:
+            number = step.micro_batch
+            is_open = self.plan.micro_batches[number].is_open
+            if step.action in (FORWARD, HOLD):
+                use(number, self._open(number))
+            elif is_open:
+                self._close(number)
+            else:
+                use(number, self._rows(number))
+                self._close(number)
+
+    def whole_rows(self) -> torch.Tensor:
+        """[T, M] hidden rows of the only micro-batch, in the caller's graph."""
+        return self._rows(0)
+
+    def _layout(self, number: int) -> tuple[Layout, TreeMask]:
+        if number not in self._layouts:
+            layout = lay_out(self.plan, number)
+            self._layouts[number] = layout, TreeMask.from_layout(layout)
+        return self._layouts[number]
+
+    def _open(self, number: int, keep_graph: bool = False) -> torch.Tensor:
+        """Runs an open micro-batch and leaves its gateway."""
+        gateway = self._gateways[number] = Gateway()
+        return self._rows(number, writes=gateway, injects=gateway if keep_graph else None)
+
+    def _rows(self, number: int, writes: Gateway | None = None, injects: Gateway | None = None) -> torch.Tensor:
+        layout, mask = self._layout(number)
+        if writes is None and self.plan.micro_batches[number].is_open:
+            injects = self._gateways[number]
+        reads = tuple(self._read(above, rows) for above, rows in layout.gateway)
+        context = TreeContext(mask, self.impl, self.may_fall_back, reads, writes, injects)
+        return decoder_rows(self.parts, layout.token_ids, layout.depth, context)
+
+    def _read(self, above: int, rows: np.ndarray) -> GatewayRead:
+        first, last = int(rows[0]), int(rows[-1])
+        if last - first + 1 == len(rows):
+            return GatewayRead(self._gateways[above], slice(first, last + 1), len(rows))
+        return GatewayRead(self._gateways[above], torch.as_tensor(rows, device=self.parts.device), len(rows))
+
+    def _root(self, number: int, rows: torch.Tensor, loss_of: LossOf) -> torch.Tensor:
+        """What the backward of a micro-batch starts from."""
+        loss = loss_of(number, rows)
+        # Without a loss of its own an open micro-batch still carries the gradients of its gateway.
+        return rows if loss is None else loss
+
+    def _close(self, number: int) -> None:
+        self._gateways.pop(number, None)
+        self._layouts.pop(number, None)
+
+
+def _backward(root: torch.Tensor) -> None:
+    if not root.requires_grad:
+        return
+    torch.autograd.backward(root, torch.zeros_like(root) if root.dim() else None)
+
+
+__all__ = ["BACKWARD", "FORWARD", "HOLD", "TRAIN", "Autocast", "Walk"]
