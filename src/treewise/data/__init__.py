@@ -1,0 +1,18 @@
+"""Data: files, chat templates and records, turned into the trajectories and trees that are trained.
+
+Nothing here knows models or torch; tokenizers are transformers' own, loaded when a record holds text.
+"""
+
+from treewise.data.dataset import DeclaredNodes, TrainingTree, TreeDataset, check_vocabulary
+from treewise.data.load import load_trees
+from treewise.data.options import LoadReport, RenderOptions
+
+__all__ = [
+    "load_trees",
+    "RenderOptions",
+    "TreeDataset",
+    "TrainingTree",
+    "DeclaredNodes",
+    "LoadReport",
+    "check_vocabulary",
+]

@@ -1,0 +1,143 @@
+"""Training trees: what a load gives back, one tree at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from treewise.data.options import LoadReport
+from treewise.data.rows import Row, trajectories_from_rows
+from treewise.data.table import first_id_outside, table_rows
+from treewise.errors import DataError
+from treewise.forest import Forest
+from treewise.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredNodes:
+    """The nodes of a declared tree, parents first.
+
+    Parameters:
+        parents: index of each node's parent, -1 for a root.
+        token_ids: the tokens that each node adds.
+        loss_weights: one value per token of each node.
+        advantages: the same, or None.
+        old_logprobs: the same, or None.
+        ends: nodes at which a trajectory ends (leaves always).
+        merge_siblings: merge siblings with equal tokens, or keep them apart.
+    """
+
+    parents: list[int]
+    token_ids: list[np.ndarray]
+    loss_weights: list[np.ndarray]
+    advantages: list[np.ndarray] | None
+    old_logprobs: list[np.ndarray] | None
+    ends: list[bool]
+    merge_siblings: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingTree:
+    """Records that are trained as one tree: trajectories to be merged, or nodes of a declared tree."""
+
+    name: str
+    trajectories: list[Trajectory] | None
+    nodes: DeclaredNodes | None
+    num_records: int
+    source: str
+
+    def forest(self) -> Forest:
+        """The tree of its trajectories, shared prefixes merged; or the declared tree as it was given."""
+        if self.trajectories is not None:
+            return Forest.from_trajectories(self.trajectories)
+        assert self.nodes is not None
+        nodes = self.nodes
+        return Forest.from_nodes(
+            nodes.parents,
+            nodes.token_ids,
+            loss_weights=nodes.loss_weights,
+            advantages=nodes.advantages,
+            old_logprobs=nodes.old_logprobs,
+            ends=nodes.ends,
+            merge_siblings=nodes.merge_siblings,
+            group=self.name,
+            source=self.source,
+        )
+
+
+class TreeDataset:
+    """A sequence of `TrainingTree`, held as one Arrow table; trajectories are made when a tree is asked for.
+
+    `report` says what was read and left out; `fingerprint` changes exactly when the trained content or its order does.
+    """
+
+    def __init__(self, table: pa.Table, facts: dict[str, Any], report: LoadReport, merge_siblings: bool) -> None:
+        self._table = table
+        self._names: list[str] = facts["names"]
+        self._num_records: list[int] = facts["num_records"]
+        trees = table.column("tree").to_numpy()
+        self._bounds = np.searchsorted(trees, np.arange(len(self._names) + 1))
+        self._merge_siblings = merge_siblings
+        self.report = report
+        self.fingerprint: str = facts["fingerprint"]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: int) -> TrainingTree:
+        index = index + len(self) if index < 0 else index
+        if not 0 <= index < len(self):
+            raise IndexError(f"tree {index} of {len(self)}")
+        rows = table_rows(self._table, int(self._bounds[index]), int(self._bounds[index + 1]))
+        declared = rows[0].parent is not None
+        return TrainingTree(
+            name=self._names[index],
+            trajectories=None if declared else trajectories_from_rows(rows),
+            nodes=_declared_nodes(rows, self._merge_siblings) if declared else None,
+            num_records=self._num_records[index],
+            source=rows[0].source,
+        )
+
+    def __iter__(self) -> Iterator[TrainingTree]:
+        return (self[index] for index in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"TreeDataset({len(self)} trees, {self.report.num_records} records)"
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """See `treewise.data.check_vocabulary`."""
+        found = first_id_outside(self._table, vocab_size)
+        if found is not None:
+            row, position, token = found
+            place = self._table.column("source")[row].as_py()
+            raise DataError(
+                f"{place}: token id {token} at position {position} is outside the vocabulary of {vocab_size} tokens; "
+                "the data was made with another tokenizer, or the model needs more embeddings."
+            )
+
+
+def check_vocabulary(dataset: TreeDataset, vocab_size: int) -> None:
+    """Checks that a model of `vocab_size` tokens can read all of a dataset.
+
+    Raises:
+        DataError: the first token id that is too large, with its record and position.
+    """
+    dataset.check_vocabulary(vocab_size)
+
+
+def _declared_nodes(rows: list[Row], merge_siblings: bool) -> DeclaredNodes:
+    return DeclaredNodes(
+        parents=[-1 if row.parent is None else row.parent for row in rows],
+        token_ids=[row.token_ids for row in rows],
+        loss_weights=_stream(rows, "loss_weights") or [],
+        advantages=_stream(rows, "advantages"),
+        old_logprobs=_stream(rows, "old_logprobs"),
+        ends=[bool(row.is_end) for row in rows],
+        merge_siblings=merge_siblings,
+    )
+
+
+def _stream(rows: list[Row], name: str) -> list[np.ndarray] | None:
+    return None if getattr(rows[0], name) is None else [getattr(row, name) for row in rows]

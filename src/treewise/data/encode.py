@@ -1,0 +1,90 @@
+"""Text to token ids, each message once: long histories that share prefixes are cut at special tokens and remembered.
+
+A tokenizer splits its input at special tokens before anything else, so the ids of a text are the ids of its pieces
+("<|im_start|>user\\nHi" | "<|im_end|>\\n" | ...) in a row. Prompts of one record then cost one look-up per message
+instead of a new tokenisation. Tokens that reach over their borders (`lstrip`, `normalized`, `single_word`) do not cut.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+Pieces = tuple[np.ndarray, ...]
+MAX_REMEMBERED_CHARS = 64_000_000
+
+
+class Encoder:
+    """A tokenizer with a memory of pieces. `encode` never adds special tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        safe = {t.content for t in added if t.special and not (t.normalized or t.lstrip or t.single_word)}
+        names = sorted((t.content for t in added), key=len, reverse=True)
+        self._cut = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._safe = safe if getattr(tokenizer, "is_fast", False) else set()
+        special = sorted({t.content for t in added if t.special} | set(tokenizer.all_special_tokens), key=len)
+        self._ending = re.compile("(?:" + ("|".join(map(re.escape, special[::-1])) or "(?!)") + r")(?=\s*\Z)")
+        self._known: dict[str, np.ndarray] = {}
+        self._known_chars = 0
+        self._newline = self._encode_all(["\n"])[0]
+        alone, after = self._encode_all(["a", "\na"])
+        self._adds_space = not np.array_equal(alone, after[len(self._newline) :])
+
+    def encode(self, texts: Sequence[str]) -> list[Pieces]:
+        """Ids of texts, as pieces to be put in a row. Equal pieces are the same array."""
+        cut = [self._pieces(text) for text in texts]
+        self._learn(piece for pieces in cut for piece in pieces)
+        return [tuple(self._known[piece] for piece in pieces) for pieces in cut]
+
+    def encode_continuations(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of texts that continue another text, so no space is put in front of the first word."""
+        if not self._adds_space:
+            return [joined(pieces) for pieces in self.encode(texts)]
+        ids = self._encode_all(["\n" + text for text in texts])
+        plain = self._encode_all(texts)
+        cut = len(self._newline)
+        return [
+            with_line[cut:] if np.array_equal(with_line[:cut], self._newline) else without
+            for with_line, without in zip(ids, plain, strict=True)
+        ]
+
+    def end_of_turn(self, text: str) -> tuple[int, int] | None:
+        """Where the special token that closes the text lies (white space may follow it); None where there is none."""
+        found = self._ending.search(text, max(0, len(text.rstrip()) - 256))
+        return found.span() if found else None
+
+    def begin_ids(self) -> np.ndarray:
+        """The ids that the tokenizer puts in front of a plain text (a begin-of-sequence token), if any."""
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        ids = self.tokenizer("a")["input_ids"]
+        return np.array([bos] if bos is not None and ids and ids[0] == bos else [], dtype=np.int32)
+
+    def _pieces(self, text: str) -> list[str]:
+        starts = [m.start() for m in self._cut.finditer(text) if m.group() in self._safe and m.start()]
+        bounds = [0, *starts, len(text)]
+        return [text[low:high] for low, high in pairwise(bounds) if high > low]
+
+    def _learn(self, pieces: Iterable[str]) -> None:
+        needed = dict.fromkeys(pieces)
+        if self._known_chars > MAX_REMEMBERED_CHARS:
+            self._known = {piece: self._known[piece] for piece in needed if piece in self._known}
+            self._known_chars = sum(map(len, self._known))
+        new = [piece for piece in needed if piece not in self._known]
+        for piece, ids in zip(new, self._encode_all(new), strict=True):
+            self._known[piece] = ids
+            self._known_chars += len(piece)
+
+    def _encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if not texts:
+            return []
+        ids = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        return [np.asarray(item, dtype=np.int32) for item in ids]
+
+
+def joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """Pieces in one array."""
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)

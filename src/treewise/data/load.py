@@ -1,0 +1,263 @@
+"""Loading: files to training trees, through the cache and the workers, with nothing dropped in silence."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import pyarrow as pa
+
+from treewise.data import cache, workers
+from treewise.data.dataset import TreeDataset
+from treewise.data.files import PathLike, RawRecord, find_files, read_records
+from treewise.data.nodes import PlacedNode
+from treewise.data.options import LoadReport, RenderOptions
+from treewise.data.records import RecordReader
+from treewise.data.rows import RecordResult, Row
+from treewise.data.table import content_hash, rows_to_table
+from treewise.data.tools import find_tools
+from treewise.errors import ConfigError, DataError
+
+MAX_WARNINGS = 1000
+
+
+def load_trees(
+    paths: PathLike | Sequence[PathLike],
+    tokenizer: Any = None,
+    *,
+    options: RenderOptions | None = None,
+    num_workers: int | None = None,
+    progress: bool = False,
+    cache_dir: PathLike | None = None,
+    on_bad_record: Literal["error", "quarantine"] = "error",
+    quarantine_path: PathLike | None = None,
+    allow_partial_tail: bool = False,
+) -> TreeDataset:
+    """Reads records of any form (see `treewise.data.parse.FORMS`) and groups them into training trees.
+
+    Parameters:
+        paths: `.jsonl`, `.jsonl.gz`, `.json`, `.parquet` files, folders or globs of them.
+        tokenizer: a transformers tokenizer or the path of one; needed by records that hold text.
+        options: how records are rendered and grouped.
+        num_workers: processes; 0 for none, by default all cores where the data is large enough.
+        progress: show a progress bar.
+        cache_dir: folder of rendered data; by default `$TREEWISE_CACHE`, then `~/.cache/treewise`. Loads without a
+            tokenizer, and loads that left records out, are not cached.
+        on_bad_record: stop at the first bad record, or write bad ones to `quarantine_path` and go on.
+        quarantine_path: by default `quarantine.jsonl` in the working folder; written anew by each load.
+        allow_partial_tail: leave out a last line that was cut off while it was written.
+
+    Raises:
+        DataError: a bad file or record, at `file:line`; no record at all.
+        ConfigError: bad options, or a tokenizer that cannot be loaded.
+    """
+    options = options or RenderOptions()
+    if on_bad_record not in ("error", "quarantine"):
+        raise ConfigError(f"on_bad_record is {on_bad_record!r}; choose 'error' or 'quarantine'.")
+    files = find_files(paths)
+    tokenizer = _tokenizer(tokenizer)
+    warnings: list[str] = []
+    entry = None
+    if tokenizer is not None:
+        key = cache.cache_key(files, options, tokenizer, allow_partial_tail)
+        entry = cache.cache_folder(cache_dir) / f"{key}.parquet"
+        stored = _read_cache(entry, warnings)
+        if stored is not None:
+            table, facts = stored
+            return TreeDataset(table, facts, LoadReport(**facts["report"]), options.merge_siblings)
+    reader = RecordReader(tokenizer, options)
+    builder = _Builder(reader, on_bad_record, allow_partial_tail, Path(quarantine_path or "quarantine.jsonl"))
+    processes = workers.choose_num_workers(num_workers, files)
+    with builder, _bar(progress) as advance:
+        for num_bytes, results in workers.read_all(_jobs(files), tokenizer, options, processes):
+            for result in results:
+                builder.add(result)
+            advance(num_bytes, len(results))
+        builder.finish_node_trees()
+    table, facts, report = builder.result(len(files))
+    if entry is not None and not report.dropped:
+        _write_cache(entry, table, facts, report, warnings)
+    report.warnings += warnings
+    return TreeDataset(table, facts, report, options.merge_siblings)
+
+
+@dataclass(slots=True)
+class _Tree:
+    name: str
+    rows: list[Row] = field(default_factory=list)
+    num_records: int = 0
+
+
+class _Builder:
+    """Collects results in order into trees, and bad records into the quarantine."""
+
+    def __init__(self, reader: RecordReader, on_bad_record: str, allow_partial_tail: bool, quarantine: Path) -> None:
+        self.reader = reader
+        self.quarantines = on_bad_record == "quarantine"
+        self.allow_partial_tail = allow_partial_tail
+        self.quarantine_path = quarantine
+        self.stream: TextIO | None = None
+        self.trees: list[_Tree] = []
+        self.by_key: dict[str, _Tree] = {}
+        self.node_trees: dict[tuple[str, str], tuple[_Tree, list[PlacedNode]]] = {}
+        self.report = LoadReport()
+        self.warnings: dict[str, None] = {}
+
+    def __enter__(self) -> "_Builder":
+        if self.quarantines:
+            try:
+                self.stream = self.quarantine_path.open("w", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(
+                    f"quarantine_path {self.quarantine_path} cannot be written ({error.strerror})."
+                ) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            self.stream.close()
+
+    def add(self, result: RecordResult) -> None:
+        """Takes the next result in order."""
+        self.report.num_records += 1
+        self.warnings.update(dict.fromkeys(result.warnings))
+        if result.error is not None:
+            self._drop(result)
+        elif result.node is not None:
+            self._add_node(result)
+        else:
+            tree = self.by_key.get(result.key) if result.key is not None else None
+            if tree is None:
+                tree = _Tree(result.name)
+                self.trees.append(tree)
+                if result.key is not None:
+                    self.by_key[result.key] = tree
+            tree.rows += result.rows
+            tree.num_records += 1
+
+    def finish_node_trees(self) -> None:
+        """Builds the trees that were given one node per line."""
+        for (file, name), (tree, placed) in self.node_trees.items():
+            try:
+                tools = find_tools(placed[0].value, Path(file), placed[0].place)
+                _, tree.rows = self.reader.declared_rows(placed, tools)
+            except DataError as error:
+                text = json.dumps([node.value for node in placed], default=str)
+                self._drop(RecordResult(f"{file}: tree {name}", error=str(error), raw=text))
+            else:
+                tree.num_records = len(placed)
+
+    def result(self, num_files: int) -> tuple[pa.Table, dict[str, Any], LoadReport]:
+        """The table, what belongs to it, and the report."""
+        report = self.report
+        trees = [tree for tree in self.trees if tree.rows]
+        if not trees:
+            reason = (
+                f" ({len(report.dropped)} were left out; the first: {report.dropped[0][1]})" if report.dropped else ""
+            )
+            raise DataError(f"no record to train on in {num_files} file(s){reason}.")
+        rows = [row for tree in trees for row in tree.rows]
+        table = rows_to_table([number for number, tree in enumerate(trees) for _ in tree.rows], rows)
+        names = [tree.name for tree in trees]
+        facts = {
+            "names": names,
+            "num_records": [tree.num_records for tree in trees],
+            "fingerprint": content_hash(table, names),
+        }
+        report.num_files, report.num_trees = num_files, len(trees)
+        report.num_trajectories = sum(row.parent is None or bool(row.is_end) for row in rows)
+        report.warnings = list(self.warnings)[:MAX_WARNINGS]
+        if len(self.warnings) > MAX_WARNINGS:
+            report.warnings.append(f"{len(self.warnings) - MAX_WARNINGS} more warnings")
+        return table, facts, report
+
+    def _add_node(self, result: RecordResult) -> None:
+        assert result.node is not None
+        file, _, _ = result.place.rpartition(":")
+        name, node = result.node
+        if (file, name) not in self.node_trees:
+            tree = _Tree(str(json.loads(name)))
+            self.trees.append(tree)
+            self.node_trees[file, name] = (tree, [])
+        self.node_trees[file, name][1].append(PlacedNode(result.place, node))
+
+    def _drop(self, result: RecordResult) -> None:
+        assert result.error is not None
+        partial = result.is_partial_tail and self.allow_partial_tail
+        if not partial and not self.quarantines:
+            raise DataError(result.error)
+        self.report.dropped.append((result.place, result.error))
+        if self.stream is not None:
+            line = {"place": result.place, "reason": result.error, "record": result.raw}
+            self.stream.write(json.dumps(line) + "\n")
+
+
+def _jobs(files: Sequence[Path]) -> Iterator[tuple[RawRecord, Path]]:
+    for path in files:
+        for raw in read_records(path):
+            yield raw, path
+
+
+def _tokenizer(given: Any) -> Any:
+    if not isinstance(given, str | Path):
+        return given
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(given)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer {str(given)!r} cannot be loaded: {error}") from error
+
+
+def _read_cache(entry: Path, warnings: list[str]) -> tuple[pa.Table, dict[str, Any]] | None:
+    try:
+        return cache.read_entry(entry)
+    except DataError as error:
+        warnings.append(f"{error}; it was rendered again.")
+        return None
+
+
+def _write_cache(entry: Path, table: pa.Table, facts: dict[str, Any], report: LoadReport, warnings: list[str]) -> None:
+    stored = {
+        "num_files": report.num_files,
+        "num_records": report.num_records,
+        "num_trees": report.num_trees,
+        "num_trajectories": report.num_trajectories,
+        "warnings": report.warnings,
+    }
+    try:
+        cache.write_entry(entry, table, {**facts, "report": stored})
+    except OSError as error:
+        warnings.append(f"{entry}: the cache could not be written ({error.strerror}); the next load renders again.")
+
+
+def _bar(progress: bool) -> Any:
+    """A context that gives `advance(num_bytes, num_records)`."""
+    if not progress:
+        return nullcontext(lambda num_bytes, num_records: None)
+    return _RichBar()
+
+
+class _RichBar:
+    """Records and bytes read so far; the total of compressed files is not known beforehand."""
+
+    def __enter__(self) -> Any:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = [SpinnerColumn(), TextColumn("reading {task.completed} records, {task.fields[megabytes]:.1f} MB")]
+        self.bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+        self.bar.start()
+        self.task = self.bar.add_task("records", total=None, megabytes=0.0)
+        self.num_bytes = 0
+        return self.advance
+
+    def advance(self, num_bytes: int, num_records: int) -> None:
+        """Moves the bar on."""
+        self.num_bytes += num_bytes
+        self.bar.update(self.task, advance=num_records, megabytes=self.num_bytes / 1e6)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()

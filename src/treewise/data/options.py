@@ -1,0 +1,83 @@
+"""How records become token sequences, and what a load has to say for itself."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from treewise.errors import ConfigError
+
+THINKING = ("as_inference", "keep")
+TRAIN_ON = ("all_assistant", "last_assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderOptions:
+    """How chat records are rendered and grouped.
+
+    Parameters:
+        thinking: `as_inference` renders every call as the model saw it, so the tree forks where the template drops
+            earlier reasoning; `keep` renders one sequence per record with all reasoning kept.
+        train_on: which assistant turns are trained. A turn of `weight` 0 never is.
+        merge_siblings: merge declared siblings with equal tokens, or keep them apart.
+        group_by: field that names a record's training tree, in place of `group` or `task_id`.
+        max_length: longest trajectory allowed, in tokens; a longer one is an error, never cut.
+        chat_template: a Jinja template, a file that holds one, or `chatml`; the tokenizer's own where not given.
+        chat_template_kwargs: further variables for the template (`enable_thinking`, ...).
+
+    Raises:
+        ConfigError: a value outside its choices.
+    """
+
+    thinking: Literal["as_inference", "keep"] = "as_inference"
+    train_on: Literal["all_assistant", "last_assistant"] = "all_assistant"
+    merge_siblings: bool = True
+    group_by: str | None = None
+    max_length: int | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_choice("thinking", self.thinking, THINKING)
+        _check_choice("train_on", self.train_on, TRAIN_ON)
+        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 2):
+            raise ConfigError(f"max_length is {self.max_length!r}; give an integer of at least 2, or None.")
+        try:
+            json.dumps(dict(self.chat_template_kwargs))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"chat_template_kwargs must be plain JSON values ({error}).") from None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "RenderOptions":
+        """Options from a configuration file; an unknown key is an error that names the nearest one."""
+        known = [item.name for item in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = get_close_matches(key, known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
+                raise ConfigError(f"unknown data option {key!r}.{hint}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """One line that is equal for equal options."""
+        return json.dumps(asdict(self) | {"chat_template_kwargs": dict(self.chat_template_kwargs)}, sort_keys=True)
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What was read: counts, records left out with the reason, and findings that are likely mistakes."""
+
+    num_files: int = 0
+    num_records: int = 0
+    num_trees: int = 0
+    num_trajectories: int = 0
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = get_close_matches(str(value), choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}.{hint}")

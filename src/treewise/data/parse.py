@@ -1,0 +1,140 @@
+"""Raw records to objects: JSON with named errors, Parquet rows without their null padding, and record forms by keys."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from treewise.data.escape import shown
+from treewise.data.files import RawRecord
+from treewise.errors import DataError
+
+Record = dict[str, Any]
+
+FORMS = """a record is one of
+  chat:              messages [tools, tools_ref, group, task_id, reward]
+  prompt/completion: prompt, completion
+  token rows:        token_ids [loss_weights, advantages, old_logprobs, ref_logprobs, group, reward, rollout]
+  grouped rows:      seqs: [{ids, loss: [[start, end], ...], reward, behaviour_logprobs}]
+  logged calls:      messages, calls: [{ctx: [indices], out: index}]
+  declared tree:     nodes: [{id, parent, token_ids or message}]
+  tree node:         tree, parent, token_ids or message (one node per line)"""
+
+# Columns that hold nested values; a string in one of these is JSON text.
+NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", "loss_weights", "old_logprobs", "ref_logprobs")
+
+
+class PartialTailError(DataError):
+    """The last line of a file, cut off while it was written."""
+
+
+def parse(raw: RawRecord) -> Record:
+    """The record as an object, nulls at the top removed (a null field is an absent field).
+
+    Raises:
+        DataError: text that is not UTF-8, not JSON or not an object, at `file:line:column` or with the byte offset.
+        PartialTailError: the same in a last line without a line end.
+    """
+    value = _parse_line(raw) if isinstance(raw.payload, bytes) else raw.payload
+    if raw.is_row:
+        value = {key: _without_nulls(item) for key, item in value.items()}
+    record = {key: item for key, item in value.items() if item is not None}
+    for name in NESTED:
+        if isinstance(record.get(name), str):
+            record[name] = parse_text(record[name], f"{raw.place}: {name}")
+    return record
+
+
+def parse_text(text: str, place: str) -> Any:
+    """JSON inside a string (a Parquet column, the arguments of a tool call)."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: not valid JSON at character {error.pos}: {error.msg}; {shown(text)}.") from None
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{place}: JSON that cannot be read ({type(error).__name__}).") from None
+
+
+def detect_form(record: Record, place: str) -> str:
+    """Which form a record has: chat, prompt_completion, token_row, grouped_rows, calls, nodes or tree_node.
+
+    Raises:
+        DataError: keys of no form, or of several.
+    """
+    forms = []
+    if "nodes" in record:
+        forms.append("nodes")
+    if "tree" in record and ("token_ids" in record or "message" in record):
+        forms.append("tree_node")
+    elif "token_ids" in record:
+        forms.append("token_row")
+    elif "messages" in record:
+        forms.append("calls" if "calls" in record else "chat")
+    if "seqs" in record:
+        forms.append("grouped_rows")
+    if "completion" in record or ("prompt" in record and not forms):
+        forms.append("prompt_completion")
+    if "token_ids" in record and "calls" in record:
+        forms.append("calls")
+    if len(forms) == 1:
+        return forms[0]
+    keys = ", ".join(shown(key) for key in list(record)[:12]) or "no keys"
+    if not forms:
+        raise DataError(f"{place}: a record with {keys} fits no form; {FORMS}")
+    raise DataError(f"{place}: a record with {keys} fits several forms ({', '.join(forms)}); {FORMS}")
+
+
+def _parse_line(raw: RawRecord) -> Record:
+    assert isinstance(raw.payload, bytes)
+    try:
+        text = raw.payload.decode()
+        value = json.loads(text)
+    except UnicodeDecodeError as error:
+        if raw.is_tail and error.reason == "unexpected end of data":
+            raise PartialTailError(_partial(raw)) from None
+        at = raw.offset + error.start
+        raise DataError(f"{raw.place}: not UTF-8 at byte {at} of the file; save the file as UTF-8.") from None
+    except json.JSONDecodeError as error:
+        if raw.is_tail:
+            raise PartialTailError(_partial(raw)) from None
+        near = shown(text[max(0, error.pos - 15) : error.pos + 15])
+        raise DataError(f"{raw.place}:{error.colno}: not valid JSON: {error.msg}, near {near}.") from None
+    except RecursionError:
+        raise DataError(f"{raw.place}: JSON nested too deeply to read.") from None
+    except ValueError as error:
+        raise DataError(f"{raw.place}: JSON that cannot be read ({shown(str(error))}).") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{raw.place}: a record must be a JSON object, found {type(value).__name__}.")
+    if b"\\ud" in raw.payload or b"\\uD" in raw.payload:
+        _check_surrogates(text, value, raw)
+    return value
+
+
+def _partial(raw: RawRecord) -> str:
+    return (
+        f"{raw.place}: incomplete final line (the writer stopped in the middle); "
+        "remove it, or keep all other records with allow_partial_tail=True."
+    )
+
+
+def _check_surrogates(text: str, value: Record, raw: RawRecord) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        at = text.lower().find(f"\\u{code:04x}")
+        column = "" if at < 0 else f" at byte {raw.offset + len(text[:at].encode())} of the file"
+        raise DataError(
+            f"{raw.place}: lone surrogate \\u{code:04x}{column} is not text; escape pairs in full or replace it."
+        ) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow pads structs with nulls for the keys of other rows; those are absent, not null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, tuple | np.generic):
+        return list(value) if isinstance(value, tuple) else value.item()
+    return value

@@ -1,0 +1,212 @@
+"""One raw record to rows: what runs in the worker processes. Every `DataError` is handed back as text, in order."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treewise.data import chat, nodes, token_rows
+from treewise.data.encode import Encoder
+from treewise.data.escape import shown
+from treewise.data.files import RawRecord
+from treewise.data.messages import Conversation, clean_conversation
+from treewise.data.options import RenderOptions
+from treewise.data.parse import PartialTailError, Record, detect_form, parse
+from treewise.data.rows import RecordResult, Row
+from treewise.data.template import Template
+from treewise.data.tools import find_tools
+from treewise.errors import DataError
+
+NEEDS_TOKENIZER = "holds text, which needs a tokenizer; pass load_trees(..., tokenizer=...)."
+
+
+class RecordReader:
+    """Reads records under one tokenizer and one set of options."""
+
+    def __init__(self, tokenizer: Any, options: RenderOptions) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+
+    def read(self, raw: RawRecord, data_file: Path) -> RecordResult:
+        """The rows of a record, or its error."""
+        result = RecordResult(place=raw.place)
+        try:
+            record = parse(raw)
+            self._fill(result, record, data_file)
+            self._check_length(result)
+        except DataError as error:
+            text = raw.payload.decode(errors="replace") if isinstance(raw.payload, bytes) else None
+            return RecordResult(
+                place=raw.place,
+                error=str(error),
+                is_partial_tail=isinstance(error, PartialTailError),
+                raw=text if text is not None else json.dumps(raw.payload, default=str),
+            )
+        if self.tokenizer is not None and "_template" in self.__dict__:
+            result.warnings += list(self._template.notes)
+        return result
+
+    @cached_property
+    def _template(self) -> Template:
+        assert self.tokenizer is not None
+        return Template(Encoder(self.tokenizer), self.options.chat_template, dict(self.options.chat_template_kwargs))
+
+    def _fill(self, result: RecordResult, record: Record, data_file: Path) -> None:
+        place = result.place
+        form = detect_form(record, place)
+        group = self._group(record, place)
+        rollout = _scalar(record.get("rollout"), "rollout", place)
+        if form == "tree_node":
+            result.node = (json.dumps(_scalar(record["tree"], "tree", place)), record)
+            return
+        if form == "token_row":
+            result.rows = [token_rows.token_row(record, group, place if rollout is None else rollout, place)]
+            result.warnings += self._drift(record, result.rows[0], data_file, place)
+        elif form == "grouped_rows":
+            result.rows = token_rows.grouped_rows(record, group, place)
+        elif form == "nodes":
+            self._fill_declared(result, record, data_file)
+        else:
+            result.rows, group = self._rendered(form, record, group, data_file, place)
+        if not result.is_declared and form not in ("token_row", "grouped_rows"):
+            self._label(result.rows, record, group, place if rollout is None else rollout, place)
+        alone = group is None or form in ("grouped_rows", "nodes")
+        result.key = None if alone else json.dumps(group)
+        result.name = place if group is None else str(group)
+
+    def _rendered(self, form: str, record: Record, group: Any, data_file: Path, place: str) -> tuple[list[Row], Any]:
+        if self.tokenizer is None:
+            raise DataError(f"{place}: the record {NEEDS_TOKENIZER}")
+        if form == "prompt_completion":
+            return self._pair(record, group, data_file, place)
+        tools = find_tools(record, data_file, place)
+        talk = self._template.prepare(clean_conversation(record["messages"], place), place)
+        if form == "calls":
+            if self.options.thinking == "keep":
+                raise DataError(
+                    f"{place}: thinking='keep' needs one conversation; logged calls are rendered as_inference."
+                )
+            calls = chat.logged_calls(talk, record["calls"], self.options.train_on, place)
+            return chat.render_calls(self._template, calls, tools, place), group
+        return self._conversation(talk, tools, place), group
+
+    def _conversation(self, talk: Conversation, tools: chat.Tools, place: str, first: int = 0) -> list[Row]:
+        train_on = self.options.train_on
+        if self.options.thinking == "keep":
+            return chat.render_kept(self._template, chat.kept_calls(talk, train_on, place, first), tools, place)
+        return chat.render_calls(self._template, chat.conversation_calls(talk, train_on, place, first), tools, place)
+
+    def _pair(self, record: Record, group: Any, data_file: Path, place: str) -> tuple[list[Row], Any]:
+        missing = [name for name in ("prompt", "completion") if name not in record]
+        if missing:
+            raise DataError(f"{place}: a prompt/completion record without {missing[0]}.")
+        prompt, completion = record["prompt"], record["completion"]
+        if group is None:
+            group = "prompt-" + hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:16]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return chat.render_pair(self._template, prompt, completion, place), group
+        if isinstance(prompt, str):
+            raise DataError(f"{place}: completion is a list of messages, so prompt must be one too, not text.")
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        before = clean_conversation(prompt, place, "prompt")
+        after = clean_conversation(completion, place, "completion")
+        talk = Conversation(before.messages + after.messages, before.weights + after.weights)
+        talk = self._template.prepare(talk, place)
+        return self._conversation(talk, find_tools(record, data_file, place), place, len(before.messages)), group
+
+    def _fill_declared(self, result: RecordResult, record: Record, data_file: Path) -> None:
+        placed = nodes.nodes_of_record(record["nodes"], result.place)
+        one_root = record.get("forest") is not True
+        declared, rows = self.declared_rows(placed, find_tools(record, data_file, result.place), one_root)
+        result.is_declared, result.rows = declared, rows
+
+    def declared_rows(
+        self, placed: Sequence[nodes.PlacedNode], tools: chat.Tools, one_root: bool = True
+    ) -> tuple[bool, list[Row]]:
+        """Rows of a declared tree: its nodes where they hold tokens, rendered calls where they hold messages."""
+        parents = nodes.parents_of(placed, one_root)
+        if "message" not in placed[0].value:
+            return True, nodes.token_rows(placed, parents)
+        if self.tokenizer is None:
+            raise DataError(f"{placed[0].place}: the node {NEEDS_TOKENIZER}")
+        calls = nodes.message_calls(placed, parents, self.options.train_on)
+        ready = []
+        for call in calls:
+            talk = self._template.prepare(Conversation([*call.history, call.turn], []), call.place)
+            ready.append(chat.Call(talk.messages[:-1], talk.messages[-1], call.weight, call.place))
+        rows = chat.render_calls(self._template, ready, tools, placed[0].place)
+        for row, call in zip(rows, calls, strict=True):
+            row.source = row.rollout = call.place
+        return False, rows
+
+    def _label(self, rows: list[Row], record: Record, group: Any, rollout: Any, place: str) -> None:
+        """Values of the record that hold for all its rows."""
+        reward = _number(record.get("reward"), "reward", place)
+        advantage = record.get("advantages")
+        if advantage is not None:
+            if isinstance(advantage, list):
+                raise DataError(f"{place}: a list of advantages needs token_ids; with text give one number.")
+            advantage = _number(advantage, "advantages", place)
+        for name in ("loss_weights", "old_logprobs", "ref_logprobs"):
+            if name in record:
+                raise DataError(f"{place}: {name} needs token_ids to align with; add them or remove {name}.")
+        for number, row in enumerate(rows):
+            row.group, row.reward = group, reward
+            if row.rollout is None:
+                row.rollout = rollout
+            if not row.source:
+                row.source = place if len(rows) == 1 else f"{place}#{number}"
+            if advantage is not None:
+                row.advantages = np.full(row.num_tokens, advantage, dtype=np.float32)
+
+    def _drift(self, record: Record, row: Row, data_file: Path, place: str) -> list[str]:
+        if "messages" not in record or self.tokenizer is None:
+            return []
+        talk = self._template.prepare(clean_conversation(record["messages"], place), place)
+        text = self._template.render([talk.messages], find_tools(record, data_file, place), False, place)[0]
+        warning = token_rows.drift_warning(row.token_ids, text, self._template.encoder, place)
+        return [warning] if warning else []
+
+    def _group(self, record: Record, place: str) -> Any:
+        field = self.options.group_by
+        if field is not None:
+            if field not in record:
+                raise DataError(
+                    f"{place}: no field {shown(field)} to group by; its keys are {', '.join(list(record)[:12])}."
+                )
+            return _scalar(record[field], field, place)
+        for name in ("group", "task_id"):
+            if record.get(name) is not None:
+                return _scalar(record[name], name, place)
+        return None
+
+    def _check_length(self, result: RecordResult) -> None:
+        limit = self.options.max_length
+        if limit is None or result.is_declared:
+            return
+        for row in result.rows:
+            if row.num_tokens > limit:
+                raise DataError(
+                    f"{row.source or result.place}: {row.num_tokens} tokens, more than max_length {limit}; raise it, "
+                    "shorten the record or quarantine it. Nothing is cut."
+                )
+
+
+def _scalar(value: Any, name: str, place: str) -> Any:
+    if value is not None and (not isinstance(value, str | int | float) or (value != value)):
+        raise DataError(f"{place}: {name} must be text or a number, found {type(value).__name__}.")
+    return value
+
+
+def _number(value: Any, name: str, place: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"{place}: {name} must be one finite number, found {shown(value)}.")
+    return float(value)

@@ -1,0 +1,138 @@
+"""Rows that hold token ids already: never tokenised again, only checked, and compared with their text where given."""
+
+from typing import Any
+
+import numpy as np
+
+from treewise.data.encode import Encoder, joined
+from treewise.data.escape import shown
+from treewise.data.parse import Record
+from treewise.data.rows import Row, row_from_trajectory
+from treewise.errors import DataError
+from treewise.trajectory import Trajectory
+
+
+def token_row(record: Record, group: Any, rollout: Any, place: str) -> Row:
+    """A row of `token_ids` and streams.
+
+    Log-probs may be null where the loss weight is 0 (context has none).
+
+    Raises:
+        DataError: what `Trajectory` refuses; a missing log-prob of a trained token.
+    """
+    weights = record.get("loss_weights")
+    ids = record["token_ids"]
+    if weights is not None and len(ids) and np.asarray(weights).ndim == 0:
+        raise DataError(f"{place}: loss_weights is one number; give one per token (0 for context), or leave it out.")
+    logprobs = {
+        name: _without_null_context(record[name], weights, name, place)
+        for name in ("old_logprobs", "ref_logprobs")
+        if name in record
+    }
+    trajectory = Trajectory(
+        token_ids=ids,
+        loss_weights=weights,
+        advantages=record.get("advantages"),
+        **logprobs,
+        group=group,
+        reward=record.get("reward"),
+        rollout=rollout,
+        source=place,
+    )
+    return row_from_trajectory(trajectory)
+
+
+def grouped_rows(record: Record, group: Any, place: str) -> list[Row]:
+    """One row for each of `seqs`: `ids`, trained spans `loss`, and log-probs of the trained tokens.
+
+    Raises:
+        DataError: spans outside the sequence or in the wrong order, or log-probs that do not align.
+    """
+    seqs = record["seqs"]
+    if not isinstance(seqs, list) or not seqs:
+        raise DataError(f"{place}: seqs must be a non-empty list of {{ids, loss, ...}}.")
+    rows = []
+    for number, seq in enumerate(seqs):
+        where = f"{place}: seqs[{number}]"
+        if not isinstance(seq, dict) or "ids" not in seq or "loss" not in seq:
+            raise DataError(f"{where} needs ids and loss ([[start, end], ...]).")
+        weights = _weights_from_spans(seq["loss"], len(seq["ids"]), where)
+        values = {"token_ids": seq["ids"], "loss_weights": weights, "reward": seq.get("reward")}
+        if "advantages" in seq:
+            values["advantages"] = seq["advantages"]
+        if seq.get("behaviour_logprobs") is not None:
+            values["old_logprobs"] = _scattered(seq["behaviour_logprobs"], weights, where)
+        row = token_row(values, group, seq.get("rollout", f"{place}#{number}"), where)
+        row.loss_weights = None
+        row.spans = [int(bound) for span in seq["loss"] for bound in span]
+        row.span_weights = [1.0] * len(seq["loss"])
+        rows.append(row)
+    return rows
+
+
+def first_drift(sampled: np.ndarray, rendered: np.ndarray) -> int | None:
+    """The first position where re-tokenised text differs from the sampled ids; None where none does."""
+    length = min(len(sampled), len(rendered))
+    differs = np.flatnonzero(np.asarray(sampled[:length]) != np.asarray(rendered[:length]))
+    return int(differs[0]) if len(differs) else None
+
+
+def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, place: str) -> str | None:
+    """A warning where the text of a row no longer gives its token ids (retokenisation drift, another tokenizer)."""
+    rendered = joined(encoder.encode([text])[0])
+    at = first_drift(sampled, rendered)
+    if at is None and len(rendered) >= len(sampled):
+        return None
+    if at is None:
+        return (
+            f"{place}: token_ids has {len(sampled)} tokens but its messages render to {len(rendered)}; "
+            "the text is incomplete. The ids are trained as they are."
+        )
+    decode = encoder.tokenizer.decode
+    was = decode(sampled[at : at + 3].tolist())
+    now = decode(rendered[at : at + 3].tolist())
+    return (
+        f"{place}: retokenisation drift at token {at}: sampled {int(sampled[at])} ({shown(was)}), the text gives "
+        f"{int(rendered[at])} ({shown(now)}). The sampled ids are trained; check the tokenizer if this is early."
+    )
+
+
+def _without_null_context(values: Any, weights: Any, name: str, place: str) -> Any:
+    if not isinstance(values, list) or None not in values:
+        return values
+    trained = np.ones(len(values), dtype=bool) if weights is None else np.asarray(weights) != 0
+    if weights is None:
+        trained[:1] = False
+    missing = [i for i, value in enumerate(values) if value is None]
+    bad = [i for i in missing if i < len(trained) and trained[i]]
+    if bad:
+        raise DataError(f"{place}: {name}[{bad[0]}] is null but token {bad[0]} is trained; give its log-prob.")
+    return [0.0 if value is None else value for value in values]
+
+
+def _weights_from_spans(spans: Any, length: int, place: str) -> np.ndarray:
+    weights = np.zeros(length, dtype=np.float32)
+    last = 0
+    for span in spans if isinstance(spans, list) else [spans]:
+        numbers = isinstance(span, list | tuple) and all(type(bound) is int for bound in span)
+        if not numbers or len(span) != 2 or not last <= span[0] < span[1] <= length:
+            raise DataError(
+                f"{place}: loss span {shown(span)} must be [start, end) with {last} <= start < end <= {length}."
+            )
+        weights[span[0] : span[1]] = 1
+        last = span[1]
+    return weights
+
+
+def _scattered(values: Any, weights: np.ndarray, place: str) -> Any:
+    """Log-probs of the trained tokens alone, put at their positions."""
+    trained = np.flatnonzero(weights)
+    if len(values) == len(weights):
+        return values
+    if len(values) != len(trained):
+        raise DataError(
+            f"{place}: {len(values)} behaviour_logprobs for {len(trained)} trained tokens; they must align."
+        )
+    stream = np.zeros(len(weights), dtype=np.float64)
+    stream[trained] = values
+    return stream

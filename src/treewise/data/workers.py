@@ -1,0 +1,105 @@
+"""Records in, rows out, in order: in this process, or in a pool of processes that each load the tokenizer once."""
+
+import multiprocessing
+import os
+import pickle
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from treewise.data.files import RawRecord
+from treewise.data.options import RenderOptions
+from treewise.data.records import RecordReader
+from treewise.data.rows import RecordResult
+from treewise.errors import ConfigError
+
+Job = tuple[RawRecord, Path]
+BATCH_BYTES = 256_000
+BATCH_RECORDS = 256
+MIN_BYTES_FOR_POOL = 1_000_000  # on disk; below, starting processes costs more than they save
+MAX_WORKERS = 16
+
+_reader: RecordReader | None = None  # of a worker process
+
+
+def choose_num_workers(num_workers: int | None, files: Sequence[Path]) -> int:
+    """Processes to start; 0 means this process. By default all cores, where there is enough to do."""
+    if num_workers is not None:
+        if num_workers < 0:
+            raise ConfigError(f"num_workers is {num_workers}; give 0 (this process) or more.")
+        return num_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    enough = sum(path.stat().st_size for path in files) >= MIN_BYTES_FOR_POOL
+    return min(cores, MAX_WORKERS) if enough and cores > 1 else 0
+
+
+def read_all(
+    jobs: Iterable[Job], tokenizer: Any, options: RenderOptions, num_workers: int
+) -> Iterator[tuple[int, list[RecordResult]]]:
+    """Batches of results in the order of the jobs, each with the bytes it came from."""
+    batches = _batches(jobs)
+    if num_workers == 0:
+        reader = RecordReader(tokenizer, options)
+        for batch in batches:
+            yield _num_bytes(batch), [reader.read(raw, path) for raw, path in batch]
+        return
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start,
+        initargs=(pickle.dumps(tokenizer), options),
+    )
+    try:
+        yield from _through_pool(pool, batches, 2 * num_workers + 2)
+    except BrokenProcessPool as error:
+        raise ConfigError(
+            "the data workers did not start or were killed; guard the script's main part with "
+            "`if __name__ == '__main__':`, lower num_workers (memory), or set num_workers=0."
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _through_pool(
+    pool: ProcessPoolExecutor, batches: Iterator[list[Job]], window: int
+) -> Iterator[tuple[int, list[RecordResult]]]:
+    running: deque[tuple[int, Future[list[RecordResult]]]] = deque()
+    while True:
+        for batch in islice(batches, window - len(running)):
+            running.append((_num_bytes(batch), pool.submit(_work, batch)))
+        if not running:
+            return
+        num_bytes, future = running.popleft()
+        yield num_bytes, future.result()
+
+
+def _start(tokenizer: bytes, options: RenderOptions) -> None:
+    global _reader
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _reader = RecordReader(pickle.loads(tokenizer), options)  # bytes of our own parent process
+
+
+def _work(batch: list[Job]) -> list[RecordResult]:
+    assert _reader is not None
+    return [_reader.read(raw, path) for raw, path in batch]
+
+
+def _batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
+    batch: list[Job] = []
+    size = 0
+    for job in jobs:
+        batch.append(job)
+        size += job[0].num_bytes
+        if size >= BATCH_BYTES or len(batch) >= BATCH_RECORDS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _num_bytes(batch: list[Job]) -> int:
+    return sum(raw.num_bytes for raw, _ in batch)
