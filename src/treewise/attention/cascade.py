@@ -87,8 +87,8 @@ class _Cascade(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         sources = _Sources(key, value, ctx.reads, ctx.layer, query.shape[3])
         keys, values = sources.tensors()
-        grad = _padded(grad, keys.width)
-        query = _padded(query, keys.width)
+        query_width = query.shape[3]
+        grad, query = _padded(grad, keys.width), _padded(query, keys.width)
         query_grad = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
         key_grads, value_grads = keys.zeros(), values.zeros()
         for block, tile in ctx.blocks:
@@ -103,7 +103,7 @@ class _Cascade(torch.autograd.Function):
             sink_grad = -(taken * (grad * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
         sources.add_gateway_gradients(key_grads, value_grads)
         return (
-            query_grad[..., : ctx.saved_tensors[0].shape[3]],
+            query_grad[..., :query_width],
             key_grads[-1][..., : key.shape[3]].to(key.dtype),
             value_grads[-1][..., : value.shape[3]].to(value.dtype),
             sink_grad,

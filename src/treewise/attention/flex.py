@@ -231,8 +231,8 @@ def _compiled(
     needs_lse: bool,
     kernel_options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    # Lengths and block counts are symbols of their own from the first call. `dynamic=True` would also make symbols of
-    # heads, head sizes and the scale, and one symbol of two lengths that happen to be equal.
+    # Lengths and block counts are symbols of their own from the first call; all else stays constant. `dynamic=True` would
+    # also make symbols of heads, head sizes and the scale, and one symbol of two lengths that happen to be equal.
     for tensor in (query, key, value):
         torch._dynamo.maybe_mark_dynamic(tensor, 2)
     for name in _BLOCK_TENSORS:
@@ -240,7 +240,9 @@ def _compiled(
         torch._dynamo.maybe_mark_dynamic(tensor, list(range(2, tensor.dim())))
     # BACKEND: never another kernel than the one that was tested.
     options = {"BACKEND": "TRITON", **kernel_options}
-    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+    with torch._dynamo.config.patch(
+        recompile_limit=RECOMPILE_LIMIT, specialize_float=True, automatic_dynamic_shapes=False
+    ):
         return _compiled_kernel()(query, key, value, blocks, softcap, scaling, needs_lse, options)
 
 

@@ -88,6 +88,7 @@ def tree_attention_forward(
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnsupportedModelError(f"{type(module).__name__} has no layer_idx, so its gateway cannot be named.")
+    query, key, value = _as_autocast(query, key, value)
     if treewise.writes is not None:
         treewise.writes.write(layer, key, value)
     if treewise.injects is not None:
@@ -105,6 +106,14 @@ def tree_attention_forward(
     else:
         out = reference_attention(query, key, value, treewise.mask, rule, sinks)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The dtype that autocast gives to scaled-dot-product attention, which kernels called directly do not see."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
 
 
 def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> LayerRule:
