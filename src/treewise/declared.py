@@ -11,7 +11,7 @@ import numpy as np
 
 from treewise import merging
 from treewise.errors import DataError
-from treewise.trajectory import MAX_TOKEN_ID
+from treewise.trajectory import MAX_TOKEN_ID, as_array
 
 Streams = dict[str, np.ndarray]
 
@@ -77,7 +77,7 @@ def lay_out_nodes(
 
 
 def _checked_parents(parents: Sequence[int], place: str) -> np.ndarray:
-    parent = np.asarray(parents)
+    parent = as_array(parents, "parents", place)
     if parent.ndim != 1 or len(parent) == 0 or not np.issubdtype(parent.dtype, np.integer):
         raise DataError(f"{place}: parents must be a flat, non-empty list of integers (-1 for a root).")
     parent = parent.astype(np.int64)
@@ -101,13 +101,16 @@ def _joined(
 ) -> tuple[np.ndarray, np.ndarray]:
     if len(items) != num_nodes:
         raise DataError(f"{place}: {len(items)} {name} lists for {num_nodes} nodes.")
-    arrays = [np.asarray(item) for item in items]
+    arrays = [as_array(item, name, f"{place}: node {number}") for number, item in enumerate(items)]
     lengths = np.array([array.size for array in arrays], dtype=np.int64)
     for number, array in enumerate(arrays):
         kinds = "iu" if dtype is np.int64 else "iufb"
         if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
             raise DataError(f"{place}: node {number}: {name} must be a flat list of numbers, found {array.dtype}.")
-    return np.concatenate(arrays).astype(dtype), lengths
+        if dtype is np.int64 and array.dtype == np.uint64 and array.max() > MAX_TOKEN_ID:  # may not fit an int64
+            raise DataError(f"{place}: node {number}: token id {array.max()} is outside 0..{MAX_TOKEN_ID}.")
+    with np.errstate(over="ignore"):
+        return np.concatenate(arrays).astype(dtype), lengths
 
 
 def _stream(items: Sequence[Sequence[float]], name: str, lengths: np.ndarray, place: str) -> np.ndarray:

@@ -7,9 +7,6 @@ few gateways are alive at a time.
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-# Bins that stay open at a time when packing in order: room for stragglers, few gateways alive.
-NUM_OPEN_BINS = 4
-
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Best fit decreasing (Johnson et al., 1974): the largest first, each into the fullest bin that still takes it.
@@ -32,12 +29,12 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     return sorted(sorted(items) for items in bins)
 
 
-def in_order(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """First fit over the few newest bins, in the order given."""
+def in_order(sizes: Sequence[int], capacity: int, num_open_bins: int) -> list[list[int]]:
+    """First fit over the `num_open_bins` newest bins, in the order given."""
     bins: list[list[int]] = []
     rooms: list[int] = []
     for item, size in enumerate(sizes):
-        for number in range(max(0, len(bins) - NUM_OPEN_BINS), len(bins)):
+        for number in range(max(0, len(bins) - num_open_bins), len(bins)):
             if rooms[number] >= size:
                 bins[number].append(item)
                 rooms[number] -= size

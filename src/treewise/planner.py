@@ -7,7 +7,7 @@ the gateway's gradients. Where it pays, an open micro-batch is held instead: its
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -20,6 +20,9 @@ FORWARD = "forward"  # no graph; leaves a gateway
 HOLD = "hold"  # with a graph that is kept; leaves a gateway
 TRAIN = "train"  # forward with a graph and backward at once
 BACKWARD = "backward"  # backward of a held micro-batch
+
+# Bins that stay open at a time when pieces are packed in order: the fewer, the fewer gateways are alive.
+NUM_OPEN_BINS = (4, 16, 64, 256)
 
 Pack = Callable[[Sequence[int], int], list[list[int]]]  # sizes and a capacity to the indices in each bin
 
@@ -179,11 +182,17 @@ def plan(forest: Forest | Sequence[Forest], max_tokens: int | None = None, *, ho
     fewest = _assemble(whole, int(max_tokens), parts, best_fit)
     if not parts.trunks:
         return fewest
-    # Mixing far-apart pieces keeps more gateways alive than one path needs; beyond a few budgets it is not worth it.
-    longest_path = _longest_open_path(parts)
-    if fewest.peak_gateway_tokens <= longest_path + 4 * int(max_tokens):
+    # Mixing far-apart pieces keeps more gateways alive than one path needs: beyond a few budgets, pieces stay in
+    # order if that adds no more than a fiftieth of the micro-batches, or one above what any packing needs.
+    if fewest.peak_gateway_tokens <= _longest_open_path(parts) + 4 * int(max_tokens):
         return fewest
-    return min((fewest, _assemble(whole, int(max_tokens), parts, in_order)), key=lambda each: each.peak_gateway_tokens)
+    num_fewest = fewest.num_closed_micro_batches
+    at_most = max(num_fewest + num_fewest // 50, 1 - int(-parts.piece_size.sum() // int(max_tokens)))
+    for num_open_bins in NUM_OPEN_BINS:
+        near = _assemble(whole, int(max_tokens), parts, partial(in_order, num_open_bins=num_open_bins))
+        if near.num_closed_micro_batches <= at_most:
+            return min((fewest, near), key=lambda each: each.peak_gateway_tokens)
+    return fewest
 
 
 def _longest_open_path(parts: Partition) -> int:
@@ -201,9 +210,11 @@ def _assemble(forest: Forest, budget: int, parts: Partition, pack: Pack) -> Plan
     ]
     held = np.array([trunk.is_held for trunk in parts.trunks] + [False])[parts.piece_trunk]
     groups = [(np.flatnonzero(~held), budget)]
+    by_trunk = np.argsort(parts.piece_trunk, kind="stable")
+    bounds = np.searchsorted(parts.piece_trunk[by_trunk], np.arange(len(parts.trunks) + 1))
     for number, trunk in enumerate(parts.trunks):
         if trunk.is_held:
-            groups.append((np.flatnonzero(parts.piece_trunk == number), trunk.room))
+            groups.append((by_trunk[bounds[number] : bounds[number + 1]], trunk.room))
     for members, capacity in groups:
         for chosen in pack(parts.piece_size[members].tolist(), capacity):
             pieces = members[chosen]

@@ -73,7 +73,7 @@ class Trajectory:
 
 
 def _token_ids(values: Sequence[int] | np.ndarray, place: str) -> np.ndarray:
-    ids = _as_array(values, "token_ids", place)
+    ids = as_array(values, "token_ids", place)
     if ids.ndim != 1:
         raise DataError(f"{place}: token_ids has {ids.ndim} dimensions; give one flat sequence of integers.")
     if len(ids) == 0:
@@ -112,7 +112,7 @@ def _checked_weights(values: Sequence[float] | np.ndarray, length: int, place: s
 def _stream(
     values: float | Sequence[float] | np.ndarray, name: str, length: int, place: str, scalar: bool = False
 ) -> np.ndarray:
-    array = _as_array(values, name, place)
+    array = as_array(values, name, place)
     if scalar and array.ndim == 0:
         array = np.full(length, array)
     if array.ndim != 1 or len(array) != length:
@@ -140,7 +140,8 @@ def _finite_number(value: float, name: str, place: str) -> float:
     return number
 
 
-def _as_array(values: object, name: str, place: str) -> np.ndarray:
+def as_array(values: object, name: str, place: str) -> np.ndarray:
+    """What a caller gave as an array of any shape and type; ragged lists are refused by name and place."""
     try:
         return np.asarray(values)
     except (ValueError, TypeError, OverflowError) as error:

@@ -1,0 +1,112 @@
+"""The one hypothesis strategy that all equivalence tests share: random trajectories, forests, declared trees, budgets.
+
+Trees have forks, trajectories contained in others, duplicates and several roots; every stream is random, so that two
+branches through one token disagree about it.
+"""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from treewise.forest import Forest
+from treewise.trajectory import Trajectory
+
+MAX_SEED = 2**32 - 1
+
+
+@st.composite
+def token_lists(
+    draw: st.DrawFn, max_sequences: int = 8, max_new_tokens: int = 12, vocab_size: int = 3
+) -> list[list[int]]:
+    """Token sequences of at least two tokens, most of which continue, contain or repeat an earlier one.
+
+    Raise `vocab_size` to a model's for equivalence tests; the small default makes tokens meet by chance too.
+    """
+    token = st.integers(0, vocab_size - 1)
+    sequences: list[list[int]] = []
+    for _ in range(draw(st.integers(1, max_sequences))):
+        shared: list[int] = []
+        if sequences and draw(st.integers(0, 3)):
+            before = draw(st.sampled_from(sequences))
+            shared = before[: draw(st.integers(0, len(before)))]
+        new = draw(st.lists(token, min_size=max(0, 2 - len(shared)), max_size=max_new_tokens))
+        sequences.append(shared + new)
+    return sequences
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, **sizes: Any) -> list[Trajectory]:
+    """Trajectories with random weights (some zero), advantages, old and reference log-probs, groups and rewards."""
+    sequences = draw(token_lists(**sizes))
+    rng = np.random.default_rng(draw(st.integers(0, MAX_SEED)))
+    return [_with_streams(sequence, rng, number) for number, sequence in enumerate(sequences)]
+
+
+@st.composite
+def forests(draw: st.DrawFn, max_forests: int = 2, **sizes: Any) -> Forest:
+    """A forest from trajectories, or several such forests side by side."""
+    number = draw(st.integers(1, max_forests))
+    return Forest.concatenate([Forest.from_trajectories(draw(trajectories(**sizes))) for _ in range(number)])
+
+
+@st.composite
+def forests_and_budgets(draw: st.DrawFn, **sizes: Any) -> tuple[Forest, int]:
+    """A forest, and a budget between one token and a little more than all of it."""
+    forest = draw(forests(**sizes))
+    return forest, draw(budgets(forest))
+
+
+def budgets(forest: Forest) -> st.SearchStrategy[int]:
+    return st.integers(1, forest.num_tokens + 1)
+
+
+@st.composite
+def declared_nodes(draw: st.DrawFn, max_nodes: int = 20, max_tokens: int = 4) -> tuple[list[int], list[list[int]]]:
+    """Parents (some -1) and tokens of declared nodes; every root has at least two tokens."""
+    num_nodes = draw(st.integers(1, max_nodes))
+    parents = [-1] + [draw(st.integers(-1 if draw(st.booleans()) else 0, node - 1)) for node in range(1, num_nodes)]
+    rng = np.random.default_rng(draw(st.integers(0, MAX_SEED)))
+    sizes = rng.integers(1, max_tokens + 1, num_nodes) + np.array([above < 0 for above in parents])
+    return parents, [rng.integers(0, 3, size).tolist() for size in sizes]
+
+
+def random_tree(rng: np.random.Generator, num_nodes: int, max_tokens: int) -> Forest:
+    """A declared tree of one of four shapes (bushy, deep, comb, star), for loops that want many trees quickly."""
+    shape = rng.integers(4)
+    parents = [-1]
+    for node in range(1, num_nodes):
+        lowest = {0: 0, 1: node - 1 - int(rng.integers(0, 4)), 2: node - 1 if rng.random() < 0.6 else 0, 3: 0}[
+            int(shape)
+        ]
+        parents.append(0 if shape == 3 else int(rng.integers(max(lowest, 0), node)))
+    token_ids = [[node] * int(rng.integers(1, max_tokens + 1)) for node in range(num_nodes)]
+    token_ids[0] = [0] * max(2, len(token_ids[0]))
+    return Forest.from_nodes(parents, token_ids, merge_siblings=False)
+
+
+def is_above(parent: np.ndarray) -> np.ndarray:
+    """[T, T] bool, by walking up: row q marks every token on the path to q, and q itself."""
+    seen = np.zeros((len(parent), len(parent)), dtype=bool)
+    for row in range(len(parent)):
+        at = row
+        while at >= 0:
+            seen[row, at] = True
+            at = int(parent[at])
+    return seen
+
+
+def _with_streams(token_ids: list[int], rng: np.random.Generator, number: int) -> Trajectory:
+    length = len(token_ids)
+    weights = rng.choice([0.0, 0.5, 1.0, 2.0], length)
+    weights[0], weights[-1] = 0.0, 1.0
+    return Trajectory(
+        token_ids,
+        loss_weights=weights,
+        advantages=rng.normal(size=length),
+        old_logprobs=-rng.exponential(size=length),
+        ref_logprobs=-rng.exponential(size=length),
+        group=f"group {number % 2}",
+        reward=float(rng.normal()),
+        source=f"random:{number + 1}",
+    )
