@@ -1,0 +1,240 @@
+import numpy as np
+import pytest
+
+from treewise.data import RenderOptions, load_trees
+from treewise.errors import DataError
+
+CHATML = RenderOptions(chat_template="chatml")
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}
+CALL = {"function": {"name": "look", "arguments": '{"at": "sky"}'}}
+
+
+def only(dataset):
+    [tree] = dataset
+    return tree.trajectories
+
+
+def text_of(tokenizer, trajectory, trained):
+    return tokenizer.decode(trajectory.token_ids[(trajectory.loss_weights > 0) == trained])
+
+
+def talk(*contents):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def test_a_call_is_its_prompt_and_what_was_sampled_through_the_end_token(write, tokenizer):
+    [trajectory] = only(load_trees(write({"messages": [USER, ANSWER, USER]}), tokenizer, options=CHATML))
+    assert text_of(tokenizer, trajectory, False) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(tokenizer, trajectory, True) == "Yes.<|im_end|>"
+
+
+def test_every_assistant_turn_is_a_call_and_calls_of_one_rollout_share_it(write, tokenizer):
+    record = {"messages": talk("a", "b", "c", "d"), "group": "g", "reward": 2, "advantages": -0.5}
+    path = write(record)
+    first, second = only(load_trees(path, tokenizer, options=CHATML))
+    assert len(second) > len(first)
+    assert np.array_equal(second.token_ids[: len(first)], first.token_ids)
+    assert (first.rollout, second.rollout) == (f"{path}:1", f"{path}:1")
+    assert (first.source, second.source) == (f"{path}:1#0", f"{path}:1#1")
+    assert (second.group, second.reward, set(second.advantages)) == ("g", 2.0, {-0.5})
+
+
+def test_weights_scale_and_zero_is_context(write, tokenizer):
+    messages = talk("a", "b", "c", "d", "e", "f")
+    messages[1]["weight"], messages[3]["weight"] = 0, 0.25
+    trajectories = only(load_trees(write({"messages": messages}), tokenizer, options=CHATML))
+    assert [float(item.loss_weights.max()) for item in trajectories] == [0.25, 1.0]
+
+
+def test_last_assistant_trains_one_turn(write, tokenizer):
+    options = RenderOptions(chat_template="chatml", train_on="last_assistant")
+    [trajectory] = only(load_trees(write({"messages": talk("a", "b", "c", "d")}), tokenizer, options=options))
+    assert text_of(tokenizer, trajectory, True) == "d<|im_end|>"
+
+
+def test_recorded_questions_render_to_the_recorded_ids(fixtures, tokenizer):
+    rendered = {tree.name: tree for tree in load_trees(fixtures / "gsm8k.jsonl.gz", tokenizer, options=CHATML)}
+    recorded = {tree.name: tree for tree in load_trees(fixtures / "tokens.jsonl.gz")}
+    for name, tree in rendered.items():
+        for ours, theirs in zip(tree.trajectories, recorded[name].trajectories, strict=True):
+            assert np.array_equal(ours.token_ids, theirs.token_ids)
+            assert np.array_equal(ours.loss_weights, theirs.loss_weights)
+
+
+def test_recorded_multi_agent_calls_render_to_the_recorded_ids(fixtures, tokenizer):
+    [tree] = load_trees(fixtures / "whowhen.jsonl.gz", tokenizer)
+    [recorded] = [tree for tree in load_trees(fixtures / "tokens.jsonl.gz") if tree.name == "ww-algogen-102"]
+    ours = {(t.token_ids.tobytes(), t.loss_weights.tobytes()) for t in tree.trajectories}
+    assert ours == {(t.token_ids.tobytes(), t.loss_weights.tobytes()) for t in recorded.trajectories}
+
+
+@pytest.mark.parametrize(("name", "num_calls", "num_leaves"), [("tau_airline", 27, 27), ("nemo", 7, 4)])
+def test_qwen3_forks_real_records_as_recorded(fixtures, tokenizer, qwen3_template, name, num_calls, num_leaves):
+    options = RenderOptions(chat_template=qwen3_template)
+    [tree] = load_trees(fixtures / f"{name}.jsonl.gz", tokenizer, options=options)
+    forest = tree.forest()
+    assert len(tree.trajectories) == num_calls
+    ids = [t.token_ids.tobytes() for t in tree.trajectories]
+    assert sum(not any(other != one and other.startswith(one) for other in ids) for one in ids) == num_leaves
+    assert forest.share_ratio > 3
+
+
+def test_append_only_calls_are_prefixes_of_the_kept_sequence(fixtures, tokenizer):
+    path = fixtures / "tau_airline.jsonl.gz"
+    [called] = load_trees(path, tokenizer, options=CHATML)
+    [kept] = load_trees(path, tokenizer, options=RenderOptions(chat_template="chatml", thinking="keep"))
+    assert len(kept.trajectories) == kept.num_records == 2
+    assert kept.forest().num_tokens == called.forest().num_tokens
+    assert sum(t.num_trained_tokens for t in called.trajectories) == sum(
+        t.num_trained_tokens for t in kept.trajectories
+    )
+
+
+def test_kept_thinking_makes_one_sequence_of_a_template_that_drops_it(fixtures, tokenizer, qwen3_template):
+    path = fixtures / "nemo.jsonl.gz"
+    [forked] = load_trees(path, tokenizer, options=RenderOptions(chat_template=qwen3_template))
+    [kept] = load_trees(path, tokenizer, options=RenderOptions(chat_template=qwen3_template, thinking="keep"))
+    [sequence] = kept.trajectories
+    assert sequence.num_trained_tokens == sum(t.num_trained_tokens for t in forked.trajectories)
+    assert forked.forest().num_tokens > kept.forest().num_tokens == len(sequence)
+    assert text_of(tokenizer, sequence, True).count("</think>") == 7
+
+
+def test_kept_thinking_stays_in_front_of_the_last_turn(write, tokenizer, qwen3_template):
+    messages = talk("a", "b", "c", "d")
+    messages[1]["reasoning_content"] = "Early thought."
+    options = RenderOptions(chat_template=qwen3_template, thinking="keep", train_on="last_assistant")
+    [trajectory] = only(load_trees(write({"messages": messages}), tokenizer, options=options))
+    assert "Early thought." in text_of(tokenizer, trajectory, False)
+    assert text_of(tokenizer, trajectory, True) == "<think>\n\n</think>\n\nd<|im_end|>"
+
+
+def test_logged_calls_render_each_context_as_it_was(write, tokenizer):
+    record = {
+        "messages": [USER, ANSWER, {"role": "user", "content": "Summary"}, {"role": "assistant", "content": "Bye."}],
+        "calls": [{"ctx": [0], "out": 1}, {"ctx": [2], "out": 3}],
+    }
+    trajectories = only(load_trees(write(record), tokenizer, options=CHATML))
+    assert [text_of(tokenizer, item, True) for item in trajectories] == ["Yes.<|im_end|>", "Bye.<|im_end|>"]
+    assert "Hi" not in text_of(tokenizer, trajectories[1], False)
+
+
+def test_pairs_of_one_prompt_form_a_group(write, tokenizer):
+    rows = [{"prompt": p, "completion": c} for p, c in (("2+2=", "4"), ("3+3=", "6"), ("2+2=", "5"))]
+    dataset = load_trees(write(*rows), tokenizer)
+    assert [len(tree.trajectories) for tree in dataset] == [2, 1]
+    first = dataset[0].trajectories[0]
+    assert text_of(tokenizer, first, True) == "4<|im_end|>"
+    assert first.group == dataset[0].trajectories[1].group
+
+
+def test_pairs_of_messages_equal_the_conversation(write, tokenizer):
+    chat = load_trees(write({"messages": [USER, ANSWER]}, name="a.jsonl"), tokenizer, options=CHATML)
+    pair = load_trees(write({"prompt": [USER], "completion": [ANSWER]}, name="b.jsonl"), tokenizer, options=CHATML)
+    mixed = load_trees(write({"prompt": [USER], "completion": "Yes."}, name="c.jsonl"), tokenizer, options=CHATML)
+    for other in (pair, mixed):
+        assert np.array_equal(other[0].trajectories[0].token_ids, chat[0].trajectories[0].token_ids)
+
+
+def test_answers_in_a_prompt_are_context(write, tokenizer):
+    record = {"prompt": talk("a", "b", "c"), "completion": [{"role": "assistant", "content": "d"}]}
+    [trajectory] = only(load_trees(write(record), tokenizer, options=CHATML))
+    assert text_of(tokenizer, trajectory, True) == "d<|im_end|>"
+
+
+def test_arguments_as_text_and_as_an_object_render_alike(write, tokenizer):
+    loaded = []
+    for name, arguments in (("a", '{"at": "sky"}'), ("b", {"at": "sky"})):
+        call = {"id": "1", "function": {"name": "look", "arguments": arguments}}
+        messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        loaded.append(load_trees(write({"messages": messages}, name=f"{name}.jsonl"), tokenizer, options=CHATML))
+    assert loaded[0].fingerprint == loaded[1].fingerprint
+    assert '"arguments": {"at": "sky"}' in text_of(tokenizer, loaded[0][0].trajectories[0], True)
+
+
+def test_text_parts_are_joined(write, tokenizer):
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    whole = load_trees(write({"messages": [USER, ANSWER]}, name="a.jsonl"), tokenizer)
+    split = load_trees(write({"messages": [{**USER, "content": parts}, ANSWER]}, name="b.jsonl"), tokenizer)
+    assert np.array_equal(whole[0].trajectories[0].token_ids, split[0].trajectories[0].token_ids)
+
+
+def test_tools_of_a_side_file_enter_the_prompt(fixtures, tokenizer):
+    [tree] = load_trees(fixtures / "tau2_grok.jsonl.gz", tokenizer, options=CHATML)
+    prompt = text_of(tokenizer, tree.trajectories[0], False)
+    assert '"name": "book_reservation"' in prompt
+    assert "How can I help" in prompt  # the greeting of weight 0 is context
+
+
+BAD_RECORDS = [
+    ({"messages": []}, ("messages is empty",)),
+    ({"messages": "Hi"}, ("messages", "not valid JSON")),
+    ({"messages": {"role": "user"}}, ("must be a list",)),
+    ({"messages": [3]}, ("messages[0]", "object")),
+    ({"messages": [USER]}, ("no assistant message", "1 user", "no token is trained")),
+    ({"messages": [USER, {**ANSWER, "weight": 0}]}, ("weight 0", "1 user, 1 assistant")),
+    ({"messages": [ANSWER]}, ("message 0", "nothing before it")),
+    ({"messages": [{"role": "robot", "content": ""}]}, ("messages[0]", "'robot'", "supported")),
+    ({"messages": [{"role": "user"}, ANSWER]}, ("messages[0]", "no content")),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ("'image_url'", "not supported")),
+    ({"messages": [{"role": "user", "content": 5}]}, ("content must be text",)),
+    ({"messages": [USER, {**ANSWER, "weight": -1}]}, ("weight -1",)),
+    ({"messages": [USER, {**ANSWER, "weight": True}]}, ("weight True",)),
+    ({"messages": [USER, {**ANSWER, "reasoning_content": 1}]}, ("reasoning_content",)),
+    ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": 1}]}]}, ("tool_calls", "name")),
+    ({"messages": [USER, {**ANSWER, "tool_calls": {"a": 1}}]}, ("tool_calls must be a list",)),
+    ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": 3}]}]}, ("arguments", "int")),
+    ({"messages": [USER, ANSWER], "tools": [3]}, ("tools must be a list",)),
+    ({"messages": [USER, ANSWER], "tools_ref": "x"}, ("tools_ref 'x'", "not found")),
+    ({"messages": [USER, ANSWER], "reward": "1"}, ("reward must be one finite number",)),
+    ({"messages": [USER, ANSWER], "advantages": [1]}, ("needs token_ids",)),
+    ({"messages": [USER, ANSWER], "old_logprobs": [1]}, ("old_logprobs needs token_ids",)),
+    ({"messages": [USER, ANSWER], "prompt": "a", "completion": "b"}, ("several forms",)),
+    ({"messages": [USER, ANSWER], "calls": []}, ("calls must be",)),
+    ({"messages": [USER, ANSWER], "calls": [{"ctx": [0]}]}, ("calls[0]", "out")),
+    ({"messages": [USER, ANSWER], "calls": [{"ctx": [2], "out": 1}]}, ("calls[0].ctx", "0..1")),
+    ({"messages": [USER, ANSWER], "calls": [{"ctx": [0], "out": -1}]}, ("calls[0].out", "-1")),
+    ({"messages": [USER, ANSWER], "calls": [{"ctx": [], "out": 1}]}, ("calls[0]", "empty ctx")),
+    ({"messages": [USER, ANSWER], "calls": [{"ctx": [0], "out": 0}]}, ("calls[0]", "user")),
+    ({"messages": [USER, {**ANSWER, "weight": 0}], "calls": [{"ctx": [0], "out": 1}]}, ("weight 0",)),
+    ({"prompt": "a"}, ("without completion",)),
+    ({"completion": "a"}, ("without prompt",)),
+    ({"prompt": "a", "completion": [ANSWER]}, ("prompt must be one too",)),
+    ({"prompt": "", "completion": "x"}, ("prompt is empty",)),
+]
+
+
+@pytest.mark.parametrize(("record", "words"), BAD_RECORDS)
+def test_bad_records_are_refused_with_their_line(write, tokenizer, record, words):
+    path = write("", record)
+    with pytest.raises(DataError) as caught:
+        load_trees(path, tokenizer, num_workers=0)
+    for word in (f"{path}:2", *words):
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_a_template_that_loses_tool_calls_is_refused(write, tokenizer):
+    path = write({"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]})
+    with pytest.raises(DataError, match=r"turn 1 .*does not write tool calls.*'look'.*chatml"):
+        load_trees(path, tokenizer)
+
+
+def test_arguments_that_are_no_json_are_named_where_the_template_needs_objects(write, tokenizer):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    options = RenderOptions(chat_template=template)
+    good = only(load_trees(write({"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]}), tokenizer, options=options))
+    assert text_of(tokenizer, good[0], True) == 'Yes.look{"at": "sky"}<|im_end|>'
+    broken = {"function": {"name": "look", "arguments": "{at"}}
+    path = write({"messages": [USER, {**ANSWER, "tool_calls": [broken]}]})
+    with pytest.raises(DataError, match=r"jsonl:1: messages\[1\]: arguments of 'look': not valid JSON"):
+        load_trees(path, tokenizer, options=options)
+
+
+def test_a_trajectory_beyond_max_length_is_refused_and_never_cut(write, tokenizer):
+    with pytest.raises(DataError, match=r"jsonl:1: \d+ tokens, more than max_length 5"):
+        load_trees(write({"messages": [USER, ANSWER]}), tokenizer, options=RenderOptions(max_length=5))

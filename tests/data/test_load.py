@@ -1,0 +1,177 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from treewise.data import RenderOptions, load_trees, workers
+from treewise.errors import ConfigError, DataError
+
+GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]}
+BAD = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def same(a, b):
+    assert a.fingerprint == b.fingerprint
+    for one, other in zip(a, b, strict=True):
+        assert (one.name, one.num_records, one.source) == (other.name, other.num_records, other.source)
+        for x, y in zip(one.trajectories, other.trajectories, strict=True):
+            assert np.array_equal(x.token_ids, y.token_ids)
+            assert np.array_equal(x.loss_weights, y.loss_weights)
+            assert (x.group, x.reward, x.rollout, x.source) == (y.group, y.reward, y.rollout, y.source)
+
+
+@pytest.fixture
+def no_rendering(monkeypatch):
+    def fail(*_):
+        raise AssertionError("rendered although cached")
+
+    return lambda: monkeypatch.setattr(workers, "read_all", fail)
+
+
+def test_a_second_load_comes_from_the_cache_and_is_equal(fixtures, tokenizer, tmp_path, no_rendering):
+    path = fixtures / "whowhen.jsonl.gz"
+    first = load_trees(path, tokenizer, cache_dir=tmp_path)
+    no_rendering()
+    second = load_trees(path, tokenizer, cache_dir=tmp_path)
+    same(first, second)
+    assert first.report == second.report
+    assert [item.suffix for item in tmp_path.iterdir()] == [".parquet"]
+
+
+@pytest.mark.parametrize("change", ["options", "bytes", "template", "tools"])
+def test_what_the_result_depends_on_is_part_of_the_key(write, tokenizer_folder, tmp_path, change):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    path, options = write(GOOD), RenderOptions(chat_template=None)
+    load_trees(path, tokenizer, options=options, cache_dir=tmp_path / "cache")
+    if change == "options":
+        options = RenderOptions(train_on="last_assistant")
+    elif change == "bytes":
+        path = write(GOOD, GOOD)
+    elif change == "template":
+        tokenizer.chat_template = "{# new #}" + tokenizer.chat_template
+    else:
+        (path.parent / "tools.json").write_text("{}")
+    load_trees(path, tokenizer, options=options, cache_dir=tmp_path / "cache")
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda d: d[: len(d) // 2], lambda d: d[:300] + b"\xff" * 8 + d[308:], lambda d: b""]
+)
+def test_a_damaged_cache_is_rendered_again_with_a_warning(fixtures, tokenizer, tmp_path, damage):
+    path = fixtures / "gsm8k.jsonl.gz"
+    first = load_trees(path, tokenizer, cache_dir=tmp_path)
+    [entry] = tmp_path.iterdir()
+    entry.write_bytes(damage(entry.read_bytes()))
+    second = load_trees(path, tokenizer, cache_dir=tmp_path)
+    same(first, second)
+    assert "damaged cache entry" in second.report.warnings[0]
+    assert load_trees(path, tokenizer, cache_dir=tmp_path).report.warnings == []
+
+
+def test_loads_with_dropped_records_are_not_cached(write, tokenizer, tmp_path):
+    path, out = write(GOOD, BAD), tmp_path / "q.jsonl"
+    for _ in range(2):
+        dataset = load_trees(
+            path, tokenizer, on_bad_record="quarantine", quarantine_path=out, cache_dir=tmp_path / "cache"
+        )
+        assert len(dataset.report.dropped) == 1
+    assert not (tmp_path / "cache").exists()
+
+
+def test_quarantined_records_are_written_with_place_and_reason(write, tokenizer, tmp_path):
+    path, out = write(GOOD, BAD, '{"broken', GOOD), tmp_path / "q.jsonl"
+    dataset = load_trees(path, tokenizer, on_bad_record="quarantine", quarantine_path=out)
+    assert (len(dataset), dataset.report.num_records) == (2, 4)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["place"] for line in lines] == [f"{path}:2", f"{path}:3"]
+    assert json.loads(lines[0]["record"]) == BAD
+    assert [(line["place"], line["reason"]) for line in lines] == dataset.report.dropped
+
+
+def test_bad_trees_given_by_line_are_quarantined_whole(write, tmp_path):
+    nodes = [{"tree": 1, "parent": None, "token_ids": [1, 2]}, {"tree": 2, "parent": "x", "token_ids": [3]}]
+    out = tmp_path / "q.jsonl"
+    dataset = load_trees(write(*nodes), on_bad_record="quarantine", quarantine_path=out)
+    assert len(dataset) == 1
+    assert "does not exist" in out.read_text()
+
+
+def test_nothing_left_after_quarantine_is_an_error(write, tokenizer, tmp_path):
+    with pytest.raises(DataError, match=r"no record to train on .*1 were left out"):
+        load_trees(write(BAD), tokenizer, on_bad_record="quarantine", quarantine_path=tmp_path / "q.jsonl")
+
+
+def test_records_group_in_order_of_first_appearance(write):
+    rows = [
+        {"token_ids": [1, i + 2], **key} for i, key in enumerate([{"group": "b"}, {}, {"task_id": "a"}, {"group": "b"}])
+    ]
+    dataset = load_trees(path := write(*rows))
+    assert [tree.name for tree in dataset] == ["b", f"{path}:2", "a"]
+    assert [tree.num_records for tree in dataset] == [2, 1, 1]
+    assert dataset[-1].name == "a"
+    with pytest.raises(IndexError):
+        dataset[3]
+
+
+def test_group_by_names_the_field(write):
+    rows = [{"token_ids": [1, 2], "group": i, "user": "u"} for i in range(3)]
+    assert len(load_trees(write(*rows), options=RenderOptions(group_by="user"))) == 1
+    with pytest.raises(DataError, match="no field 'team' to group by"):
+        load_trees(write(*rows), options=RenderOptions(group_by="team"))
+
+
+def test_groups_reach_over_files(write):
+    paths = [write({"token_ids": [1, i], "group": "g"}, name=f"{i}.jsonl") for i in range(2)]
+    assert len(load_trees(paths)) == 1
+
+
+@pytest.mark.slow
+def test_processes_give_what_one_process_gives(fixtures, tokenizer, tmp_path, capsys):
+    files = [fixtures / name for name in ("gsm8k.jsonl.gz", "tau_airline.jsonl.gz", "whowhen.jsonl.gz")]
+    options = RenderOptions(chat_template="chatml")
+    one = load_trees(files, tokenizer, options=options, num_workers=0, cache_dir=tmp_path / "a", progress=True)
+    two = load_trees(files, tokenizer, options=options, num_workers=2, cache_dir=tmp_path / "b")
+    same(one, two)
+    assert "11 records" in capsys.readouterr().err
+
+
+def test_a_tokenizer_may_be_given_by_its_folder(write, tokenizer, tokenizer_folder):
+    assert load_trees(write(GOOD), tokenizer_folder).fingerprint == load_trees(write(GOOD), tokenizer).fingerprint
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_trees(write(GOOD), tokenizer_folder / "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"thinking": "keeps"}, "Did you mean 'keep'"),
+        ({"train_on": "last"}, "choose one of all_assistant, last_assistant"),
+        ({"max_length": 1}, "at least 2"),
+        ({"chat_template_kwargs": {"a": {1}}}, "plain JSON"),
+        ({"max_lenght": 5}, "Did you mean 'max_length'"),
+    ],
+)
+def test_bad_options_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        RenderOptions.from_dict(options)
+
+
+def test_bad_settings_of_a_load_are_refused(write):
+    path = write({"token_ids": [1, 2]})
+    with pytest.raises(ConfigError, match="on_bad_record"):
+        load_trees(path, on_bad_record="ignore")
+    with pytest.raises(ConfigError, match="num_workers is -1"):
+        load_trees(path, num_workers=-1)
+    with pytest.raises(ConfigError, match="quarantine_path"):
+        load_trees(path, on_bad_record="quarantine", quarantine_path=path.parent / "no" / "q.jsonl")
+
+
+def test_data_imports_no_torch_and_no_transformers():
+    code = "import sys, treewise.data; print({'torch', 'transformers'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
