@@ -1,0 +1,112 @@
+"""Settings of a run: transformers' own, a few of ours, and a refusal of those that cannot hold on trees."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from treewise.attention import IMPLEMENTATIONS
+from treewise.errors import ConfigError
+from treewise.objectives import SFT
+
+# What transformers offers and a tree cannot follow, or would follow in a way that its user does not expect.
+_REFUSED = {
+    "fp16": "treewise does not scale losses; use bf16.",
+    "torch_compile": "the engine calls the model's decoder, which accelerate would not compile; leave it off.",
+    "use_liger_kernel": "treewise computes log-probs in chunks itself; leave it off.",
+    "label_smoothing_factor": "losses are made of log-probs alone; set it to 0.",
+    "neftune_noise_alpha": "a shared token is computed once, so branches cannot have different noise.",
+    "auto_find_batch_size": "a smaller batch would change the steps; lower max_tokens instead, which does not.",
+    "dataloader_drop_last": "no tree is dropped in silence; the last step of an epoch holds what is left.",
+    "ignore_data_skip": "a resumed run would train on other trees than an uninterrupted one.",
+    "average_tokens_across_devices": "the loss is always the mean over the whole step, on all ranks; leave it on.",
+    "fsdp": "sharded parameters are not supported yet; use data-parallel ranks, or one process.",
+    "deepspeed": "sharded parameters are not supported yet; use data-parallel ranks, or one process.",
+    "parallelism_config": "tensor and context parallelism are not supported yet.",
+}
+_SAMPLING = ("random", "sequential")
+
+
+@dataclass
+class TreeTrainingArguments(TrainingArguments):
+    """`transformers.TrainingArguments` with the settings of tree training.
+
+    `per_device_train_batch_size` and `per_device_eval_batch_size` count trees. Memory follows `max_tokens`, not the
+    number of trees, so prefer a large batch with `gradient_accumulation_steps=1`: trees of one batch share their
+    prefixes and fill one another's micro-batches.
+
+    Parameters:
+        max_tokens: the budget, the most tokens with live activations at a time. None: a batch is one micro-batch.
+        attention: `auto`, `reference`, `cascade` or `flex`.
+        weighting: what a shared token counts: `per_trajectory` (as flat training counts it) or `once`.
+        normalization: `token_mean`, `trajectory_mean` or `constant`, over all trees of an optimizer step.
+        constant: the divisor of `normalization="constant"`.
+        merge_across_trees: compute prefixes that trees of one batch have in common (system prompts) once. Changes no
+            loss; has no effect with `weighting="once"`, where a token counts once per tree.
+
+    Raises:
+        ConfigError: an unknown value, or a setting of transformers that cannot hold on trees.
+    """
+
+    max_tokens: int | None = field(default=None, metadata={"help": "The most tokens with live activations at a time."})
+    attention: str = field(default="auto", metadata={"help": "auto, reference, cascade or flex."})
+    weighting: str = field(default="per_trajectory", metadata={"help": "per_trajectory or once."})
+    normalization: str = field(default="token_mean", metadata={"help": "token_mean, trajectory_mean or constant."})
+    constant: float | None = field(default=None, metadata={"help": "The divisor of normalization=constant."})
+    merge_across_trees: bool = field(default=True, metadata={"help": "Compute prefixes common to several trees once."})
+
+    # Other defaults than transformers'.
+    logging_steps: float = field(default=1, metadata={"help": "Steps of trees are few and long: each is logged."})
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "A loss that is not finite stops the run."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Items are trees; they have no columns."})
+
+    def __post_init__(self) -> None:
+        for name, reason in _REFUSED.items():
+            default = self.__dataclass_fields__[name].default if name in self.__dataclass_fields__ else None
+            given = getattr(self, name, default)
+            if given != default and given not in ("", [], None):
+                raise ConfigError(f"{name}={given!r} cannot be used: {reason}")
+        if getattr(self, "train_sampling_strategy", "random") not in _SAMPLING:
+            raise ConfigError(
+                f"train_sampling_strategy={self.train_sampling_strategy!r}: choose {' or '.join(_SAMPLING)}."
+            )
+        if self.max_tokens is not None and (
+            isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1
+        ):
+            raise ConfigError(f"max_tokens={self.max_tokens!r} must be a positive number of tokens, or None.")
+        if self.attention != "auto" and self.attention not in IMPLEMENTATIONS:
+            raise ConfigError(f"attention={self.attention!r} is unknown; choose auto or {', '.join(IMPLEMENTATIONS)}.")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1.")
+        self.objective()
+        super().__post_init__()
+
+    @property
+    def n_gpu(self) -> int:
+        """One per process: `nn.DataParallel` splits tensors, not trees. Use torchrun for several GPUs."""
+        return min(1, super().n_gpu)
+
+    def objective(self) -> SFT:
+        """The loss that these settings name."""
+        return SFT(self.weighting, self.normalization, self.constant)
+
+    @property
+    def merges_trees(self) -> bool:
+        """Whether trees of one batch are merged."""
+        return self.merge_across_trees and self.weighting == "per_trajectory"
+
+    @property
+    def trees_per_step(self) -> int:
+        """Trees of one optimizer step, on all ranks."""
+        return int(self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size)
+
+    def order_facts(self) -> dict[str, Any]:
+        """Everything besides the data that decides which trees a step trains."""
+        seed = self.seed if self.data_seed is None else self.data_seed
+        return {"seed": seed, "trees_per_step": self.trees_per_step, "shuffle": self.shuffles}
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether each epoch has its own order."""
+        return bool(self.train_sampling_strategy == "random")

@@ -1,0 +1,60 @@
+"""The derived numbers of a run, printed before step 0: what will be trained, in how many steps, at which ratios."""
+
+import math
+from typing import Any
+
+from treewise.planner import plan
+from treewise.trainer.arguments import TreeTrainingArguments
+from treewise.trainer.batches import DataFacts, TreeSampler, collate
+
+
+def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
+    """The order of the training trees, for this rank."""
+    facts = args.order_facts()
+    return TreeSampler(
+        num_trees,
+        args.per_device_train_batch_size,
+        facts["seed"] if facts["shuffle"] else None,
+        args.process_index,
+        args.world_size,
+    )
+
+
+def num_optimizer_steps(args: TreeTrainingArguments, num_trees: int) -> int:
+    """Optimizer steps of the whole run."""
+    batches = math.ceil(num_trees / (args.per_device_train_batch_size * args.world_size))
+    per_epoch = math.ceil(batches / args.gradient_accumulation_steps)
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+
+
+def describe(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -> str:
+    """A table for people. The last lines are about the first batches of this rank, as they will be computed."""
+    sampler = make_sampler(args, facts.num_trees)
+    steps = num_optimizer_steps(args, facts.num_trees)
+    budget = f"{args.max_tokens:,} tokens" if args.max_tokens else "none (each batch is one micro-batch)"
+    first = [
+        plan(collate([dataset[index] for index in batch], args.merges_trees), args.max_tokens)
+        for batch, _ in zip(sampler, range(args.gradient_accumulation_steps), strict=False)
+        if batch
+    ]
+    tree_tokens = sum(each.forest.num_tokens for each in first)
+    flat_tokens = sum(each.forest.num_flat_tokens for each in first)
+    computed = sum(each.num_computed_tokens for each in first)
+    rank = f" on rank {args.process_index} of {args.world_size}" if args.world_size > 1 else ""
+    per_step = facts.num_tree_tokens * min(args.trees_per_step, facts.num_trees) / facts.num_trees
+    lines = [
+        ("trees", f"{facts.num_trees:,}"),
+        ("trajectories", f"{facts.num_trajectories:,}"),
+        ("flat tokens", f"{facts.num_flat_tokens:,}"),
+        ("tree tokens", f"{facts.num_tree_tokens:,}"),
+        ("share ratio", f"{facts.num_flat_tokens / facts.num_tree_tokens:.2f}"),
+        ("leaf ratio", f"{facts.num_leaf_tokens / facts.num_tree_tokens:.2f}"),
+        ("optimizer steps", f"{steps:,} of {args.trees_per_step:,} trees, {per_step:,.0f} tree tokens"),
+        ("budget", budget),
+        (
+            "first step",
+            f"{tree_tokens:,} tree tokens, share ratio {flat_tokens / max(1, tree_tokens):.2f}, "
+            f"{sum(each.num_micro_batches for each in first):,} micro-batches, {computed:,} tokens computed{rank}",
+        ),
+    ]
+    return "\n".join(f"{name:<16} {value}" for name, value in lines)

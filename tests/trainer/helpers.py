@@ -1,0 +1,63 @@
+"""A tiny model, a few trees that share a prompt, and what a run logged."""
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from treewise.trajectory import Trajectory
+
+VOCABULARY = 61
+
+
+def tiny_model(seed=0):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+def some_trees(num_trees=7, seed=0):
+    """Lists of trajectories: one system prompt for all, one prompt per tree, two to four answers."""
+    rng = np.random.default_rng(seed)
+    system = rng.integers(3, VOCABULARY, 6)
+    trees = []
+    for tree in range(num_trees):
+        prompt = np.concatenate([system, rng.integers(3, VOCABULARY, int(rng.integers(2, 9)))])
+        answers = [rng.integers(3, VOCABULARY, int(rng.integers(2, 9))) for _ in range(int(rng.integers(2, 5)))]
+        trees.append(
+            [
+                Trajectory(
+                    np.concatenate([prompt, answer]),
+                    loss_weights=np.concatenate([np.zeros(len(prompt)), np.ones(len(answer))]),
+                    source=f"rows.jsonl:{tree}",
+                )
+                for answer in answers
+            ]
+        )
+    return trees
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def flat_loss(model, trajectories):
+    """The token-mean over trajectories computed one by one, by transformers alone."""
+    total, weight = torch.zeros(()), 0.0
+    for item in trajectories:
+        ids = torch.as_tensor(item.token_ids, dtype=torch.long)[None]
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+        weights = torch.as_tensor(item.loss_weights[1:])
+        total = total - (weights * logprobs.gather(-1, ids[0, 1:, None])[:, 0]).sum()
+        weight += float(weights.sum())
+    return total / weight
