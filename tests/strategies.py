@@ -72,14 +72,12 @@ def declared_nodes(draw: st.DrawFn, max_nodes: int = 20, max_tokens: int = 4) ->
 
 
 def random_tree(rng: np.random.Generator, num_nodes: int, max_tokens: int) -> Forest:
-    """A declared tree of one of four shapes (bushy, deep, comb, star), for loops that want many trees quickly."""
-    shape = rng.integers(4)
+    """A declared tree that is bushy, deep, a comb or a star, for loops that want many trees quickly."""
+    shape = rng.choice(["bushy", "deep", "comb", "star"])
     parents = [-1]
     for node in range(1, num_nodes):
-        lowest = {0: 0, 1: node - 1 - int(rng.integers(0, 4)), 2: node - 1 if rng.random() < 0.6 else 0, 3: 0}[
-            int(shape)
-        ]
-        parents.append(0 if shape == 3 else int(rng.integers(max(lowest, 0), node)))
+        reach = {"bushy": node, "deep": int(rng.integers(1, 5)), "comb": 1 if rng.random() < 0.6 else node}
+        parents.append(0 if shape == "star" else int(rng.integers(max(node - reach[shape], 0), node)))
     token_ids = [[node] * int(rng.integers(1, max_tokens + 1)) for node in range(num_nodes)]
     token_ids[0] = [0] * max(2, len(token_ids[0]))
     return Forest.from_nodes(parents, token_ids, merge_siblings=False)

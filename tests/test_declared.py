@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import declared_nodes
 
 import treewise.forest
+from strategies import declared_nodes
 from treewise.errors import ConfigError, DataError
 from treewise.forest import Forest
 from treewise.trajectory import Trajectory

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import forests, is_above, random_tree, trajectories
 
 import treewise.forest
+from strategies import forests, is_above, random_tree, trajectories
 from treewise.errors import ConfigError, DataError
 from treewise.forest import Forest
 from treewise.trajectory import Trajectory
 
-ROWS = [json.loads(line) for line in gzip.open(Path(__file__).parent / "data_rows" / "tokens.jsonl.gz")]
+ROWS_FILE = Path(__file__).parent / "data_rows" / "tokens.jsonl.gz"
+ROWS = [json.loads(line) for line in gzip.decompress(ROWS_FILE.read_bytes()).splitlines()]
 STREAMS = ("loss_weights", "advantages", "old_logprobs", "ref_logprobs")
 
 
@@ -188,7 +189,7 @@ def test_a_missing_stream_is_named():
     with_stream, without = Trajectory([1, 2], advantages=1), Trajectory([1, 3], source="rows.jsonl:2")
     forest = Forest.from_trajectories([with_stream, without, Trajectory([1, 4])])
     assert not forest.has_stream("advantages")
-    with pytest.raises(DataError, match="rows.jsonl:2: no advantages"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: no advantages"):
         forest.flat_stream("advantages")
     with pytest.raises(DataError, match="trajectory 1: no advantages"):
         Forest.from_trajectories([with_stream, Trajectory([1, 3])]).flat_stream("advantages")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import declared_nodes, token_lists
 
+from strategies import declared_nodes, token_lists
 from treewise import merging
 
 

@@ -143,7 +143,7 @@ def test_bad_streams_are_refused_by_place(name, values, message):
 
 
 def test_without_a_source_the_message_still_says_what_it_is_about():
-    with pytest.raises(DataError, match="^trajectory: token_ids is empty"):
+    with pytest.raises(DataError, match=r"^trajectory: token_ids is empty"):
         Trajectory([])
 
 

@@ -160,7 +160,7 @@ class _Cut:
         if self.hold == "always":
             return True
         launches_held = 1 + len(best_fit(sizes.tolist(), room))
-        launches_twice = 2 + int(sizes.sum()) / self.budget
+        launches_twice = 2 + len(best_fit(sizes.tolist(), self.budget))
         return TOKENS_PER_LAUNCH * (launches_held - launches_twice) <= FORWARD_SHARE * size
 
     def trunk_of_pieces(self) -> np.ndarray:
