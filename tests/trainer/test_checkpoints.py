@@ -145,6 +145,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(make_trainer, trees):
     assert kept
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 def test_adapters_train_save_and_resume(make_trainer, trees):
     peft = pytest.importorskip("peft")
 
@@ -164,6 +165,6 @@ def test_adapters_train_save_and_resume(make_trainer, trees):
 
 def test_a_model_made_by_a_function_trains(make_trainer, trees, tmp_path):
     args = make_trainer(trees, max_steps=2).args
-    trainer = TreeTrainer(args=args, model_init=tiny_model, train_dataset=trees)
+    trainer = TreeTrainer(args=args, model_init=lambda trial: tiny_model(), train_dataset=trees)
     trainer.train()
     assert len(losses(trainer)) == 2

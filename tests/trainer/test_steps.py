@@ -119,6 +119,19 @@ def test_the_order_depends_on_seed_and_epoch_alone():
     assert list(first) == list(again) != list(TreeSampler(100, 4, seed=2))
 
 
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_an_epoch_trains_every_tree_once(make_trainer, trees, accumulation):
+    trainer = make_trainer(
+        trees, num_train_epochs=2, gradient_accumulation_steps=accumulation, merge_across_trees=False
+    )
+    trained = []
+    step = trainer.engine.step
+    trainer.engine.step = lambda forests, *args, **kwargs: (trained.extend(forests), step(forests, *args, **kwargs))[1]
+    trainer.train()
+    names = [forest.trajectories[0].source for forest in trained]
+    assert sorted(names[:7]) == sorted(names[7:]) == [f"rows.jsonl:{tree}" for tree in range(7)]
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 7])
 def test_evaluation_is_the_token_mean_of_the_set_at_any_batch_size(make_trainer, trees, reference, batch_size):
     trainer = make_trainer(trees, eval_dataset=trees, per_device_eval_batch_size=batch_size)

@@ -1,6 +1,7 @@
 """The derived numbers of a run, printed before step 0: what will be trained, in how many steps, at which ratios."""
 
 import math
+from itertools import islice
 from typing import Any
 
 from treewise.planner import plan
@@ -34,7 +35,7 @@ def describe(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -> str
     budget = f"{args.max_tokens:,} tokens" if args.max_tokens else "none (each batch is one micro-batch)"
     first = [
         plan(collate([dataset[index] for index in batch], args.merges_trees), args.max_tokens)
-        for batch, _ in zip(sampler, range(args.gradient_accumulation_steps), strict=False)
+        for batch in islice(sampler, args.gradient_accumulation_steps)
         if batch
     ]
     tree_tokens = sum(each.forest.num_tokens for each in first)

@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ class TreeTrainer(Trainer):
     ) -> tuple[list[list[Forest]], float]:
         """The batches of one optimizer step, and what its sum of token losses is divided by, on all ranks."""
         self._throughput.start()
-        batches = [batch for batch, _ in zip(epoch_iterator, range(num_batches), strict=False)]
+        batches = list(islice(epoch_iterator, num_batches))
         return batches, self._denominator([forest for batch in batches for forest in batch], self.objective)
 
     def _denominator(self, forests: list[Forest], objective: SeparableObjective) -> float:
