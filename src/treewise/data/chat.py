@@ -14,6 +14,7 @@ from treewise.data.encode import Pieces, joined
 from treewise.data.messages import Conversation, Message
 from treewise.data.rows import Row
 from treewise.data.template import Template
+from treewise.data.values import flat_list
 from treewise.errors import DataError
 
 Tools = list[dict[str, Any]] | None
@@ -69,7 +70,9 @@ def logged_calls(pool: Conversation, calls: Any, train_on: str, place: str) -> l
         where = f"{place}: calls[{number}]"
         if not isinstance(call, dict) or "ctx" not in call or "out" not in call:
             raise DataError(f"{where} needs ctx (indices of the context) and out (index of the completion).")
-        context = [_pool_index(i, len(pool.messages), f"{where}.ctx") for i in np.asarray(call["ctx"]).tolist()]
+        context = [
+            _pool_index(i, len(pool.messages), f"{where}.ctx") for i in list(flat_list(call["ctx"], "ctx", where))
+        ]
         out = _pool_index(call["out"], len(pool.messages), f"{where}.out")
         if not context:
             raise DataError(f"{where} has an empty ctx; a completion needs something before it.")

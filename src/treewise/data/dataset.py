@@ -52,8 +52,7 @@ class TrainingTree:
         """The tree of its trajectories, shared prefixes merged; or the declared tree as it was given."""
         if self.trajectories is not None:
             return Forest.from_trajectories(self.trajectories)
-        assert self.nodes is not None
-        nodes = self.nodes
+        nodes: Any = self.nodes  # lists of arrays stand for lists of lists
         return Forest.from_nodes(
             nodes.parents,
             nodes.token_ids,

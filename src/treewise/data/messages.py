@@ -1,11 +1,11 @@
 """Chat messages in one clean shape, whatever the logger wrote: checked roles, text content, tool calls, weights."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from treewise.data.escape import shown
 from treewise.data.parse import parse_text
+from treewise.data.values import weight
 from treewise.errors import DataError
 
 Message = dict[str, Any]
@@ -62,7 +62,7 @@ def clean_message(value: Any, place: str) -> tuple[Message, float]:
         message.pop("tool_calls", None)
     else:
         message["tool_calls"] = [_tool_call(call, f"{place}.tool_calls") for call in _list(message, place)]
-    return message, _weight(value.get("weight"), place)
+    return message, weight(value.get("weight"), place)
 
 
 def clean_tools(value: Any, place: str) -> list[dict[str, Any]] | None:
@@ -123,11 +123,3 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
         raise DataError(f"{place}: arguments must be an object or JSON text, found {type(arguments).__name__}.")
     rest = {key: item for key, item in call.items() if key != "function" and "function" in call}
     return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
-
-
-def _weight(value: Any, place: str) -> float:
-    if value is None:
-        return 1.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise DataError(f"{place}: weight {shown(value)} must be a finite number of at least 0 (0: not trained).")
-    return float(value)

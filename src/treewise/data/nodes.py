@@ -13,6 +13,7 @@ from treewise.data.chat import Call
 from treewise.data.escape import shown
 from treewise.data.messages import clean_message
 from treewise.data.rows import Row
+from treewise.data.values import check_finite
 from treewise.errors import DataError
 from treewise.trajectory import MAX_TOKEN_ID
 
@@ -71,11 +72,11 @@ def parents_of(nodes: Sequence[PlacedNode], one_root: bool = True) -> list[int]:
     return parents
 
 
-def token_rows(nodes: Sequence[PlacedNode], parents: Sequence[int]) -> list[Row]:
+def token_rows(nodes: Sequence[PlacedNode], parents: Sequence[int], max_length: int | None = None) -> list[Row]:
     """One row per node with its own tokens and streams; a stream may be one number for all tokens of a node.
 
     Raises:
-        DataError: no tokens, bad ids, streams that do not align, or a leaf below which nothing is trained.
+        DataError: no tokens, bad ids, streams that do not align, a path that trains nothing or is too long.
     """
     given = {name: any(node.value.get(name) is not None for node in nodes) for name in STREAMS}
     rows = []
@@ -94,7 +95,7 @@ def token_rows(nodes: Sequence[PlacedNode], parents: Sequence[int]) -> list[Row]
                 is_end=_end_mark(node),
             )
         )
-    _check_trained_leaves(nodes, parents, rows)
+    _check_paths(nodes, parents, rows, max_length)
     return rows
 
 
@@ -165,16 +166,16 @@ def _ids(node: PlacedNode) -> np.ndarray:
         raise DataError(f"{node.place}: token_ids must be a flat list of integers, found {shown(value)}.")
     if not len(ids):
         raise DataError(f"{node.place}: token_ids is empty; merge the node into its parent.")
-    bad = np.flatnonzero((ids < 0) | (ids > MAX_TOKEN_ID))
-    if len(bad):
-        raise DataError(f"{node.place}: token id {ids[bad[0]]} at position {bad[0]} is outside 0..{MAX_TOKEN_ID}.")
+    if ids.min() < 0 or ids.max() > MAX_TOKEN_ID:
+        at = int(np.argmax((ids < 0) | (ids > MAX_TOKEN_ID)))
+        raise DataError(f"{node.place}: token id {ids[at]} at position {at} is outside 0..{MAX_TOKEN_ID}.")
     return ids.astype(np.int32)
 
 
 def _weights(node: PlacedNode, length: int, is_root: bool) -> np.ndarray:
     value = node.value.get("loss_weights")
     weights = _numbers(node, "loss_weights", 1.0 if value is None else value, length)
-    if is_root and np.ndim(value) == 0:
+    if is_root and not isinstance(value, list | np.ndarray):
         weights[0] = 0
     if is_root and weights[0] != 0:
         raise DataError(
@@ -210,9 +211,7 @@ def _numbers(node: PlacedNode, name: str, value: Any, length: int) -> np.ndarray
         array = np.full(length, array)
     if array.shape != (length,):
         raise DataError(f"{node.place}: {array.size} {name} for {length} tokens; they must align with token_ids.")
-    bad = np.flatnonzero(~np.isfinite(array))
-    if len(bad):
-        raise DataError(f"{node.place}: {name}[{bad[0]}] is {array[bad[0]]}; every value must be finite.")
+    check_finite(array, name, node.place)
     return array.astype(np.float32)
 
 
@@ -223,7 +222,9 @@ def _end_mark(node: PlacedNode) -> bool | None:
     return mark
 
 
-def _check_trained_leaves(nodes: Sequence[PlacedNode], parents: Sequence[int], rows: Sequence[Row]) -> None:
+def _check_paths(
+    nodes: Sequence[PlacedNode], parents: Sequence[int], rows: Sequence[Row], max_length: int | None
+) -> None:
     trains = [False] * len(rows)
     length = [0] * len(rows)
     is_leaf = [True] * len(rows)
@@ -237,6 +238,11 @@ def _check_trained_leaves(nodes: Sequence[PlacedNode], parents: Sequence[int], r
         row.is_end = is_leaf[number] or bool(row.is_end)
         if row.is_end and length[number] < 2:
             raise DataError(f"{nodes[number].place}: the path to this node is one token long, so nothing is predicted.")
+        if max_length is not None and length[number] > max_length:
+            raise DataError(
+                f"{nodes[number].place}: the path to this node has {length[number]} tokens, more than max_length "
+                f"{max_length}; raise it or shorten the tree. Nothing is cut."
+            )
         if row.is_end and not trains[number]:
             raise DataError(
                 f"{nodes[number].place}: no trained token on the path to this node (all loss weights are 0); "

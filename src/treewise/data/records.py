@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from treewise.data.parse import PartialTailError, Record, detect_form, parse
 from treewise.data.rows import RecordResult, Row
 from treewise.data.template import Template
 from treewise.data.tools import find_tools
+from treewise.data.values import label, number
 from treewise.errors import DataError
 
 NEEDS_TOKENIZER = "holds text, which needs a tokenizer; pass load_trees(..., tokenizer=...)."
@@ -60,9 +60,9 @@ class RecordReader:
         place = result.place
         form = detect_form(record, place)
         group = self._group(record, place)
-        rollout = _scalar(record.get("rollout"), "rollout", place)
+        rollout = label(record.get("rollout"), "rollout", place)
         if form == "tree_node":
-            result.node = (json.dumps(_scalar(record["tree"], "tree", place)), record)
+            result.node = (json.dumps(label(record["tree"], "tree", place)), record)
             return
         if form == "token_row":
             result.rows = [token_rows.token_row(record, group, place if rollout is None else rollout, place)]
@@ -132,9 +132,13 @@ class RecordReader:
         """Rows of a declared tree: its nodes where they hold tokens, rendered calls where they hold messages."""
         parents = nodes.parents_of(placed, one_root)
         if "message" not in placed[0].value:
-            return True, nodes.token_rows(placed, parents)
+            return True, nodes.token_rows(placed, parents, self.options.max_length)
         if self.tokenizer is None:
             raise DataError(f"{placed[0].place}: the node {NEEDS_TOKENIZER}")
+        if self.options.thinking == "keep":
+            raise DataError(
+                f"{placed[0].place}: thinking='keep' needs one conversation; trees are rendered as_inference."
+            )
         calls = nodes.message_calls(placed, parents, self.options.train_on)
         ready = []
         for call in calls:
@@ -147,21 +151,21 @@ class RecordReader:
 
     def _label(self, rows: list[Row], record: Record, group: Any, rollout: Any, place: str) -> None:
         """Values of the record that hold for all its rows."""
-        reward = _number(record.get("reward"), "reward", place)
+        reward = number(record.get("reward"), "reward", place)
         advantage = record.get("advantages")
         if advantage is not None:
             if isinstance(advantage, list):
                 raise DataError(f"{place}: a list of advantages needs token_ids; with text give one number.")
-            advantage = _number(advantage, "advantages", place)
+            advantage = number(advantage, "advantages", place)
         for name in ("loss_weights", "old_logprobs", "ref_logprobs"):
             if name in record:
                 raise DataError(f"{place}: {name} needs token_ids to align with; add them or remove {name}.")
-        for number, row in enumerate(rows):
+        for index, row in enumerate(rows):
             row.group, row.reward = group, reward
             if row.rollout is None:
                 row.rollout = rollout
             if not row.source:
-                row.source = place if len(rows) == 1 else f"{place}#{number}"
+                row.source = place if len(rows) == 1 else f"{place}#{index}"
             if advantage is not None:
                 row.advantages = np.full(row.num_tokens, advantage, dtype=np.float32)
 
@@ -180,10 +184,10 @@ class RecordReader:
                 raise DataError(
                     f"{place}: no field {shown(field)} to group by; its keys are {', '.join(list(record)[:12])}."
                 )
-            return _scalar(record[field], field, place)
+            return label(record[field], field, place)
         for name in ("group", "task_id"):
             if record.get(name) is not None:
-                return _scalar(record[name], name, place)
+                return label(record[name], name, place)
         return None
 
     def _check_length(self, result: RecordResult) -> None:
@@ -196,17 +200,3 @@ class RecordReader:
                     f"{row.source or result.place}: {row.num_tokens} tokens, more than max_length {limit}; raise it, "
                     "shorten the record or quarantine it. Nothing is cut."
                 )
-
-
-def _scalar(value: Any, name: str, place: str) -> Any:
-    if value is not None and (not isinstance(value, str | int | float) or (value != value)):
-        raise DataError(f"{place}: {name} must be text or a number, found {type(value).__name__}.")
-    return value
-
-
-def _number(value: Any, name: str, place: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"{place}: {name} must be one finite number, found {shown(value)}.")
-    return float(value)

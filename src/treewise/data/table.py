@@ -83,15 +83,12 @@ def content_hash(table: pa.Table, names: Sequence[str]) -> str:
         digest.update(np.asarray(column.is_valid().to_numpy(zero_copy_only=False)).tobytes())
         if pa.types.is_large_list(field.type):
             digest.update(np.diff(np.asarray(column.offsets)).tobytes())
-            digest.update(np.ascontiguousarray(column.flatten().to_numpy(zero_copy_only=False)))
+            digest.update(np.ascontiguousarray(column.flatten().to_numpy(zero_copy_only=False)).data)
         elif pa.types.is_string(field.type):
             digest.update(json.dumps(column.to_pylist()).encode())
         else:
-            digest.update(
-                np.ascontiguousarray(
-                    column.fill_null(False if pa.types.is_boolean(field.type) else 0).to_numpy(zero_copy_only=False)
-                )
-            )
+            zero = False if pa.types.is_boolean(field.type) else 0
+            digest.update(column.fill_null(zero).to_numpy(zero_copy_only=False).tobytes())
     return digest.hexdigest()
 
 

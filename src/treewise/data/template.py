@@ -134,7 +134,8 @@ class Template:
     def _sampled_text(
         self, history: list[Message], turn: Message, prompt: str, whole: str, tools: list[dict] | None, place: str
     ) -> str:
-        marked = self.render([[*history, {"role": "assistant", "content": MARK}]], tools, False, place)[0]
+        mark: Message = {"role": "assistant", "content": MARK}
+        marked = self.render([[*history, mark]], tools, False, place)[0]
         header = self.generation_prompt(history, prompt, tools, place)
         same = common_prefix(whole, marked)
         start = whole.rfind(header, 0, same) if header else -1
@@ -169,7 +170,10 @@ class Template:
     def _writes_text_arguments(self) -> bool:
         """Whether the template writes arguments given as text verbatim (else it would quote them twice)."""
         call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": '{"probe": 1}'}}
-        talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        talk: list[Message] = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
         try:
             return '{"probe": 1}' in self.render([talk], None, False, "probe")[0]
         except DataError:
@@ -212,7 +216,7 @@ def difference(a: str, b: str) -> str:
 
 
 def _with_mark(history: list[Message], turn: int, with_calls: bool) -> list[Message]:
-    marked = {**history[turn], "content": MARK}
+    marked: Message = {**history[turn], "content": MARK}
     marked.pop("reasoning_content", None)
     if not with_calls:
         marked.pop("tool_calls", None)

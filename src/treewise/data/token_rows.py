@@ -8,6 +8,7 @@ from treewise.data.encode import Encoder, joined
 from treewise.data.escape import shown
 from treewise.data.parse import Record
 from treewise.data.rows import Row, row_from_trajectory
+from treewise.data.values import flat_list, number_list
 from treewise.errors import DataError
 from treewise.trajectory import Trajectory
 
@@ -20,10 +21,12 @@ def token_row(record: Record, group: Any, rollout: Any, place: str) -> Row:
     Raises:
         DataError: what `Trajectory` refuses; a missing log-prob of a trained token.
     """
+    ids = flat_list(record["token_ids"], "token_ids", place)
     weights = record.get("loss_weights")
-    ids = record["token_ids"]
-    if weights is not None and len(ids) and np.asarray(weights).ndim == 0:
+    if isinstance(weights, int | float):
         raise DataError(f"{place}: loss_weights is one number; give one per token (0 for context), or leave it out.")
+    if weights is not None:
+        weights = number_list(weights, "loss_weights", place)
     logprobs = {
         name: _without_null_context(record[name], weights, name, place)
         for name in ("old_logprobs", "ref_logprobs")
@@ -56,7 +59,7 @@ def grouped_rows(record: Record, group: Any, place: str) -> list[Row]:
         where = f"{place}: seqs[{number}]"
         if not isinstance(seq, dict) or "ids" not in seq or "loss" not in seq:
             raise DataError(f"{where} needs ids and loss ([[start, end], ...]).")
-        weights = _weights_from_spans(seq["loss"], len(seq["ids"]), where)
+        weights = _weights_from_spans(seq["loss"], len(flat_list(seq["ids"], "ids", where)), where)
         values = {"token_ids": seq["ids"], "loss_weights": weights, "reward": seq.get("reward")}
         if "advantages" in seq:
             values["advantages"] = seq["advantages"]
@@ -127,12 +130,13 @@ def _weights_from_spans(spans: Any, length: int, place: str) -> np.ndarray:
 def _scattered(values: Any, weights: np.ndarray, place: str) -> Any:
     """Log-probs of the trained tokens alone, put at their positions."""
     trained = np.flatnonzero(weights)
+    values = number_list(values, "behaviour_logprobs", place)
     if len(values) == len(weights):
         return values
     if len(values) != len(trained):
         raise DataError(
             f"{place}: {len(values)} behaviour_logprobs for {len(trained)} trained tokens; they must align."
         )
-    stream = np.zeros(len(weights), dtype=np.float64)
+    stream = np.zeros(len(weights), dtype=np.float32)
     stream[trained] = values
     return stream

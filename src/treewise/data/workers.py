@@ -3,12 +3,15 @@
 import multiprocessing
 import os
 import pickle
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from treewise.data.files import RawRecord
@@ -57,8 +60,8 @@ def read_all(
         yield from _through_pool(pool, batches, 2 * num_workers + 2)
     except BrokenProcessPool as error:
         raise ConfigError(
-            "the data workers did not start or were killed; guard the script's main part with "
-            "`if __name__ == '__main__':`, lower num_workers (memory), or set num_workers=0."
+            "the data workers did not start or were killed (out of memory, or a tokenizer class of the script itself); "
+            "lower num_workers, or set num_workers=0."
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -70,11 +73,26 @@ def _through_pool(
     running: deque[tuple[int, Future[list[RecordResult]]]] = deque()
     while True:
         for batch in islice(batches, window - len(running)):
-            running.append((_num_bytes(batch), pool.submit(_work, batch)))
+            with _main_left_alone():  # the first of these starts the processes
+                running.append((_num_bytes(batch), pool.submit(_work, batch)))
         if not running:
             return
         num_bytes, future = running.popleft()
         yield num_bytes, future.result()
+
+
+@contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """Spawned processes import the user's main module again, though our work needs nothing of it; here they do not.
+
+    So a script needs no `if __name__ == "__main__":`, and one read from standard input works too.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _start(tokenizer: bytes, options: RenderOptions) -> None:
