@@ -99,6 +99,12 @@ def test_reasoning_that_a_template_never_writes_is_reported(write, tokenizer):
     assert "reasoning is not trained" in dataset.report.warnings[0]
 
 
+def test_tools_that_a_template_never_writes_are_reported(write, tokenizer):
+    record = {"messages": [USER, answer()], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    dataset = load_trees(write(record), tokenizer)
+    assert "never writes tools" in dataset.report.warnings[0]
+
+
 def test_the_reason_of_a_refusing_template_is_passed_on(write, tokenizer):
     template = "{{ raise_exception('Roles must alternate') }}{# {{ #}"
     with pytest.raises(DataError, match=r"jsonl:1: .*Roles must alternate"):

@@ -33,6 +33,7 @@ class Template:
         self.kwargs = kwargs
         self.notes: dict[str, None] = {}
         self._arguments_as_text = self._writes_text_arguments()
+        self._tools_seen = False
 
     def prepare(self, talk: Conversation, place: str) -> Conversation:
         """Messages with tool-call arguments in the form that this template writes correctly."""
@@ -49,6 +50,9 @@ class Template:
         Raises:
             DataError: the template refuses a conversation; its reason is passed on.
         """
+        if tools and not self._tools_seen:
+            self._tools_seen = True
+            self._note_unwritten_tools(conversations[0], tools, place)
         try:
             return self.tokenizer.apply_chat_template(
                 list(conversations),
@@ -166,6 +170,10 @@ class Template:
         reasoning = turn.get("reasoning_content", "").strip()
         if reasoning and reasoning[:80] not in text:
             self.notes["the chat template never writes reasoning_content; reasoning is not trained"] = None
+
+    def _note_unwritten_tools(self, messages: list[Message], tools: list[dict[str, Any]], place: str) -> None:
+        if self.render([messages], tools, False, place) == self.render([messages], None, False, place):
+            self.notes["the chat template never writes tools; the model does not see them"] = None
 
     def _writes_text_arguments(self) -> bool:
         """Whether the template writes arguments given as text verbatim (else it would quote them twice)."""
