@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies import forests_and_budgets, is_above, random_tree
@@ -66,6 +66,7 @@ def check(made, window, chunk, constants):
 
 
 @pytest.mark.parametrize("constants", CONSTANTS, ids=str)
+@settings(max_examples=25)
 @given(forests_and_budgets(), rules)
 def test_every_visible_pair_is_covered_once(constants, forest_and_budget, rule):
     forest, budget = forest_and_budget
