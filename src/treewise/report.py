@@ -241,14 +241,14 @@ def inspect_view(report: InspectReport) -> RenderableType:
 
 
 def _best_trees_table(report: InspectReport) -> Table:
-    table = Table(title="best trees, by leaf ratio", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("tree", overflow="fold")
-    names = ["trajectories", "flat", "tree", "depth", "forks", "share", "leaf", "pair"]
+    table = Table(title="best trees, by leaf ratio (ratios are flat / tree)", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("tree", overflow="ellipsis", max_width=32)
+    names = ["trajectories", "flat tokens", "tree", "share", "leaf", "pair"]
     with_bound = report.total.flop_bound is not None
-    for name in names + (["FLOP bound"] if with_bound else []):
-        table.add_column(name, justify="right")
+    for name in names + (["FLOPs"] if with_bound else []):
+        table.add_column(name, justify="right", no_wrap=True)
     for tree in report.best_trees:
-        counts = (tree.num_trajectories, tree.num_flat_tokens, tree.num_tree_tokens, tree.max_depth, tree.num_forks)
+        counts = (tree.num_trajectories, tree.num_flat_tokens, tree.num_tree_tokens)
         ratios = [tree.share_ratio, tree.leaf_ratio, tree.pair_ratio]
         if tree.flop_bound is not None:
             ratios.append(tree.flop_bound)
@@ -368,7 +368,7 @@ def verification_view(report: VerificationReport, num_parameters: int = 5) -> Re
     verdict = "[green]equal[/]" if report.passed else "[bold red]DIFFERENT[/]"
     budget = "whole trees" if report.max_tokens is None else f"max_tokens {report.max_tokens:,}"
     setting = f"{report.model}, {report.dtype}, attention {report.attention}, {budget}"
-    table = Table(title=f"flat and tree: {verdict}  ({escape(setting)})", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=f"flat and tree: {verdict}", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("", "flat", "tree", "error", "limit"):
         table.add_column(name, justify="left" if not name else "right")
     limits = report.limits
@@ -383,12 +383,16 @@ def verification_view(report: VerificationReport, num_parameters: int = 5) -> Re
     row("log-probs, largest difference", "max_logprob")
     row("log-probs, root mean square", "rms_logprob")
     row("whole gradient, relative", "gradient", f"norm {report.gradient_norm:.4g}")
-    row(f"worst parameter: {report.worst_parameter.name}", "worst_parameter")
+    row("worst parameter, relative", "worst_parameter")
     flat_seconds, tree_seconds = f"{report.seconds_flat:.2f} s", f"{report.seconds_tree:.2f} s"
     table.add_row("tokens computed", f"{report.num_flat_tokens:,}", f"{report.num_computed_tokens:,}")
-    table.add_row("one run each", flat_seconds, tree_seconds, f"{report.speed_up:.2f} x", f"{report.flop_bound:.2f} x")
-    note = Text(f"reference: {report.reference}; {report.num_trajectories:,} trajectories, {report.num_trees:,} trees")
-    note.append(f"; the last row's limit is the FLOP bound; efficiency {report.efficiency:.2f}")
+    table.add_row("one run each", flat_seconds, tree_seconds, f"{report.speed_up:.2f} x")
+    note = Text(
+        f"{setting}\n"
+        f"{report.num_trajectories:,} trajectories, {report.num_trees:,} trees; reference: {report.reference}\n"
+        f"worst parameter: {report.worst_parameter.name}\n"
+        f"one run each, of {report.flop_bound:.2f} x by FLOPs: the flat side computes the logits of all its rows"
+    )
     parts: list[RenderableType] = [table, note]
     if not report.passed:
         parts.append(_parameters_table(report, num_parameters))

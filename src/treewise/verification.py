@@ -305,7 +305,7 @@ def _run_flat(model: nn.Module, items: Sequence[Trajectory], weights: Sequence[n
 def _flat_step(
     model: nn.Module, item: Trajectory, weight: np.ndarray, device: torch.device
 ) -> tuple[float, torch.Tensor]:
-    ids = torch.as_tensor(item.token_ids, dtype=torch.long, device=device)
+    ids = torch.tensor(item.token_ids, dtype=torch.long, device=device)
     logits_LV = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     wide = torch.promote_types(logits_LV.dtype, torch.float32)
     logprobs = torch.log_softmax(logits_LV.to(wide), dim=-1).gather(1, ids[1:, None])[:, 0]

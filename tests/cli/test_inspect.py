@@ -1,0 +1,84 @@
+"""`treewise inspect`: the facts are those of the forests, and what is wrong with the data is found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.commands import call, save_tiny_model, write_rows
+
+TRUNK = list(range(1, 21))
+ROWS = [
+    {"token_ids": [*TRUNK, 30, 31], "group": "a", "reward": 1.0},
+    {"token_ids": [*TRUNK, 40], "group": "a", "reward": 1.0},
+    {"token_ids": TRUNK, "group": "a", "reward": 1.0},
+    {"token_ids": TRUNK, "group": "a", "reward": 1.0},
+    {"token_ids": [50, *TRUNK], "group": "b", "reward": 0.0},
+    {"token_ids": [51, *TRUNK], "group": "b", "reward": 1.0},
+    {"token_ids": [60, 61, 62], "group": "c"},
+]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "rows.jsonl", ROWS)
+
+
+def inspect_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    assert call("inspect", *arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_sizes_are_those_of_the_trees(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = inspect_json(capsys, rows)
+    trees = {tree["name"]: tree for tree in facts["trees"]}
+    assert facts["num_trees"] == 3
+    assert facts["num_records"] == 7
+    assert trees["a"]["num_flat_tokens"] == 22 + 21 + 20 + 20
+    assert trees["a"]["num_leaf_tokens"] == 22 + 21
+    assert trees["a"]["num_tree_tokens"] == 23
+    assert trees["a"]["num_leaves"] == 2
+    assert trees["a"]["num_forks"] == 1
+    assert trees["a"]["max_depth"] == 22
+    assert facts["total"]["num_flat_tokens"] == 83 + 42 + 3
+    assert facts["total"]["share_ratio"] == pytest.approx((83 + 42 + 3) / (23 + 42 + 3))
+    assert facts["best_trees"][0] == "a"
+    assert facts["total"]["flop_bound"] is None
+
+
+def test_what_looks_wrong_is_counted_and_placed(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {each["kind"]: each for each in inspect_json(capsys, rows, "--max_tokens", 25)["findings"]}
+    assert found["rewards all equal"]["examples"] == ["a"]
+    assert found["duplicated trajectory"]["count"] == 1
+    assert found["duplicated trajectory"]["examples"][0].startswith(f"{rows}:4")
+    assert found["very short trajectory"]["examples"][0].startswith(f"{rows}:7")
+    assert found["no sharing"]["examples"] == ["b"]
+    assert found["single trajectory"]["examples"] == ["c"]
+    assert found["beyond max_tokens"]["examples"] == ["b"]
+
+
+def test_a_configuration_alone_gives_the_flop_bound(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    total = inspect_json(capsys, rows, "--model", folder)["total"]
+    assert 1 < total["leaf_flop_bound"] < total["flop_bound"] < total["share_ratio"] * 1.5
+
+
+def test_the_table_shows_the_same_facts(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("inspect", rows, "--model", save_tiny_model(tmp_path / "model")) == 0
+    out = capsys.readouterr().out
+    for text in ("share ratio", "leaf ratio", "pair ratio", "FLOP bound", "best trees", "rewards all equal", "1.88"):
+        assert text in out
+
+
+def test_dropped_records_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the quarantine is written
+    rows = write_rows(tmp_path / "rows.jsonl", [*ROWS, {"token_ids": []}])
+    facts = inspect_json(capsys, rows, "--on_bad_record", "quarantine")
+    dropped = next(each for each in facts["findings"] if each["kind"] == "dropped record")
+    assert dropped["count"] == 1
+    assert "rows.jsonl:8" in dropped["examples"][0]

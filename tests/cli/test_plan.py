@@ -1,0 +1,50 @@
+"""`treewise plan`: what the planner says, with bytes and time for a model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.commands import call, save_tiny_model, write_rows
+
+TRUNK = list(range(1, 21))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    ids = [[*TRUNK, 30 + leaf, *range(60, 70)] for leaf in range(4)]
+    return write_rows(tmp_path / "rows.jsonl", [{"token_ids": each, "group": "a"} for each in ids])
+
+
+@pytest.mark.parametrize("flag", ["--max_tokens", "--max-tokens"])
+def test_the_description_is_printed(flag: str, rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("plan", rows, flag, 16) == 0
+    out = capsys.readouterr().out
+    assert "16 tokens" in out
+    assert "recomputed tokens" in out
+    assert "--model" in out
+
+
+def test_json_agrees_with_the_shapes_of_the_model(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    assert call("plan", rows, "--max_tokens", 16, "--hold", "never", "--model", model, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["num_tree_tokens"] == 64
+    assert facts["num_open_tokens"] == facts["num_recomputed_tokens"] == 20
+    assert facts["num_computed_tokens"] == 84
+    # 2 layers, 2 key-value heads of 8, keys and values, float32 for them and for their gradients.
+    assert facts["bytes_per_gateway_token"] == 2 * 2 * 8 * 2 * 8
+    assert facts["bytes_gateways"] == facts["peak_gateway_tokens"] * facts["bytes_per_gateway_token"]
+    assert 64 / 124 < facts["relative_time"] < 84 / 124
+
+
+def test_the_predictions_say_that_they_are_predictions(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("plan", rows, "--max_tokens", 16, "--model", save_tiny_model(tmp_path / "model")) == 0
+    out = capsys.readouterr().out
+    assert "predicted" in out
+    assert "peak memory" in out
+    assert "time / flat" in out

@@ -1,0 +1,52 @@
+"""`treewise verify`: exit code 0 where tree and flat agree, 1 where they do not."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cli.commands import call, save_tiny_model, write_rows
+from treewise import walk
+from treewise.layout import Layout, lay_out
+
+TRUNK = list(range(1, 13))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    ids = [[*TRUNK, 30 + leaf, 60, 61] for leaf in range(4)]
+    return write_rows(tmp_path / "rows.jsonl", [{"token_ids": each, "group": "a"} for each in ids])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_tiny_model(tmp_path / "model")
+
+
+def test_equal_is_exit_code_0(rows: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("verify", rows, "--model", model, "--max-tokens", 10) == 0
+    assert "equal" in capsys.readouterr().out
+
+
+def test_different_is_exit_code_1_and_names_the_worst_parameter(
+    rows: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaky(*args: object) -> Layout:
+        layout = lay_out(*args)
+        return replace(layout, hi=np.full_like(layout.hi, layout.num_tokens))
+
+    monkeypatch.setattr(walk, "lay_out", leaky)
+    assert call("verify", rows, "--model", model) == 1
+    out = capsys.readouterr().out
+    assert "DIFFERENT" in out
+    assert "worst parameter: model." in out.replace("\n", " ") or "worst parameter: lm_head" in out
+
+
+def test_json_and_limit(rows: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("verify", rows, "--model", model, "--limit", 3, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["passed"] is True
+    assert facts["num_trajectories"] == 3
+    assert facts["worst_parameter"] == facts["parameters"][0]["name"]
