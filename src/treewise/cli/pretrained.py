@@ -29,6 +29,11 @@ def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") 
     Raises:
         ConfigError: nothing there, nothing that transformers can load without running its code, or an unknown dtype.
     """
+    return load_weights(name, gguf_file, dtype), load_tokenizer(name, gguf_file, required=False)
+
+
+def load_weights(name: str, gguf_file: str | None = None, dtype: str = "float32") -> Any:
+    """The model alone. Parameters and errors are those of `load_model`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -43,7 +48,7 @@ def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") 
     with _named_errors(name), _no_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
     _forget_quantization(model)
-    return model, load_tokenizer(name, gguf_file, required=False)
+    return model
 
 
 def load_config(name: str, gguf_file: str | None = None) -> Any:

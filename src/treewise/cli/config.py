@@ -1,0 +1,336 @@
+"""The configuration of a run: a YAML file, flags that win over it, and every key checked before anything is loaded.
+
+Keys are flat, but for mappings (`lora`, `chat_template_kwargs`); flags write their parts with a dot.
+"""
+
+import dataclasses
+import enum
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from treewise.data import RenderOptions
+from treewise.errors import ConfigError
+
+Values = dict[str, Any]
+
+# Ours; those of rendering and of training are added by `schema`.
+_OWN: dict[str, Any] = {
+    "model": str,
+    "gguf_file": str | None,
+    "dtype": str,
+    "tokenizer": str | None,
+    "data": str | list[str],
+    "eval_data": str | list[str] | None,
+    "lora": dict | None,
+    "num_workers": int | None,
+    "on_bad_record": str,
+}
+_REQUIRED = ("model", "data", "output_dir")
+# transformers' own flags that the command line answers in another way.
+_ELSEWHERE = {
+    "resume_from_checkpoint": "use --resume [CHECKPOINT]",
+    "do_train": "`treewise train` always trains",
+    "do_eval": "give eval_data",
+    "do_predict": "give eval_data",
+    "local_rank": "torchrun sets it",
+    "debug": "use --debug",
+}
+# Left out of the resolved configuration: a secret, an object, and old names of other keys.
+_UNWRITTEN = ("hub_token", "accelerator_config", "gradient_checkpointing", "gradient_checkpointing_kwargs")
+_TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """A checked configuration. `training` and `lora` are keyword arguments; defaults are not filled in."""
+
+    model: str
+    data: str | list[str]
+    gguf_file: str | None
+    dtype: str
+    tokenizer: str | None
+    eval_data: str | list[str] | None
+    num_workers: int | None
+    on_bad_record: str
+    lora: Values | None
+    render: RenderOptions
+    training: Values
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a file, with flags (`--key value`, `--lora.r 8`) over it.
+
+    Raises:
+        ConfigError: a file that is missing, empty or not YAML; a key that is unknown (the nearest one is named), given
+            twice, missing, or of the wrong type.
+    """
+    values = _read_file(Path(path))
+    known = schema()
+    for key, value in parse_flags(overrides).items():
+        _set(values, key, value, known)
+    checked = {key: _checked(key, value, known, place) for key, (value, place) in values.items()}
+    for key in _REQUIRED:
+        if checked.get(key) is None:
+            raise ConfigError(f"{path}: no {key}; add it to the file, or give --{key}.")
+    return _config(checked)
+
+
+def schema() -> dict[str, Any]:
+    """Every key with its type."""
+    from treewise.trainer import TreeTrainingArguments
+
+    training = typing.get_type_hints(TreeTrainingArguments)
+    names = [item.name for item in dataclasses.fields(TreeTrainingArguments) if item.init]
+    rendering = typing.get_type_hints(RenderOptions)
+    return {**_OWN, **rendering, **{name: training[name] for name in names if name not in _ELSEWHERE}}
+
+
+def parse_flags(words: Sequence[str]) -> dict[str, Any]:
+    """`--key value`, `--key=value`, `--key a b` (a list), and `--key` alone (true). Values stay text.
+
+    Raises:
+        ConfigError: a word that belongs to no key, or a key given twice.
+    """
+    flags: dict[str, Any] = {}
+    place = None
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            place = name.replace("-", "_")
+            if place in flags:
+                raise ConfigError(f"--{place} is given twice.")
+            flags[place] = [value] if equals else []
+        elif place is None:
+            raise ConfigError(f"unexpected {word!r}: give one CONFIG.yaml first, then flags (--key value).")
+        else:
+            flags[place].append(word)
+    return {key: value[0] if len(value) == 1 else value or "true" for key, value in flags.items()}
+
+
+def coerce(key: str, value: Any, annotation: Any) -> Any:
+    """The value as the annotated type: numbers and booleans may be written as text, as flags are and `1e-5` in YAML.
+
+    Raises:
+        ConfigError: it is not of that type; names both.
+    """
+    kinds = _kinds(annotation)
+    if isinstance(value, str):
+        value = _from_text(value, kinds)
+    if value is False and str in kinds and bool not in kinds and key.endswith("_strategy"):
+        value = "no"  # YAML 1.1 reads a bare `no` as false
+    if isinstance(value, float) and int in kinds and float not in kinds and value.is_integer():
+        value = int(value)
+    if isinstance(value, str) and list in kinds and str not in kinds:
+        value = [part.strip() for part in value.split(",")]
+    if _fits(value, kinds):
+        return value
+    wanted = " or ".join(dict.fromkeys(_NAMES[kind] for kind in _NAMES if kind in kinds))
+    found = f"{value!r} ({_NAMES.get(type(value), type(value).__name__)})"
+    hint = " Quote it if it is meant as text." if isinstance(value, bool) and str in kinds else ""
+    raise ConfigError(f"{key} must be {wanted}, found {found}.{hint}")
+
+
+def resolved_text(config: RunConfig, arguments: Any) -> str:
+    """The configuration with all defaults, as YAML that `treewise train` reads back."""
+    known = schema()
+    values: Values = {name: getattr(config, name) for name in _OWN}
+    values |= {item.name: _plain(getattr(config.render, item.name)) for item in dataclasses.fields(config.render)}
+    for item in dataclasses.fields(arguments):
+        if item.name in known and item.name not in _UNWRITTEN:
+            values[item.name] = _plain(getattr(arguments, item.name))
+    given = {key: value for key, value in values.items() if value is not None}
+    return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
+
+
+def differences(old_text: str, new_text: str) -> list[str]:
+    """What changed between two resolved configurations: `learning_rate: 1e-05 -> 2e-05`."""
+    old, new = yaml.safe_load(old_text) or {}, yaml.safe_load(new_text) or {}
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
+
+
+# -- files and keys ---------------------------------------------------------------------------------------------------
+
+
+def _read_file(path: Path) -> dict[str, tuple[Any, str]]:
+    """Values by key, each with its place (`run.yaml:3`)."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"{path}: the configuration cannot be read ({reason}).") from None
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigError(f"{path}: empty; a configuration names at least {', '.join(_REQUIRED)}.")
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{path}: a configuration is a mapping, `key: value` line by line.")
+        values: dict[str, tuple[Any, str]] = {}
+        for key_node, value_node in node.value:
+            key, place = str(key_node.value), f"{path}:{key_node.start_mark.line + 1}"
+            if key in values:
+                raise ConfigError(f"{place}: {key} is given twice (first at {values[key][1]}).")
+            values[key] = (loader.construct_object(value_node, deep=True), place)
+        return values
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or error}).") from None
+    finally:
+        loader.dispose()
+
+
+def _set(values: dict[str, tuple[Any, str]], key: str, value: Any, known: Mapping[str, Any]) -> None:
+    """Puts one flag over the file."""
+    place = f"--{key}"
+    outer, dot, inner = key.partition(".")
+    if not dot:
+        values[key] = (value, place)
+        return
+    if dict not in _kinds(known.get(outer, str)):
+        raise _unknown(key, [name for name in known if dict in _kinds(known[name])], place)
+    held = values.get(outer, (None, place))[0]
+    if isinstance(held, str):
+        held = coerce(outer, held, dict)
+    if held is not None and not isinstance(held, dict):
+        raise ConfigError(f"{place}: {outer} is {held!r}, which has no parts.")
+    values[outer] = ({**(held or {}), inner: _scalar(value)}, place)
+
+
+def _checked(key: str, value: Any, known: Mapping[str, Any], place: str) -> Any:
+    if key in _ELSEWHERE:
+        raise ConfigError(f"{place}: {key} is no key of a run; {_ELSEWHERE[key]}.")
+    if key not in known:
+        raise _unknown(key, list(known), place)
+    try:
+        checked = coerce(key, value, known[key])
+        return _checked_lora(checked) if key == "lora" and checked is not None else checked
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def _checked_lora(values: Values) -> Values:
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise ConfigError("lora needs the peft package: pip install 'treewise[lora]'") from None
+    hints = typing.get_type_hints(LoraConfig)
+    names = [item.name for item in dataclasses.fields(LoraConfig)]
+    for key in values:
+        if key not in names:
+            raise _unknown(f"lora.{key}", [f"lora.{name}" for name in names])
+    return {key: coerce(f"lora.{key}", value, hints[key]) for key, value in values.items()}
+
+
+def _unknown(key: str, known: Sequence[str], place: str = "") -> ConfigError:
+    near = get_close_matches(key, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else " See docs/training.md for all keys."
+    return ConfigError(f"{place + ': ' if place else ''}unknown key {key!r}.{hint}")
+
+
+def _config(values: Values) -> RunConfig:
+    own = {name: values.pop(name, None) for name in _OWN}
+    own["dtype"] = own["dtype"] or "float32"
+    own["on_bad_record"] = own["on_bad_record"] or "error"
+    rendering = {item.name for item in dataclasses.fields(RenderOptions)}
+    render = {name: values.pop(name) for name in list(values) if name in rendering}
+    if render.get("chat_template_kwargs", ...) is None:
+        del render["chat_template_kwargs"]
+    if own["eval_data"] is not None:
+        values.setdefault("eval_strategy", "epoch")
+    elif values.get("eval_strategy", "no") != "no":
+        raise ConfigError(f"eval_strategy is {values['eval_strategy']!r}, but there is no eval_data.")
+    return RunConfig(render=RenderOptions(**render), training=values, **own)
+
+
+# -- types ------------------------------------------------------------------------------------------------------------
+
+_NAMES: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+    type(None): "nothing",
+}
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The plain types of an annotation; what has no plain type may also be given as text."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return set().union(*(_kinds(each) for each in typing.get_args(annotation)))
+    if origin is typing.Literal:
+        return {type(each) for each in typing.get_args(annotation)}
+    if annotation is Any:
+        return set(_NAMES)
+    kind = origin or annotation
+    if isinstance(kind, type):
+        if issubclass(kind, enum.Enum):
+            return {str}
+        if (kind not in (str,) and issubclass(kind, Mapping)) or dataclasses.is_dataclass(kind):
+            return {dict}
+        if kind in _NAMES:
+            return {kind}
+    return {str}
+
+
+def _fits(value: Any, kinds: set[Any]) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+def _from_text(text: str, kinds: set[Any]) -> Any:
+    """Text as the first of the kinds that it can be; text where it is none."""
+    word = text.strip().lower()
+    if bool in kinds and word in (*_TRUE, *_FALSE):
+        return word in _TRUE
+    if type(None) in kinds and str not in kinds and word in ("none", "null", "~", ""):
+        return None
+    if int in kinds and re.fullmatch(r"[+-]?[0-9][0-9_]*", word):
+        return int(word)
+    if {int, float} & kinds:
+        try:
+            return float(word)
+        except ValueError:
+            pass
+    if (list in kinds and word.startswith("[")) or (dict in kinds and word.startswith("{")):
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text
+    return text
+
+
+def _scalar(value: Any) -> Any:
+    """A flag of a key without a declared type: what YAML reads, and `1e-5` as the number it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        read = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value
+    return _from_text(read, {float}) if isinstance(read, str) else read
+
+
+def _plain(value: Any) -> Any:
+    """A setting as YAML can hold it; None where it cannot."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return value if isinstance(value, str | int | float | bool) else None

@@ -1,0 +1,94 @@
+"""The dispatcher: one module per command, imported only when it is asked for.
+
+Exit codes: 0, 1 where a verification failed, 2 for an error that treewise explains, 130 when interrupted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+
+import treewise
+from treewise.errors import ConfigError, TreewiseError, VerificationError
+
+COMMANDS = {
+    "train": "fine-tune a model on trees of trajectories",
+    "inspect": "what the data holds, and what training on trees can gain on it",
+    "plan": "how trees are cut into micro-batches",
+    "verify": "flat against tree on your own model and rows",
+}
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = next((word for word in words if not word.startswith("-")), None)
+    parser = _parser(name)
+    if name is None or words[0] != name:
+        parser.parse_args(words)  # --help, --version, or an unknown flag
+        parser.print_help()
+        return 2
+    try:
+        args = _parse(parser, name, words)
+        return int(import_module(f"treewise.cli.{name}").run(args))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output is gone, as after `| head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lives until the process ends
+        return 0
+    except TreewiseError as error:
+        if _wants_traceback(words):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, VerificationError) else 2
+
+
+def _parser(name: str | None) -> argparse.ArgumentParser:
+    """The parser of one command; of all, with their names alone, where none is given."""
+    parser = argparse.ArgumentParser(
+        prog="treewise",
+        description="Trains language models on trees of tokens: every shared prefix is computed once.",
+        epilog="TREEWISE_DEBUG=1 or --debug shows the traceback of an error.",
+    )
+    parser.add_argument("--version", action="version", version=f"treewise {treewise.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for each, summary in COMMANDS.items():
+        command = commands.add_parser(each, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        command.allow_abbrev = False  # `--lear 1` would be a guess
+        if each == name:
+            import_module(f"treewise.cli.{each}").add_arguments(command)
+            command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _parse(parser: argparse.ArgumentParser, name: str, words: list[str]) -> argparse.Namespace:
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Commands: {', '.join(COMMANDS)}."
+        raise ConfigError(f"unknown command {name!r}. {hint}")
+    args, rest = parser.parse_known_args(words)
+    if hasattr(args, "overrides"):  # a command with a configuration takes its keys as flags
+        args.overrides = rest
+    elif rest:
+        flags = [flag for action in _actions(parser, name) for flag in action.option_strings]
+        near = get_close_matches(rest[0].split("=")[0], flags, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" See treewise {name} --help."
+        raise ConfigError(f"unknown argument {rest[0]!r}.{hint}")
+    return args
+
+
+def _actions(parser: argparse.ArgumentParser, name: str) -> list[argparse.Action]:
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return list(commands.choices[name]._actions)
+
+
+def _wants_traceback(words: Sequence[str]) -> bool:
+    return "--debug" in words or os.environ.get("TREEWISE_DEBUG", "") not in ("", "0")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
