@@ -13,12 +13,11 @@ Q and J blocks of queries and keys.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
 from treewise.attention.mask import LayerRule, TreeMask
 
@@ -28,6 +27,8 @@ BLOCK_SIZE = 128
 RECOMPILE_LIMIT = 64
 
 Modifier = Callable[..., torch.Tensor]
+MaybeTensor = torch.Tensor | None
+Captured = tuple[torch.Tensor, torch.Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor]
 
 
 def flex_attention_tree(
@@ -39,7 +40,7 @@ def flex_attention_tree(
     sinks: torch.Tensor | None = None,
     *,
     block_size: int = BLOCK_SIZE,
-    kernel_options: Mapping[str, Any] | None = None,
+    kernel_options: FlexKernelOptions | None = None,
 ) -> torch.Tensor:
     """Attention of [1, H, T, D] queries over [1, Hkv, K, D] keys and values; returns [1, H, T, D of the values].
 
@@ -53,10 +54,11 @@ def flex_attention_tree(
     attend = _compiled if query.is_cuda else _uncompiled
     softcap = None if rule.softcap is None else _softcap(mask, rule.softcap, query)
     blocks = block_mask(mask, rule, query.device, block_size)
-    out, lse = attend(query, key, value, blocks, softcap, rule.scaling, sinks is not None, dict(kernel_options or {}))
+    out, lse = attend(query, key, value, blocks, softcap, rule.scaling, sinks is not None, kernel_options or {})
     out = out[:, :, :num_queries]
     if sinks is None:
         return out
+    assert lse is not None
     share = torch.sigmoid(lse[:, :, :num_queries] - sinks.to(lse.dtype)[None, :, None])
     return (out * share[..., None]).to(value.dtype)
 
@@ -137,17 +139,15 @@ def _ordered(is_in_QJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # -- what the kernels read ------------------------------------------------------------------------------------------
 
 
-def _captured(
-    mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int
-) -> tuple[torch.Tensor | None, ...]:
+def _captured(mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int) -> Captured:
     """What the mask function reads: lo and hi, then two [P] and [K] vectors each for the window and the chunks.
 
     Tensors only: a Python number would be compiled in, and another one compiled again.
     """
     lo_K, hi_K, depth_K = mask.on(device)
     depth_P = functional.pad(depth_K[mask.num_gateway_keys :], (0, -mask.num_queries % block_size))
-    window: tuple[torch.Tensor | None, ...] = (None, None)
-    chunk: tuple[torch.Tensor | None, ...] = (None, None)
+    window: tuple[MaybeTensor, MaybeTensor] = (None, None)
+    chunk: tuple[MaybeTensor, MaybeTensor] = (None, None)
     if rule.window is not None:
         window = (depth_P - rule.window, depth_K)
     if rule.chunk is not None:
@@ -162,10 +162,10 @@ def _captured(
 def _mask_mod(
     lo_K: torch.Tensor,
     hi_K: torch.Tensor,
-    beyond_P: torch.Tensor | None,
-    depth_K: torch.Tensor | None,
-    chunk_P: torch.Tensor | None,
-    chunk_K: torch.Tensor | None,
+    beyond_P: MaybeTensor,
+    depth_K: MaybeTensor,
+    chunk_P: MaybeTensor,
+    chunk_K: MaybeTensor,
 ) -> Modifier:
     def tree_mask(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         seen = (lo_K[k] <= q) & (q < hi_K[k])
@@ -186,7 +186,7 @@ def _softcap(mask: TreeMask, softcap: float, query: torch.Tensor) -> torch.Tenso
     return mask.cache[key]
 
 
-def _score_mod(softcap: torch.Tensor | None) -> Modifier | None:
+def _score_mod(softcap: MaybeTensor) -> Modifier | None:
     if softcap is None:
         return None
 
@@ -204,11 +204,11 @@ def _uncompiled(
     key: torch.Tensor,
     value: torch.Tensor,
     blocks: BlockMask,
-    softcap: torch.Tensor | None,
+    softcap: MaybeTensor,
     scaling: float,
     needs_lse: bool,
-    kernel_options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    kernel_options: FlexKernelOptions,
+) -> tuple[torch.Tensor, MaybeTensor]:
     """The operator itself: torch's function around it refuses to differentiate on the CPU, the operator does not."""
     score_mod = _score_mod(softcap) or _identity
     out, lse, *_ = torch.ops.higher_order.flex_attention(
@@ -226,12 +226,12 @@ def _compiled(
     key: torch.Tensor,
     value: torch.Tensor,
     blocks: BlockMask,
-    softcap: torch.Tensor | None,
+    softcap: MaybeTensor,
     scaling: float,
     needs_lse: bool,
-    kernel_options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    # Lengths and block counts are symbols of their own from the first call; all else stays constant. `dynamic=True` would
+    kernel_options: FlexKernelOptions,
+) -> tuple[torch.Tensor, MaybeTensor]:
+    # Lengths and block counts are symbols of their own from the first call; all else is constant. `dynamic=True` would
     # also make symbols of heads, head sizes and the scale, and one symbol of two lengths that happen to be equal.
     for tensor in (query, key, value):
         torch._dynamo.maybe_mark_dynamic(tensor, 2)
@@ -239,7 +239,7 @@ def _compiled(
         tensor = getattr(blocks, name)
         torch._dynamo.maybe_mark_dynamic(tensor, list(range(2, tensor.dim())))
     # BACKEND: never another kernel than the one that was tested.
-    options = {"BACKEND": "TRITON", **kernel_options}
+    options: FlexKernelOptions = {"BACKEND": "TRITON", **kernel_options}
     with torch._dynamo.config.patch(
         recompile_limit=RECOMPILE_LIMIT, specialize_float=True, automatic_dynamic_shapes=False
     ):
@@ -247,7 +247,7 @@ def _compiled(
 
 
 @functools.cache
-def _compiled_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _compiled_kernel() -> Callable[..., tuple[torch.Tensor, MaybeTensor]]:
     return torch.compile(_kernel, fullgraph=True)
 
 
@@ -268,16 +268,16 @@ def _kernel(
     key: torch.Tensor,
     value: torch.Tensor,
     blocks: BlockMask,
-    softcap: torch.Tensor | None,
+    softcap: MaybeTensor,
     scaling: float,
     needs_lse: bool,
-    kernel_options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    kernel_options: FlexKernelOptions,
+) -> tuple[torch.Tensor, MaybeTensor]:
     # The mask's own lengths are Python integers; taken from the shapes they are symbols, and no length recompiles.
     lengths = (query.shape[2], key.shape[2])
     tensors = {name: getattr(blocks, name) for name in _BLOCK_TENSORS}
     blocks = BlockMask(seq_lengths=lengths, BLOCK_SIZE=blocks.BLOCK_SIZE, mask_mod=blocks.mask_mod, **tensors)
-    result = flex_attention(
+    out, more = flex_attention(
         query,
         key,
         value,
@@ -286,6 +286,6 @@ def _kernel(
         scale=scaling,
         enable_gqa=True,
         kernel_options=kernel_options,
-        return_aux=AuxRequest(lse=True) if needs_lse else None,
+        return_aux=AuxRequest(lse=needs_lse),
     )
-    return (result[0], result[1].lse) if needs_lse else (result, None)
+    return out, more.lse
