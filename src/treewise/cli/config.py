@@ -132,7 +132,8 @@ def coerce(key: str, value: Any, annotation: Any) -> Any:
     if isinstance(value, str) and list in kinds and str not in kinds:
         value = [part.strip() for part in value.split(",")]
     if _fits(value, kinds):
-        return value
+        _check_choice(key, value, annotation)
+        return _checked_items(key, value, annotation) if isinstance(value, list) else value
     wanted = " or ".join(dict.fromkeys(_NAMES[kind] for kind in _NAMES if kind in kinds))
     found = f"{value!r} ({_NAMES.get(type(value), type(value).__name__)})"
     hint = " Quote it if it is meant as text." if isinstance(value, bool) and str in kinds else ""
@@ -284,6 +285,24 @@ def _kinds(annotation: Any) -> set[Any]:
         if kind in _NAMES:
             return {kind}
     return {str}
+
+
+def _checked_items(key: str, values: list[Any], annotation: Any) -> list[Any]:
+    for kind in (annotation, *typing.get_args(annotation)):
+        if typing.get_origin(kind) is list:
+            (item,) = typing.get_args(kind)
+            return [coerce(f"{key}[{number}]", value, item) for number, value in enumerate(values)]
+    return values
+
+
+def _check_choice(key: str, value: Any, annotation: Any) -> None:
+    """Raises where transformers has a fixed list of names and this is none of them."""
+    given = (annotation, *typing.get_args(annotation))
+    names = [str(each.value) for kind in given if isinstance(kind, enum.EnumType) for each in kind]
+    if names and isinstance(value, str) and value not in names:
+        near = get_close_matches(value, names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(names)}.{hint}")
 
 
 def _fits(value: Any, kinds: set[Any]) -> bool:

@@ -158,4 +158,7 @@ def _named_errors(name: str) -> Iterator[None]:
             raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        raise ConfigError(f"{name}: cannot be loaded as a causal language model{offline}: {lines[0]}") from error
+        absent = "" if Path(name).expanduser().exists() or name == DEMO_MODEL else "no such folder, and "
+        raise ConfigError(
+            f"{name}: {absent}cannot be loaded as a causal language model{offline}: {lines[0]}"
+        ) from error

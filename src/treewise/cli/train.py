@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -39,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
     config = read_config(args.config, args.overrides)
+    if not sys.stderr.isatty():
+        _show_no_bars(config)
     if args.resume and args.overwrite:
         raise ConfigError("--resume and --overwrite contradict one another; choose one.")
     arguments = training_arguments(config)
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     resume_from = _checkpoint(folder, args.resume)
     if _is_first_rank():
         _write_resolved(folder, config, arguments, args.overwrite, resume_from is not None)
-    _train(arguments, model, tokenizer, train_data, eval_data, resume_from, f"treewise train {args.config}")
+    _train(arguments, model, tokenizer, train_data, eval_data, resume_from, _command(args))
     return 0
 
 
@@ -68,6 +71,18 @@ def training_arguments(config: RunConfig) -> "TreeTrainingArguments":
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(str(error).strip().splitlines()[0]) from error
+
+
+def _command(args: argparse.Namespace) -> str:
+    return shlex.join(["treewise", "train", str(args.config), *args.overrides])
+
+
+def _show_no_bars(config: RunConfig) -> None:
+    """A log file holds lines, not progress bars."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config.training.setdefault("disable_tqdm", True)
 
 
 def _load_data(config: RunConfig) -> tuple["TreeDataset", "TreeDataset | None", Any]:
@@ -153,9 +168,14 @@ def _train(
 
     from treewise.trainer import TreeTrainer
 
-    trainer = TreeTrainer(
-        model, arguments, train_dataset=train_data, eval_dataset=eval_data, processing_class=tokenizer
-    )
+    try:
+        trainer = TreeTrainer(
+            model, arguments, train_dataset=train_data, eval_dataset=eval_data, processing_class=tokenizer
+        )
+    except RuntimeError as error:
+        if "to be installed" not in str(error):  # what transformers says of a tracker that is not there
+            raise
+        raise ConfigError(f"report_to: {error}") from error
     try:
         trainer.train(resume_from_checkpoint=resume_from)
     except KeyboardInterrupt:
@@ -180,16 +200,15 @@ def _check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
 
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir {folder} is a file.")
-    made = seals.checkpoints(folder)
-    holds_run = (folder / RESOLVED).exists() or bool(made)
-    if resume and (folder / FINISHED).exists():
-        raise ConfigError(f"{folder} holds a finished run; choose another output_dir, or --overwrite to train again.")
-    if not holds_run or resume:
+    if overwrite:
         return
-    state = "a finished run" if (folder / FINISHED).exists() else f"a run with {len(made)} checkpoints"
-    if not overwrite:
+    if (folder / FINISHED).exists():
+        raise ConfigError(f"output_dir {folder} holds a finished run; choose another, or --overwrite to train again.")
+    made = seals.checkpoints(folder)
+    if made and not resume:
         raise ConfigError(
-            f"output_dir {folder} holds {state}; choose another, --resume to go on, or --overwrite to start anew."
+            f"output_dir {folder} holds a run up to {made[-1].name}; choose another, --resume to go on, "
+            "or --overwrite to start anew."
         )
 
 
@@ -201,6 +220,7 @@ def _checkpoint(folder: Path, resume: str | None) -> str | None:
     if resume != "newest":
         if resume.endswith((".yaml", ".yml")):
             raise ConfigError(f"--resume {resume}: CONFIG.yaml comes first, then --resume.")
+        seals.read_seal(Path(resume))
         return resume
     found, passed_over = seals.newest(folder)
     if _is_first_rank():

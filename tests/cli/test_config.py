@@ -1,0 +1,155 @@
+"""Configurations: every key is checked, every value has its type, flags win, and errors say where."""
+
+import pytest
+import yaml
+
+from treewise.cli.config import coerce, differences, parse_flags, read_config, resolved_text, schema
+from treewise.cli.train import training_arguments
+from treewise.errors import ConfigError
+
+BASE = "model: m\ndata: rows.jsonl\noutput_dir: out\nreport_to: none\nuse_cpu: true\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_keys_go_where_they_belong(write):
+    text = BASE + "learning_rate: 1e-5\nthinking: keep\nmax_tokens: 4096\nlora: {r: 8, lora_alpha: 16}\n"
+    config = read_config(write(text))
+    assert (config.model, config.data, config.dtype) == ("m", "rows.jsonl", "float32")
+    assert config.training["learning_rate"] == 1e-5
+    assert config.training["max_tokens"] == 4096
+    assert config.render.thinking == "keep"
+    assert config.lora == {"r": 8, "lora_alpha": 16}
+
+
+def test_flags_win_over_the_file(write):
+    path = write(BASE + "learning_rate: 1e-5\nlora: {r: 8, lora_alpha: 16}\nchat_template_kwargs: {a: 1}\n")
+    flags = ["--learning-rate", "3e-4", "--lora.r", "4", "--bf16", "--data", "a.jsonl", "b.jsonl", "--max_steps=-1"]
+    config = read_config(path, [*flags, "--chat_template_kwargs.enable_thinking", "false"])
+    assert config.training["learning_rate"] == 3e-4
+    assert config.training["bf16"] is True
+    assert config.training["max_steps"] == -1
+    assert config.lora == {"r": 4, "lora_alpha": 16}
+    assert config.data == ["a.jsonl", "b.jsonl"]
+    assert config.render.chat_template_kwargs == {"a": 1, "enable_thinking": False}
+
+
+MISTAKES = {
+    "unknown key": ("max_token: 8", r"run.yaml:6: unknown key 'max_token'. Did you mean 'max_tokens'\?"),
+    "unknown part": ("lora: {rank: 8}", r"run.yaml:6: unknown key 'lora.rank'. Did you mean 'lora.r'\?"),
+    "type": ("learning_rate: fast", "run.yaml:6: learning_rate must be a number, found 'fast' .text."),
+    "fraction": ("max_tokens: 8.5", "max_tokens must be an integer or nothing, found 8.5"),
+    "part's type": ("lora: {r: eight}", "lora.r must be an integer, found 'eight'"),
+    "item": ("eval_data: [rows.jsonl, 2]", r"run.yaml:6: eval_data\[1\] must be text, found 2"),
+    "bool for text": ("run_name: yes", "run_name must be text or nothing, found True .* Quote it"),
+    "choice": ("save_strategy: step", r"choose one of no, steps, epoch, best. Did you mean 'steps'\?"),
+    "not finite": ("learning_rate: .nan", "learning_rate must be a number"),
+    "twice": ("model: other", r"run.yaml:6: model is given twice \(first at .*run.yaml:1\)"),
+    "elsewhere": ("resume_from_checkpoint: x", "use --resume"),
+    "no evaluation set": ("eval_strategy: steps", "there is no eval_data"),
+    "rendering": ("thinking: kep", "thinking is 'kep'"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_named_with_its_place(write, line, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config(write(BASE + line + "\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty"),
+        ("# nothing\n", "empty"),
+        ("- a\n- b\n", "is a mapping"),
+        ("model: [\n", "not valid YAML"),
+        ("model: m\n  data: d\n", "run.yaml:2: not valid YAML"),
+        ("model: m\noutput_dir: o\n", "no data; add it to the file, or give --data"),
+        ("model: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(write, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config(write(text))
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_config(tmp_path / "nope.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (["--a", "1", "--b=2", "--c"], {"a": "1", "b": "2", "c": "true"}),
+        (["--a-b", "x", "y"], {"a_b": ["x", "y"]}),
+        (["--a", "-1"], {"a": "-1"}),
+    ],
+)
+def test_flags_take_values_lists_and_nothing(words, flags):
+    assert parse_flags(words) == flags
+
+
+@pytest.mark.parametrize("words", [["value"], ["--a", "1", "--a", "2"]])
+def test_flags_without_sense_are_refused(words):
+    with pytest.raises(ConfigError):
+        parse_flags(words)
+
+
+@pytest.mark.parametrize(
+    ("given", "annotation", "expected"),
+    [
+        ("1e-5", float, 1e-5),
+        ("1_000", int, 1000),
+        ("1e3", int, 1000),
+        (8.0, int, 8),
+        (3, float, 3),
+        ("none", int | None, None),
+        ("none", str | list[str] | None, "none"),
+        ("off", bool, False),
+        (False, schema()["eval_strategy"], "no"),
+        ("a, b", list[str], ["a", "b"]),
+        ("[a, b]", list[str] | str, ["a", "b"]),
+        ('{"a": 1}', dict | str | None, {"a": 1}),
+        ("8", str, "8"),
+    ],
+)
+def test_values_become_their_type(given, annotation, expected):
+    found = coerce("eval_strategy" if given is False else "key", given, annotation)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(("given", "annotation"), [(True, int), (1, bool), (None, int), ([1], str), ("", float)])
+def test_values_of_another_type_are_refused(given, annotation):
+    with pytest.raises(ConfigError, match="key must be"):
+        coerce("key", given, annotation)
+
+
+def test_the_resolved_configuration_gives_the_same_run(write, tmp_path):
+    config = read_config(write(BASE + "learning_rate: 1e-5\nlora: {r: 8}\nsave_strategy: no\nmax_tokens: 64\n"))
+    arguments = training_arguments(config)
+    text = resolved_text(config, arguments)
+    again = read_config(write(text))
+    assert training_arguments(again).to_dict() == arguments.to_dict()
+    assert (again.lora, again.render, again.data) == (config.lora, config.render, config.data)
+    assert yaml.safe_load(text)["weighting"] == "per_trajectory"
+    assert resolved_text(again, training_arguments(again)) == text
+
+
+def test_differences_name_old_and_new():
+    assert differences("a: 1\nb: 2\n", "a: 1\nb: 3\nc: 4\n") == ["b: 2 -> 3", "c: None -> 4"]
+
+
+def test_settings_that_transformers_refuses_are_configuration_errors(write):
+    with pytest.raises(ConfigError, match="requires the save and eval strategy to match"):
+        training_arguments(read_config(write(BASE + "load_best_model_at_end: true\nsave_strategy: steps\n")))
