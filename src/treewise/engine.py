@@ -17,11 +17,11 @@ from treewise.attention import IMPLEMENTATIONS
 from treewise.attention.cascade import kernel_takes_groups
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.forest import Forest
-from treewise.logprobs import edge_logprobs
-from treewise.models import ModelParts, refuse_dropout, take_apart
-from treewise.objectives import SFT, SeparableObjective, Terms
+from treewise.models import refuse_dropout, take_apart
+from treewise.objectives import SFT, SeparableObjective
 from treewise.planner import Plan, plan
 from treewise.probe import probe
+from treewise.scoring import SeparableLoss, edge_values
 from treewise.walk import Autocast, Walk
 
 Loss = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -67,7 +67,9 @@ class TreeEngine:
         check: bool = True,
     ) -> None:
         if attention != "auto" and attention not in IMPLEMENTATIONS:
-            raise ConfigError(f"attention={attention!r} is unknown; choose 'auto' or one of {', '.join(IMPLEMENTATIONS)}.")
+            raise ConfigError(
+                f"attention={attention!r} is unknown; choose 'auto' or one of {', '.join(IMPLEMENTATIONS)}."
+            )
         if not temperature > 0:
             raise ConfigError(f"temperature={temperature} must be positive.")
         self.model, self.max_tokens, self.attention = model, max_tokens, attention
@@ -98,10 +100,10 @@ class TreeEngine:
         run = self.plan(forests)
         if objective is None:
             objective = SFT()
-        if not hasattr(objective, "token_losses"):
-            return self._step_any_loss(run, objective)  # type: ignore[arg-type]
+        if not isinstance(objective, SeparableObjective):
+            return self._step_any_loss(run, objective)
         walk = self._walk(run)
-        losses = _SeparableLoss(walk, objective, self.temperature, denominator)
+        losses = SeparableLoss(walk, objective, self.temperature, denominator)
         walk.train(losses)
         return _output(run, losses.total(), losses.num_trained_tokens)
 
@@ -116,7 +118,7 @@ class TreeEngine:
         """The loss alone, without gradients."""
         run = self.plan(forests)
         walk = self._walk(run)
-        losses = _SeparableLoss(walk, objective or SFT(), self.temperature, denominator)
+        losses = SeparableLoss(walk, objective or SFT(), self.temperature, denominator)
         walk.visit(losses)
         return _output(run, losses.total(), losses.num_trained_tokens)
 
@@ -133,8 +135,8 @@ class TreeEngine:
         loss = objective(_restore(tree_logprobs(self, run), run.forest))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise ConfigError("an objective must return a scalar tensor.")
-        loss.backward()  # type: ignore[no-untyped-call]
-        return _output(run, float(loss), run.forest.num_flat_tokens - run.forest.num_trajectories)
+        loss.backward()
+        return _output(run, float(loss.detach()), run.forest.num_flat_tokens - run.forest.num_trajectories)
 
     def _walk(self, run: Plan) -> Walk:
         self._check(run.forest)
@@ -148,8 +150,8 @@ class TreeEngine:
         if largest >= vocabulary:
             position = int(forest.token_ids.argmax())
             raise DataError(
-                f"token id {largest} at tree position {position} (depth {forest.depth[position]}) is beyond the model's "
-                f"{vocabulary} embeddings; was the data tokenised for another model?"
+                f"token id {largest} at tree position {position} (depth {forest.depth[position]}) is beyond the "
+                f"model's {vocabulary} embeddings; was the data tokenised for another model?"
             )
         if not self._is_probed:
             probe(self.parts, *self._implementation())
@@ -168,8 +170,9 @@ class TreeEngine:
 def tree_logprobs(engine: TreeEngine, run: Plan) -> torch.Tensor:
     """[T] log-probs of the tree's tokens (0 for first tokens), as one differentiable function at any budget.
 
-    With one micro-batch this is an ordinary graph. With several, the forward runs without a graph, and the backward is the walk,
-    which adds parameter gradients into `.grad`; usable inside any loss, more than once in a graph, and under autocast.
+    With one micro-batch this is an ordinary graph. With several, the forward runs without a graph, and the backward is
+    the walk, which adds parameter gradients into `.grad`; usable inside any loss, more than once in a graph, and under
+    autocast.
     """
     if run.is_whole:
         walk = engine._walk(run)
@@ -198,11 +201,11 @@ class _TreeLogprobs(torch.autograd.Function):
         is_needed = run.forest.parent >= 0
 
         def loss_of(number: int, rows: torch.Tensor) -> torch.Tensor | None:
-            scattered = _edge_values(walk, number, rows, is_needed, engine.temperature)
+            scattered = edge_values(walk, number, rows, is_needed, engine.temperature)
             if scattered is None:
                 return None
             logprobs, target = scattered
-            return (logprobs * grad_T[target]).sum()
+            return (logprobs * grad_T[torch.as_tensor(target, device=grad_T.device)]).sum()
 
         with torch.enable_grad(), ctx.autocast.again():
             walk.train(loss_of)
@@ -218,35 +221,24 @@ def _visit_logprobs(engine: TreeEngine, run: Plan) -> torch.Tensor:
         if not result:
             wide = torch.promote_types(rows.dtype, torch.float32)
             result.append(torch.zeros(run.forest.num_tokens, dtype=wide, device=rows.device))
-        scattered = _edge_values(walk, number, rows, is_needed, engine.temperature)
+        scattered = edge_values(walk, number, rows, is_needed, engine.temperature)
         if scattered is not None:
-            result[0][scattered[1]] = scattered[0].to(result[0].dtype)
+            logprobs, target = scattered
+            result[0][torch.as_tensor(target, device=rows.device)] = logprobs.to(result[0].dtype)
 
     walk.visit(use)
     return result[0]
 
 
-def _edge_values(
-    walk: Walk, number: int, rows: torch.Tensor, is_needed: np.ndarray, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Log-probs of the needed edges that leave a micro-batch ([E]), and the tree positions of their targets ([E])."""
-    edges = walk.edges(number, is_needed)
-    if len(edges.target) == 0:
-        return None
-    device = rows.device
-    tokens = torch.as_tensor(walk.plan.forest.token_ids[edges.target], dtype=torch.long, device=device)
-    source = torch.as_tensor(edges.source, device=device)
-    logprobs, _ = edge_logprobs(rows, walk.parts.head(temperature), source, tokens)
-    return logprobs, torch.as_tensor(edges.target, device=device)
-
-
 def _scatter(
     walk: Walk, number: int, rows: torch.Tensor, is_needed: np.ndarray, temperature: float, num_tokens: int
 ) -> torch.Tensor:
-    values = _edge_values(walk, number, rows, is_needed, temperature)
+    values = edge_values(walk, number, rows, is_needed, temperature)
     wide = torch.promote_types(rows.dtype, torch.float32)
     empty = torch.zeros(num_tokens, dtype=wide, device=rows.device)
-    return empty if values is None else empty.index_copy(0, values[1], values[0].to(wide))
+    if values is None:
+        return empty
+    return empty.index_copy(0, torch.as_tensor(values[1], device=rows.device), values[0].to(wide))
 
 
 def _restore(logprobs_T: torch.Tensor, forest: Forest) -> list[torch.Tensor]:
@@ -254,56 +246,6 @@ def _restore(logprobs_T: torch.Tensor, forest: Forest) -> list[torch.Tensor]:
     index = torch.as_tensor(forest.path_index, device=logprobs_T.device)
     flat_F = logprobs_T[index]
     return [part[1:] for part in flat_F.split(forest.path_lengths.tolist())]
-
-
-class _SeparableLoss:
-    """Maps hidden rows of micro-batches to their share of a separable loss, and adds the shares up."""
-
-    def __init__(
-        self, walk: Walk, objective: SeparableObjective, temperature: float, denominator: float | None
-    ) -> None:
-        forest = walk.plan.forest
-        self.walk, self.objective, self.temperature = walk, objective, temperature
-        self.terms: Terms = objective.terms(forest)
-        self.denominator = objective.denominator(forest) if denominator is None else denominator
-        if len(self.terms.positions) == 0:
-            raise DataError("no trained token in the forest; a step on it would do nothing.")
-        if not self.denominator > 0:
-            raise DataError(f"the loss would be divided by {self.denominator}; it must be positive.")
-        self.is_needed = np.zeros(forest.num_tokens, dtype=bool)
-        self.is_needed[self.terms.positions] = True
-        self.num_trained_tokens = int(self.is_needed.sum())
-        self._shares: list[torch.Tensor] = []
-
-    def __call__(self, number: int, rows: torch.Tensor) -> torch.Tensor | None:
-        edges = self.walk.edges(number, self.is_needed)
-        if len(edges.target) == 0:
-            return None
-        device, forest = rows.device, self.walk.plan.forest
-        tokens = torch.as_tensor(forest.token_ids[edges.target], dtype=torch.long, device=device)
-        source = torch.as_tensor(edges.source, device=device)
-        logprobs, _ = edge_logprobs(rows, self.walk.parts.head(self.temperature), source, tokens)
-        edge_of_term, term = self._terms_of(edges.target)
-        streams = {
-            name: torch.as_tensor(stream[term], dtype=logprobs.dtype, device=device)
-            for name, stream in self.terms.streams.items()
-        }
-        per_term = logprobs[torch.as_tensor(edge_of_term, device=device)]
-        loss = self.objective.token_losses(per_term, streams).sum() / self.denominator
-        self._shares.append(loss.detach())
-        return loss
-
-    def _terms_of(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For every term on these targets: which edge it reads, and its number."""
-        first = np.searchsorted(self.terms.positions, targets, side="left")
-        count = np.searchsorted(self.terms.positions, targets, side="right") - first
-        edge = np.repeat(np.arange(len(targets)), count)
-        offsets = np.cumsum(count) - count
-        return edge, np.repeat(first - offsets, count) + np.arange(int(count.sum()))
-
-    def total(self) -> float:
-        """The loss; the only host synchronisation of a step."""
-        return float(torch.stack(self._shares).double().sum())
 
 
 def _output(run: Plan, loss: float, num_trained_tokens: int) -> StepOutput:

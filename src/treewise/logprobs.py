@@ -1,7 +1,8 @@
 """Log-probs of edges from hidden rows, in chunks, never holding the logits of more than one chunk.
 
-A fork has one hidden row and several targets: its row is projected once. Rows without a needed target are not projected at
-all. The backward is written by hand: it projects each chunk again, so memory stays at `chunk x vocabulary`.
+A fork has one hidden row and several targets: its row is projected once. Rows without a needed target are not
+projected at all. The backward is written by hand: it projects each chunk again, so memory stays at `chunk x
+vocabulary`.
 
 Letters: R projected rows, E edges, M model width, V vocabulary.
 """
@@ -41,8 +42,8 @@ def edge_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Natural log-probs of `target[e]` predicted from hidden row `source[e]`.
 
-    hidden: [T, M]. source: [E] int64, ascending. target: [E] int64 token ids. Returns log-probs [E] and, where asked, the entropy of
-    the predicting distribution [E], both float32 (float64 for float64 models), differentiable.
+    hidden: [T, M]. source: [E] int64, ascending. target: [E] int64 token ids. Returns log-probs [E] and, where asked,
+    the entropy of the predicting distribution [E], both float32 (float64 for float64 models), differentiable.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if len(source) == 0:
@@ -141,9 +142,7 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-def _project(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype
-) -> torch.Tensor:
+def _project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
     logits = torch.mm(hidden, weight.t())
     if bias is not None:
         logits += bias.to(logits.dtype)

@@ -60,14 +60,15 @@ def take_apart(model: nn.Module) -> ModelParts:
     config = decoder.config
     if getattr(config, "output_router_logits", False) or getattr(base.config, "output_router_logits", False):
         raise UnsupportedModelError(
-            f"{name} asks for its routing loss (output_router_logits=True), which treewise does not add yet; turn it off."
+            f"{name} asks for its routing loss (output_router_logits=True), which is not supported yet; turn it off."
         )
     install(_attention_configs(decoder))
     return ModelParts(model, decoder, output, _logit_scale(base.config), _softcap(base.config))
 
 
 def refuse_dropout(model: nn.Module) -> None:
-    """Raises if any dropout, layer drop or router noise is active: a shared token is computed once, so branches cannot differ.
+    """Raises if any dropout, layer drop or router noise is active: a shared token is computed once, so branches cannot
+    differ.
 
     Raises:
         UnsupportedModelError: naming the first active one.
@@ -76,7 +77,9 @@ def refuse_dropout(model: nn.Module) -> None:
         if not module.training:
             continue
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise UnsupportedModelError(f"{name or 'model'} drops out (p={module.p}); set it to 0 or call model.eval().")
+            raise UnsupportedModelError(
+                f"{name or 'model'} drops out (p={module.p}); set it to 0 or call model.eval()."
+            )
         for attribute, value in vars(module).items():
             is_noise = "dropout" in attribute or attribute.endswith(("pdrop", "layerdrop", "jitter_noise"))
             if is_noise and isinstance(value, float) and value > 0:
@@ -85,7 +88,7 @@ def refuse_dropout(model: nn.Module) -> None:
                 )
 
 
-def _base_model(model: nn.Module) -> nn.Module:
+def _base_model(model: Any) -> nn.Module:
     """The transformers model inside PEFT and wrappers."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
@@ -94,7 +97,7 @@ def _base_model(model: nn.Module) -> nn.Module:
         for adapter, config in peft_config.items():
             if getattr(config, "is_prompt_learning", False):
                 raise UnsupportedModelError(
-                    f"adapter {adapter!r} learns a prompt ({config.peft_type}), which would change every depth; use LoRA."
+                    f"adapter {adapter!r} learns a prompt ({config.peft_type}), which changes every depth; use LoRA."
                 )
         return model.get_base_model()
     return model
@@ -120,10 +123,14 @@ def _refuse_layers(decoder: PreTrainedModel, name: str) -> None:
             )
     for path, module in decoder.named_modules():
         if isinstance(module, nn.Conv1d):
-            raise UnsupportedModelError(f"{name}.{path} is a convolution over tokens, which cannot follow a tree. {_HELP}")
+            raise UnsupportedModelError(
+                f"{name}.{path} is a convolution over tokens, which cannot follow a tree. {_HELP}"
+            )
     for path, _ in decoder.named_parameters():
         if path.rsplit(".", 1)[-1] in _RECURRENT_PARAMETERS:
-            raise UnsupportedModelError(f"{name}.{path} belongs to a recurrent layer, which cannot follow a tree. {_HELP}")
+            raise UnsupportedModelError(
+                f"{name}.{path} belongs to a recurrent layer, which cannot follow a tree. {_HELP}"
+            )
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise UnsupportedModelError(f"{name} uses ALiBi, whose bias depends on the place in memory. {_HELP}")
     if not decoder._can_set_attn_implementation():
@@ -153,7 +160,7 @@ def _softcap(config: Any) -> float | None:
     return getattr(text_config, "final_logit_softcapping", None)
 
 
-def _effective_weight(output: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _effective_weight(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight and bias of the head, with what PEFT puts around it."""
     if hasattr(output, "modules_to_save") and hasattr(output, "active_adapter"):
         active = output.active_adapter

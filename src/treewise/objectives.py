@@ -1,15 +1,15 @@
 """Losses on restored trajectories.
 
-An objective never sees the tree: it says which tokens it needs, hands over per-token streams, and maps log-probs to losses,
-as it would for flat trajectories. Restoring is a gather, and the transpose of that gather is gradient restoration
-(Tree Training, arXiv 2511.00413), so what is exact on flat trajectories is exact on trees.
+An objective never sees the tree: it says which tokens it needs, hands over per-token streams, and maps log-probs to
+losses, as it would for flat trajectories. Restoring is a gather, and the transpose of that gather is gradient
+restoration (Tree Training, arXiv 2511.00413), so what is exact on flat trajectories is exact on trees.
 
 A *separable* objective is a sum over tokens whose terms depend on one log-prob each; it needs a single pass over a
 partitioned forest. Letters: T tree tokens, F flat tokens, P terms.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,12 +23,15 @@ NORMALIZATIONS = ("token_mean", "trajectory_mean", "constant")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of a separable loss: the tree position of each term's token ([P] int64, ascending), and its streams ([P])."""
+    """The terms of a separable loss: the tree position of each term's token ([P] int64, ascending), and its streams
+    ([P]).
+    """
 
     positions: np.ndarray
     streams: dict[str, np.ndarray]
 
 
+@runtime_checkable
 class SeparableObjective(Protocol):
     """A loss that is a sum over tokens, each term a function of that token's log-prob."""
 
@@ -49,10 +52,11 @@ class SeparableObjective(Protocol):
 class SFT:
     """Negative log-likelihood of the trained tokens.
 
-    weighting: `per_trajectory` counts a shared trained token once for every trajectory that trains it, exactly as flat training
-    does; `once` divides each weight by the number of trajectories that train the token.
-    normalization: `token_mean` divides by the sum of all weights, `trajectory_mean` takes the mean over each trajectory's
-    trained tokens and then over trajectories, `constant` divides by `constant`. None depends on how trees are packed.
+    weighting: `per_trajectory` counts a shared trained token once for every trajectory that trains it, exactly as flat
+    training does; `once` divides each weight by the number of trajectories that train the token.
+    normalization: `token_mean` divides by the sum of all weights, `trajectory_mean` takes the mean over each
+    trajectory's trained tokens and then over trajectories, `constant` divides by `constant`. None depends on how trees
+    are packed.
 
     Raises:
         ConfigError: an unknown name, or a constant that is missing or not positive.
@@ -66,7 +70,9 @@ class SFT:
         if self.weighting not in WEIGHTINGS:
             raise ConfigError(f"weighting={self.weighting!r} is unknown; choose one of {', '.join(WEIGHTINGS)}.")
         if self.normalization not in NORMALIZATIONS:
-            raise ConfigError(f"normalization={self.normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}.")
+            raise ConfigError(
+                f"normalization={self.normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}."
+            )
         if (self.normalization == "constant") != (self.constant is not None):
             raise ConfigError("normalization='constant' and constant=<a positive number> go together.")
         if self.constant is not None and not self.constant > 0:

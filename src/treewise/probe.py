@@ -1,8 +1,9 @@
 """A first look at a model: does it follow a tree, and do its decoder and head give the logits that the model gives?
 
-Three tiny forwards. Changing one branch must not change the other's hidden rows, in either direction, not by one bit; models with
-experts may regroup tokens, so for them not beyond rounding. And the log-probs of one branch must be those of the model's own
-forward. What no flag of a model announces (a mask ignored, a scale applied to the logits) shows here.
+Three tiny forwards. Changing one branch must not change the other's hidden rows, in either direction, not by one bit;
+models with experts may regroup tokens, so for them not beyond rounding. And the log-probs of one branch must be those
+of the model's own forward. What no flag of a model announces (a mask ignored, a scale applied to the logits) shows
+here.
 """
 
 import numpy as np
@@ -17,7 +18,8 @@ from treewise.models import ModelParts
 from treewise.planner import plan
 from treewise.trajectory import Trajectory
 
-# Largest difference of a log-prob between the tree and the model's own forward; low precision may route tokens elsewhere.
+# Largest difference of a log-prob between the tree and the model's own forward; low precision may route tokens
+# elsewhere.
 _MAX_LOGPROB_GAP = {torch.float64: 1e-4, torch.float32: 1e-2}
 _LOW_PRECISION_GAP = 1.0
 
@@ -93,6 +95,7 @@ def _check_logprobs(parts: ModelParts, rows: torch.Tensor, token_ids: np.ndarray
     limit = _MAX_LOGPROB_GAP.get(rows.dtype, _LOW_PRECISION_GAP)
     if not gap <= limit:
         raise UnsupportedModelError(
-            f"{type(parts.model).__name__}: log-probs on the tree differ from the model's own by {gap:.3g} (limit {limit:g}). "
-            "It computes something between decoder and logits that treewise does not know. Supported models: docs/models.md."
+            f"{type(parts.model).__name__}: log-probs on the tree differ from the model's own by {gap:.3g} "
+            f"(limit {limit:g}). It computes something between decoder and logits that treewise does not know. "
+            "Supported models: docs/models.md."
         )

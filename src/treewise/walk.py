@@ -1,7 +1,7 @@
 """The depth-first walk over a plan: micro-batches forward and backward, gateways in between.
 
-A walk is blind to the loss: a callback maps the hidden rows of a micro-batch to a scalar, or to None where it has no loss
-of its own. Gradients are added into the parameters' `.grad` by autograd.
+A walk is blind to the loss: a callback maps the hidden rows of a micro-batch to a scalar, or to None where it has no
+loss of its own. Gradients are added into the parameters' `.grad` by autograd.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,7 +69,7 @@ class Walk:
                 self._close(number)
 
     @torch.no_grad()
-    def visit(self, use: Callable[[int, torch.Tensor], None]) -> None:
+    def visit(self, use: Callable[[int, torch.Tensor], object]) -> None:
         """Forward of every micro-batch once, without a graph; `use` gets the hidden rows of each."""
         for step in self.plan.schedule:
             number = step.micro_batch

@@ -49,8 +49,8 @@ class TreeContext:
     """What the layers of one micro-batch need, handed to the model's forward as `treewise=`.
 
     impl: `reference`, `cascade` or `flex`. may_fall_back: layers that `impl` cannot run use the reference, said once.
-    reads: gateway rows in front of the own keys. writes: the gateway to fill. injects: the gateway whose collected gradients join
-    the backward.
+    reads: gateway rows in front of the own keys. writes: the gateway to fill. injects: the gateway whose collected
+    gradients join the backward.
     """
 
     mask: TreeMask

@@ -1,0 +1,272 @@
+"""The engine against flat training: budgets, dtypes, adapters, checkpointing, autocast, any loss."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from families import tiny_model
+from oracle import flat_loss, flat_sft, gradient_error, gradients_of
+from strategies import budgets, trajectories
+from treewise import SFT, ConfigError, DataError, Forest, Trajectory, TreeEngine, UnsupportedModelError
+
+# See test_families: differences of independent float32 summation orders.
+TOLERANCE = 5e-6
+BUDGETS = (None, 17, 5, 1)
+
+
+@pytest.fixture
+def rollouts() -> list[Trajectory]:
+    rng = np.random.default_rng(1)
+    prompt = rng.integers(3, 64, 9)
+    items = [np.concatenate([prompt[: 4 + number], rng.integers(3, 64, 3 + 2 * number)]) for number in range(5)]
+    return [Trajectory(ids) for ids in [*items, items[2][:6], items[0]]]
+
+
+def tree_gradients(model, items, max_tokens=None, **options):
+    model.zero_grad()
+    engine = TreeEngine(model, max_tokens, **options)
+    out = engine.step(Forest.from_trajectories(items))
+    return out, gradients_of(model)
+
+
+MODEL = tiny_model("llama", num_hidden_layers=2)
+
+
+@settings(max_examples=30)
+@given(data=st.data(), items=trajectories(vocab_size=5))
+def test_random_forests_at_random_budgets(data: st.DataObject, items: list[Trajectory]) -> None:
+    loss, _, expected = flat_sft(MODEL, items)
+    forest = Forest.from_trajectories(items)
+    for attention in ("cascade", "reference"):
+        hold = data.draw(st.sampled_from(["auto", "never", "always"]))
+        out, found = tree_gradients(MODEL, items, data.draw(budgets(forest)), attention=attention, hold=hold)
+        assert out.loss == pytest.approx(loss, rel=TOLERANCE)
+        assert gradient_error(found, expected) < TOLERANCE
+
+
+def test_held_and_recomputed_plans_agree() -> None:
+    """A short prompt over many samples: held, it is computed once."""
+    rng = np.random.default_rng(3)
+    items = [Trajectory(np.concatenate([np.arange(3, 9), rng.integers(3, 64, 9)])) for _ in range(5)]
+    model = tiny_model()
+    _, _, expected = flat_sft(model, items)
+    for hold, num_computed in (("always", 6 + 5 * 9), ("never", 6 + 5 * 9 + 6)):
+        out, found = tree_gradients(model, items, 24, hold=hold)
+        assert out.num_computed_tokens == num_computed
+        assert gradient_error(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("max_tokens", BUDGETS)
+def test_float64_is_exact_beyond_float32(rollouts: list[Trajectory], max_tokens: int | None) -> None:
+    """transformers computes norms in float32 even in float64 models, so their noise (3e-8) is the floor."""
+    model = tiny_model(dtype=torch.float64)
+    _, _, expected = flat_sft(model, rollouts)
+    for attention in ("cascade", "reference"):
+        _, found = tree_gradients(model, rollouts, max_tokens, attention=attention)
+        assert gradient_error(found, expected) < 1e-7
+
+
+def test_bfloat16_deviates_no_more_than_flat_bfloat16(rollouts: list[Trajectory]) -> None:
+    _, _, exact = flat_sft(tiny_model(), rollouts)
+    model = tiny_model(dtype=torch.bfloat16)
+    _, _, flat = flat_sft(model, rollouts)
+    for max_tokens in (None, 17):
+        _, found = tree_gradients(model, rollouts, max_tokens)
+        assert gradient_error(found, exact) < 1.25 * gradient_error(flat, exact)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_gradient_checkpointing(rollouts: list[Trajectory], use_reentrant: bool) -> None:
+    model = tiny_model()
+    _, _, expected = flat_sft(model, rollouts)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    for max_tokens in BUDGETS:
+        for attention in ("cascade", "reference"):
+            _, found = tree_gradients(model, rollouts, max_tokens, attention=attention)
+            assert gradient_error(found, expected) < TOLERANCE
+
+
+def test_tied_embeddings(rollouts: list[Trajectory]) -> None:
+    model = tiny_model(tie_word_embeddings=True)
+    _, _, expected = flat_sft(model, rollouts)
+    for max_tokens in BUDGETS:
+        assert gradient_error(tree_gradients(model, rollouts, max_tokens)[1], expected) < TOLERANCE
+
+
+def test_frozen_lower_layers(rollouts: list[Trajectory]) -> None:
+    model = tiny_model()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:2].requires_grad_(False)
+    _, _, expected = flat_sft(model, rollouts)
+    for max_tokens in BUDGETS:
+        _, found = tree_gradients(model, rollouts, max_tokens)
+        assert found.keys() == expected.keys()
+        assert gradient_error(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": ["v_proj"]},
+        {"target_modules": "all-linear", "use_dora": True},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["k_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    ],
+    ids=["qv", "v", "dora", "head", "saved"],
+)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers 5.23 for it
+def test_adapters(rollouts: list[Trajectory], options: dict) -> None:
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, lora_dropout=0.0, **options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first, which would hide the adapter
+            torch.nn.init.normal_(parameter, std=0.1)
+    _, _, expected = flat_sft(model, rollouts)
+    for max_tokens in BUDGETS:
+        _, found = tree_gradients(model, rollouts, max_tokens)
+        assert found.keys() == expected.keys()
+        assert gradient_error(found, expected) < TOLERANCE
+
+
+def pairwise_loss(logprobs: list[torch.Tensor]) -> torch.Tensor:
+    """Not separable: sums of trajectories meet in a softplus, another token's square in a product."""
+    sums = torch.stack([each.sum() for each in logprobs])
+    return torch.nn.functional.softplus(sums[1] - sums[0]) + 1e-3 * (sums[2:] * sums[:-2]).mean()
+
+
+@pytest.mark.parametrize("max_tokens", BUDGETS)
+def test_any_loss(rollouts: list[Trajectory], max_tokens: int | None) -> None:
+    model = tiny_model()
+    loss, expected = flat_loss(model, rollouts, pairwise_loss)
+    forest = Forest.from_trajectories(rollouts)
+    model.zero_grad()
+    engine = TreeEngine(model, max_tokens)
+    assert engine.step(forest, pairwise_loss).loss == pytest.approx(loss, rel=TOLERANCE)
+    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+    model.zero_grad()
+    twice = 0.3 * pairwise_loss(engine.logprobs(forest)) + 0.7 * pairwise_loss(engine.logprobs(forest))
+    twice.backward()
+    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+
+
+def test_backward_that_runs_outside_autocast_computes_as_the_forward_did(rollouts: list[Trajectory]) -> None:
+    model = tiny_model()
+    forest = Forest.from_trajectories(rollouts)
+    found = []
+    for max_tokens in (None, 17):
+        engine = TreeEngine(model, max_tokens)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            engine.step(forest)
+        inside = gradients_of(model)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs = engine.logprobs(forest)
+            loss = -torch.cat(logprobs).sum() / sum(len(each) for each in logprobs)
+        loss.backward()
+        assert gradient_error(gradients_of(model), inside) < TOLERANCE
+        found.append(inside)
+    _, _, exact = flat_sft(model, rollouts)
+    assert all(gradient_error(each, exact) < 0.02 for each in found)
+
+
+@pytest.mark.parametrize("weighting", ["per_trajectory", "once"])
+@pytest.mark.parametrize("normalization", ["token_mean", "trajectory_mean", "constant"])
+def test_objective_settings_do_not_depend_on_packing(
+    rollouts: list[Trajectory], weighting: str, normalization: str
+) -> None:
+    model = tiny_model()
+    constant = 7.0 if normalization == "constant" else None
+    objective = SFT(weighting, normalization, constant)
+    losses, gradients = [], []
+    for max_tokens in BUDGETS:
+        model.zero_grad()
+        losses.append(TreeEngine(model, max_tokens).step(Forest.from_trajectories(rollouts), objective).loss)
+        gradients.append(gradients_of(model))
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=TOLERANCE)
+    assert all(gradient_error(each, gradients[0]) < TOLERANCE for each in gradients)
+
+
+def test_evaluate_gives_the_loss_and_no_gradient(rollouts: list[Trajectory]) -> None:
+    model = tiny_model()
+    loss, _, _ = flat_sft(model, rollouts)
+    model.zero_grad()
+    for max_tokens in BUDGETS:
+        out = TreeEngine(model, max_tokens).evaluate(Forest.from_trajectories(rollouts))
+        assert out.loss == pytest.approx(loss, rel=TOLERANCE)
+    assert not gradients_of(model)
+
+
+def test_generation_and_plain_forwards_go_on_as_before(rollouts: list[Trajectory]) -> None:
+    model = tiny_model().eval()
+    ids = torch.tensor([[3, 4, 5, 6]])
+    before = model(input_ids=ids).logits
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    text = model.generate(ids, **options)
+    TreeEngine(model).step(Forest.from_trajectories(rollouts))
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert torch.equal(model.generate(ids, **options), text)
+    assert "treewise" not in model.config.to_json_string()
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(input_ids=ids).logits, before)
+
+
+def test_a_batch_of_forests_is_one_step(rollouts: list[Trajectory]) -> None:
+    model = tiny_model()
+    _, _, expected = flat_sft(model, rollouts)
+    model.zero_grad()
+    TreeEngine(model).step([Forest.from_trajectories(rollouts[:3]), Forest.from_trajectories(rollouts[3:])])
+    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+
+
+def test_refusals(rollouts: list[Trajectory]) -> None:
+    forest = Forest.from_trajectories(rollouts)
+    dropping = tiny_model("seed_oss", attention_dropout=0.25)
+    with pytest.raises(UnsupportedModelError, match=r"layers.0.self_attn.attention_dropout is 0.25"):
+        TreeEngine(dropping).step(forest)
+    TreeEngine(dropping.eval()).step(forest)
+    with pytest.raises(DataError, match=r"token id 64 .* 64 embeddings"):
+        TreeEngine(tiny_model()).step(Forest.from_trajectories([Trajectory([1, 64])]))
+    with pytest.raises(ConfigError, match="attention='fast'"):
+        TreeEngine(tiny_model(), attention="fast")
+    with pytest.raises(UnsupportedModelError, match="output_router_logits"):
+        TreeEngine(tiny_model("qwen3_moe", output_router_logits=True))
+    with pytest.raises(UnsupportedModelError, match="caps its scores"):
+        TreeEngine(tiny_model("gemma2"), attention="cascade").step(forest)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "falcon_mamba", "bamba", "qwen3_next", "lfm2", "gptj", "bloom"])
+def test_families_that_cannot_follow_a_tree_are_refused(family: str) -> None:
+    changes = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2} if family == "lfm2" else {}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **changes))
+    with pytest.raises(UnsupportedModelError):
+        TreeEngine(model)
+
+
+def test_the_probe_finds_a_leak(rollouts: list[Trajectory], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that mixes neighbours in memory, which no flag announces."""
+    model = tiny_model()
+    layer = model.model.layers[1].mlp
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda hidden: forward(hidden) + hidden.roll(1, dims=1))
+    with pytest.raises(UnsupportedModelError, match="leaks between branches"):
+        TreeEngine(model).step(Forest.from_trajectories(rollouts))
+
+
+def test_the_probe_finds_an_unknown_step_after_the_decoder(rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    monkeypatch.setattr(
+        model.lm_head, "forward", lambda hidden: 3 * torch.nn.functional.linear(hidden, model.lm_head.weight)
+    )
+    with pytest.raises(UnsupportedModelError, match="between decoder and logits"):
+        TreeEngine(model).step(Forest.from_trajectories(rollouts))
