@@ -298,7 +298,7 @@ def _checked_items(key: str, values: list[Any], annotation: Any) -> list[Any]:
 def _check_choice(key: str, value: Any, annotation: Any) -> None:
     """Raises where transformers has a fixed list of names and this is none of them."""
     given = (annotation, *typing.get_args(annotation))
-    names = [str(each.value) for kind in given if isinstance(kind, enum.EnumType) for each in kind]
+    names = [str(each.value) for kind in given if isinstance(kind, enum.EnumType) for each in list[Any](kind)]
     if names and isinstance(value, str) and value not in names:
         near = get_close_matches(value, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
