@@ -20,7 +20,7 @@ from treewise.trainer import TreeTrainer, TreeTrainingArguments
 folder = sys.argv[1]
 args = TreeTrainingArguments(
     output_dir=folder, per_device_train_batch_size=1, max_steps=5, learning_rate=0.5, optim="sgd",
-    lr_scheduler_type="cosine", report_to="none", use_cpu=True, disable_tqdm=True,
+    seed=3, lr_scheduler_type="cosine", report_to="none", use_cpu=True, disable_tqdm=True,
     save_strategy="steps", save_steps=4, eval_strategy="steps", eval_steps=5, gradient_accumulation_steps=2,
 )
 trees = some_trees()

@@ -30,7 +30,8 @@ def checkpoints(run_dir: str | Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """The step in a checkpoint's name."""
     match = _NAME.fullmatch(checkpoint.name)
-    return int(match.group(1)) if match else -1
+    assert match is not None
+    return int(match.group(1))
 
 
 def write_seal(checkpoint: Path, facts: dict[str, Any]) -> None:

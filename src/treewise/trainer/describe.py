@@ -21,11 +21,17 @@ def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
     )
 
 
+def steps_per_epoch(args: TreeTrainingArguments, num_trees: int) -> int:
+    """Optimizer steps in which every tree is trained once."""
+    batches = math.ceil(num_trees / (args.per_device_train_batch_size * args.world_size))
+    return math.ceil(batches / args.gradient_accumulation_steps)
+
+
 def num_optimizer_steps(args: TreeTrainingArguments, num_trees: int) -> int:
     """Optimizer steps of the whole run."""
-    batches = math.ceil(num_trees / (args.per_device_train_batch_size * args.world_size))
-    per_epoch = math.ceil(batches / args.gradient_accumulation_steps)
-    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    return math.ceil(args.num_train_epochs * steps_per_epoch(args, num_trees))
 
 
 def describe(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -> str:

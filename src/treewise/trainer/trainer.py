@@ -29,7 +29,7 @@ from treewise.objectives import SFT, SeparableObjective
 from treewise.trainer import checkpoint as seals
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import DataFacts, TreeLoader, TreeSampler, survey
-from treewise.trainer.describe import describe, make_sampler
+from treewise.trainer.describe import describe, make_sampler, steps_per_epoch
 
 
 class NonFiniteError(TreewiseError, FloatingPointError):
@@ -79,6 +79,7 @@ class TreeTrainer(Trainer):
         self._throughput = _Throughput()
         self._facts: DataFacts | None = None
         self._sources: list[str] = []
+        self._resumed_step = 0
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(
             model=model,
@@ -113,7 +114,10 @@ class TreeTrainer(Trainer):
     def get_train_dataloader(self) -> TreeLoader:
         if self.train_dataset is None:
             raise ConfigError("training needs a train_dataset.")
-        return self._loader(self.train_dataset, make_sampler(self.args, len(self.train_dataset)))
+        sampler = make_sampler(self.args, len(self.train_dataset))
+        # Before each epoch transformers sets it, but earlier versions not in an epoch that is resumed in its middle.
+        sampler.set_epoch(self._resumed_step // steps_per_epoch(self.args, len(self.train_dataset)))
+        return self._loader(self.train_dataset, sampler)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> TreeLoader:
         if isinstance(eval_dataset, str):
@@ -253,6 +257,7 @@ class TreeTrainer(Trainer):
         """
         if self.train_dataset is None:
             raise ConfigError("training needs a train_dataset.")
+        self._resumed_step = 0
         resume_from = self._find_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
         if self.is_world_process_zero():
             sys.stdout.write(describe(self.args, self.train_dataset, self.data_facts) + "\n")
@@ -267,7 +272,9 @@ class TreeTrainer(Trainer):
                 raise CheckpointError(f"{self.args.output_dir}: no complete checkpoint to resume from{because}.")
         else:
             found = Path(str(wanted))
-        seals.check_same_run(found, seals.read_seal(found), self._run_facts())
+        seal = seals.read_seal(found)
+        seals.check_same_run(found, seal, self._run_facts())
+        self._resumed_step = int(seal["step"])
         return str(found)
 
     def _run_facts(self) -> dict[str, Any]:
