@@ -164,7 +164,7 @@ def test_an_interruption_says_how_to_go_on(folder, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["trian"], 2, "Did you mean 'train'?"),
+        (["traim"], 2, "Did you mean 'train'?"),
         (["inspect", "x.jsonl", "--jsn"], 2, "Did you mean '--json'?"),
         ([], 2, ""),
     ],
