@@ -279,9 +279,9 @@ def show_timings(timings: list[Timing], console: Console) -> None:
     console.print(table)
     repetitions = " and ".join(str(each.num_repetitions) for each in timings)
     console.print(
-        "Leaves only: without the trajectories that are contained in another, which cost nothing to a trainer that\n"
-        "merges append-only calls; the honest baseline. Efficiency: speed-up / FLOP bound; above 1 where flat training of\n"
-        "short trajectories also pays what FLOPs do not count (adding up the gradient of every weight once for each).\n"
+        "Leaves only: without the trajectories contained in another, which cost nothing where append-only calls are\n"
+        "merged; the honest baseline. Efficiency: speed-up / FLOP bound; above 1 where flat training pays, once for\n"
+        "each short trajectory, what FLOPs do not count (reading all weights, adding all gradients).\n"
         f"Medians of {repetitions} repetitions, flat and tree alternating, after a warm-up."
     )
 
