@@ -36,3 +36,22 @@ def test_types_are_shipped():
 def test_command_is_declared():
     (command,) = importlib.metadata.entry_points(group="console_scripts", name="treewise")
     assert command.value == "treewise.cli.main:main"
+
+
+def test_public_names():
+    """Nothing is added or lost by accident."""
+    errors = {name for name in treewise.__all__ if name.endswith("Error")}
+    assert errors == {
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "NonFiniteError",
+        "OutOfMemoryError",
+        "PlanError",
+        "TreewiseError",
+        "UnsupportedModelError",
+        "VerificationError",
+    }
+    others = {"Forest", "Plan", "SFT", "Trajectory", "TreeEngine", "TreeTrainer", "TreeTrainingArguments"}
+    assert set(treewise.__all__) == errors | others | {"plan", "verify"}
+    assert all(getattr(treewise, name) is not None for name in treewise.__all__)

@@ -15,6 +15,7 @@ from torch import nn
 
 from treewise.attention import IMPLEMENTATIONS
 from treewise.attention.cascade import kernel_takes_groups
+from treewise.budget import Budget
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.forest import Forest
 from treewise.models import refuse_dropout, take_apart
@@ -22,6 +23,7 @@ from treewise.objectives import SFT, SeparableObjective
 from treewise.planner import Plan, plan
 from treewise.probe import probe
 from treewise.scoring import SeparableLoss, edge_values
+from treewise.trajectory import Trajectory
 from treewise.walk import Autocast, Walk
 
 Loss = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -45,26 +47,30 @@ class TreeEngine:
 
     Parameters:
         model: its attention implementation is replaced by treewise's; forwards without trees go on as before.
-        max_tokens: the most tokens with live activations at a time; None computes each forest in one micro-batch.
+        max_tokens: the most tokens with live activations at a time; None computes each forest in one micro-batch,
+            `auto` measures at the first step how many fit in the free memory. A step that runs out of memory runs
+            again with half as many.
         attention: `auto` (flex on CUDA, cascade on CPU), `reference`, `cascade` or `flex`.
         hold: whether open micro-batches may be kept instead of computed twice (`auto`, `never`, `always`).
         temperature: divides the logits, as the sampler did.
         check: probe the model once before its first step.
+        reserve_bytes: memory that `max_tokens="auto"` leaves to others (an optimizer's state).
 
     Raises:
         UnsupportedModelError: the model cannot follow a tree; names the layer or setting.
-        ConfigError: an unknown attention implementation.
+        ConfigError: an unknown attention implementation, or a budget that is none.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        max_tokens: int | None = None,
+        max_tokens: int | str | None = None,
         attention: str = "auto",
         *,
         hold: str = "auto",
         temperature: float = 1.0,
         check: bool = True,
+        reserve_bytes: int = 0,
     ) -> None:
         if attention != "auto" and attention not in IMPLEMENTATIONS:
             raise ConfigError(
@@ -72,14 +78,23 @@ class TreeEngine:
             )
         if not temperature > 0:
             raise ConfigError(f"temperature={temperature} must be positive.")
-        self.model, self.max_tokens, self.attention = model, max_tokens, attention
-        self.hold, self.temperature = hold, temperature
+        self.model, self.attention = model, attention
+        self.hold, self.temperature, self.reserve_bytes = hold, temperature, reserve_bytes
+        self._budget = Budget(max_tokens)
         self.parts = take_apart(model)
         self._is_probed = not check
 
+    @property
+    def max_tokens(self) -> int | None:
+        """The budget in force; None while there is none."""
+        return self._budget.tokens
+
     def plan(self, forests: Forests) -> Plan:
-        """The plan that `step` would run."""
-        return plan(forests, self.max_tokens, hold=self.hold)
+        """The plan that `step` would run; measures the budget first where that is left to the engine."""
+        whole = forests if isinstance(forests, Forest) else Forest.concatenate(list(forests))
+        if not self._budget.is_measured:
+            self._measure(whole)
+        return plan(whole, self._budget.tokens, hold=self.hold)
 
     def step(
         self,
@@ -97,9 +112,14 @@ class TreeEngine:
             DataError: nothing to train, or a token id beyond the vocabulary.
             UnsupportedModelError: active dropout, or a model that fails the probe.
         """
-        run = self.plan(forests)
-        if objective is None:
-            objective = SFT()
+        chosen = SFT() if objective is None else objective
+        whole = forests if isinstance(forests, Forest) else Forest.concatenate(list(forests))
+        out: list[StepOutput] = []
+        self._budget.run(self.model, whole.num_tokens, lambda: out.append(self._step(whole, chosen, denominator)))
+        return out[-1]
+
+    def _step(self, forest: Forest, objective: SeparableObjective | Loss, denominator: float | None) -> StepOutput:
+        run = self.plan(forest)
         if not isinstance(objective, SeparableObjective):
             return self._step_any_loss(run, objective)
         walk = self._walk(run)
@@ -137,6 +157,21 @@ class TreeEngine:
             raise ConfigError("an objective must return a scalar tensor.")
         loss.backward()
         return _output(run, float(loss.detach()), run.forest.num_flat_tokens - run.forest.num_trajectories)
+
+    def _measure(self, forest: Forest) -> None:
+        """Chooses the budget of `max_tokens="auto"` for forests like this one."""
+        self._check(forest)
+
+        @torch.enable_grad()
+        def train(num_tokens: int) -> None:
+            chain = Forest.from_trajectories([Trajectory(np.resize(forest.token_ids[:2], num_tokens))])
+            walk = self._walk(plan(chain))
+            walk.train(SeparableLoss(walk, SFT(), self.temperature, None))
+
+        def gateway_tokens(budget: int) -> int:
+            return plan(forest, budget, hold=self.hold).peak_gateway_tokens
+
+        self._budget.measure(self.parts, train, gateway_tokens, self.reserve_bytes)
 
     def _walk(self, run: Plan) -> Walk:
         self._check(run.forest)

@@ -28,5 +28,13 @@ class VerificationError(TreewiseError, AssertionError):
     """Tree and flat training differ by more than the tolerance."""
 
 
+class OutOfMemoryError(TreewiseError, MemoryError):
+    """A step that does not fit in memory at any budget, or whose gradients could not be kept apart."""
+
+
+class NonFiniteError(TreewiseError, FloatingPointError):
+    """A loss or gradient that is not a number; raised before the optimizer could spread it."""
+
+
 class CheckpointError(TreewiseError, RuntimeError):
     """A checkpoint that is missing, incomplete or made by a different run."""

@@ -30,6 +30,7 @@ from treewise.engine import TreeEngine
 from treewise.errors import ConfigError, VerificationError
 from treewise.flops import flop_model
 from treewise.forest import Forest
+from treewise.memory import free_bytes
 from treewise.objectives import SFT
 from treewise.trajectory import Trajectory
 
@@ -320,7 +321,7 @@ def _flat_step(
 def _run_wide_copy(model: nn.Module, items: Sequence[Trajectory], weights: Sequence[np.ndarray]) -> _Run:
     """The flat side of a float32 copy."""
     needed = 4 * (sum(p.numel() for p in model.parameters()) + sum(p.numel() for p in _trained(model).values()))
-    free = _free_bytes(_device(model))
+    free = free_bytes(_device(model))
     if needed > free:
         raise ConfigError(
             f"a float32 copy and its gradient need {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} are free; "
@@ -463,14 +464,6 @@ def _lowest_dtype(model: nn.Module) -> torch.dtype:
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil  # type: ignore[import-untyped]
-
-    return int(psutil.virtual_memory().available)
 
 
 def _now(device: torch.device) -> float:

@@ -46,7 +46,7 @@ MISTAKES = {
     "unknown key": ("max_token: 8", r"run.yaml:6: unknown key 'max_token'. Did you mean 'max_tokens'\?"),
     "unknown part": ("lora: {rank: 8}", r"run.yaml:6: unknown key 'lora.rank'. Did you mean 'lora.r'\?"),
     "type": ("learning_rate: fast", "run.yaml:6: learning_rate must be a number, found 'fast' .text."),
-    "fraction": ("max_tokens: 8.5", "max_tokens must be an integer or nothing, found 8.5"),
+    "fraction": ("max_tokens: 8.5", "max_tokens must be an integer or text or nothing, found 8.5"),
     "part's type": ("lora: {r: eight}", "lora.r must be an integer, found 'eight'"),
     "item": ("eval_data: [rows.jsonl, 2]", r"run.yaml:6: eval_data\[1\] must be text, found 2"),
     "bool for text": ("run_name: yes", "run_name must be text or nothing, found True .* Quote it"),

@@ -148,6 +148,6 @@ def test_continuations_get_no_space_in_front_from_a_sentencepiece_tokenizer():
     assert encoder.encode_continuations(["a"])[0].tolist() == [2]
 
 
-@pytest.mark.parametrize(("a", "b", "length"), [("", "x", 0), ("abc", "abd", 2), ("ab", "abc", 2), ("xa", "ya", 0)])
+@pytest.mark.parametrize(("a", "b", "length"), [("", "x", 0), ("abc", "abx", 2), ("ab", "abc", 2), ("xa", "ya", 0)])
 def test_common_prefix(a, b, length):
     assert common_prefix(a, b) == length

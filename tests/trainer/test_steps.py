@@ -205,7 +205,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(make_trainer, trees):
         ({"fp16": True}, "fp16=True cannot be used: .* use bf16"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"dataloader_drop_last": True}, "no tree is dropped"),
-        ({"max_tokens": 0}, "max_tokens=0 must be a positive"),
+        ({"max_tokens": 0}, "max_tokens=0; give a positive"),
         ({"attention": "flash"}, "attention='flash' is unknown"),
         ({"weighting": "twice"}, "weighting='twice' is unknown"),
         ({"normalization": "constant"}, "constant"),

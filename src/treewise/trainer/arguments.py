@@ -6,6 +6,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from treewise.attention import IMPLEMENTATIONS
+from treewise.budget import Budget
 from treewise.errors import ConfigError
 from treewise.objectives import SFT
 
@@ -36,7 +37,8 @@ class TreeTrainingArguments(TrainingArguments):
     prefixes and fill one another's micro-batches.
 
     Parameters:
-        max_tokens: the budget, the most tokens with live activations at a time. None: a batch is one micro-batch.
+        max_tokens: the budget, the most tokens with live activations at a time. `auto`: as many as fit in the free
+            memory, measured at the first step. None: a batch is one micro-batch.
         attention: `auto`, `reference`, `cascade` or `flex`.
         weighting: what a shared token counts: `per_trajectory` (as flat training counts it) or `once`.
         normalization: `token_mean`, `trajectory_mean` or `constant`, over all trees of an optimizer step.
@@ -48,7 +50,9 @@ class TreeTrainingArguments(TrainingArguments):
         ConfigError: an unknown value, or a setting of transformers that cannot hold on trees.
     """
 
-    max_tokens: int | None = field(default=None, metadata={"help": "The most tokens with live activations at a time."})
+    max_tokens: int | str | None = field(
+        default="auto", metadata={"help": "The most tokens with live activations at a time; auto measures it."}
+    )
     attention: str = field(default="auto", metadata={"help": "auto, reference, cascade or flex."})
     weighting: str = field(default="per_trajectory", metadata={"help": "per_trajectory or once."})
     normalization: str = field(default="token_mean", metadata={"help": "token_mean, trajectory_mean or constant."})
@@ -70,10 +74,9 @@ class TreeTrainingArguments(TrainingArguments):
             raise ConfigError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r}: choose {' or '.join(_SAMPLING)}."
             )
-        if self.max_tokens is not None and (
-            isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1
-        ):
-            raise ConfigError(f"max_tokens={self.max_tokens!r} must be a positive number of tokens, or None.")
+        if str(self.max_tokens).lower() in ("none", "null"):  # as a flag gives it
+            self.max_tokens = None
+        Budget(self.max_tokens)
         if self.attention != "auto" and self.attention not in IMPLEMENTATIONS:
             raise ConfigError(f"attention={self.attention!r} is unknown; choose auto or {', '.join(IMPLEMENTATIONS)}.")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):

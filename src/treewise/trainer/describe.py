@@ -4,6 +4,7 @@ import math
 from itertools import islice
 from typing import Any
 
+from treewise.budget import AUTO
 from treewise.planner import plan
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import DataFacts, TreeSampler, collate
@@ -38,15 +39,20 @@ def describe(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -> str
     """A table for people. The last lines are about the first batches of this rank, as they will be computed."""
     sampler = make_sampler(args, facts.num_trees)
     steps = num_optimizer_steps(args, facts.num_trees)
-    budget = f"{args.max_tokens:,} tokens" if args.max_tokens else "none (each batch is one micro-batch)"
+    limit = args.max_tokens if isinstance(args.max_tokens, int) else None
+    budget = f"{limit:,} tokens" if limit else "none (each batch is one micro-batch)"
+    if args.max_tokens == AUTO:
+        budget = "auto (measured at the first step)"
     first = [
-        plan(collate([dataset[index] for index in batch], args.merges_trees), args.max_tokens)
+        plan(collate([dataset[index] for index in batch], args.merges_trees), limit)
         for batch in islice(sampler, args.gradient_accumulation_steps)
         if batch
     ]
     tree_tokens = sum(each.forest.num_tokens for each in first)
     flat_tokens = sum(each.forest.num_flat_tokens for each in first)
+    num_micro_batches = sum(each.num_micro_batches for each in first)
     computed = sum(each.num_computed_tokens for each in first)
+    work = f", {num_micro_batches:,} micro-batches, {computed:,} tokens computed"
     rank = f" on rank {args.process_index} of {args.world_size}" if args.world_size > 1 else ""
     per_step = facts.num_tree_tokens * min(args.trees_per_step, facts.num_trees) / facts.num_trees
     lines = [
@@ -60,8 +66,9 @@ def describe(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -> str
         ("budget", budget),
         (
             "first step",
-            f"{tree_tokens:,} tree tokens, share ratio {flat_tokens / max(1, tree_tokens):.2f}, "
-            f"{sum(each.num_micro_batches for each in first):,} micro-batches, {computed:,} tokens computed{rank}",
+            f"{tree_tokens:,} tree tokens, share ratio {flat_tokens / max(1, tree_tokens):.2f}"
+            + ("" if args.max_tokens == AUTO else work)
+            + rank,
         ),
     ]
     return "\n".join(f"{name:<16} {value}" for name, value in lines)

@@ -22,18 +22,15 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
+from treewise.budget import AUTO
 from treewise.engine import StepOutput, TreeEngine
-from treewise.errors import CheckpointError, ConfigError, TreewiseError
+from treewise.errors import CheckpointError, ConfigError, NonFiniteError
 from treewise.forest import Forest
 from treewise.objectives import SFT, SeparableObjective
 from treewise.trainer import checkpoint as seals
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import DataFacts, TreeLoader, TreeSampler, survey
 from treewise.trainer.describe import describe, make_sampler, steps_per_epoch
-
-
-class NonFiniteError(TreewiseError, FloatingPointError):
-    """A loss or gradient that is not a number; raised before the optimizer could spread it."""
 
 
 class TreeTrainer(Trainer):
@@ -80,6 +77,7 @@ class TreeTrainer(Trainer):
         self._facts: DataFacts | None = None
         self._sources: list[str] = []
         self._resumed_step = 0
+        self._resumed_budget: int | None = None
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(
             model=model,
@@ -99,8 +97,21 @@ class TreeTrainer(Trainer):
     def engine(self) -> TreeEngine:
         """The engine of the present model."""
         if self._engine is None or self._engine.model is not self.model:
-            self._engine = TreeEngine(self.model, self.args.max_tokens, self.args.attention)
+            setting = self._resumed_budget if self.args.max_tokens == AUTO else None
+            self._engine = TreeEngine(
+                self.model,
+                setting or self.args.max_tokens,
+                self.args.attention,
+                reserve_bytes=self._optimizer_bytes(),
+            )
         return self._engine
+
+    def _optimizer_bytes(self) -> int:
+        """What an Adam will take for two moments of every trained parameter, where no optimizer has run yet."""
+        if getattr(self.optimizer, "state", None):
+            return 0
+        trained = (each for each in self.model.parameters() if each.requires_grad)
+        return 2 * sum(each.numel() * each.element_size() for each in trained)
 
     # -- which trees ------------------------------------------------------------------------------------------------
 
@@ -275,6 +286,9 @@ class TreeTrainer(Trainer):
         seal = seals.read_seal(found)
         seals.check_same_run(found, seal, self._run_facts())
         self._resumed_step = int(seal["step"])
+        if self.args.max_tokens == AUTO and seal.get("max_tokens"):
+            # The same cuts as before, whatever is free now: another budget rounds differently.
+            self._resumed_budget, self._engine = int(seal["max_tokens"]), None
         return str(found)
 
     def _run_facts(self) -> dict[str, Any]:
@@ -295,7 +309,8 @@ class TreeTrainer(Trainer):
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            seals.write_seal(folder, {"step": self.state.global_step, **self._run_facts()})
+            facts = {"step": self.state.global_step, "max_tokens": self.engine.max_tokens, **self._run_facts()}
+            seals.write_seal(folder, facts)
             seals.prune(run_dir, limit, self.state.best_model_checkpoint)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -1,0 +1,98 @@
+"""What the benchmarks share: the model, the trees, paired timing, and results named by hardware."""
+
+import gc
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from treewise.cli.pretrained import DEMO_MODEL, load_model
+from treewise.data import RenderOptions, load_trees
+from treewise.trajectory import Trajectory
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "examples" / "data"
+RESULTS = Path(__file__).parent / "results"
+
+Contestants = dict[str, Callable[[], Any]]
+
+
+def smollm2(dtype: torch.dtype) -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct in training mode, and its tokenizer."""
+    model, tokenizer = load_model(DEMO_MODEL, None, str(dtype).removeprefix("torch."))
+    return model.train(), tokenizer
+
+
+def bundled_trees(tokenizer: Any) -> dict[str, list[Trajectory]]:
+    """The trees in examples/data, whole conversations, by name."""
+    options = {
+        "searches.jsonl.gz": RenderOptions(thinking="keep"),
+        "toolbench.jsonl.gz": RenderOptions(thinking="keep", chat_template="chatml"),
+        "tau_airline.jsonl.gz": RenderOptions(thinking="keep", chat_template="chatml"),
+    }
+    trees = {}
+    for file, chosen in options.items():
+        for tree in load_trees(DATA / file, tokenizer, options=chosen, num_workers=0):
+            trees[tree.name] = tree.trajectories or []
+    return trees
+
+
+def paired_seconds(contestants: Contestants, repetitions: int) -> dict[str, list[float]]:
+    """Seconds of each contestant, taking turns after one warm-up each, so that a drifting machine hurts all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for repetition in range(repetitions + 1):
+        for name, run in contestants.items():
+            gc.collect()
+            started = time.perf_counter()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if repetition:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def hardware() -> str:
+    """A short name: the GPU, or the CPU's model and the number of threads."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name().lower().replace(" ", "-")
+    return f"cpu-{platform.machine()}-{torch.get_num_threads()}-threads"
+
+
+def save(name: str, rows: list[dict[str, Any]]) -> Path:
+    """Writes results/<name>-<hardware>.json with what is needed to read it later."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
+    record = {
+        "benchmark": name,
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit.strip(),
+        "hardware": hardware(),
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{hardware()}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
