@@ -41,7 +41,7 @@ def test_a_file_that_is_given_twice_is_read_once(tmp_path):
 
 def test_a_folder_yields_its_data_files_in_order_without_side_files(tmp_path):
     for name in ("b.jsonl", "a.jsonl.gz", "tools.json", "notes.txt", ".hidden.jsonl"):
-        (tmp_path / name).write_bytes(gzip.compress(LINE) if name.endswith("gz") else LINE)
+        (tmp_path / name).write_bytes(gzip.compress(LINE, mtime=0) if name.endswith("gz") else LINE)
     assert [path.name for path in find_files(tmp_path)] == ["a.jsonl.gz", "b.jsonl"]
 
 
@@ -114,11 +114,11 @@ def test_a_line_cut_inside_a_letter_is_incomplete_too(tmp_path):
         ("a.jsonl", b'{"a": ' + b"[" * 100_000 + b"\n", ("a.jsonl:1", "deep")),
         ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}\n", ("a.jsonl:1", "cannot be read")),
         ("a.jsonl", b"", ("no record",)),
-        ("a.jsonl", gzip.compress(LINE), ("gzip data", ".gz")),
+        ("a.jsonl", gzip.compress(LINE, mtime=0), ("gzip data", ".gz")),
         ("a.jsonl", b"PAR1", ("Parquet",)),
         ("a.jsonl.gz", LINE, ("not a gzip file",)),
-        ("a.jsonl.gz", gzip.compress(LINE * 100)[:-12], ("cut short",)),
-        ("a.jsonl.gz", gzip.compress(LINE)[:-8] + b"\0" * 8, ("damaged gzip",)),
+        ("a.jsonl.gz", gzip.compress(LINE * 100, mtime=0)[:-12], ("cut short",)),
+        ("a.jsonl.gz", gzip.compress(LINE, mtime=0)[:-8] + b"\0" * 8, ("damaged gzip",)),
         ("a.parquet", LINE, ("not a Parquet file",)),
         ("a.parquet", b"PAR1" + b"\0" * 50, ("damaged Parquet",)),
         ("a.csv", LINE, ("unknown kind", ".jsonl")),

@@ -11,6 +11,7 @@ import torch
 from trainer.helpers import losses, some_trees, tiny_model
 
 WORKER = """
+import os
 import sys
 import torch
 from trainer.helpers import losses, some_trees, tiny_model
@@ -23,13 +24,14 @@ args = TreeTrainingArguments(
     save_strategy="steps", save_steps=4, eval_strategy="steps", eval_steps=5, gradient_accumulation_steps=2,
 )
 trees = some_trees()
-model = tiny_model(seed=int(__import__("os").environ["RANK"]))  # rank 0's parameters must win
+model = tiny_model(seed=int(os.environ["RANK"]))  # rank 0's parameters must win
 trainer = TreeTrainer(model, args, train_dataset=trees, eval_dataset=trees)
 trainer.train()
 evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 state = {"losses": losses(trainer), "eval": evaluated, "model": trainer.model.state_dict()}
 torch.save(state, f"{folder}/rank{args.process_index}.pt")
-torch.distributed.destroy_process_group()
+torch.distributed.barrier()
+os._exit(0)  # torch 2.13 aborts now and then while it takes gloo's threads down, after all work is done
 """
 
 
