@@ -62,6 +62,27 @@ def test_held_and_recomputed_plans_agree() -> None:
         assert gradient_error(found, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("attention", ["cascade", "reference"])
+@pytest.mark.parametrize("hold", ["never", "always"])
+def test_offloaded_gateways(rollouts: list[Trajectory], attention: str, hold: str) -> None:
+    model = tiny_model()
+    _, _, expected = flat_sft(model, rollouts)
+    _, found = tree_gradients(model, rollouts, 24, attention=attention, hold=hold, offload=True)
+    assert gradient_error(found, expected) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["flex", "reference"])
+@pytest.mark.parametrize("max_tokens", [None, 24, 5])
+@pytest.mark.parametrize("offload", [False, True])
+def test_cuda_equals_flat(rollouts: list[Trajectory], attention: str, max_tokens: int | None, offload: bool) -> None:
+    """Flat on the CPU in float32; TF32 is off by default, so the kernels' own rounding is what differs."""
+    _, _, expected = flat_sft(tiny_model(head_dim=16), rollouts)
+    model = tiny_model(head_dim=16).cuda()
+    _, found = tree_gradients(model, rollouts, max_tokens, attention=attention, offload=offload)
+    assert gradient_error({name: grad.cpu() for name, grad in found.items()}, expected) < 5e-5
+
+
 @pytest.mark.parametrize("max_tokens", BUDGETS)
 def test_float64_is_exact_beyond_float32(rollouts: list[Trajectory], max_tokens: int | None) -> None:
     """transformers computes norms in float32 even in float64 models, so their noise (3e-8) is the floor."""

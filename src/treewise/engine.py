@@ -16,7 +16,7 @@ from torch import nn
 from treewise.attention import IMPLEMENTATIONS
 from treewise.attention.cascade import kernel_takes_groups
 from treewise.budget import Budget
-from treewise.errors import ConfigError, DataError, UnsupportedModelError
+from treewise.errors import ConfigError, DataError
 from treewise.forest import Forest
 from treewise.models import refuse_dropout, take_apart
 from treewise.objectives import SFT, SeparableObjective
@@ -54,6 +54,7 @@ class TreeEngine:
         hold: whether open micro-batches may be kept instead of computed twice (`auto`, `never`, `always`).
         temperature: divides the logits, as the sampler did.
         check: probe the model once before its first step.
+        offload: gateways and held graphs wait in host memory.
         reserve_bytes: memory that `max_tokens="auto"` leaves to others (an optimizer's state).
 
     Raises:
@@ -70,6 +71,7 @@ class TreeEngine:
         hold: str = "auto",
         temperature: float = 1.0,
         check: bool = True,
+        offload: bool = False,
         reserve_bytes: int = 0,
     ) -> None:
         if attention != "auto" and attention not in IMPLEMENTATIONS:
@@ -79,7 +81,8 @@ class TreeEngine:
         if not temperature > 0:
             raise ConfigError(f"temperature={temperature} must be positive.")
         self.model, self.attention = model, attention
-        self.hold, self.temperature, self.reserve_bytes = hold, temperature, reserve_bytes
+        self.hold, self.temperature = hold, temperature
+        self.offload, self.reserve_bytes = offload, reserve_bytes
         self._budget = Budget(max_tokens)
         self.parts = take_apart(model)
         self._is_probed = not check
@@ -176,7 +179,7 @@ class TreeEngine:
     def _walk(self, run: Plan) -> Walk:
         self._check(run.forest)
         impl, may_fall_back = self._implementation()
-        return Walk(self.parts, run, impl, may_fall_back)
+        return Walk(self.parts, run, impl, may_fall_back, self.offload)
 
     def _check(self, forest: Forest) -> None:
         refuse_dropout(self.model)
@@ -293,6 +296,3 @@ def _output(run: Plan, loss: float, num_trained_tokens: int) -> StepOutput:
         num_computed_tokens=run.num_computed_tokens,
         num_micro_batches=run.num_micro_batches,
     )
-
-
-__all__ = ["StepOutput", "TreeEngine", "UnsupportedModelError", "tree_logprobs"]

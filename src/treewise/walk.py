@@ -5,7 +5,7 @@ loss of its own. Gradients are added into the parameters' `.grad` by autograd.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from treewise.attention import Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.layout import Edges, Layout, edges_of, lay_out
 from treewise.models import ModelParts
-from treewise.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
+from treewise.planner import BACKWARD, FORWARD, HOLD, Plan
 from treewise.probe import decoder_rows
 
 LossOf = Callable[[int, torch.Tensor], torch.Tensor | None]
@@ -41,8 +41,8 @@ class Autocast:
 class Walk:
     """One pass, or several, over the micro-batches of one plan."""
 
-    def __init__(self, parts: ModelParts, plan: Plan, impl: str, may_fall_back: bool) -> None:
-        self.parts, self.plan = parts, plan
+    def __init__(self, parts: ModelParts, plan: Plan, impl: str, may_fall_back: bool, offload: bool = False) -> None:
+        self.parts, self.plan, self.offload = parts, plan, offload
         self.impl, self.may_fall_back = impl, may_fall_back
         self._layouts: dict[int, tuple[Layout, TreeMask]] = {}
         self._gateways: dict[int, Gateway] = {}
@@ -60,7 +60,8 @@ class Walk:
                 with torch.no_grad():
                     self._open(number)
             elif step.action == HOLD:
-                self._held[number] = self._root(number, self._open(number, keep_graph=True), loss_of)
+                with self._graph_kept():
+                    self._held[number] = self._root(number, self._open(number, keep_graph=True), loss_of)
             elif step.action == BACKWARD:
                 _backward(self._held.pop(number))
                 self._close(number)
@@ -86,6 +87,12 @@ class Walk:
         """[T, M] hidden rows of the only micro-batch, in the caller's graph."""
         return self._rows(0)
 
+    def _graph_kept(self) -> AbstractContextManager[object]:
+        """Where the graph of a held micro-batch waits."""
+        if self.offload and self.parts.device.type != "cpu":
+            return torch.autograd.graph.save_on_cpu(pin_memory=True)
+        return nullcontext()
+
     def _layout(self, number: int) -> tuple[Layout, TreeMask]:
         if number not in self._layouts:
             layout = lay_out(self.plan, number)
@@ -94,7 +101,7 @@ class Walk:
 
     def _open(self, number: int, keep_graph: bool = False) -> torch.Tensor:
         """Runs an open micro-batch and leaves its gateway."""
-        gateway = self._gateways[number] = Gateway()
+        gateway = self._gateways[number] = Gateway(self.offload)
         return self._rows(number, writes=gateway, injects=gateway if keep_graph else None)
 
     def _rows(self, number: int, writes: Gateway | None = None, injects: Gateway | None = None) -> torch.Tensor:
@@ -126,6 +133,3 @@ def _backward(root: torch.Tensor) -> None:
     if not root.requires_grad:
         return
     torch.autograd.backward(root, torch.zeros_like(root) if root.dim() else None)
-
-
-__all__ = ["BACKWARD", "FORWARD", "HOLD", "TRAIN", "Autocast", "Walk"]

@@ -16,8 +16,12 @@ Rows = slice | torch.Tensor
 
 @dataclass(eq=False)
 class Gateway:
-    """Per layer: keys and values [1, Hkv, n, D] of an open micro-batch's n tokens; gradients, float32 or wider."""
+    """Per layer: keys and values [1, Hkv, n, D] of an open micro-batch's n tokens; gradients, float32 or wider.
 
+    is_offloaded: all of it waits in host memory, and comes to the device a layer at a time.
+    """
+
+    is_offloaded: bool = False
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     key_grads: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -25,7 +29,8 @@ class Gateway:
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         if layer not in self.keys:
-            self.keys[layer], self.values[layer] = key.detach(), value.detach()
+            kept = torch.device("cpu") if self.is_offloaded else key.device
+            self.keys[layer], self.values[layer] = key.detach().to(kept), value.detach().to(kept)
 
     def add_gradients(self, layer: int, rows: Rows, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
         """Adds the gradients of the rows that a micro-batch read."""
@@ -33,10 +38,11 @@ class Gateway:
         for grads, written, grad in pairs:
             if layer not in grads:
                 grads[layer] = torch.zeros_like(written[layer], dtype=torch.promote_types(grad.dtype, torch.float32))
+            total = grads[layer]
             if isinstance(rows, slice):
-                grads[layer][:, :, rows] += grad
+                total[:, :, rows] += grad.to(total.device)
             else:
-                grads[layer].index_add_(2, rows, grad.to(grads[layer].dtype))
+                total.index_add_(2, rows.to(total.device), grad.to(total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,8 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: torch.Tensor, value: torch.Tensor, reads: tuple[GatewayRead, ...], layer: int) -> Any:
         ctx.reads, ctx.layer = reads, layer
-        keys = [take(read.gateway.keys[layer], read.rows) for read in reads]
-        values = [take(read.gateway.values[layer], read.rows) for read in reads]
+        keys = [take(read.gateway.keys[layer], read.rows).to(key.device) for read in reads]
+        values = [take(read.gateway.values[layer], read.rows).to(key.device) for read in reads]
         return torch.cat([*keys, key], dim=2), torch.cat([*values, value], dim=2)
 
     @staticmethod
@@ -99,8 +105,8 @@ def extend(
 
 def take(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Rows of the token axis of [1, Hkv, n, D]; a view where they are a slice."""
-    return tensor[:, :, rows] if isinstance(rows, slice) else tensor.index_select(2, rows)
+    return tensor[:, :, rows] if isinstance(rows, slice) else tensor.index_select(2, rows.to(tensor.device))
 
 
 def _sum_as(grad: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-    return (grad.to(wide.dtype) + wide).to(grad.dtype)
+    return (grad.to(wide.dtype) + wide.to(grad.device)).to(grad.dtype)
