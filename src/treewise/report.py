@@ -20,7 +20,7 @@ from treewise.data import LoadReport
 from treewise.flops import FlopModel, leaf_trajectories
 from treewise.forest import Forest
 from treewise.planner import Plan
-from treewise.verification import VerificationReport
+from treewise.verified import VerificationReport
 
 VERY_SHORT = 16  # tokens
 LITTLE_SHARING = 1.05  # share ratio

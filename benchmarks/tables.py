@@ -1,0 +1,119 @@
+"""Writes the tables of README.md and docs/performance.md, and the plot of docs/memory.md, from the committed results.
+
+python benchmarks/tables.py
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    steps = [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("step-*.json"))]
+    memory = [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("memory-*.json"))]
+    page = ROOT / "docs" / "performance.md"
+    _fill(page, "steps", "\n\n".join(_steps(path, record, "../benchmarks/results") for path, record in steps))
+    _fill(page, "memory", "\n\n".join(_memory(path, record) for path, record in memory))
+    _fill(ROOT / "README.md", "steps", "\n\n".join(_short(path, record) for path, record in steps))
+    if memory:
+        (ROOT / "docs" / "memory.svg").write_text(_plot(memory[0][1]))
+
+
+def _steps(path: Path, record: dict[str, Any], folder: str) -> str:
+    lines = [
+        f"{_title(record)} ([{path.name}]({folder}/{path.name})), seconds:",
+        "",
+        "| tree | tokens flat : tree | flat | leaves | TRL | tree | half | quarter | speed-up | bound | efficiency |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in record["rows"]:
+        seconds = {name: f"{value['median']:.2f}" for name, value in row["seconds"].items()}
+        cells = [seconds.get(name, "same") for name in ("flat", "leaves", "trl", "whole", "half", "quarter")]
+        figures = f"{row['speed_up']:.2f} | {row['flop_bound']:.2f} | **{row['efficiency']:.2f}**"
+        sizes = f"{row['flat_tokens']:,} : {row['tree_tokens']:,}"
+        lines.append(f"| {row['tree']} | {sizes} | {' | '.join(cells)} | {figures} |")
+    return "\n".join(lines)
+
+
+def _short(path: Path, record: dict[str, Any]) -> str:
+    lines = [
+        f"{_title(record)} ([{path.name}](benchmarks/results/{path.name})):",
+        "",
+        "| tree | share ratio | leaf ratio | speed-up | FLOP bound | efficiency | over leaves only | over TRL's rows |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in record["rows"]:
+        seconds = {name: value["median"] for name, value in row["seconds"].items()}
+        leaves = seconds.get("leaves", seconds["flat"]) / seconds["whole"]
+        trl = f"{seconds['trl'] / seconds['whole']:.2f} x" if "trl" in seconds else ""
+        lines.append(
+            f"| {row['tree']} | {row['share_ratio']:.1f} | {row['leaf_ratio']:.1f} | {row['speed_up']:.1f} x | "
+            f"{row['flop_bound']:.1f} x | {row['efficiency']:.2f} | {leaves:.1f} x | {trl} |"
+        )
+    return "\n".join(lines)
+
+
+def _memory(path: Path, record: dict[str, Any]) -> str:
+    lines = [
+        f"{_title(record)} ([{path.name}](../benchmarks/results/{path.name})):",
+        "",
+        "| tree | tree tokens | budget | micro-batches | computed tokens | gateways, MiB | peak, MiB |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in record["rows"]:
+        budget = "none" if row["max_tokens"] is None else f"{row['max_tokens']:,}"
+        counts = f"{row['num_micro_batches']} | {row['computed_tokens']:,} | {row['gateway_mib']} | {row['peak_mib']:,}"
+        lines.append(f"| {row['tree']} | {row['tree_tokens']:,} | {budget} | {counts} |")
+    return "\n".join(lines)
+
+
+def _plot(record: dict[str, Any]) -> str:
+    """Peak memory over the budget, as a small picture; the first tree only."""
+    rows = [row for row in record["rows"] if row["tree"] == record["rows"][0]["tree"]]
+    points = sorted((row["max_tokens"] or row["tree_tokens"], row["peak_mib"]) for row in rows)
+    width, height, left, bottom = 560, 280, 70, 40
+    most_tokens, most_mib = points[-1][0], max(mib for _, mib in points)
+
+    def place(tokens: float, mib: float) -> tuple[float, float]:
+        return left + tokens / most_tokens * (width - left - 20), height - bottom - mib / most_mib * (height - 60)
+
+    dots = "".join(
+        f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4"/><text x="{x:.0f}" y="{y - 8:.0f}">{mib:,} MiB</text>'
+        for (x, y), (_, mib) in zip([place(*point) for point in points], points, strict=True)
+    )
+    ticks = "".join(
+        f'<text x="{place(tokens, 0)[0]:.0f}" y="{height - bottom + 16}">{tokens:,}</text>' for tokens, _ in points
+    )
+    line = " ".join(f"{x:.0f},{y:.0f}" for x, y in (place(*point) for point in points))
+    x0, y0 = place(0, 0)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        f'font-size="10" text-anchor="middle"><rect width="{width}" height="{height}" fill="white"/>'
+        f'<path d="M{x0} 20V{y0}H{width - 10}" fill="none" stroke="gray"/>'
+        f'<polyline points="{line}" fill="none" stroke="steelblue" stroke-width="2"/>'
+        f'<g fill="steelblue">{dots}</g>{ticks}'
+        f'<text x="{width // 2}" y="{height - 6}">budget (max_tokens)</text></svg>\n'
+    )
+
+
+def _title(record: dict[str, Any]) -> str:
+    dtype = f", {record['rows'][0]['dtype']}" if "dtype" in record["rows"][0] else ""
+    return f"{record['processor']}, {record['hardware']}, torch {record['torch']}{dtype}"
+
+
+def _fill(page: Path, name: str, text: str) -> None:
+    """Replaces what stands between the two markers of a table."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    old = page.read_text()
+    new = re.sub(f"{start}.*?{end}", lambda _: f"{start}\n{text}\n{end}", old, flags=re.DOTALL)
+    if start not in old:
+        raise SystemExit(f"{page} has no marker {start}")
+    page.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
