@@ -192,7 +192,7 @@ class TreeEngine:
                 f"model's {vocabulary} embeddings; was the data tokenised for another model?"
             )
         if not self._is_probed:
-            probe(self.parts, *self._implementation())
+            probe(self.parts, *self._implementation(), forest.token_ids)
             self._is_probed = True
 
     def _implementation(self) -> tuple[str, bool]:
