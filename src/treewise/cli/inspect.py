@@ -6,7 +6,7 @@ import json
 from rich.console import Console
 
 from treewise.cli.pretrained import load_config, load_tokenizer
-from treewise.data import RenderOptions, load_trees
+from treewise.data import RenderOptions, TreeDataset, load_trees
 from treewise.flops import flop_model_of_config
 from treewise.report import inspect_forests, inspect_view
 
@@ -46,15 +46,14 @@ def render_options(args: argparse.Namespace) -> RenderOptions:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints the report; returns the exit code."""
-    flops = None if args.model is None else flop_model_of_config(load_config(args.model, args.gguf_file))
+def load_data(args: argparse.Namespace) -> TreeDataset:
+    """The trees that the arguments name, with the tokenizer given or else the model's."""
     tokenizer = None
     if args.tokenizer is not None:
         tokenizer = load_tokenizer(args.tokenizer)
     elif args.model is not None:
         tokenizer = load_tokenizer(args.model, args.gguf_file, required=False)
-    data = load_trees(
+    return load_trees(
         args.data,
         tokenizer,
         options=render_options(args),
@@ -62,6 +61,12 @@ def run(args: argparse.Namespace) -> int:
         progress=not args.json,
         on_bad_record=args.on_bad_record,
     )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; returns the exit code."""
+    flops = None if args.model is None else flop_model_of_config(load_config(args.model, args.gguf_file))
+    data = load_data(args)
     forests = ((tree.name, tree.forest()) for tree in data)
     report = inspect_forests(forests, data.report, flops, args.model, args.max_tokens)
     if args.json:

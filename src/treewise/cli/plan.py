@@ -5,9 +5,8 @@ import json
 
 from rich.console import Console
 
-from treewise.cli.inspect import add_data_arguments, render_options
-from treewise.cli.pretrained import load_config, load_tokenizer
-from treewise.data import load_trees
+from treewise.cli.inspect import add_data_arguments, load_data
+from treewise.cli.pretrained import load_config
 from treewise.errors import ConfigError
 from treewise.flops import flop_model_of_config
 from treewise.planner import plan
@@ -33,19 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit is {args.limit}; give the number of trees to plan, at least 1.")
     flops = None if args.model is None else flop_model_of_config(load_config(args.model, args.gguf_file))
-    tokenizer = None
-    if args.tokenizer is not None:
-        tokenizer = load_tokenizer(args.tokenizer)
-    elif args.model is not None:
-        tokenizer = load_tokenizer(args.model, args.gguf_file, required=False)
-    data = load_trees(
-        args.data,
-        tokenizer,
-        options=render_options(args),
-        num_workers=args.num_workers,
-        progress=not args.json,
-        on_bad_record=args.on_bad_record,
-    )
+    data = load_data(args)
     count = len(data) if args.limit is None else min(args.limit, len(data))
     made = plan([data[index].forest() for index in range(count)], args.max_tokens, hold=args.hold)
     report = report_plan(made, flops, args.model, args.dtype)
