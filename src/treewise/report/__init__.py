@@ -1,0 +1,23 @@
+"""What people look at: facts about data, plans, runs and verifications, as terminal tables, JSON and one HTML page.
+
+Every report is plain numbers under stable names (`to_dict()`); a `*_view` function draws them with rich, and `page.py`
+draws them as HTML. Nothing is printed here.
+"""
+
+from treewise.report.facts import Finding, InspectReport, TreeFacts, inspect_forests, sum_facts, tree_facts
+from treewise.report.plans import PlanReport, report_plan
+from treewise.report.tables import inspect_view, plan_view, verification_view
+
+__all__ = [
+    "Finding",
+    "InspectReport",
+    "PlanReport",
+    "TreeFacts",
+    "inspect_forests",
+    "inspect_view",
+    "plan_view",
+    "report_plan",
+    "sum_facts",
+    "tree_facts",
+    "verification_view",
+]
