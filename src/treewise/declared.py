@@ -4,7 +4,7 @@ Nothing has to be discovered, so a tree of any depth is laid out without touchin
 a node marked as one) is a trajectory. Streams belong to nodes and are shared by all trajectories through them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +33,7 @@ class DeclaredTree:
 def lay_out_nodes(
     parents: Sequence[int],
     token_ids: Sequence[Sequence[int]],
-    streams: dict[str, Sequence[Sequence[float]] | None],
+    streams: Mapping[str, Sequence[Sequence[float]] | None],
     ends: Sequence[bool] | None,
     merge_siblings: bool,
     place: str,
@@ -74,6 +74,17 @@ def lay_out_nodes(
     ids = flat_ids.astype(np.int32)[segments.token_source]
     tree_streams = {name: value[segments.token_source] for name, value in values.items()}
     return DeclaredTree(segments, ids, tree_streams, declared_ends)
+
+
+def spread_over_nodes(
+    values: Sequence[Sequence[float] | float], token_ids: Sequence[Sequence[int]]
+) -> list[Sequence[float]]:
+    """A stream of nodes in which a node may hold one number: it becomes one value for each token of the node."""
+    numbers = (int, float, np.integer, np.floating)
+    return [
+        [float(value)] * (len(token_ids[node]) if node < len(token_ids) else 1) if isinstance(value, numbers) else value
+        for node, value in enumerate(values)
+    ]
 
 
 def _checked_parents(parents: Sequence[int], place: str) -> np.ndarray:

@@ -11,13 +11,14 @@ from typing import overload
 import numpy as np
 
 from treewise import merging
-from treewise.declared import lay_out_nodes
+from treewise.declared import lay_out_nodes, spread_over_nodes
 from treewise.errors import ConfigError, DataError
-from treewise.trajectory import Trajectory
+from treewise.trajectory import Trajectory, number_rollouts
 
 # Declared trees beyond this many flat tokens keep their streams per tree token, never per trajectory.
 MAX_FLAT_TOKENS = 200_000_000
-STREAM_NAMES = ("loss_weights", "advantages", "old_logprobs", "ref_logprobs")
+STREAM_NAMES = ("loss_weights", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+WEIGHTINGS = ("per_trajectory", "once", "per_rollout")
 
 
 class Forest:
@@ -78,8 +79,10 @@ class Forest:
         token_ids: Sequence[Sequence[int]],
         *,
         loss_weights: Sequence[Sequence[float]] | None = None,
-        advantages: Sequence[Sequence[float]] | None = None,
+        advantages: Sequence[Sequence[float] | float] | None = None,
         old_logprobs: Sequence[Sequence[float]] | None = None,
+        ref_logprobs: Sequence[Sequence[float]] | None = None,
+        sampler_logprobs: Sequence[Sequence[float]] | None = None,
         ends: Sequence[bool] | None = None,
         merge_siblings: bool = True,
         group: object = None,
@@ -87,11 +90,19 @@ class Forest:
     ) -> "Forest":
         """A declared tree: nodes, parents first, each with its own tokens. See `treewise.declared`.
 
+        Streams hold one list per node, one value per token; a node's advantages may be one number for all its tokens.
+
         Each end becomes a trajectory, unless they have more than `MAX_FLAT_TOKENS` tokens together: then there is one
         copy of every stream value, in `tree_streams`.
         """
         place = source or "declared tree"
-        streams = {"loss_weights": loss_weights, "advantages": advantages, "old_logprobs": old_logprobs}
+        streams = {
+            "loss_weights": loss_weights,
+            "advantages": None if advantages is None else spread_over_nodes(advantages, token_ids),
+            "old_logprobs": old_logprobs,
+            "ref_logprobs": ref_logprobs,
+            "sampler_logprobs": sampler_logprobs,
+        }
         tree = lay_out_nodes(parents, token_ids, streams, ends, merge_siblings, place)
         forest = cls(tree.segments, tree.token_ids, None, tree.streams)
         if forest.num_flat_tokens > MAX_FLAT_TOKENS:
@@ -301,9 +312,39 @@ class Forest:
         values = [getattr(item, name) for item in self.trajectories]
         for number, value in enumerate(values):
             if value is None:
-                place = self.trajectories[number].source or f"trajectory {number}"
-                raise DataError(f"{place}: no {name}, which this objective needs.")
+                raise DataError(f"{self._place(number)}: no {name}, which this objective needs.")
         return np.concatenate(values)
+
+    @cached_property
+    def rollout_of_trajectory(self) -> np.ndarray:
+        """[N] int64, the number of each trajectory's rollout, in order of first appearance.
+
+        Trajectories that share `rollout` within one `group` are one rollout; one without a rollout id is its own.
+        """
+        if self.trajectories is None:
+            return np.arange(self.num_trajectories)
+        return number_rollouts(self.trajectories)
+
+    def flat_teacher(self) -> tuple[np.ndarray, np.ndarray]:
+        """[F, k] int32 candidates and [F, k] float32 log-probs of a teacher; `-inf` where a trajectory has fewer.
+
+        Raises:
+            DataError: a trajectory without them; it is named.
+        """
+        if self.trajectories is None:
+            raise DataError("teacher streams need trajectories; this declared tree is too large to hold them flat.")
+        ids, logprobs = [], []
+        for number, item in enumerate(self.trajectories):
+            if item.teacher_ids is None or item.teacher_logprobs is None:
+                raise DataError(f"{self._place(number)}: no teacher_ids, which this objective needs.")
+            ids.append(item.teacher_ids)
+            logprobs.append(item.teacher_logprobs)
+        width = max(each.shape[1] for each in ids)
+        return _padded(ids, width, 0), _padded(logprobs, width, -np.inf)
+
+    def _place(self, number: int) -> str:
+        assert self.trajectories is not None
+        return self.trajectories[number].source or f"trajectory {number}"
 
     def token_stream(self, name: str) -> np.ndarray:
         """[T] float64, the sum of a stream over all trajectories through each token."""
@@ -330,21 +371,32 @@ class Forest:
 
         `per_trajectory` leaves the weights as they are, as flat training does; `once` divides each by the number of
         trajectories that train its tree token, so that a shared token counts like any other: their mean.
+        `per_rollout` divides by the number of trajectories *of the same rollout* that train it, so that a rollout
+        counts its tokens once, however its rows overlap.
 
         Raises:
             ConfigError: an unknown weighting.
+            DataError: `per_rollout` on a declared tree that is too large to hold trajectories.
         """
+        _check_weighting(weighting)
         weights = self.flat_stream("loss_weights").astype(np.float64)
-        if _is_once(weighting):
-            index = self.path_index
-            weights /= np.maximum(np.bincount(index, weights=weights > 0, minlength=self.num_tokens), 1)[index]
-        return weights
+        if weighting == "per_trajectory":
+            return weights
+        key, num_keys = self.path_index, self.num_tokens
+        if weighting == "per_rollout":
+            if self.trajectories is None:
+                raise DataError("weighting='per_rollout' needs trajectories; this declared tree is too large for them.")
+            rollout_F = np.repeat(self.rollout_of_trajectory, self.path_lengths)
+            _, key = np.unique(rollout_F * self.num_tokens + self.path_index, return_inverse=True)
+            num_keys = len(key)
+        return weights / np.maximum(np.bincount(key, weights=weights > 0, minlength=num_keys), 1)[key]
 
     def token_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
         """[T] float64, the sum of `flat_weights` over all trajectories through each tree token."""
-        if self.trajectories is None:  # a declared tree, where all of them agree
+        _check_weighting(weighting)
+        if self.trajectories is None and weighting != "per_rollout":  # a declared tree, where all of them agree
             weights = self.tree_streams["loss_weights"].astype(np.float64)
-            return weights if _is_once(weighting) else weights * self.multiplicity
+            return weights if weighting == "once" else weights * self.multiplicity
         return np.bincount(self.path_index, weights=self.flat_weights(weighting), minlength=self.num_tokens)
 
     def __repr__(self) -> str:
@@ -382,10 +434,15 @@ class Paths(Sequence[np.ndarray]):
         return merging.path_to(forest.segments, int(forest.segments.end_segment[index]))
 
 
-def _is_once(weighting: str) -> bool:
-    if weighting not in ("per_trajectory", "once"):
-        raise ConfigError(f"weighting={weighting!r} is unknown; choose 'per_trajectory' or 'once'.")
-    return weighting == "once"
+def _padded(parts: list[np.ndarray], width: int, value: float) -> np.ndarray:
+    """The rows of all parts ([.., k]), one after the other, each filled up to [width]."""
+    missing = [((0, 0), (0, width - part.shape[1])) for part in parts]
+    return np.concatenate([np.pad(part, pad, constant_values=value) for part, pad in zip(parts, missing, strict=True)])
+
+
+def _check_weighting(weighting: str) -> None:
+    if weighting not in WEIGHTINGS:
+        raise ConfigError(f"weighting={weighting!r} is unknown; choose one of {', '.join(WEIGHTINGS)}.")
 
 
 def _shifted(parts: Sequence[np.ndarray], shifts: np.ndarray) -> np.ndarray:

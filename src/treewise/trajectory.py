@@ -15,28 +15,37 @@ import numpy as np
 from treewise.errors import DataError
 
 MAX_TOKEN_ID = np.iinfo(np.int32).max
+MAX_TEACHER_LOGPROB = 0.02  # bfloat16 teachers round to a little more than certainty
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """One token sequence and what is trained on it.
 
-    Every array is 1-D with one value per token. `token_ids` becomes int32, every other stream float32.
+    Every array has one value per token (teacher streams: one row). `token_ids` and `teacher_ids` become int32, every
+    other stream float32.
 
     Parameters:
         token_ids: non-negative integers, at least two.
         loss_weights: non-negative; 1 for every token but the first where not given. Zero means context.
         advantages: one per token, or one number for all tokens.
-        old_logprobs: log-probs of the tokens under the policy that sampled them (natural logarithm).
+        old_logprobs: log-probs of the tokens under the policy before the update (natural logarithm).
         ref_logprobs: log-probs of the tokens under a reference policy.
         group: trajectories of one group are compared with one another (the samples of one prompt).
         reward: one number for the whole trajectory.
         rollout: trajectories cut from one rollout (compaction, sub-agents) share this id.
         source: where it came from, for error messages (`rollouts.jsonl:17`).
+        sampler_logprobs: log-probs of the tokens as the engine that sampled them reported them. They differ from
+            `old_logprobs` by that engine's own rounding and kernels, and by the updates since.
+        teacher_ids: [n, k], candidates of a teacher for each position; row `t` speaks about token `t`, like log-probs.
+        teacher_logprobs: [n, k], the teacher's log-probs of these candidates; `-inf` marks an unused place.
+        rollout_weight: the loss weight of the whole rollout, all its trajectories together. Needed only where the
+            trajectories of one rollout are spread over several forests; `treewise.advantages` fills it.
 
     Raises:
         DataError: an empty or non-integer sequence, a negative id, a stream of another length, a value that is not
-            finite, a negative weight, a weight on the first token, or no trained token at all.
+            finite, a negative weight, a weight on the first token, no trained token at all, or teacher streams that
+            do not fit one another.
     """
 
     token_ids: np.ndarray
@@ -48,6 +57,10 @@ class Trajectory:
     reward: float | None = None
     rollout: Hashable = None
     source: str = ""
+    sampler_logprobs: np.ndarray | None = None
+    teacher_ids: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
+    rollout_weight: float | None = None
 
     def __post_init__(self) -> None:
         place = self.source or "trajectory"
@@ -55,12 +68,19 @@ class Trajectory:
         object.__setattr__(self, "token_ids", ids)
         weights = _default_weights(len(ids)) if self.loss_weights is None else self.loss_weights
         object.__setattr__(self, "loss_weights", _checked_weights(weights, len(ids), place))
-        for name in ("advantages", "old_logprobs", "ref_logprobs"):
+        for name in ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _stream(value, name, len(ids), place, scalar=name == "advantages"))
-        if self.reward is not None:
-            object.__setattr__(self, "reward", _finite_number(self.reward, "reward", place))
+        if self.teacher_ids is not None or self.teacher_logprobs is not None:
+            teacher = checked_teacher(self.teacher_ids, self.teacher_logprobs, len(ids), place)
+            object.__setattr__(self, "teacher_ids", teacher[0])
+            object.__setattr__(self, "teacher_logprobs", teacher[1])
+        for name in ("reward", "rollout_weight"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _finite_number(getattr(self, name), name, place))
+        if self.rollout_weight is not None and self.rollout_weight <= 0:
+            raise DataError(f"{place}: rollout_weight is {self.rollout_weight:g}; it must be positive.")
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -70,6 +90,16 @@ class Trajectory:
         """Tokens whose loss weight is not zero."""
         assert self.loss_weights is not None
         return int(np.count_nonzero(self.loss_weights))
+
+
+def number_rollouts(trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """[N] int64, the number of each trajectory's rollout, in order of first appearance.
+
+    Trajectories that share `rollout` within one `group` are one rollout; one without a rollout id is its own.
+    """
+    seen: dict[object, int] = {}
+    keys = [(index,) if item.rollout is None else (item.group, item.rollout) for index, item in enumerate(trajectories)]
+    return np.array([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
 
 
 def _token_ids(values: Sequence[int] | np.ndarray, place: str) -> np.ndarray:
@@ -126,6 +156,34 @@ def _stream(
     if len(bad):
         raise DataError(f"{place}: {name}[{bad[0]}] is {array[bad[0]]}; every value must be finite.")
     return stream
+
+
+def checked_teacher(ids: object, logprobs: object, length: int, place: str) -> tuple[np.ndarray, np.ndarray]:
+    """Candidates of a teacher ([length, k] int32) and their log-probs ([length, k] float32), validated."""
+    if ids is None or logprobs is None:
+        missing = "teacher_ids" if ids is None else "teacher_logprobs"
+        raise DataError(f"{place}: {missing} is missing; teacher_ids and teacher_logprobs go together.")
+    candidates, values = as_array(ids, "teacher_ids", place), as_array(logprobs, "teacher_logprobs", place)
+    for name, array, kinds in (("teacher_ids", candidates, "iu"), ("teacher_logprobs", values, "fiu")):
+        if array.ndim != 2 or len(array) != length or array.shape[1] == 0:
+            raise DataError(f"{place}: {name} has shape {array.shape}; give [{length}, k], one row per token.")
+        if array.dtype.kind not in kinds:
+            raise DataError(f"{place}: {name} must be {'integers' if kinds == 'iu' else 'numbers'}, not {array.dtype}.")
+    if candidates.shape != values.shape:
+        raise DataError(f"{place}: teacher_ids {candidates.shape} and teacher_logprobs {values.shape} differ in shape.")
+    if ((candidates < 0) | (candidates > MAX_TOKEN_ID)).any():
+        raise DataError(f"{place}: a teacher's token id is outside 0..{MAX_TOKEN_ID}.")
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    if np.isnan(values).any() or (values > MAX_TEACHER_LOGPROB).any():
+        raise DataError(f"{place}: a teacher_logprobs value is not a log-prob; they are natural logarithms, at most 0.")
+    total = np.exp(values[1:].astype(np.float64)).sum(1)
+    if (total > 1 + MAX_TEACHER_LOGPROB).any():
+        row = int(np.argmax(total)) + 1
+        raise DataError(
+            f"{place}: the teacher's probabilities at position {row} add up to {total[row - 1]:.4g}; "
+            "are its log-probs natural logarithms of the whole distribution?"
+        )
+    return np.ascontiguousarray(candidates, dtype=np.int32), values
 
 
 def _finite_number(value: float, name: str, place: str) -> float:
