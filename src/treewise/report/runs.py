@@ -1,0 +1,154 @@
+"""What a run logged: loss, speed, sharing and memory by optimizer step, read from its output folder."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from treewise.errors import ConfigError
+
+STATE = "trainer_state.json"
+RESOLVED = "resolved_config.yaml"
+MAX_CONFIG_CHARS = 100_000
+
+# Keys of the log: chart, label, unit. Further numeric keys are drawn one chart each.
+KNOWN = {
+    "loss": ("loss", "training", "nats per trained token"),
+    "eval_loss": ("loss", "evaluation", "nats per trained token"),
+    "tokens_per_second_flat": ("speed", "flat tokens", "tokens per second"),
+    "tokens_per_second_tree": ("speed", "tree tokens", "tokens per second"),
+    "share_ratio": ("share ratio", "share ratio", "flat tokens / tree tokens"),
+    "leaf_ratio": ("share ratio", "leaf ratio", "flat tokens / tree tokens"),
+    "efficiency": ("efficiency", "efficiency", "speed-up / FLOP bound"),
+    "tree_tokens": ("tree tokens", "tree tokens", "tokens"),
+    "grad_norm": ("gradient norm", "gradient norm", "norm"),
+    "learning_rate": ("learning rate", "learning rate", "per step"),
+}
+_UNITS = {"bytes": "bytes", "gib": "GiB", "seconds": "seconds", "tokens": "tokens", "runtime": "seconds"}
+_NOT_DRAWN = ("step", "epoch", "total_flos")
+_FIRST = ("loss", "speed", "share ratio", "efficiency", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One logged value by optimizer step; `unit` is that of its chart."""
+
+    key: str
+    chart: str
+    label: str
+    unit: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """A run as its folder tells it. `summary` are the totals that the trainer wrote at the end, if it got there."""
+
+    folder: str
+    log: str
+    num_steps: int
+    max_steps: int
+    num_epochs: float | None
+    is_finished: bool
+    series: tuple[Series, ...]
+    summary: Mapping[str, float]
+    absent: tuple[str, ...]
+    config: str | None
+
+    @property
+    def charts(self) -> list[list[Series]]:
+        """Series that share a chart, in the order to be shown."""
+        groups: dict[str, list[Series]] = {}
+        for each in self.series:
+            groups.setdefault(each.chart, []).append(each)
+        rank = {name: place for place, name in enumerate(_FIRST)}
+        return [groups[name] for name in sorted(groups, key=lambda name: rank.get(name, len(rank)))]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self) | {"series": [asdict(each) for each in self.series], "summary": dict(self.summary)}
+
+
+def read_run(folder: str | Path) -> RunReport:
+    """The log of a run: of its folder, or of its newest checkpoint while it still trains.
+
+    Raises:
+        ConfigError: no folder, no log in it, or one that is damaged.
+    """
+    run = Path(folder)
+    state_file = _state_file(run)
+    try:
+        state = json.loads(state_file.read_text(encoding="utf-8"))
+        history = [entry for entry in state["log_history"] if isinstance(entry, dict)]
+        num_steps, max_steps = int(state.get("global_step", 0)), int(state.get("max_steps") or 0)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{state_file}: not the log of a run ({error}).") from None
+    # The last entry holds totals of the whole run, under keys of their own.
+    totals = [entry for entry in history if "train_runtime" in entry]
+    series = _series([entry for entry in history if "train_runtime" not in entry])
+    have = {each.chart for each in series}
+    summary = {key: value for key, value in (totals[-1] if totals else {}).items() if _is_number(value)}
+    return RunReport(
+        folder=str(run),
+        log=str(state_file),
+        num_steps=num_steps,
+        max_steps=max_steps,
+        num_epochs=float(state["epoch"]) if _is_number(state.get("epoch")) else None,
+        is_finished=bool(totals) or (0 < max_steps <= num_steps),
+        series=tuple(series),
+        summary=summary,
+        absent=tuple(name for name in _FIRST if name not in have),
+        config=_config(run),
+    )
+
+
+def _state_file(run: Path) -> Path:
+    if not run.is_dir():
+        raise ConfigError(f"{run}: no such folder; give the output_dir of a run.")
+    if (run / STATE).is_file():
+        return run / STATE
+    found = [path for path in run.glob(f"checkpoint-*/{STATE}") if path.parent.name.rpartition("-")[2].isdigit()]
+    if not found:
+        raise ConfigError(f"{run}: no {STATE}, neither there nor in a checkpoint; is it the output_dir of a run?")
+    return max(found, key=lambda path: int(path.parent.name.rpartition("-")[2]))
+
+
+def _series(history: list[dict[str, Any]]) -> list[Series]:
+    points: dict[str, dict[int, float]] = {}
+    for entry in history:
+        step = entry.get("step")
+        if not isinstance(step, int):
+            continue
+        for key, value in entry.items():
+            if key not in _NOT_DRAWN and _is_number(value):
+                points.setdefault(str(key), {})[step] = float(value)  # a step logged again replaces itself
+    made = []
+    for key, values in points.items():
+        chart, label, unit = KNOWN.get(key) or _described(key)
+        steps = sorted(values)
+        made.append(Series(key, chart, label, unit, tuple(steps), tuple(values[step] for step in steps)))
+    return made
+
+
+def _described(key: str) -> tuple[str, str, str]:
+    """Chart, label and unit of a key that is not known: its words, and the unit that one of them names."""
+    words = key.lower().split("_")
+    label = key.replace("_", " ")
+    unit = next((_UNITS[word] for word in words if word in _UNITS), "")
+    if "memory" in words or unit in ("bytes", "GiB"):
+        return f"memory{', GiB' if unit == 'GiB' else ''}", label, unit or "bytes"
+    return label, label, unit
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _config(run: Path) -> str | None:
+    try:
+        return (run / RESOLVED).read_text(encoding="utf-8")[:MAX_CONFIG_CHARS]
+    except (OSError, UnicodeDecodeError):
+        return None
