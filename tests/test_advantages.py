@@ -1,0 +1,297 @@
+"""Advantages against plain loops over rollouts, and the same however rollouts are cut into rows."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strategies import MAX_SEED, token_lists
+from treewise import ConfigError, DataError, Trajectory
+from treewise.advantages import (
+    group_normalized,
+    leave_one_out,
+    mean_centered,
+    per_turn,
+    segment_values,
+    sibling_relative,
+    spread_over_turns,
+    turns_of,
+    with_rollout_weights,
+)
+
+METHODS = {
+    "group": group_normalized,
+    "batch": lambda items: group_normalized(items, scale="batch"),
+    "mean": mean_centered,
+    "one_out": leave_one_out,
+    "siblings": sibling_relative,
+    "siblings scaled": lambda items: sibling_relative(items, scale="siblings"),
+    "children": lambda items: sibling_relative(items, values="children"),
+    "turns": lambda items: per_turn(items, discount=0.9),
+    "turns scaled": lambda items: per_turn(items, discount=0.5, baseline="group", scale=True),
+}
+
+
+def rollout(ids, reward, group="a", **options) -> Trajectory:
+    return Trajectory(ids, reward=reward, group=group, **options)
+
+
+def advantage_of(item: Trajectory) -> float:
+    """The one advantage of all trained tokens."""
+    (value,) = set(item.advantages[item.loss_weights > 0].tolist())
+    return value
+
+
+@st.composite
+def rollout_lists(draw: st.DrawFn) -> list[Trajectory]:
+    """Whole rollouts with rewards from a small set (so that groups without variance occur) and random weights."""
+    rng = np.random.default_rng(draw(st.integers(0, MAX_SEED)))
+    items = []
+    for number, ids in enumerate(draw(token_lists(max_sequences=7, max_new_tokens=10))):
+        weights = rng.choice([0.0, 1.0, 1.0, 2.0], len(ids))
+        weights[0], weights[-1] = 0.0, 1.0
+        reward = float(rng.choice([0.0, 0.5, 1.0]))
+        items.append(rollout(ids, reward, f"g{number % 2}", loss_weights=weights, rollout=f"r{number}"))
+    return items
+
+
+def cut(items: list[Trajectory], rng: np.random.Generator) -> tuple[list[Trajectory], list[int]]:
+    """Every rollout as several rows, cut between turns; each trained token in exactly one row. Also whose each is."""
+    rows, owner = [], []
+    for number, item in enumerate(items):
+        turns = turns_of(item)
+        last = [index for index in range(len(turns)) if index + 1 == len(turns) or rng.random() < 0.5]
+        first = 0
+        for index in last:
+            end = turns[index][1]
+            weights = np.zeros(end)
+            weights[turns[first][0] :] = item.loss_weights[turns[first][0] : end]
+            reward = item.reward if index + 1 == len(turns) or rng.random() < 0.5 else None
+            rows.append(replace(item, token_ids=item.token_ids[:end], loss_weights=weights, reward=reward))
+            owner.append(number)
+            first = index + 1
+    return rows, owner
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+@given(items=rollout_lists())
+def test_groups_against_plain_loops(items: list[Trajectory]) -> None:
+    rewards = defaultdict(list)
+    for item in items:
+        rewards[item.group].append(item.reward)
+    normalized, _ = group_normalized(items)
+    centered, _ = mean_centered(items)
+    others, _ = leave_one_out(items)
+    for number, item in enumerate(items):
+        group = list(rewards[item.group])
+        mean = sum(group) / len(group)
+        deviation = (sum((r - mean) ** 2 for r in group) / (len(group) - 1)) ** 0.5 if len(group) > 1 else 0.0
+        group.remove(item.reward)
+        rest = sum(group) / len(group) if group else item.reward
+        assert advantage_of(normalized[number]) == pytest.approx((item.reward - mean) / (deviation + 1e-4), abs=1e-6)
+        assert advantage_of(centered[number]) == pytest.approx(item.reward - mean, abs=1e-6)
+        assert advantage_of(others[number]) == pytest.approx(item.reward - rest, abs=1e-6)
+
+
+def test_batch_scale_divides_by_the_deviation_of_all_rollouts() -> None:
+    items = [rollout([1, 2], 0.0), rollout([1, 3], 1.0), rollout([1, 2], 4.0, "b"), rollout([1, 3], 6.0, "b")]
+    found, _ = group_normalized(items, scale="batch", epsilon=0.0)
+    expected = np.array([-0.5, 0.5, -1, 1]) / np.std([0, 1, 4, 6], ddof=1)
+    assert [advantage_of(item) for item in found] == pytest.approx(expected)
+
+
+def test_the_report_names_groups_that_teach_nothing() -> None:
+    items = [
+        *(rollout([1, 2 + n], 0.1, "equal") for n in range(3)),
+        rollout([1, 2], 1.0, "single"),
+        rollout([1, 2], 1.0, "good"),
+        rollout([1, 3], 0.0, "good"),
+    ]
+    found, report = group_normalized(items)
+    assert report.zero_variance_groups == ("equal",)
+    assert report.groups_of_one == ("single",)
+    assert (report.num_trajectories, report.num_rollouts, report.num_groups) == (6, 6, 3)
+    assert report.num_silent_rollouts == 4
+    assert [advantage_of(item) for item in found[:4]] == [0, 0, 0, 0]  # exactly, though 0.1 + 0.1 + 0.1 is not 0.3
+    assert "1 groups without variance, which teach nothing: equal." in str(report)
+    assert "1 groups of one rollout, which nothing is compared with: single." in str(report)
+
+
+# -- rows of one rollout ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(items=rollout_lists(), seed=st.integers(0, MAX_SEED))
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_cutting_rollouts_into_rows_changes_nothing(method, items: list[Trajectory], seed: int) -> None:
+    rows, owner = cut(items, np.random.default_rng(seed))
+    whole, report = method(items)
+    parts, report_of_rows = method(rows)
+    for row, number in zip(parts, owner, strict=True):
+        trained = row.loss_weights > 0
+        expected = whole[number].advantages[: len(row)]
+        np.testing.assert_allclose(row.advantages[trained], expected[trained], rtol=1e-6, atol=1e-7)
+        assert row.rollout_weight == pytest.approx(whole[number].rollout_weight)
+    assert report_of_rows.num_rollouts == report.num_rollouts
+    assert report_of_rows.num_silent_rollouts == report.num_silent_rollouts
+    assert report_of_rows.zero_variance_groups == report.zero_variance_groups
+
+
+def test_equal_rollout_ids_of_different_groups_are_different_rollouts() -> None:
+    items = [rollout([1, 2], float(n), f"g{n // 2}", rollout=n % 2) for n in range(4)]
+    _, report = mean_centered(items)
+    assert (report.num_rollouts, report.num_groups) == (4, 2)
+
+
+def test_rollout_weights() -> None:
+    items = [rollout([1, 2, 3], 0.0, rollout=1), rollout([1, 2], 0.0, rollout=1), rollout([1, 5], 0.0)]
+    assert [item.rollout_weight for item in with_rollout_weights(items)] == [3, 3, 1]
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_refusals(method) -> None:
+    good = rollout([1, 2], 1.0, rollout=7)
+    with pytest.raises(DataError, match="at least one trajectory"):
+        method([])
+    with pytest.raises(DataError, match=r"rows.jsonl:3: no group"):
+        method([good, Trajectory([1, 2], reward=1.0, source="rows.jsonl:3")])
+    with pytest.raises(DataError, match=r"rows.jsonl:4: no reward"):
+        method([good, Trajectory([1, 2], group="a", source="rows.jsonl:4")])
+    with pytest.raises(DataError, match=r"rollout 7 of group 'a' has reward 0.5 here and 1 in another row"):
+        method([good, rollout([1, 3], 0.5, rollout=7)])
+
+
+def test_unknown_settings() -> None:
+    items = [rollout([1, 2], 1.0)]
+    for call, message in (
+        (lambda: group_normalized(items, scale="std"), "scale='std'"),
+        (lambda: group_normalized(items, epsilon=-1), "epsilon=-1"),
+        (lambda: sibling_relative(items, values="leaf"), "values='leaf'"),
+        (lambda: sibling_relative(items, scale="group"), "scale='group'"),
+        (lambda: per_turn(items, baseline="mean"), "baseline='mean'"),
+        (lambda: per_turn(items, discount=1.5), "discount=1.5"),
+        (lambda: per_turn(items, baseline="none", scale=True), "scale=True"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
+
+
+# -- siblings ---------------------------------------------------------------------------------------------------------
+
+
+def forked() -> list[Trajectory]:
+    """[1 2] forks into 3.. (forking again into 4, 5, 6) and 7; rewards 1, 0, 0 below 3, and 1 at 7."""
+    paths, rewards = ([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 7, 8]), (1.0, 0.0, 0.0, 1.0)
+    return [rollout(path, reward) for path, reward in zip(paths, rewards, strict=True)]
+
+
+def test_siblings_by_hand() -> None:
+    third = 1 / 3
+    found, report = sibling_relative(forked())
+    expected = [[0, 0, third - 0.5, 1 - third], [0, 0, third - 0.5, -third], [0, 0, third - 0.5, -third]]
+    np.testing.assert_allclose([item.advantages for item in found], [*expected, [0, 0, 0.5, 0.5]], atol=1e-7)
+    assert report.notes == ("2 forks at which rollouts part; 0 of them with children of equal value.",)
+    by_child, _ = sibling_relative(forked(), values="children")
+    mean = (third + 1) / 2
+    np.testing.assert_allclose(by_child[0].advantages, [0, 0, third - mean, 1 - third], atol=1e-7)
+    np.testing.assert_allclose(by_child[3].advantages, [0, 0, 1 - mean, 1 - mean], atol=1e-7)
+    scaled, _ = sibling_relative(forked(), scale="siblings", epsilon=0.0)
+    deviation = np.std([1, 0, 0, 1], ddof=1)
+    np.testing.assert_allclose(scaled[3].advantages, [0, 0, 0.5 / deviation, 0.5 / deviation], atol=1e-6)
+
+
+def test_segment_values_by_hand() -> None:
+    third = 1 / 3
+    np.testing.assert_allclose(segment_values(forked())[0], [0.5, 0.5, third, 1])
+    np.testing.assert_allclose(segment_values(forked(), "children")[0], [2 * third, 2 * third, third, 1])
+
+
+def test_a_rollout_that_ends_at_a_fork_is_a_child() -> None:
+    items = [rollout([1, 2], 0.0), rollout([1, 2, 3], 1.0), rollout([1, 2, 3], 1.0), rollout([1, 2, 4], 1.0)]
+    np.testing.assert_allclose(sibling_relative(items)[0][1].advantages, [0, 0, 0.25])
+    np.testing.assert_allclose(sibling_relative(items, values="children")[0][3].advantages, [0, 0, 1 / 3], rtol=1e-6)
+
+
+def test_rows_of_one_rollout_that_part_are_not_compared() -> None:
+    """Rollout 1 forks into two rows by itself below [1 2 3]; both keep what [3] got against rollout 2's [9]."""
+    items = [
+        rollout([1, 2, 3, 4], 1.0, rollout=1),
+        rollout([1, 2, 3, 5], 1.0, rollout=1),
+        rollout([1, 2, 9], 0.0, rollout=2),
+    ]
+    found, report = sibling_relative(items)
+    assert [item.advantages.tolist() for item in found] == [[0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5], [0, 0, -0.5]]
+    assert report.notes[0].startswith("1 forks")
+
+
+def test_groups_are_trees_of_their_own_and_roots_are_compared() -> None:
+    items = [rollout([1, 2], 1.0), rollout([5, 6], 0.0), rollout([1, 9], 7.0, "b"), rollout([1, 9], 7.0, "b")]
+    found, report = sibling_relative(items)
+    assert [item.advantages.tolist() for item in found] == [[0.5, 0.5], [-0.5, -0.5], [0, 0], [0, 0]]
+    assert report.zero_variance_groups == ("b",)
+
+
+@given(items=rollout_lists())
+def test_siblings_against_prefix_search(items: list[Trajectory]) -> None:
+    """Every token's rollouts, and those of the nearest shorter prefix that more rollouts share, found by comparison."""
+    found, _ = sibling_relative(items)
+    for item, result in zip(items, found, strict=True):
+        mates = [each for each in items if each.group == item.group]
+        for at in range(len(item)):
+            through = [
+                each.reward for each in mates if each.token_ids[: at + 1].tolist() == item.token_ids[: at + 1].tolist()
+            ]
+            length = at
+            above = through
+            while len(above) == len(through) and length >= 0:
+                prefix = item.token_ids[:length].tolist()
+                above = [each.reward for each in mates if each.token_ids[:length].tolist() == prefix]
+                length -= 1
+            expected = 0.0 if len(above) == len(through) else np.mean(through) - np.mean(above)
+            assert result.advantages[at] == pytest.approx(expected, abs=1e-6)
+
+
+# -- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_turns_are_runs_of_trained_tokens() -> None:
+    item = Trajectory([1, 2, 3, 4, 5, 6], [0, 1, 1, 0, 0.5, 2])
+    assert turns_of(item) == [(1, 3), (4, 6)]
+    assert spread_over_turns(item, [3.0, -1.0]).tolist() == [0, 3, 3, 0, -1, -1]
+    with pytest.raises(DataError, match="1 values for 2 turns"):
+        spread_over_turns(item, [1.0])
+
+
+def test_returns_by_turn() -> None:
+    weights = [0, 1, 0, 1, 0, 1]
+    items = [
+        rollout([1, 2, 3, 4, 5, 6], 4.0, loss_weights=weights),
+        rollout([1, 2, 3, 4], 0.0, loss_weights=weights[:4]),
+    ]
+    rewards = [[1.0, 0.0, 0.0], [0.0, 2.0]]
+    alone, _ = per_turn(items, rewards, discount=0.5, baseline="none")  # 4 counts with the last turn
+    assert alone[0].advantages.tolist() == [0, 1 + 0.5 * 2, 0, 2, 0, 4]
+    assert alone[1].advantages.tolist() == [0, 1, 0, 2]
+    by_turn, report = per_turn(items, rewards, discount=0.5)
+    assert by_turn[0].advantages.tolist() == [0, 0.5, 0, 0, 0, 0]  # the third turn is alone
+    assert by_turn[1].advantages.tolist() == [0, -0.5, 0, 0]
+    assert report.notes == ("5 turns; 1 are compared with no other turn and get 0.",)
+    by_group, _ = per_turn(items, rewards, discount=0.5, baseline="group", scale=True, epsilon=0.0)
+    deviation = np.std([2, 2, 4, 1, 2], ddof=1)
+    np.testing.assert_allclose(by_group[0].advantages[5], (4 - 2.2) / deviation, rtol=1e-6)
+    with pytest.raises(DataError, match=r"turn rewards .* for 3 turns"):
+        per_turn(items, [[1.0], [0.0, 2.0]])
+    with pytest.raises(DataError, match="1 lists of turn rewards for 2 trajectories"):
+        per_turn(items, [[1.0, 0.0, 0.0]])
+
+
+def test_turn_rewards_stand_in_for_an_outcome() -> None:
+    items = [Trajectory([1, 2], group="a"), Trajectory([1, 3], group="a")]
+    found, report = per_turn(items, [[1.0], [0.0]])
+    assert [advantage_of(item) for item in found] == [0.5, -0.5]
+    assert "mean reward" not in str(report)
