@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from treewise.attention.blocks import Block, Runs, plan_blocks
-from treewise.attention.gateway import GatewayRead, Rows, take
+from treewise.attention.gateway import GatewayRead, Rows, Slot, take
 from treewise.attention.mask import LayerRule, TreeMask
 
 _forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -28,7 +28,7 @@ def cascade_attention(
     rule: LayerRule,
     sinks: torch.Tensor | None = None,
     reads: tuple[GatewayRead, ...] = (),
-    layer: int = 0,
+    slot: Slot = 0,
 ) -> torch.Tensor:
     """Attention of [1, H, T, D] queries over their own [1, Hkv, T, D] keys and values and those read from gateways.
 
@@ -37,7 +37,7 @@ def cascade_attention(
     num_groups = query.shape[1] // key.shape[1]
     if num_groups > 1 and not kernel_takes_groups():
         raise NotImplementedError("this torch's CPU attention kernel takes no grouped heads; use impl='reference'.")
-    return _Cascade.apply(query, key, value, sinks, mask, rule, reads, layer)
+    return _Cascade.apply(query, key, value, sinks, mask, rule, reads, slot)
 
 
 @cache
@@ -63,11 +63,11 @@ class _Cascade(torch.autograd.Function):
         mask: TreeMask,
         rule: LayerRule,
         reads: tuple[GatewayRead, ...],
-        layer: int,
+        slot: Slot,
     ) -> torch.Tensor:
         blocks = _blocks(mask, rule, query.dtype)
         width = value.shape[3]
-        keys, values = _Sources(key, value, reads, layer, query.shape[3]).tensors()
+        keys, values = _Sources(key, value, reads, slot, query.shape[3]).tensors()
         out = query.new_empty(1, query.shape[2], query.shape[1], keys.width).transpose(1, 2)
         lse = query.new_empty(1, query.shape[1], query.shape[2], dtype=torch.promote_types(query.dtype, torch.float32))
         padded_query = _padded(query, keys.width)
@@ -79,13 +79,13 @@ class _Cascade(torch.autograd.Function):
             out *= torch.exp(lse - total).unsqueeze(-1)
             lse = total
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.blocks, ctx.rule, ctx.reads, ctx.layer = blocks, rule, reads, layer
+        ctx.blocks, ctx.rule, ctx.reads, ctx.slot = blocks, rule, reads, slot
         return out[..., :width]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        sources = _Sources(key, value, ctx.reads, ctx.layer, query.shape[3])
+        sources = _Sources(key, value, ctx.reads, ctx.slot, query.shape[3])
         keys, values = sources.tensors()
         query_width = query.shape[3]
         grad, query = _padded(grad, keys.width), _padded(query, keys.width)
@@ -233,17 +233,17 @@ class _Sources:
         key: torch.Tensor,
         value: torch.Tensor,
         reads: tuple[GatewayRead, ...],
-        layer: int,
+        slot: Slot,
         query_width: int,
     ) -> None:
-        self.key, self.value, self.reads, self.layer = key, value, reads, layer
+        self.key, self.value, self.reads, self.slot = key, value, reads, slot
         # The kernel wants one head size for all three; zeros change nothing.
         self.width = max(query_width, value.shape[3])
 
     def tensors(self) -> tuple[_KeyAxis, _KeyAxis]:
         own = slice(0, self.key.shape[2])
-        keys = [(read.gateway.keys[self.layer], read.rows, read.num_rows) for read in self.reads]
-        values = [(read.gateway.values[self.layer], read.rows, read.num_rows) for read in self.reads]
+        keys = [(read.gateway.keys[self.slot], read.rows, read.num_rows) for read in self.reads]
+        values = [(read.gateway.values[self.slot], read.rows, read.num_rows) for read in self.reads]
         return (
             _KeyAxis([*keys, (self.key, own, own.stop)], self.width),
             _KeyAxis([*values, (self.value, own, own.stop)], self.width),
@@ -252,7 +252,7 @@ class _Sources:
     def add_gateway_gradients(self, key_grads: list[torch.Tensor], value_grads: list[torch.Tensor]) -> None:
         for number, read in enumerate(self.reads):
             read.gateway.add_gradients(
-                self.layer,
+                self.slot,
                 read.rows,
                 key_grads[number][..., : self.key.shape[3]],
                 value_grads[number][..., : self.value.shape[3]],

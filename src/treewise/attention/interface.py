@@ -1,15 +1,17 @@
 """The one attention function that treewise registers with transformers, under the name `"treewise"`.
 
 Tree metadata arrives as the keyword argument `treewise` of the model's forward, never through globals, so a
-recomputation by gradient checkpointing finds the same arguments. The name stays installed: a forward without that
-argument (generation, evaluation) goes to the implementation that the model had before, which the name itself carries.
+recomputation by gradient checkpointing finds the same arguments. Some models drop keyword arguments on the way to
+their layers; all hand on the attention mask, so the empty mask that stands in for theirs carries the same context. The
+name stays installed: a forward without a tree (generation, evaluation) goes to the implementation that the model had
+before, which the name itself carries.
 """
 
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +20,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from treewise.attention.cascade import cascade_attention
-from treewise.attention.gateway import Gateway, GatewayRead, extend, inject
+from treewise.attention.gateway import Gateway, GatewayRead, Slot, extend, inject
 from treewise.attention.mask import LayerRule, TreeMask
 from treewise.attention.reference import reference_attention
 from treewise.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from treewise.recurrent.rows import TreeRows
 
 NAME = "treewise"
 IMPLEMENTATIONS = ("reference", "cascade", "flex")
@@ -44,13 +49,14 @@ class AttentionName(str):
         return AttentionName, (self.previous,)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TreeContext:
     """What the layers of one micro-batch need, handed to the model's forward as `treewise=`.
 
     impl: `reference`, `cascade` or `flex`. may_fall_back: layers that `impl` cannot run use the reference, said once.
     reads: gateway rows in front of the own keys. writes: the gateway to fill. injects: the gateway whose collected
-    gradients join the backward.
+    gradients join the backward. is_done: the forward is over; what calls attention now recomputes.
+    rows: what recurrent layers follow; needed by models that have some.
     """
 
     mask: TreeMask
@@ -59,6 +65,35 @@ class TreeContext:
     reads: tuple[GatewayRead, ...] = ()
     writes: Gateway | None = None
     injects: Gateway | None = None
+    rows: "TreeRows | None" = None
+    is_done: bool = False
+    _num_calls: dict[nn.Module, int] = field(default_factory=dict)
+
+    def empty_mask(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """[1, 1, 0, 0], the attention mask to hand to the model: a prepared one, so that it makes none of its own.
+
+        Nothing can be computed from it without an error, so a model that adds something to its mask is found out.
+        """
+        mask = torch.empty(1, 1, 0, 0, device=device, dtype=dtype)
+        mask.treewise = self  # type: ignore[attr-defined]
+        return mask
+
+    def slot(self, module: nn.Module) -> Slot:
+        """Names one call of an attention layer, the same in every forward; layers may be called several times.
+
+        Raises:
+            UnsupportedModelError: such a layer is recomputed by gradient checkpointing, in an order that nothing tells.
+        """
+        number = self._num_calls.get(module, 0)
+        if not self.is_done:
+            self._num_calls[module] = number + 1
+            return module, number
+        if number > 1:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends {number} times in one forward, which gradient checkpointing and a "
+                "budget cannot do together; turn one of them off."
+            )
+        return module, 0
 
 
 def install(configs: list[Any]) -> None:
@@ -82,30 +117,52 @@ def tree_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention contract: [1, H, T, D] in, ([1, T, H, D], weights) out."""
     if treewise is None:
+        treewise = getattr(attention_mask, "treewise", None)
+    if treewise is None:
+        if attention_mask is not None and attention_mask.numel() == 0:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} lost the tree between the model's forward and its attention. With gradient "
+                "checkpointing set use_reentrant=False."
+            )
         return _previous_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is not None and attention_mask.numel() > 0:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} makes a mask of its own ({list(attention_mask.shape)}), which is unknown here."
+        )
+    return _attend(module, query, key, value, treewise, kwargs), None
+
+
+@torch.compiler.disable
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: TreeContext,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """[1, T, H, D of the values]: attention of one layer under the tree."""
     rule = layer_rule(module, query, kwargs)
     sinks = kwargs.get("s_aux")
-    layer = getattr(module, "layer_idx", None)
-    if layer is None:
-        raise UnsupportedModelError(f"{type(module).__name__} has no layer_idx, so its gateway cannot be named.")
+    slot = context.slot(module)
     query, key, value = _as_autocast(query, key, value)
-    if treewise.writes is not None:
-        treewise.writes.write(layer, key, value)
-    if treewise.injects is not None:
-        key, value = inject(key, value, treewise.injects, layer)
-    impl = _implementation(treewise, rule, layer)
+    if context.writes is not None:
+        context.writes.write(slot, key, value)
+    if context.injects is not None:
+        key, value = inject(key, value, context.injects, slot)
+    impl = _implementation(context, rule, module)
     if impl == "cascade":
-        out = cascade_attention(query, key, value, treewise.mask, rule, sinks, treewise.reads, layer)
-        return out.transpose(1, 2).contiguous(), None
-    if treewise.reads:
-        key, value = extend(key, value, treewise.reads, layer)
+        out = cascade_attention(query, key, value, context.mask, rule, sinks, context.reads, slot)
+        return out.transpose(1, 2).contiguous()
+    if context.reads:
+        key, value = extend(key, value, context.reads, slot)
     if impl == "flex":
         from treewise.attention.flex import flex_attention_tree
 
-        out = flex_attention_tree(query, key, value, treewise.mask, rule, sinks)
+        out = flex_attention_tree(query, key, value, context.mask, rule, sinks)
     else:
-        out = reference_attention(query, key, value, treewise.mask, rule, sinks)
-    return out.transpose(1, 2).contiguous(), None
+        out = reference_attention(query, key, value, context.mask, rule, sinks)
+    return out.transpose(1, 2).contiguous()
 
 
 def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -151,10 +208,12 @@ def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -
     )
 
 
-def _implementation(context: TreeContext, rule: LayerRule, layer: int) -> str:
+def _implementation(context: TreeContext, rule: LayerRule, module: nn.Module) -> str:
     if context.impl == "cascade" and rule.softcap is not None:
         if not context.may_fall_back:
-            raise UnsupportedModelError(f"layer {layer} caps its scores, which 'cascade' cannot; use 'reference'.")
+            raise UnsupportedModelError(
+                f"{type(module).__name__} caps its scores, which 'cascade' cannot; use 'reference'."
+            )
         _say_once("layers with a softcap run with the dense reference attention on this device.")
         return "reference"
     return context.impl
