@@ -36,8 +36,9 @@ def test_behaviour_logprobs_align_with_trained_tokens(fixtures):
     [tree] = [tree for tree in load_trees(fixtures / "tokens.jsonl.gz") if tree.name == recorded["group"]]
     for trajectory, seq in zip(tree.trajectories, recorded["seqs"], strict=True):
         trained = trajectory.loss_weights > 0
-        assert np.allclose(trajectory.old_logprobs[trained], seq["behaviour_logprobs"])
-        assert not trajectory.old_logprobs[~trained].any()
+        assert trajectory.old_logprobs is None  # the sampler's are not the policy's
+        assert np.allclose(trajectory.sampler_logprobs[trained], seq["behaviour_logprobs"])
+        assert not trajectory.sampler_logprobs[~trained].any()
 
 
 def test_streams_labels_and_groups_of_a_row_arrive(write):

@@ -1,7 +1,7 @@
 """Training trees: what a load gives back, one tree at a time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,12 @@ class DeclaredNodes:
         loss_weights: one value per token of each node.
         advantages: the same, or None.
         old_logprobs: the same, or None.
+        ref_logprobs: the same, or None.
+        sampler_logprobs: the same, or None.
         ends: nodes at which a trajectory ends (leaves always).
+        rewards: one for each node, of the trajectory that ends there; None elsewhere.
+        rollouts: the same.
+        group: of all trajectories; the tree's name where None.
         merge_siblings: merge siblings with equal tokens, or keep them apart.
     """
 
@@ -34,7 +39,12 @@ class DeclaredNodes:
     loss_weights: list[np.ndarray]
     advantages: list[np.ndarray] | None
     old_logprobs: list[np.ndarray] | None
+    ref_logprobs: list[np.ndarray] | None
+    sampler_logprobs: list[np.ndarray] | None
     ends: list[bool]
+    rewards: list[float | None]
+    rollouts: list[Any]
+    group: Any
     merge_siblings: bool
 
 
@@ -59,11 +69,34 @@ class TrainingTree:
             loss_weights=nodes.loss_weights,
             advantages=nodes.advantages,
             old_logprobs=nodes.old_logprobs,
+            ref_logprobs=nodes.ref_logprobs,
+            sampler_logprobs=nodes.sampler_logprobs,
             ends=nodes.ends,
             merge_siblings=nodes.merge_siblings,
-            group=self.name,
+            group=self.name if nodes.group is None else nodes.group,
             source=self.source,
         )
+
+    def labelled_trajectories(self) -> list[Trajectory]:
+        """All trajectories with their rewards and rollouts; those of a declared tree are its paths.
+
+        Raises:
+            DataError: a declared tree that is too large to hold its paths flat.
+        """
+        if self.trajectories is not None:
+            return self.trajectories
+        held = self.forest().trajectories
+        if held is None:
+            raise DataError(
+                f"{self.source}: the paths of this declared tree have too many tokens together to be held one by one; "
+                "split it into several trees."
+            )
+        assert self.nodes is not None
+        ends = [number for number, is_end in enumerate(self.nodes.ends) if is_end]
+        return [
+            replace(item, reward=self.nodes.rewards[end], rollout=self.nodes.rollouts[end])
+            for item, end in zip(held, ends, strict=True)
+        ]
 
 
 class TreeDataset:
@@ -133,7 +166,12 @@ def _declared_nodes(rows: list[Row], merge_siblings: bool) -> DeclaredNodes:
         loss_weights=_stream(rows, "loss_weights") or [],
         advantages=_stream(rows, "advantages"),
         old_logprobs=_stream(rows, "old_logprobs"),
+        ref_logprobs=_stream(rows, "ref_logprobs"),
+        sampler_logprobs=_stream(rows, "sampler_logprobs"),
         ends=[bool(row.is_end) for row in rows],
+        rewards=[row.reward for row in rows],
+        rollouts=[row.rollout for row in rows],
+        group=rows[0].group,
         merge_siblings=merge_siblings,
     )
 

@@ -101,6 +101,7 @@ class _Builder:
         self.stream: TextIO | None = None
         self.trees: list[_Tree] = []
         self.by_key: dict[str, _Tree] = {}
+        self.by_rollout: dict[str, tuple[str, Any]] = {}
         self.node_trees: dict[tuple[str, str], tuple[_Tree, list[PlacedNode]]] = {}
         self.report = LoadReport()
         self.warnings: dict[str, None] = {}
@@ -122,7 +123,10 @@ class _Builder:
     def add(self, result: RecordResult) -> None:
         """Takes the next result in order."""
         self.report.num_records += 1
-        self.warnings.update(dict.fromkeys(result.warnings))
+        self.warnings.update(dict.fromkeys([*result.warnings, *result.drift]))
+        self.report.num_compared += result.is_compared
+        self.report.num_drifted += bool(result.drift)
+        self._keep_rollout_together(result)
         if result.error is not None:
             self._drop(result)
         elif result.node is not None:
@@ -136,6 +140,16 @@ class _Builder:
                     self.by_key[result.key] = tree
             tree.rows += result.rows
             tree.num_records += 1
+
+    def _keep_rollout_together(self, result: RecordResult) -> None:
+        """Rows of one rollout that name no group have different prompts: that of the first is the rollout's."""
+        if not result.is_grouped_by_prompt or result.rollout is None:
+            return
+        name = json.dumps(result.rollout)
+        first = (result.key or json.dumps(["rollout", result.rollout]), result.rows[0].group)
+        result.key, group = self.by_rollout.setdefault(name, first)
+        for row in result.rows:
+            row.group = group
 
     def finish_node_trees(self) -> None:
         """Builds the trees that were given one node per line."""
@@ -196,8 +210,12 @@ class _Builder:
 
 def _jobs(files: Sequence[Path]) -> Iterator[tuple[RawRecord, Path]]:
     for path in files:
+        is_empty = True
         for raw in read_records(path):
+            is_empty = False
             yield raw, path
+        if is_empty:
+            raise DataError(f"{path}: no record; the file is empty.")
 
 
 def _tokenizer(given: Any) -> Any:
@@ -225,6 +243,8 @@ def _write_cache(entry: Path, table: pa.Table, facts: dict[str, Any], report: Lo
         "num_records": report.num_records,
         "num_trees": report.num_trees,
         "num_trajectories": report.num_trajectories,
+        "num_compared": report.num_compared,
+        "num_drifted": report.num_drifted,
         "warnings": report.warnings,
     }
     try:

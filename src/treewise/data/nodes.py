@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from treewise.data import values
 from treewise.data.chat import Call
 from treewise.data.escape import shown
 from treewise.data.messages import clean_message
 from treewise.data.rows import Row
-from treewise.data.values import check_finite
 from treewise.errors import DataError
 from treewise.trajectory import MAX_TOKEN_ID
 
-STREAMS = ("loss_weights", "advantages", "old_logprobs")
+LOGPROBS = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
+STREAMS = ("loss_weights", "advantages", *LOGPROBS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,18 @@ def token_rows(nodes: Sequence[PlacedNode], parents: Sequence[int], max_length: 
         ids = _ids(node)
         weights = _weights(node, len(ids), parent < 0)
         trained = weights != 0
+        streams: dict[str, Any] = {
+            name: _stream(node, name, len(ids), trained) if given[name] else None
+            for name in STREAMS
+            if name != "loss_weights"
+        }
         rows.append(
             Row(
                 token_ids=ids,
                 loss_weights=weights,
-                advantages=_stream(node, "advantages", len(ids), trained) if given["advantages"] else None,
-                old_logprobs=_stream(node, "old_logprobs", len(ids), trained) if given["old_logprobs"] else None,
+                **streams,
+                reward=values.number(node.value.get("reward"), "reward", node.place),
+                rollout=values.label(node.value.get("rollout"), "rollout", node.place),
                 source=node.place,
                 parent=parent,
                 is_end=_end_mark(node),
@@ -211,7 +218,7 @@ def _numbers(node: PlacedNode, name: str, value: Any, length: int) -> np.ndarray
         array = np.full(length, array)
     if array.shape != (length,):
         raise DataError(f"{node.place}: {array.size} {name} for {length} tokens; they must align with token_ids.")
-    check_finite(array, name, node.place)
+    values.check_finite(array, name, node.place)
     return array.astype(np.float32)
 
 

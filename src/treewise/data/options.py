@@ -9,6 +9,7 @@ from typing import Any, Literal
 from treewise.errors import ConfigError
 
 THINKING = ("as_inference", "keep")
+ON_DRIFT = ("warn", "error")
 TRAIN_ON = ("all_assistant", "last_assistant")
 
 
@@ -24,6 +25,7 @@ class RenderOptions:
         group_by: field that names a record's training tree, in place of `group` or `task_id`.
         max_length: longest trajectory allowed, in tokens; a longer one is an error, never cut.
         chat_template: a Jinja template, a file that holds one, or `chatml`; the tokenizer's own where not given.
+        on_drift: `warn` or `error` where a row's text gives other token ids than the row holds, which are trained.
         chat_template_kwargs: further variables for the template (`enable_thinking`, ...).
 
     Raises:
@@ -36,11 +38,13 @@ class RenderOptions:
     group_by: str | None = None
     max_length: int | None = None
     chat_template: str | None = None
+    on_drift: Literal["warn", "error"] = "warn"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_choice("thinking", self.thinking, THINKING)
         _check_choice("train_on", self.train_on, TRAIN_ON)
+        _check_choice("on_drift", self.on_drift, ON_DRIFT)
         if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 2):
             raise ConfigError(f"max_length is {self.max_length!r}; give an integer of at least 2, or None.")
         try:
@@ -66,12 +70,17 @@ class RenderOptions:
 
 @dataclass(slots=True)
 class LoadReport:
-    """What was read: counts, records left out with the reason, and findings that are likely mistakes."""
+    """What was read: counts, records left out with the reason, and findings that are likely mistakes.
+
+    `num_compared` rows hold both token ids and text; the text of `num_drifted` of them gives other ids.
+    """
 
     num_files: int = 0
     num_records: int = 0
     num_trees: int = 0
     num_trajectories: int = 0
+    num_compared: int = 0
+    num_drifted: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 

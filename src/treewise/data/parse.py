@@ -14,14 +14,18 @@ Record = dict[str, Any]
 FORMS = """a record is one of
   chat:              messages [tools, tools_ref, group, task_id, reward]
   prompt/completion: prompt, completion
-  token rows:        token_ids [loss_weights, advantages, old_logprobs, ref_logprobs, group, reward, rollout]
+  token rows:        token_ids [loss_weights, advantages, old_logprobs, sampler_logprobs, ref_logprobs, group,
+                     reward, rollout]
   grouped rows:      seqs: [{ids, loss: [[start, end], ...], reward, behaviour_logprobs}]
   logged calls:      messages, calls: [{ctx: [indices], out: index}]
   declared tree:     nodes: [{id, parent, token_ids or message}]
   tree node:         tree, parent, token_ids or message (one node per line)"""
 
 # Columns that hold nested values; a string in one of these is JSON text.
-NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", "loss_weights", "old_logprobs", "ref_logprobs")
+NESTED = (
+    *("messages", "tools", "calls", "nodes", "seqs", "token_ids", "loss_weights"),
+    *("old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_ids", "teacher_logprobs"),
+)
 
 
 class PartialTailError(DataError):
@@ -72,7 +76,7 @@ def detect_form(record: Record, place: str) -> str:
         forms.append("calls" if "calls" in record else "chat")
     if "seqs" in record:
         forms.append("grouped_rows")
-    if "completion" in record or ("prompt" in record and not forms):
+    if ("completion" in record and "token_ids" not in record) or ("prompt" in record and not forms):
         forms.append("prompt_completion")
     if "token_ids" in record and "calls" in record:
         forms.append("calls")

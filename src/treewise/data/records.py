@@ -65,8 +65,11 @@ class RecordReader:
             result.node = (json.dumps(label(record["tree"], "tree", place)), record)
             return
         if form == "token_row":
-            result.rows = [token_rows.token_row(record, group, place if rollout is None else rollout, place)]
-            result.warnings += self._drift(record, result.rows[0], data_file, place)
+            [row] = result.rows = [token_rows.token_row(record, group, place if rollout is None else rollout, place)]
+            if group is None:
+                row.group = group = token_rows.prompt_group(row)
+                result.is_grouped_by_prompt, result.rollout = True, rollout
+            self._compare(result, record, data_file)
         elif form == "grouped_rows":
             result.rows = token_rows.grouped_rows(record, group, place)
         elif form == "nodes":
@@ -77,7 +80,7 @@ class RecordReader:
             self._label(result.rows, record, group, place if rollout is None else rollout, place)
         alone = group is None or form in ("grouped_rows", "nodes")
         result.key = None if alone else json.dumps(group)
-        result.name = place if group is None else str(group)
+        result.name = place if group is None or result.is_grouped_by_prompt else str(group)
 
     def _rendered(self, form: str, record: Record, group: Any, data_file: Path, place: str) -> tuple[list[Row], Any]:
         if self.tokenizer is None:
@@ -125,6 +128,19 @@ class RecordReader:
         one_root = record.get("forest") is not True
         declared, rows = self.declared_rows(placed, find_tools(record, data_file, result.place), one_root)
         result.is_declared, result.rows = declared, rows
+        if declared:
+            self._label_ends(rows, record, result.place)
+
+    def _label_ends(self, rows: Sequence[Row], record: Record, place: str) -> None:
+        """What the record says of all its ends, where they say nothing themselves."""
+        group = self._group(record, place)
+        rollout = label(record.get("rollout"), "rollout", place)
+        reward = number(record.get("reward"), "reward", place)
+        for row in rows:
+            row.group = group
+            if row.is_end:
+                row.reward = reward if row.reward is None else row.reward
+                row.rollout = rollout if row.rollout is None else row.rollout
 
     def declared_rows(
         self, placed: Sequence[nodes.PlacedNode], tools: chat.Tools, one_root: bool = True
@@ -157,7 +173,7 @@ class RecordReader:
             if isinstance(advantage, list):
                 raise DataError(f"{place}: a list of advantages needs token_ids; with text give one number.")
             advantage = number(advantage, "advantages", place)
-        for name in ("loss_weights", "old_logprobs", "ref_logprobs"):
+        for name in ("loss_weights", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
             if name in record:
                 raise DataError(f"{place}: {name} needs token_ids to align with; add them or remove {name}.")
         for index, row in enumerate(rows):
@@ -169,13 +185,24 @@ class RecordReader:
             if advantage is not None:
                 row.advantages = np.full(row.num_tokens, advantage, dtype=np.float32)
 
-    def _drift(self, record: Record, row: Row, data_file: Path, place: str) -> list[str]:
-        if "messages" not in record or self.tokenizer is None:
-            return []
-        talk = self._template.prepare(clean_conversation(record["messages"], place), place)
-        text = self._template.render([talk.messages], find_tools(record, data_file, place), False, place)[0]
-        warning = token_rows.drift_warning(row.token_ids, text, self._template.encoder, place)
-        return [warning] if warning else []
+    def _compare(self, result: RecordResult, record: Record, data_file: Path) -> None:
+        """Compares the ids of a row with its text, where it has one. The ids are trained either way."""
+        place = result.place
+        plain = _plain_text(record)
+        if self.tokenizer is None or ("messages" not in record and plain is None):
+            return
+        if "messages" in record:
+            talk = self._template.prepare(clean_conversation(record["messages"], place), place)
+            text = self._template.render([talk.messages], find_tools(record, data_file, place), False, place)[0]
+        else:
+            text = plain or ""
+        result.is_compared = True
+        found = token_rows.drift_warning(
+            result.rows[0].token_ids, text, self._template.encoder, place, "messages" not in record
+        )
+        if found is not None and self.options.on_drift == "error":
+            raise DataError(f"{found} (on_drift: error)")
+        result.drift = [] if found is None else [found]
 
     def _group(self, record: Record, place: str) -> Any:
         field = self.options.group_by
@@ -200,3 +227,11 @@ class RecordReader:
                     f"{row.source or result.place}: {row.num_tokens} tokens, more than max_length {limit}; raise it, "
                     "shorten the record or quarantine it. Nothing is cut."
                 )
+
+
+def _plain_text(record: Record) -> str | None:
+    """The text of a token row that holds no messages."""
+    if isinstance(record.get("text"), str):
+        return str(record["text"])
+    prompt, completion = record.get("prompt"), record.get("completion")
+    return prompt + completion if isinstance(prompt, str) and isinstance(completion, str) else None

@@ -13,7 +13,8 @@ import numpy as np
 
 from treewise.trajectory import Trajectory
 
-STREAMS = ("loss_weights", "advantages", "old_logprobs", "ref_logprobs")
+STREAMS = ("loss_weights", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+TEACHER = ("teacher_ids", "teacher_logprobs")  # k values per token, stored flat
 
 
 @dataclass(slots=True)
@@ -33,6 +34,9 @@ class Row:
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
+    sampler_logprobs: np.ndarray | None = None
+    teacher_ids: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
     group: Any = None
     reward: float | None = None
     rollout: Any = None
@@ -57,6 +61,10 @@ class RecordResult:
     is_declared: bool = False
     node: tuple[str, dict[str, Any]] | None = None  # (tree, node): one node per line
     warnings: list[str] = field(default_factory=list)
+    rollout: Any = None  # as the record gives it
+    is_grouped_by_prompt: bool = False  # no group was given, so equal prompts make one
+    is_compared: bool = False  # has both token ids and text
+    drift: list[str] = field(default_factory=list)  # where these differ
     error: str | None = None
     is_partial_tail: bool = False
     raw: str | None = None  # the record as text, kept where it is bad
@@ -64,9 +72,11 @@ class RecordResult:
 
 def row_from_trajectory(trajectory: Trajectory) -> Row:
     """A row that holds all streams of a validated trajectory."""
+    held: Any = {name: getattr(trajectory, name) for name in (*STREAMS, *TEACHER)}
+    streams: Any = {name: None if value is None else value.reshape(-1) for name, value in held.items()}
     return Row(
         token_ids=trajectory.token_ids,
-        **{name: getattr(trajectory, name) for name in STREAMS},
+        **streams,
         group=trajectory.group,
         reward=trajectory.reward,
         rollout=trajectory.rollout,
@@ -77,15 +87,19 @@ def row_from_trajectory(trajectory: Trajectory) -> Row:
 def trajectories_from_rows(rows: Sequence[Row]) -> list[Trajectory]:
     """Trajectories of rows in order; each `shared` prefix comes from the row before."""
     result: list[Trajectory] = []
+
+    def table(row: Row, name: str) -> Any:
+        held = getattr(row, name)
+        return None if held is None else held.reshape(row.num_tokens, -1)
+
     for row in rows:
         ids = np.concatenate([result[-1].token_ids[: row.shared], row.token_ids]) if row.shared else row.token_ids
         result.append(
             Trajectory(
                 token_ids=ids,
                 loss_weights=row.loss_weights if row.loss_weights is not None else span_weights(row, len(ids)),
-                advantages=row.advantages,
-                old_logprobs=row.old_logprobs,
-                ref_logprobs=row.ref_logprobs,
+                **{name: getattr(row, name) for name in STREAMS[1:]},
+                **{name: table(row, name) for name in TEACHER},
                 group=row.group,
                 reward=row.reward,
                 rollout=row.rollout,

@@ -1,5 +1,6 @@
 """Rows that hold token ids already: never tokenised again, only checked, and compared with their text where given."""
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ def token_row(record: Record, group: Any, rollout: Any, place: str) -> Row:
         weights = number_list(weights, "loss_weights", place)
     logprobs = {
         name: _without_null_context(record[name], weights, name, place)
-        for name in ("old_logprobs", "ref_logprobs")
+        for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs")
         if name in record
     }
     trajectory = Trajectory(
@@ -37,12 +38,26 @@ def token_row(record: Record, group: Any, rollout: Any, place: str) -> Row:
         loss_weights=weights,
         advantages=record.get("advantages"),
         **logprobs,
+        teacher_ids=record.get("teacher_ids"),
+        teacher_logprobs=record.get("teacher_logprobs"),
         group=group,
         reward=record.get("reward"),
         rollout=rollout,
         source=place,
     )
     return row_from_trajectory(trajectory)
+
+
+def prompt_group(row: Row) -> str | None:
+    """A group of its own for every prompt: the tokens before the first trained one.
+
+    None for a prompt of one token: every row may begin with it, so it says nothing.
+    """
+    weights = row.loss_weights
+    start = 1 if weights is None else int(np.flatnonzero(weights)[0])
+    if start < 2:
+        return None
+    return "prompt-" + hashlib.sha256(np.ascontiguousarray(row.token_ids[:start]).tobytes()).hexdigest()[:16]
 
 
 def grouped_rows(record: Record, group: Any, place: str) -> list[Row]:
@@ -64,7 +79,7 @@ def grouped_rows(record: Record, group: Any, place: str) -> list[Row]:
         if "advantages" in seq:
             values["advantages"] = seq["advantages"]
         if seq.get("behaviour_logprobs") is not None:
-            values["old_logprobs"] = _scattered(seq["behaviour_logprobs"], weights, where)
+            values["sampler_logprobs"] = _scattered(seq["behaviour_logprobs"], weights, where)
         row = token_row(values, group, seq.get("rollout", f"{place}#{number}"), where)
         row.loss_weights = None
         row.spans = [int(bound) for span in seq["loss"] for bound in span]
@@ -80,9 +95,19 @@ def first_drift(sampled: np.ndarray, rendered: np.ndarray) -> int | None:
     return int(differs[0]) if len(differs) else None
 
 
-def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, place: str) -> str | None:
-    """A warning where the text of a row no longer gives its token ids (retokenisation drift, another tokenizer)."""
+def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, place: str, is_plain: bool = False) -> str | None:
+    """A warning where the text of a row no longer gives its token ids (retokenisation drift, another tokenizer).
+
+    is_plain: the text is no rendered conversation, so the tokenizer may have put a begin token before it.
+    """
     rendered = joined(encoder.encode([text])[0])
+    begin = encoder.begin_ids() if is_plain else rendered[:0]
+    if (
+        len(begin)
+        and np.array_equal(sampled[: len(begin)], begin)
+        and not np.array_equal(rendered[: len(begin)], begin)
+    ):
+        rendered = np.concatenate([begin, rendered])
     at = first_drift(sampled, rendered)
     if at is None and len(rendered) >= len(sampled):
         return None

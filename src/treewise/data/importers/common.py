@@ -1,0 +1,174 @@
+"""What all importers share: the record that comes in, the rows that go out, and what was left out and why."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from treewise.data.escape import shown
+from treewise.errors import DataError
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A record as its writer wrote it, and where (`dump.jsonl:3`)."""
+
+    place: str
+    value: Record
+
+
+@dataclass(slots=True)
+class Context:
+    """Settings of one import, and what the importers have to say.
+
+    `reward_field` names the reward where a record holds several. `tokenizer` is there for dumps of text alone.
+    """
+
+    reward_field: str | None = None
+    tokenizer: Any = None
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    warnings: dict[str, int] = field(default_factory=dict)
+
+    def leave_out(self, place: str, reason: str) -> None:
+        """Counts something that is not imported."""
+        self.left_out.append((place, reason))
+
+    def warn(self, text: str) -> None:
+        """Counts a finding; equal ones are shown once."""
+        self.warnings[text] = self.warnings.get(text, 0) + 1
+
+    def reward(self, value: Any, place: str) -> float | None:
+        """One number out of a reward: a number, or the named field of several.
+
+        Raises:
+            DataError: several rewards and no name, a name that is not there, or something that is no finite number.
+        """
+        if isinstance(value, dict):
+            if self.reward_field is None:
+                raise DataError(
+                    f"{place}: several rewards ({', '.join(map(str, list(value)[:8]))}); name one with --reward."
+                )
+            if self.reward_field not in value:
+                raise DataError(
+                    f"{place}: no reward {self.reward_field!r} among {', '.join(map(str, list(value)[:8]))}."
+                )
+            value = value[self.reward_field]
+        if value is None:
+            return None
+        if isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, int | float | np.number) or not math.isfinite(float(value)):
+            raise DataError(f"{place}: a reward must be one finite number, found {shown(value)}.")
+        return float(value)
+
+
+def integers(value: Any, name: str, place: str) -> list[int]:
+    """A flat list of integers (token ids).
+
+    Raises:
+        DataError: anything else.
+    """
+    array = _array(value, name, place)
+    if len(array) and array.dtype.kind not in "iu":
+        raise DataError(f"{place}: {name} must be a flat list of integers, found {shown(value)}.")
+    return [int(each) for each in array.tolist()]
+
+
+def numbers(value: Any, name: str, length: int, place: str) -> list[float]:
+    """A flat list of `length` numbers; null counts as 0 (a writer's mark of a value that is not there).
+
+    Raises:
+        DataError: anything else, or another length.
+    """
+    if isinstance(value, list):
+        value = [0.0 if each is None else each for each in value]
+    array = _array(value, name, place)
+    if len(array) and array.dtype.kind not in "iufb":
+        raise DataError(f"{place}: {name} must be a flat list of numbers, found {shown(value)}.")
+    if len(array) != length:
+        raise DataError(f"{place}: {len(array)} {name} for {length} tokens; they must align.")
+    return [float(each) for each in array.tolist()]
+
+
+def messages(value: Any, name: str, place: str) -> list[Record]:
+    """A list of chat messages, not looked at closer than that.
+
+    Raises:
+        DataError: anything else.
+    """
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise DataError(f"{place}: {name} must be a list of messages, found {shown(value)}.")
+    return value
+
+
+def token_row(
+    context: Context,
+    place: str,
+    token_ids: Sequence[int],
+    loss_weights: Sequence[float],
+    **fields: Any,
+) -> Iterator[Record]:
+    """The row, or nothing where no token of it is trained (which is counted). Fields of None are left away."""
+    weights = [float(weight) for weight in loss_weights]
+    if weights:
+        weights[0] = 0.0  # nothing predicts a first token, and no trainer counts it
+    if not any(weights):
+        context.leave_out(place, "no sampled token to train on")
+        return
+    row: Record = {"token_ids": list(token_ids), "loss_weights": [_short(weight) for weight in weights]}
+    row |= {name: value for name, value in fields.items() if value is not None}
+    row["source"] = place
+    yield row
+
+
+def text_row(place: str, **fields: Any) -> Record:
+    """A record of text or messages: tokenised when it is loaded, which may give other ids than were sampled."""
+    return {**{name: value for name, value in fields.items() if value is not None}, "source": place}
+
+
+def openai_tools(value: Any, place: str) -> list[Record] | None:
+    """Function schemas in OpenAI's shape, from that or from flat ones (`name`, `description`, `parameters`).
+
+    Raises:
+        DataError: something else.
+    """
+    if not value:
+        return None
+    tools = []
+    for tool in messages(value, "tools", place):
+        if "function" in tool or "name" not in tool:
+            tools.append(tool)
+        else:
+            tools.append({"type": "function", "function": {k: v for k, v in tool.items() if v is not None}})
+    return tools
+
+
+def only_dicts(values: Iterable[Any], name: str, place: str) -> list[Record]:
+    """A list of objects.
+
+    Raises:
+        DataError: something else among them.
+    """
+    found = list(values) if isinstance(values, list | tuple) else None
+    if found is None or not all(isinstance(each, dict) for each in found):
+        raise DataError(f"{place}: {name} must be a list of objects.")
+    return found
+
+
+def _array(value: Any, name: str, place: str) -> np.ndarray:
+    try:
+        array = np.asarray([] if value is None else value)
+    except (ValueError, OverflowError):
+        array = np.zeros((0, 0))
+    if array.ndim != 1:
+        raise DataError(f"{place}: {name} must be a flat list, found {shown(value)}.")
+    return array
+
+
+def _short(weight: float) -> float | int:
+    """Weights are almost always 0 and 1; whole numbers are written as such."""
+    return int(weight) if weight.is_integer() else weight

@@ -1,0 +1,182 @@
+"""Files of any known format to records that `load_trees` reads, each one checked by the reader that will read it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from treewise.data.files import PathLike, RawRecord, find_files, read_records
+from treewise.data.importers import areal, art, openai_log, prime_rl, slime, torch_file, trl, verifiers, verl
+from treewise.data.importers.common import Context, Placed, Record
+from treewise.data.importers.formats import check_format, required_format
+from treewise.data.options import RenderOptions
+from treewise.data.parse import parse
+from treewise.data.records import RecordReader
+from treewise.errors import DataError
+
+READERS = {
+    "verifiers": verifiers.read,
+    "prime-rl": prime_rl.read,
+    "slime": slime.read,
+    "verl": verl.read,
+    "areal": areal.read,
+    "art": art.read,
+    "trl": trl.read,
+    "openai": openai_log.read,
+}
+REFUSED = (".pkl", ".pickle", ".bin", ".dill")
+MAX_SHOWN_DRIFTS = 20
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """What an import read and made. `left_out`: what is not among the rows, and why. `warnings`: findings, counted."""
+
+    formats: dict[str, str] = field(default_factory=dict)  # file: format
+    num_records: int = 0
+    num_rows: int = 0
+    num_text_rows: int = 0
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+    num_rollouts: int = 0
+    num_groups: int = 0
+    num_without_reward: int = 0
+    num_without_sampler_logprobs: int = 0
+    num_compared: int = 0
+    num_drifted: int = 0
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    drifts: list[str] = field(default_factory=list)
+    warnings: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+class RolloutImport:
+    """An iterable of records; `report` is complete when it is exhausted. See `import_rollouts`."""
+
+    def __init__(self, files: Sequence[Path], given: str | None, context: Context, strict: bool, keep: bool) -> None:
+        self.files, self.given, self.context = files, given, context
+        self.strict, self.keep_messages = strict, keep
+        self.report = ImportReport(left_out=context.left_out, warnings=context.warnings)
+        self._reader = RecordReader(context.tokenizer, RenderOptions())
+        self._rollouts: set[str] = set()
+        self._groups: set[str] = set()
+
+    def __iter__(self) -> Iterator[Record]:
+        for path in self.files:
+            records = self._records(path)
+            first = next(records, None)
+            if first is None:
+                raise DataError(f"{path}: no record; the file is empty.")
+            name = self.given or required_format(first.value, first.place)
+            self.report.formats[str(path)] = name
+            try:
+                for row in READERS[name](chain([first], records), self.context):
+                    yield self._checked(row)
+            except (KeyError, TypeError, AttributeError) as error:  # keys that the format promises and the file lacks
+                raise DataError(
+                    f"{path}: does not have the shape of a {name} dump ({type(error).__name__}: {error}); "
+                    "see docs/rl.md, or name another format with --from."
+                ) from error
+        if not self.report.num_rows:
+            why = f"; the first of {len(self.report.left_out)} left out: {self.report.left_out[0]}"
+            raise DataError(f"nothing to train on in {len(self.files)} file(s){why if self.report.left_out else ''}.")
+
+    def _records(self, path: Path) -> Iterator[Placed]:
+        if path.name.endswith(torch_file.SUFFIXES):
+            for number, value in enumerate(torch_file.load(path)):
+                self.report.num_records += 1
+                yield Placed(f"{path}: record {number}", value)
+            return
+        for raw in read_records(path):
+            self.report.num_records += 1
+            yield Placed(raw.place, parse(raw))
+
+    def _checked(self, row: Record) -> Record:
+        """The row as it is written, after the reader of `load_trees` has read it."""
+        report, place = self.report, row["source"]
+        has_ids = "token_ids" in row
+        if has_ids or self.context.tokenizer is not None:
+            result = self._reader.read(RawRecord(place, dict(row)), Path(place))
+            if result.error is not None:
+                raise DataError(result.error)
+            self._note_drift(row, result.drift)
+            report.num_tokens += sum(each.num_tokens for each in result.rows)
+        if has_ids:
+            report.num_trained_tokens += sum(1 for weight in row["loss_weights"] if weight)
+            report.num_without_sampler_logprobs += "sampler_logprobs" not in row
+        else:
+            report.num_text_rows += 1
+            if self.strict:
+                raise DataError(
+                    f"{place}: holds text without token ids, so the sampled tokens are not known (--strict)."
+                )
+        report.num_rows += 1
+        report.num_without_reward += "reward" not in row
+        self._rollouts.add(repr(row.get("rollout", place)))
+        self._groups.add(repr(row["group"]) if "group" in row else f"row {report.num_rows}")
+        report.num_rollouts, report.num_groups = len(self._rollouts), len(self._groups)
+        if has_ids and not self.keep_messages:
+            row = {name: value for name, value in row.items() if name not in ("messages", "tools", "text")}
+        return row
+
+    def _note_drift(self, row: Record, drift: Sequence[str]) -> None:
+        if self.context.tokenizer is None or not {"messages", "text"} & set(row) or "token_ids" not in row:
+            return
+        self.report.num_compared += 1
+        if not drift:
+            return
+        if self.strict:
+            raise DataError(f"{drift[0]} (--strict)")
+        self.report.num_drifted += 1
+        if len(self.report.drifts) < MAX_SHOWN_DRIFTS:
+            self.report.drifts += drift
+
+
+def import_rollouts(
+    paths: PathLike | Sequence[PathLike],
+    format: str | None = None,
+    *,
+    tokenizer: Any = None,
+    reward_field: str | None = None,
+    strict: bool = False,
+    keep_messages: bool = False,
+) -> RolloutImport:
+    """Reads dumps of other training stacks as records of treewise's own forms, in order.
+
+    Parameters:
+        paths: `.jsonl`, `.jsonl.gz`, `.json`, `.parquet` and `.pt` files, folders or globs.
+        format: a name of `FORMATS`; recognised by its keys where not given, an error where they leave a doubt.
+        tokenizer: a transformers tokenizer. Rows with ids and messages are then compared with the rendered text.
+        reward_field: which reward counts, where a record holds several.
+        strict: text without ids, and text that gives other ids, are errors.
+        keep_messages: keep the messages beside token ids.
+
+    Raises:
+        DataError: a file of no known format, or a record that its format does not allow.
+        ConfigError: an unknown format name.
+    """
+    given = None if format is None else check_format(format)
+    return RolloutImport(_files(paths), given, Context(reward_field, tokenizer), strict, keep_messages)
+
+
+def _files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
+    found: list[Path] = []
+    for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
+        if path.name.endswith(REFUSED):
+            raise DataError(
+                f"{path}: pickles and binary dumps are not read; export JSON lines, or torch.save of plain tensors "
+                "(docs/rl.md)."
+            )
+        if path.name.endswith(torch_file.SUFFIXES):
+            if not path.is_file():
+                raise DataError(f"{path}: no such file.")
+            found.append(path)
+        else:
+            found += find_files(path)
+    if not found:
+        raise DataError("no files to import; name at least one.")
+    return found

@@ -1,0 +1,250 @@
+"""A recorded agent log: OpenAI chat requests with their responses, one call per line.
+
+The shapes are those of the public OpenAI chat completions API (`messages`, `tools`; `choices[].message`), with what
+vLLM adds under `return_token_ids` (`prompt_token_ids`, `choices[].token_ids`). A line is a `request` and a `response`,
+each of them bare, under `body`, or as JSON text, with optional `rollout` (or `session_id`, `run_id`, `trace_id`),
+`group` (or `task_id`) and `reward` beside them.
+
+Calls of one run belong together: those with the same id, or where lines have none, a call whose messages continue an
+earlier call and its reply. They form a tree by their message prefixes; each reply is trained once.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from treewise.data.escape import shown
+from treewise.data.importers.common import (
+    Context,
+    Placed,
+    Record,
+    integers,
+    messages,
+    numbers,
+    openai_tools,
+    text_row,
+    token_row,
+)
+from treewise.data.parse import parse_text
+from treewise.errors import DataError
+
+RUN_NAMES = ("rollout", "rollout_id", "session_id", "run_id", "trace_id")
+GROUP_NAMES = ("group", "task_id")
+# What belongs to a message when it is sent back; the rest of a reply (refusal, annotations, audio) is not.
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+TOKEN_MARK = "token_id:"  # vLLM's return_tokens_as_token_ids
+
+
+@dataclass(slots=True)
+class _Call:
+    place: str
+    history: list[Record]
+    reply: Record
+    tools: list[Record] | None
+    ids: tuple[list[int], list[int], list[float] | None] | None  # prompt, completion, log-probs
+
+
+@dataclass(slots=True)
+class _Run:
+    name: str
+    group: Any = None
+    reward: float | None = None
+    calls: list[_Call] = field(default_factory=list)
+
+
+def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """Records of the runs, in the order in which they began."""
+    runs: dict[str, _Run] = {}
+    ends = _Ends()
+    for record in records:
+        calls = list(_calls(record, context))
+        if not calls:
+            continue
+        name = _named(record.value, RUN_NAMES)
+        if name is None:
+            name = ends.run_of(calls[0].history, context)
+        run = runs.setdefault(str(name or record.place), _Run(str(name or record.place)))
+        for call in calls:
+            ends.add(call, run.name)
+        run.calls += calls
+        _label(run, record, context)
+    for run in runs.values():
+        yield from _rows(run, context)
+
+
+def _rows(run: _Run, context: Context) -> Iterator[Record]:
+    group = run.group
+    if group is None:  # samples of one prompt are compared with one another
+        group = "prompt " + _key(run.calls[0].history)[-16:]
+    shared = {"group": group, "rollout": run.name, "reward": run.reward}
+    by_tools: dict[str, list[_Call]] = {}
+    for call in run.calls:
+        if call.ids is None:
+            by_tools.setdefault(json.dumps(call.tools, sort_keys=True), []).append(call)
+            continue
+        prompt, completion, logprobs = call.ids
+        before = [0.0] * len(prompt)
+        yield from token_row(
+            context,
+            call.place,
+            [*prompt, *completion],
+            before + [1.0] * len(completion),
+            sampler_logprobs=None if logprobs is None else before + logprobs,
+            messages=[*call.history, call.reply],
+            tools=call.tools,
+            **shared,
+        )
+    for calls in by_tools.values():
+        yield _pooled(calls, shared)
+
+
+def _pooled(calls: list[_Call], shared: Record) -> Record:
+    """One record of logged calls: each message once, each call as indices into them."""
+    pool: dict[str, int] = {}
+    talk: list[Record] = []
+
+    def index(message: Record) -> int:
+        key = json.dumps(message, sort_keys=True)
+        if key not in pool:
+            pool[key] = len(talk)
+            talk.append(message)
+        return pool[key]
+
+    entries = [{"ctx": [index(each) for each in call.history], "out": index(call.reply)} for call in calls]
+    return text_row(calls[0].place, messages=talk, calls=entries, tools=calls[0].tools, **shared)
+
+
+class _Ends:
+    """Where conversations stand: which run's reply ends with these messages."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, list[str]] = {}
+        self.continued: set[tuple[str, str]] = set()
+
+    def add(self, call: _Call, run: str) -> None:
+        """Notes where a call has left its conversation."""
+        key = _key([*call.history, call.reply])
+        held = self.runs.setdefault(key, [])
+        if run not in held:
+            held.append(run)
+
+    def run_of(self, history: list[Record], context: Context) -> str | None:
+        """The run that these messages continue, by their longest prefix; None where they begin one."""
+        for length, key in reversed(list(enumerate(_prefix_keys(history), 1))):
+            held = self.runs.get(key)
+            if not held:
+                continue
+            fresh = [name for name in held if (key, name) not in self.continued] or held
+            if len(held) > 1:
+                context.warn("calls that continue several equal conversations; name runs with a rollout id per line")
+            if length < len(history) or len(held) == 1:
+                self.continued.add((key, fresh[0]))
+            return fresh[0]
+        return None
+
+
+def _prefix_keys(history: list[Record]) -> Iterator[str]:
+    """A key for every prefix of a conversation."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for message in history:
+        same = {name: message[name] for name in MESSAGE_KEYS[:5] if message.get(name)}
+        digest.update(json.dumps(same, sort_keys=True).encode() + b"\n")
+        yield digest.hexdigest()
+
+
+def _key(history: list[Record]) -> str:
+    return list(_prefix_keys(history))[-1]
+
+
+def _calls(record: Placed, context: Context) -> Iterator[_Call]:
+    """The calls of one line: one, or one per choice."""
+    place = record.place
+    request, response = (_body(record.value.get(name), f"{place}: {name}") for name in ("request", "response"))
+    if not isinstance(request, dict) or not isinstance(response, dict):
+        kind = type(response if isinstance(request, dict) else request).__name__
+        raise DataError(
+            f"{place}: request and response must be objects, found {kind}; log assembled replies, no chunks."
+        )
+    if "messages" not in request:
+        context.leave_out(place, "no chat call (its request has no messages)")
+        return
+    choices = response.get("choices")
+    if not choices:
+        context.leave_out(place, f"a call without a reply{_error(response)}")
+        return
+    history = [_plain(each) for each in messages(request["messages"], "messages", place)]
+    tools = openai_tools(request.get("tools"), place)
+    for number, choice in enumerate(messages(choices, "choices", place)):
+        where = place if len(choices) == 1 else f"{place}: choices[{number}]"
+        if not isinstance(choice.get("message"), dict):
+            raise DataError(f"{where}: a choice without a message; log assembled replies, not streamed chunks.")
+        reply = {**_plain(choice["message"]), "role": "assistant"}
+        reply.setdefault("content", "")
+        yield _Call(where, history, reply, tools, _tokens(response, choice, where))
+
+
+def _tokens(response: Record, choice: Record, place: str) -> tuple[list[int], list[int], list[float] | None] | None:
+    """Token ids of the prompt and of the reply, where the server gave both, and the reply's log-probs."""
+    prompt = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    entries = (choice.get("logprobs") or {}).get("content") or []
+    own = choice.get("token_ids")
+    if own is None and entries and all(str(each.get("token", "")).startswith(TOKEN_MARK) for each in entries):
+        own = [int(each["token"][len(TOKEN_MARK) :]) for each in entries]
+    if prompt is None or own is None:
+        return None
+    completion = integers(own, "token_ids", place)
+    logprobs = None
+    if entries:
+        logprobs = numbers([each.get("logprob") for each in entries], "logprobs", len(completion), place)
+    return integers(prompt, "prompt_token_ids", place), completion, logprobs
+
+
+def _label(run: _Run, record: Placed, context: Context) -> None:
+    group = _named(record.value, GROUP_NAMES)
+    if group is not None:
+        run.group = group
+    name = context.reward_field or "reward"
+    held = {**(_metadata(record.value)), **record.value}
+    if held.get(name) is None:
+        return
+    reward = context.reward({name: held[name]}[name], f"{record.place}: {name}")
+    if run.reward is not None and reward != run.reward:
+        context.warn("runs whose calls have different rewards: the last one counts for the whole run")
+    run.reward = reward
+
+
+def _named(value: Record, names: Iterable[str]) -> Any:
+    metadata = _metadata(value)
+    for name in names:
+        for holder in (value, metadata):
+            if isinstance(holder.get(name), str | int) and not isinstance(holder.get(name), bool):
+                return holder[name]
+    return None
+
+
+def _metadata(value: Record) -> Record:
+    request = value.get("request")
+    found = request.get("metadata") if isinstance(request, dict) else None
+    own = value.get("metadata")
+    return {**(found if isinstance(found, dict) else {}), **(own if isinstance(own, dict) else {})}
+
+
+def _body(value: Any, place: str) -> Any:
+    for _ in range(3):
+        if isinstance(value, str):
+            value = parse_text(value, place)
+        if isinstance(value, dict) and "body" in value and "messages" not in value and "choices" not in value:
+            value = value["body"]
+    return value
+
+
+def _plain(message: Record) -> Record:
+    return {name: message[name] for name in MESSAGE_KEYS if message.get(name) is not None}
+
+
+def _error(response: Record) -> str:
+    error = response.get("error")
+    return f" ({shown(error.get('message') if isinstance(error, dict) else error)})" if error else ""

@@ -1,0 +1,40 @@
+"""prime-rl: `token_exports/step_N/rank_R.jsonl` (`enable_token_export`), and the `traces.jsonl` that verifiers defines.
+
+Read from the public sources of PrimeIntellect-ai/prime-rl (`trainer/rl/token_export.py`, `monitors/file.py`). A line
+of an export is one sequence with its streams, each as long as `token_ids`. It names no group and no rollout, and holds
+advantages in place of rewards.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from treewise.data.importers import verifiers
+from treewise.data.importers.common import Context, Placed, Record, integers, numbers, token_row
+
+
+def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """Rows of exports or traces, in order."""
+    for record in records:
+        if "token_ids" in record.value:
+            yield from _export(record, context)
+        else:
+            yield from verifiers.read([record], context)
+
+
+def _export(record: Placed, context: Context) -> Iterator[Record]:
+    value, place = record.value, record.place
+    ids = integers(value["token_ids"], "token_ids", place)
+    weights = numbers(value.get("loss_mask"), "loss_mask", len(ids), place)
+    given = value.get("rl_weights")
+    if isinstance(given, list) and any(each is not None for each in given):
+        factors = numbers(given, "rl_weights", len(ids), place)
+        weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+    streams = {"sampler_logprobs": "inference_logprobs", "advantages": "advantages"}
+    found = {
+        ours: numbers(value[theirs], theirs, len(ids), place)
+        for ours, theirs in streams.items()
+        if value.get(theirs) is not None
+    }
+    for name in ("ce_weights", "ref_kl_weights"):
+        if isinstance(value.get(name), list) and any(value[name]):
+            context.warn(f"{name} (another component of prime-rl's loss) is not imported")
+    yield from token_row(context, place, ids, weights, **found)

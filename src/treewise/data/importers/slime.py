@@ -1,0 +1,55 @@
+"""slime: what `--save-debug-rollout-data` writes, or the same samples one per line.
+
+Read from the public sources of THUDM/slime (`slime/utils/types.py`, `Sample`; `slime/observability/
+rollout_data_utils.py`). `tokens` is prompt and response; `loss_mask` and `rollout_log_probs` cover the last
+`response_length` tokens. Samples of one execution (compaction, sub-agents) share `rollout_id`.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from treewise.data.escape import shown
+from treewise.data.importers.common import Context, Placed, Record, integers, numbers, only_dicts, token_row
+from treewise.errors import DataError
+
+
+def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """Rows of samples, in order."""
+    for record in records:
+        if "samples" in record.value:
+            for number, sample in enumerate(only_dicts(record.value["samples"], "samples", record.place)):
+                yield from _sample(Placed(f"{record.place}: samples[{number}]", sample), context)
+        else:
+            yield from _sample(record, context)
+
+
+def _sample(record: Placed, context: Context) -> Iterator[Record]:
+    value, place = record.value, record.place
+    if value.get("remove_sample"):
+        context.leave_out(place, "remove_sample is set")
+        return
+    if value.get("multimodal_inputs"):
+        raise DataError(f"{place}: the sample has images or the like, which treewise cannot train.")
+    ids = integers(value.get("tokens"), "tokens", place)
+    length = value.get("response_length")
+    if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(ids):
+        raise DataError(f"{place}: response_length {shown(length)} does not fit {len(ids)} tokens.")
+    before = [0.0] * (len(ids) - length)
+    given = value.get("loss_mask")
+    mask = [1.0] * length if given is None else numbers(given, "loss_mask", length, place)
+    streams = {}
+    for ours, theirs in (("sampler_logprobs", "rollout_log_probs"), ("teacher_logprobs", "teacher_log_probs")):
+        if value.get(theirs) is not None and len(value[theirs]):
+            streams[ours] = before + numbers(value[theirs], theirs, length, place)
+    if streams.pop("teacher_logprobs", None) is not None:
+        context.warn("teacher_log_probs are not imported: compute reference log-probs with --reference")
+    rollout = value.get("rollout_id")
+    yield from token_row(
+        context,
+        place,
+        ids,
+        before + mask,
+        **streams,
+        group=value.get("group_index"),
+        rollout=value.get("index") if rollout is None else rollout,
+        reward=context.reward(value.get("reward"), place),
+    )

@@ -1,0 +1,57 @@
+"""Dumps written by `torch.save`, read without running anything that they hold.
+
+The one place of the data layer that imports torch, and only when such a file is named.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from treewise.errors import DataError
+
+SUFFIXES = (".pt", ".pth")
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, tensors as lists: one mapping, or a list of them.
+
+    Raises:
+        DataError: the file is damaged, or holds Python objects, which are never unpickled.
+    """
+    import pickle
+
+    import torch
+
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
+        what = lines[0].split(" was not an allowed")[0] if lines else "Python objects"
+        raise DataError(
+            f"{path}: holds more than tensors, numbers, text, lists and mappings ({what}), and such files can run any "
+            "code when they are opened. Where you trust it, open it where it was made and save plain values: "
+            "torch.save of mappings of tensors and lists, or one JSON object per line."
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: no file of torch.save, or a damaged one ({first}).") from None
+    records = plain(value)
+    if isinstance(records, dict):
+        return [records]
+    if isinstance(records, list) and records and all(isinstance(each, dict) for each in records):
+        return records
+    raise DataError(f"{path}: must hold a mapping or a list of mappings, found {type(value).__name__}.")
+
+
+def plain(value: Any) -> Any:
+    """Tensors as lists, whatever they lie in."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            return [part.tolist() for part in value.unbind()]
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value

@@ -1,0 +1,104 @@
+"""TRL: prompts, completions and rewards, with token ids or as text.
+
+Read from the public sources of huggingface/trl (`trainer/grpo_trainer.py`): what a `rollout_func` returns
+(`prompt_ids`, `completion_ids`, `logprobs`, optional `env_mask`), one sample per line or in columns; and the logged
+`completions/completions_N.parquet` (`prompt`, `completion`, one column per reward function, `advantage`), which is
+text without special tokens.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from treewise.data.importers.common import Context, Placed, Record, integers, numbers, text_row, token_row
+from treewise.errors import DataError
+
+MASKS = ("env_mask", "tool_mask", "completion_mask")
+REWARDS = ("reward", "rewards")
+ADVANTAGES = ("advantage", "advantages")
+
+
+def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """Rows of samples, in order."""
+    for record in records:
+        ids = record.value.get("completion_ids")
+        if isinstance(ids, list) and ids and isinstance(ids[0], list):
+            yield from _columns(record, context)
+        elif ids is not None:
+            yield from _sample(record.value, record.place, context)
+        else:
+            yield _text(record.value, record.place, context)
+
+
+def _columns(record: Placed, context: Context) -> Iterator[Record]:
+    count = len(record.value["completion_ids"])
+    for name, column in record.value.items():
+        if isinstance(column, list) and len(column) != count:
+            raise DataError(f"{record.place}: {len(column)} {name} for {count} completions.")
+    for number in range(count):
+        one = {name: column[number] if isinstance(column, list) else column for name, column in record.value.items()}
+        yield from _sample(one, f"{record.place}: sample {number}", context)
+
+
+def _sample(value: Record, place: str, context: Context) -> Iterator[Record]:
+    prompt = integers(value.get("prompt_ids"), "prompt_ids", place)
+    completion = integers(value.get("completion_ids"), "completion_ids", place)
+    before = [0.0] * len(prompt)
+    mask = _first(value, MASKS)
+    weights = [1.0] * len(completion) if mask is None else numbers(mask, "env_mask", len(completion), place)
+    logprobs = _sampled(value, completion, place)
+    streams: dict[str, Any] = {}
+    if logprobs:
+        streams["sampler_logprobs"] = before + numbers(logprobs, "logprobs", len(completion), place)
+    for ours, theirs in (("old_logprobs", "old_per_token_logps"), ("ref_logprobs", "ref_per_token_logps")):
+        if value.get(theirs) is not None:
+            streams[ours] = before + numbers(value[theirs], theirs, len(completion), place)
+    labels = _labels(value, place, context)
+    if isinstance(labels["advantages"], list):
+        labels["advantages"] = before + numbers(labels["advantages"], "advantages", len(completion), place)
+    yield from token_row(context, place, [*prompt, *completion], before + weights, **streams, **labels)
+
+
+def _sampled(value: Record, completion: list[int], place: str) -> Any:
+    """Log-probs of the sampled tokens, out of several per token where the engine gave its top k."""
+    logprobs, names = value.get("logprobs"), value.get("logprob_token_ids")
+    if not (isinstance(logprobs, list) and logprobs and isinstance(logprobs[0], list)):
+        return logprobs
+    if not isinstance(names, list) or len(names) != len(logprobs) or len(logprobs) != len(completion):
+        raise DataError(f"{place}: several logprobs per token need logprob_token_ids of the same shape.")
+    found = []
+    for position, (token, own, given) in enumerate(zip(completion, names, logprobs, strict=True)):
+        if token not in own:
+            raise DataError(f"{place}: token {position} ({token}) is not among its logprob_token_ids.")
+        found.append(given[own.index(token)])
+    return found
+
+
+def _text(value: Record, place: str, context: Context) -> Record:
+    for name in ("prompt", "completion"):
+        if not isinstance(value.get(name), str | list):
+            raise DataError(f"{place}: {name} must be text or a list of messages.")
+    context.warn(
+        "TRL's logged completions are text without special tokens; they are tokenised anew, with an end token added"
+    )
+    return text_row(place, prompt=value["prompt"], completion=value["completion"], **_labels(value, place, context))
+
+
+def _labels(value: Record, place: str, context: Context) -> Record:
+    reward = value if context.reward_field else _first(value, REWARDS)
+    if isinstance(reward, list) and len(reward) == 1:
+        reward = reward[0]
+    if isinstance(reward, list):
+        raise DataError(f"{place}: {len(reward)} rewards; give one per sample, or a mapping and --reward NAME.")
+    advantage = _first(value, ADVANTAGES)
+    return {
+        "reward": context.reward(reward, place),
+        "advantages": context.reward(advantage, f"{place}: advantage")
+        if not isinstance(advantage, list)
+        else advantage,
+        "group": value.get("group"),
+        "rollout": value.get("rollout"),
+    }
+
+
+def _first(value: Record, names: tuple[str, ...]) -> Any:
+    return next((value[name] for name in names if value.get(name) is not None), None)
