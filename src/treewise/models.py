@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from treewise import recurrent
 from treewise.attention import install
 from treewise.errors import UnsupportedModelError
 from treewise.logprobs import Head
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-# Parameters that only recurrent layers have (Mamba's and the gated delta net's decay).
-_RECURRENT_PARAMETERS = ("A_log", "dt_bias")
+# What configurations call layers with a recurrence or a convolution, alone or beside attention.
+RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
 _HELP = "Supported models: docs/models.md."
 
 
@@ -63,6 +64,7 @@ def take_apart(model: nn.Module) -> ModelParts:
             f"{name} asks for its routing loss (output_router_logits=True), which is not supported yet; turn it off."
         )
     install(_attention_configs(decoder))
+    recurrent.install(decoder)
     return ModelParts(model, decoder, output, _logit_scale(base.config), _softcap(base.config))
 
 
@@ -116,21 +118,13 @@ def _find_decoder(base: PreTrainedModel) -> PreTrainedModel:
 
 def _refuse_layers(decoder: PreTrainedModel, name: str) -> None:
     config = decoder.config
+    has_mixers = bool(recurrent.kinds_of(decoder))
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in ATTENTION_LAYERS:
+        if kind not in ATTENTION_LAYERS and not (kind in RECURRENT_LAYERS and has_mixers):
             raise UnsupportedModelError(
                 f"{name} layer {index} is a {kind!r} layer, which cannot follow a tree yet. {_HELP}"
             )
-    for path, module in decoder.named_modules():
-        if isinstance(module, nn.Conv1d):
-            raise UnsupportedModelError(
-                f"{name}.{path} is a convolution over tokens, which cannot follow a tree. {_HELP}"
-            )
-    for path, _ in decoder.named_parameters():
-        if path.rsplit(".", 1)[-1] in _RECURRENT_PARAMETERS:
-            raise UnsupportedModelError(
-                f"{name}.{path} belongs to a recurrent layer, which cannot follow a tree. {_HELP}"
-            )
+    recurrent.refuse_unknown(decoder, name)
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise UnsupportedModelError(f"{name} uses ALiBi, whose bias depends on the place in memory. {_HELP}")
     if not decoder._can_set_attn_implementation():

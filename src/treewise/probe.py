@@ -16,6 +16,7 @@ from treewise.layout import lay_out
 from treewise.logprobs import edge_logprobs
 from treewise.models import ModelParts
 from treewise.planner import plan
+from treewise.recurrent import TreeRows
 from treewise.trajectory import Trajectory
 
 # Largest difference of a log-prob between the tree and the model's own forward; in low precision the mean difference,
@@ -53,8 +54,9 @@ def _hidden(
     """[12, M] hidden rows of trunk, left branch and right branch."""
     branches = [Trajectory(np.concatenate([trunk, branch])) for branch in (left, right)]
     forest = Forest.from_trajectories(branches)
-    layout = lay_out(plan(forest), 0)
-    context = TreeContext(TreeMask.from_layout(layout), impl, may_fall_back)
+    run = plan(forest)
+    layout = lay_out(run, 0)
+    context = TreeContext(TreeMask.from_layout(layout), impl, may_fall_back, rows=TreeRows(run, 0, layout))
     hidden = decoder_rows(parts, layout.token_ids, layout.depth, context)
     order = np.concatenate([forest.paths[0], forest.paths[1][4:]])
     return hidden[torch.as_tensor(order, device=hidden.device)]

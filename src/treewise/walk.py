@@ -16,6 +16,7 @@ from treewise.layout import Edges, Layout, edges_of, lay_out
 from treewise.models import ModelParts
 from treewise.planner import BACKWARD, FORWARD, HOLD, Plan
 from treewise.probe import decoder_rows
+from treewise.recurrent import TreeRows
 
 LossOf = Callable[[int, torch.Tensor], torch.Tensor | None]
 
@@ -45,6 +46,7 @@ class Walk:
         self.parts, self.plan, self.offload = parts, plan, offload
         self.impl, self.may_fall_back = impl, may_fall_back
         self._layouts: dict[int, tuple[Layout, TreeMask]] = {}
+        self._tree_rows: dict[int, TreeRows] = {}
         self._gateways: dict[int, Gateway] = {}
         self._held: dict[int, torch.Tensor] = {}
 
@@ -109,7 +111,8 @@ class Walk:
         if writes is None and self.plan.micro_batches[number].is_open:
             injects = self._gateways[number]
         reads = tuple(self._read(above, rows) for above, rows in layout.gateway)
-        context = TreeContext(mask, self.impl, self.may_fall_back, reads, writes, injects)
+        tree_rows = self._tree_rows.setdefault(number, TreeRows(self.plan, number, layout))
+        context = TreeContext(mask, self.impl, self.may_fall_back, reads, writes, injects, tree_rows)
         return decoder_rows(self.parts, layout.token_ids, layout.depth, context)
 
     def _read(self, above: int, rows: np.ndarray) -> GatewayRead:
@@ -127,6 +130,7 @@ class Walk:
     def _close(self, number: int) -> None:
         self._gateways.pop(number, None)
         self._layouts.pop(number, None)
+        self._tree_rows.pop(number, None)
 
 
 def _backward(root: torch.Tensor) -> None:

@@ -1,0 +1,162 @@
+"""Recurrent layers of a model: which there are, which can follow a tree, and how they are made to.
+
+A mixer's class and module stay as they are. The mixer *instance* gets a forward that, when a tree is given, runs the
+class's own forward with its functions over tokens replaced (`kinds.FUNCTIONS`), in a copy of the globals that this
+forward sees; without a tree it is the class's forward, untouched. The tree arrives as the keyword argument `treewise`;
+where a decoder layer keeps it to itself, a hook on that layer lends it to the mixer for the duration of the layer's
+forward, so a recomputation by gradient checkpointing, which calls the layer again with the same arguments, finds it
+again.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from treewise.attention.interface import TreeContext
+from treewise.errors import UnsupportedModelError
+from treewise.recurrent.kinds import FUNCTIONS, KINDS, SINGLE_STEPS
+from treewise.recurrent.place import Place
+
+# Parameters that only recurrent layers have.
+RECURRENT_PARAMETERS = {"A_log", "dt_bias", "time_decay", "recurrent_param", "slope_rate"}
+_HELP = "Supported models: docs/models.md."
+
+
+def supports(module: nn.Module) -> bool:
+    """Whether a module is a recurrent layer (or short convolution) that can follow a tree."""
+    return bool(_functions(module) & KINDS.keys())
+
+
+def kinds_of(model: nn.Module) -> dict[str, str]:
+    """The recurrent layers that can follow a tree: path in the model -> kind, such as `short convolution, Mamba2`."""
+    return {
+        path: ", ".join(KINDS[name] for name in KINDS if name in _functions(module))
+        for path, module in model.named_modules()
+        if supports(module)
+    }
+
+
+def refuse_unknown(model: nn.Module, name: str) -> None:
+    """Raises if a part of the model carries something from token to token in a way that is not known here.
+
+    Raises:
+        UnsupportedModelError: naming the layer.
+    """
+    known = tuple(kinds_of(model))
+    for path, module in model.named_modules():
+        if _is_inside(path, known):
+            continue
+        if isinstance(module, nn.modules.conv._ConvNd):
+            raise UnsupportedModelError(f"{name}.{path} is a convolution that cannot follow a tree yet. {_HELP}")
+        for parameter, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if parameter in RECURRENT_PARAMETERS:
+                raise UnsupportedModelError(
+                    f"{name}.{path} ({type(module).__name__}, with {parameter!r}) is a recurrent layer that cannot "
+                    f"follow a tree yet. {_HELP}"
+                )
+
+
+def install(model: nn.Module) -> None:
+    """Lets the recurrent layers of a model follow the tree that its forward is given; twice changes nothing.
+
+    Raises:
+        UnsupportedModelError: a layer whose forward somebody else has replaced.
+    """
+    modules = dict(model.named_modules())
+    for path in kinds_of(model):
+        mixer = modules[path]
+        mixer.__dict__["_treewise_name"] = path
+        holder = "_old_forward" if "_old_forward" in vars(mixer) else "forward"  # accelerate keeps the forward there
+        current = vars(mixer).get(holder)
+        if getattr(current, "__func__", None) is forward:
+            continue
+        if current is not None and getattr(current, "__func__", None) is not type(mixer).forward:
+            raise UnsupportedModelError(
+                f"{path} ({type(mixer).__name__}) runs a forward that replaces its own, so it cannot follow a tree; "
+                f"load the model without replaced layers (use_kernels=False). {_HELP}"
+            )
+        mixer.__dict__[holder] = MethodType(forward, mixer)
+        layer = modules[path.rpartition(".")[0]]
+        if not vars(layer).get("_treewise_lends"):
+            layer.__dict__["_treewise_lends"] = True
+            layer.register_forward_pre_hook(_lend, with_kwargs=True)
+            layer.register_forward_hook(_take_back, always_call=True)
+
+
+def forward(self: nn.Module, *args: Any, treewise: TreeContext | None = None, **kwargs: Any) -> Any:
+    """The forward of a mixer that may be given a tree."""
+    context = treewise if treewise is not None else vars(self).get("_treewise_lent")
+    own = type(self).forward
+    if context is None:
+        return own(self, *args, **kwargs)
+    if context.rows is None:
+        raise UnsupportedModelError(
+            f"{type(self).__name__} is recurrent, and this tree was laid out without row segments."
+        )
+    return _on_tree(own, context, vars(self)["_treewise_name"])(self, *args, **kwargs)
+
+
+def _on_tree(function: Callable[..., Any], context: TreeContext, path: str) -> Callable[..., Any]:
+    """A forward that computes the tree of `context`: the same code, other functions behind the names in it."""
+    calls: Counter[str] = Counter()
+
+    def stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_tree(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            place = Place(context, f"{path}:{name}" + (f":{calls[name]}" if calls[name] > 1 else ""))
+            return FUNCTIONS[name](place, original, *args, **kwargs)
+
+        return on_tree
+
+    return _with_globals(function, stand_in)
+
+
+def _with_globals(function: Any, stand_in: Callable[[str, Callable[..., Any]], Any]) -> Any:
+    """A copy of a function (and of functions that it wraps) for which the known names mean something else."""
+    own = function.__globals__
+    replaced = {name: stand_in(name, own[name]) for name in function.__code__.co_names if name in FUNCTIONS}
+    cells = tuple(
+        CellType(_with_globals(cell.cell_contents, stand_in)) if isinstance(_content(cell), FunctionType) else cell
+        for cell in function.__closure__ or ()
+    )
+    copy = FunctionType(function.__code__, {**own, **replaced}, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _functions(module: nn.Module) -> set[str]:
+    """Names of known functions over tokens that a module's own forward calls."""
+    function = inspect.unwrap(type(module).forward)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return set()
+    return {name for name in code.co_names if name in FUNCTIONS or name in SINGLE_STEPS} & function.__globals__.keys()
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _lend(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for mixer in _mixers_in(layer):
+        mixer.__dict__["_treewise_lent"] = kwargs.get("treewise")
+
+
+def _take_back(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    for mixer in _mixers_in(layer):
+        mixer.__dict__["_treewise_lent"] = None
+
+
+def _mixers_in(layer: nn.Module) -> Iterator[nn.Module]:
+    return (child for child in layer.children() if "_treewise_name" in vars(child))
+
+
+def _is_inside(path: str, known: tuple[str, ...]) -> bool:
+    return any(path == each or path.startswith(each + ".") for each in known)
