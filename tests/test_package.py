@@ -53,5 +53,5 @@ def test_public_names():
         "VerificationError",
     }
     others = {"Forest", "Plan", "SFT", "Trajectory", "TreeEngine", "TreeTrainer", "TreeTrainingArguments"}
-    assert set(treewise.__all__) == errors | others | {"plan", "verify"}
+    assert set(treewise.__all__) == errors | others | {"plan", "share_prefixes", "verify"}
     assert all(getattr(treewise, name) is not None for name in treewise.__all__)

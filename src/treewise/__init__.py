@@ -23,6 +23,7 @@ from treewise.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from treewise.engine import TreeEngine
+    from treewise.integrations import share_prefixes
     from treewise.objectives import SFT
     from treewise.trainer import TreeTrainer, TreeTrainingArguments
     from treewise.verification import verify
@@ -34,6 +35,7 @@ _LAZY = {
     "TreeEngine": "treewise.engine",
     "TreeTrainer": "treewise.trainer",
     "TreeTrainingArguments": "treewise.trainer",
+    "share_prefixes": "treewise.integrations",
     "verify": "treewise.verification",
 }
 
@@ -55,6 +57,7 @@ __all__ = [
     "UnsupportedModelError",
     "VerificationError",
     "plan",
+    "share_prefixes",
     "verify",
 ]
 
