@@ -38,3 +38,9 @@ class NonFiniteError(TreewiseError, FloatingPointError):
 
 class CheckpointError(TreewiseError, RuntimeError):
     """A checkpoint that is missing, incomplete or made by a different run."""
+
+
+class StoppedError(TreewiseError, InterruptedError):
+    """A run that a signal ended, after it was saved. `exit_code` is 128 plus the signal's number, as shells have it."""
+
+    exit_code: int = 130

@@ -1,15 +1,22 @@
 """A checkpoint is complete or none, belongs to one run, and a resumed run is the uninterrupted one, bit for bit."""
 
+import errno
 import json
+import os
+import resource
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
+from families import tiny_model as family_model
 from trainer.helpers import losses, some_trees, tiny_model
 from treewise.errors import CheckpointError
 from treewise.trainer import TreeTrainer
 from treewise.trainer import checkpoint as seals
+from treewise.trainer.plain import to_plain
 
 
 def state_of(trainer):
@@ -127,13 +134,14 @@ def test_nothing_to_resume_from_is_an_error(make_trainer, trees, tmp_path):
 
 def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, trees, monkeypatch):
     seen = []
-    write = seals.write_seal
+    publish = seals.publish
 
     def watched(folder, facts):
+        published = publish(folder, facts)
         seen.append([path.name for path in seals.checkpoints(folder.parent)])
-        write(folder, facts)
+        return published
 
-    monkeypatch.setattr(seals, "write_seal", watched)
+    monkeypatch.setattr(seals, "publish", watched)
     kept = saved_run(make_trainer, trees, save_total_limit=1)
     assert seen[-1] == ["checkpoint-3", "checkpoint-4"]
     assert [path.name for path in kept] == ["checkpoint-4"]
@@ -168,3 +176,145 @@ def test_a_model_made_by_a_function_trains(make_trainer, trees, tmp_path):
     trainer = TreeTrainer(args=args, model_init=lambda trial: tiny_model(), train_dataset=trees)
     trainer.train()
     assert len(losses(trainer)) == 2
+
+
+def test_a_checkpoint_holds_safetensors_and_json_alone(make_trainer, trees):
+    *_, last = saved_run(make_trainer, trees)
+    kinds = {path.suffix for path in last.rglob("*") if path.is_file()}
+    assert kinds == {".safetensors", ".json"}
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "optimizer.pt", "random.pkl"])
+def test_a_pickled_file_in_a_checkpoint_is_refused_unread(make_trainer, trees, name):
+    *_, last = saved_run(make_trainer, trees)
+    (last / name).write_bytes(b"cos\nsystem\n(S'echo ran'\ntR.")
+    with pytest.raises(CheckpointError, match="pickled files are never read"):
+        make_trainer(trees).train(resume_from_checkpoint=str(last))
+
+
+@pytest.mark.parametrize("name", ["../outside.json", "link.json"])
+def test_a_seal_that_names_a_file_elsewhere_is_refused(make_trainer, trees, name):
+    *_, last = saved_run(make_trainer, trees)
+    (last.parent / "outside.json").write_text("{}")
+    (last / "link.json").symlink_to(last.parent / "outside.json")
+    seal = json.loads((last / "treewise.json").read_text())
+    seal["files"][name] = seals._identity(last.parent / "outside.json")
+    (last / "treewise.json").write_text(json.dumps(seal))
+    with pytest.raises(CheckpointError, match="not a file of the checkpoint"):
+        seals.read_seal(last)
+
+
+def test_another_model_is_refused_by_name(make_trainer, trees):
+    *_, last = saved_run(make_trainer, trees)
+    other = tiny_model()
+    other.resize_token_embeddings(64)
+    with pytest.raises(CheckpointError, match=r"made with the model LlamaForCausalLM of .* now LlamaForCausalLM of"):
+        make_trainer(trees, model=other).train(resume_from_checkpoint=str(last))
+
+
+def test_a_finished_run_resumes_to_its_end_and_trains_no_step_more(make_trainer, trees):
+    *_, last = saved_run(make_trainer, trees, max_steps=5)  # in the middle of the second epoch
+    trainer = make_trainer(trees, model=tiny_model(seed=9), max_steps=5)
+    assert trainer.train(resume_from_checkpoint=str(last)).global_step == 5
+    for name, value in AutoModelForCausalLM.from_pretrained(last).state_dict().items():
+        assert torch.equal(value, trainer.model.state_dict()[name])
+
+
+def test_a_checkpoint_without_its_optimizer_is_refused(make_trainer, trees):
+    *_, last = saved_run(make_trainer, trees, save_only_model=True)
+    with pytest.raises(CheckpointError, match="without its optimizer"):
+        make_trainer(trees, max_steps=9).train(resume_from_checkpoint=str(last))
+
+
+def test_an_optimizer_of_other_parameters_is_refused(make_trainer, trees):
+    *_, last = saved_run(make_trainer, trees)
+    frozen = tiny_model()
+    trainer = make_trainer(trees, model=frozen, max_steps=9)
+    frozen.lm_head.weight.requires_grad_(False)  # after the fingerprint was taken
+    with pytest.raises(CheckpointError, match="trained other parameters"):
+        trainer.train(resume_from_checkpoint=str(last))
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor", "adagrad", "rmsprop"])
+def test_every_optimizer_resumes_bit_for_bit(make_trainer, optim):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": optim}
+    whole = make_trainer(some_trees(), folder="whole", **settings)
+    whole.train()
+    resumed = make_trainer(some_trees(), model=tiny_model(seed=9), folder="resumed", **settings)
+    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
+    assert losses(whole) == losses(resumed)
+    for left, right in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+# Experts are saved one by one and held as one tensor: transformers' own resume would leave them as they are.
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma"])
+def test_models_that_are_saved_under_other_names_resume_bit_for_bit(make_trainer, family):
+    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(some_trees(), model=family_model(family), folder="whole", **settings)
+    whole.train()
+    fresh = family_model(family)
+    for parameter in fresh.parameters():
+        torch.nn.init.normal_(parameter)
+    resumed = make_trainer(some_trees(), model=fresh, folder="resumed", **settings)
+    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
+    for left, right in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("failing", ["mkdir", "full", "read back"])
+def test_a_disk_that_refuses_is_a_clear_error_and_harms_nothing(make_trainer, trees, monkeypatch, failing):
+    *_, last = saved_run(make_trainer, trees, max_steps=2)
+    before = {path: path.read_bytes() for path in last.rglob("*") if path.is_file()}
+    trainer = make_trainer(trees, max_steps=4, save_strategy="steps", save_steps=3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if failing == "mkdir":
+        monkeypatch.setattr(Path, "mkdir", raises_on_saving(Path.mkdir))
+    elif failing == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    else:
+        monkeypatch.setattr(seals, "safe_open", reads_damaged)
+    try:
+        with pytest.raises(CheckpointError, match=r"step 3 could not be saved .*it takes .* MiB, .* free\. Earlier"):
+            trainer.train(resume_from_checkpoint=str(last))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert before == {path: path.read_bytes() for path in last.rglob("*") if path.is_file()}
+    assert sorted(path.name for path in last.parent.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+
+
+def raises_on_saving(mkdir):
+    def refuse(path, *args, **kwargs):
+        if path.name.endswith(".saving"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        mkdir(path, *args, **kwargs)
+
+    return refuse
+
+
+def reads_damaged(path, **kwargs):
+    raise SafetensorError("header too short")
+
+
+def test_a_failed_save_may_be_survived(make_trainer, trees, monkeypatch, caplog):
+    monkeypatch.setattr(Path, "mkdir", raises_on_saving(Path.mkdir))
+    trainer = make_trainer(trees, max_steps=3, save_strategy="steps", save_steps=2, on_save_failure="continue")
+    trainer.train()
+    assert len(losses(trainer)) == 3
+    assert "Read-only file system" in caplog.text
+
+
+def test_an_optimizer_state_that_needs_pickle_is_refused():
+    with pytest.raises(CheckpointError, match="weird is a object, which cannot be saved without pickle"):
+        to_plain({"weird": object()})
+
+
+def test_prune_keeps_the_newest_complete_checkpoint_and_the_best(tmp_path):
+    for step in range(1, 7):
+        folder = seals.new_folder(tmp_path, step)
+        (folder / "a.json").write_text("{}")
+        seals.publish(folder, {"step": step})
+    for step in (5, 6):
+        (tmp_path / f"checkpoint-{step}" / seals.SEAL).unlink()  # torn by an earlier version
+    seals.prune(tmp_path, 1, keep=str(tmp_path / "checkpoint-2"))
+    assert [path.name for path in seals.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]

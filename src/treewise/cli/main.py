@@ -1,6 +1,7 @@
 """The dispatcher: one module per command, imported only when it is asked for.
 
-Exit codes: 0, 1 where a verification failed, 2 for an error that treewise explains, 130 when interrupted.
+Exit codes: 0, 1 where a verification failed, 2 for an error that treewise explains, 3 where another process of the run
+failed, 130 and 143 when SIGINT or SIGTERM ended it (a training run is saved first).
 """
 
 import argparse
@@ -9,16 +10,19 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from types import ModuleType
 
 import treewise
-from treewise.errors import ConfigError, TreewiseError, VerificationError
+from treewise.errors import ConfigError, StoppedError, TreewiseError, VerificationError
 
 COMMANDS = {
     "train": "fine-tune a model on trees of trajectories",
+    "import": "rollouts of other training stacks, and recorded agent logs, to rows",
     "inspect": "what the data holds, and what training on trees can gain on it",
     "plan": "how trees are cut into micro-batches",
     "verify": "flat against tree on your own model and rows",
 }
+MODULES = {"import": "import_"}  # where a command's name cannot be a module's
 INTERRUPTED = 130
 
 
@@ -33,13 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         args = _parse(parser, name, words)
-        return int(import_module(f"treewise.cli.{name}").run(args))
+        return int(_module(name).run(args))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output is gone, as after `| head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lives until the process ends
         return 0
+    except StoppedError as error:
+        if str(error):
+            print(error, file=sys.stderr)
+        return error.exit_code
     except TreewiseError as error:
         if _wants_traceback(words):
             raise
@@ -60,7 +68,7 @@ def _parser(name: str | None) -> argparse.ArgumentParser:
         command = commands.add_parser(each, help=summary, description=summary[0].upper() + summary[1:] + ".")
         command.allow_abbrev = False  # `--lear 1` would be a guess
         if each == name:
-            import_module(f"treewise.cli.{each}").add_arguments(command)
+            _module(each).add_arguments(command)
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
@@ -79,6 +87,10 @@ def _parse(parser: argparse.ArgumentParser, name: str, words: list[str]) -> argp
         hint = f" Did you mean {near[0]!r}?" if near else f" See treewise {name} --help."
         raise ConfigError(f"unknown argument {rest[0]!r}.{hint}")
     return args
+
+
+def _module(name: str) -> ModuleType:
+    return import_module(f"treewise.cli.{MODULES.get(name, name)}")
 
 
 def _actions(parser: argparse.ArgumentParser, name: str) -> list[argparse.Action]:

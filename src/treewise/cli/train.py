@@ -5,11 +5,12 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli.config import RunConfig, differences, read_config, resolved_text
-from treewise.errors import ConfigError
+from treewise.errors import CheckpointError, ConfigError, StoppedError
 
 if TYPE_CHECKING:
     from treewise.data import TreeDataset
@@ -54,10 +55,19 @@ def run(args: argparse.Namespace) -> int:
         dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     if args.dry_run:
         return _dry_run(arguments, model, train_data)
-    resume_from = _checkpoint(folder, args.resume)
-    if _is_first_rank():
+    from treewise.trainer import ranks
+    from treewise.trainer.lock import RunLock
+
+    def begin(stack: ExitStack) -> str | bool | None:
+        stack.enter_context(RunLock(folder))
+        _check_folder(folder, args.resume, args.overwrite)  # again: another run may have been faster
+        resume_from = _checkpoint(folder, args.resume)
         _write_resolved(folder, config, arguments, args.overwrite, resume_from is not None)
-    _train(arguments, model, tokenizer, train_data, eval_data, resume_from, _command(args))
+        return resume_from
+
+    with ExitStack() as stack:
+        resume_from = ranks.on_first_rank(lambda: begin(stack))
+        _train(arguments, model, tokenizer, train_data, eval_data, resume_from, _command(args))
     return 0
 
 
@@ -161,7 +171,7 @@ def _train(
     tokenizer: Any,
     train_data: "TreeDataset",
     eval_data: "TreeDataset | None",
-    resume_from: str | None,
+    resume_from: str | bool | None,
     command: str,
 ) -> None:
     import torch
@@ -178,6 +188,11 @@ def _train(
         raise ConfigError(f"report_to: {error}") from error
     try:
         trainer.train(resume_from_checkpoint=resume_from)
+    except StoppedError as error:
+        if _is_first_rank():
+            print(f"{error} Go on with: {command} --resume", file=sys.stderr)
+        error.args = ()  # all is said
+        raise
     except KeyboardInterrupt:
         print(f"stopped at step {trainer.state.global_step}; go on with: {command} --resume", file=sys.stderr)
         raise
@@ -212,7 +227,8 @@ def _check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
         )
 
 
-def _checkpoint(folder: Path, resume: str | None) -> str | None:
+def _checkpoint(folder: Path, resume: str | None) -> str | bool | None:
+    """What to resume from: a path, True for the newest complete checkpoint, or None."""
     from treewise.trainer import checkpoint as seals
 
     if resume is None:
@@ -220,14 +236,15 @@ def _checkpoint(folder: Path, resume: str | None) -> str | None:
     if resume != "newest":
         if resume.endswith((".yaml", ".yml")):
             raise ConfigError(f"--resume {resume}: CONFIG.yaml comes first, then --resume.")
-        seals.read_seal(Path(resume))
+        if not Path(resume).is_dir():
+            raise CheckpointError(f"{resume}: no such checkpoint.")
         return resume
-    found, passed_over = seals.newest(folder)
-    if _is_first_rank():
-        for reason in passed_over:
-            print(f"passed over: {reason}", file=sys.stderr)
-        print(f"resuming from {found}" if found else f"no complete checkpoint in {folder}: starting from step 0")
-    return None if found is None else str(found)
+    for line in seals.recover(folder):
+        print(line, file=sys.stderr)
+    if seals.checkpoints(folder):
+        return True
+    print(f"no complete checkpoint in {folder}: starting from step 0")
+    return None
 
 
 def _write_resolved(
@@ -238,6 +255,7 @@ def _write_resolved(
     resolved = folder / RESOLVED
     try:
         if overwrite:
+            seals.recover(folder)
             for path in seals.checkpoints(folder):
                 shutil.rmtree(path)
             for path in (resolved, folder / FINISHED):

@@ -23,8 +23,10 @@ _REFUSED = {
     "average_tokens_across_devices": "the loss is always the mean over the whole step, on all ranks; leave it on.",
     "fsdp": "sharded parameters are not supported yet; use data-parallel ranks, or one process.",
     "deepspeed": "sharded parameters are not supported yet; use data-parallel ranks, or one process.",
+    "enable_jit_checkpoint": "a run is always saved at SIGTERM and SIGINT; leave it off.",
     "parallelism_config": "tensor and context parallelism are not supported yet.",
 }
+_CHOICES = {"nonfinite": ("stop", "skip"), "on_save_failure": ("stop", "continue")}
 _SAMPLING = ("random", "sequential")
 
 
@@ -45,6 +47,11 @@ class TreeTrainingArguments(TrainingArguments):
         constant: the divisor of `normalization="constant"`.
         merge_across_trees: compute prefixes that trees of one batch have in common (system prompts) once. Changes no
             loss; has no effect with `weighting="once"`, where a token counts once per tree.
+        nonfinite: what follows a loss or gradient that is not finite: `stop`, or `skip` the update. Its trees are named
+            and written to `nonfinite.jsonl` in the run's folder.
+        max_skipped_steps: updates skipped in a row, after which the run stops all the same.
+        spike_factor: a gradient norm beyond this many medians of the last 50 is said, with its trees; 0 for never.
+        on_save_failure: `stop`, or `continue` without the checkpoint, where a disk refuses it.
 
     Raises:
         ConfigError: an unknown value, or a setting of transformers that cannot hold on trees.
@@ -57,6 +64,10 @@ class TreeTrainingArguments(TrainingArguments):
     weighting: str = field(default="per_trajectory", metadata={"help": "per_trajectory or once."})
     normalization: str = field(default="token_mean", metadata={"help": "token_mean, trajectory_mean or constant."})
     constant: float | None = field(default=None, metadata={"help": "The divisor of normalization=constant."})
+    nonfinite: str = field(default="stop", metadata={"help": "stop or skip where a loss or gradient is not finite."})
+    max_skipped_steps: int = field(default=5, metadata={"help": "nonfinite=skip: stop after so many in a row."})
+    spike_factor: float = field(default=10.0, metadata={"help": "Say gradient norms beyond so many medians; 0: never."})
+    on_save_failure: str = field(default="stop", metadata={"help": "stop or continue where a checkpoint fails."})
     merge_across_trees: bool = field(default=True, metadata={"help": "Compute prefixes common to several trees once."})
 
     # Other defaults than transformers'.
@@ -82,6 +93,9 @@ class TreeTrainingArguments(TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose {' or '.join(choices)}.")
         self.objective()
         super().__post_init__()
 

@@ -1,8 +1,10 @@
-"""Checkpoints that can be told from half-written ones, and from those of another run.
+"""Checkpoints that are complete or not there, and that belong to one run.
 
-transformers writes its files straight into `checkpoint-N`. When all are there, a seal is written last: the size and
-SHA-256 of every file, and what the run was (data, seed, trees per step). A folder without a valid seal is not a
-checkpoint, whatever it holds.
+A checkpoint is written aside, in `.checkpoint-N.saving`. When all files are there, each is read back, checked and
+flushed to the disk, and the seal is written: the size and SHA-256 of every file, and what the run was (data, seed,
+trees per step). Then the folder gets its name, in one rename. A process that is killed at any moment leaves either the
+old state or the new one; `recover` clears what is left over. A folder without a valid seal is no checkpoint, whatever
+it holds.
 """
 
 import hashlib
@@ -10,21 +12,29 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from treewise.errors import CheckpointError
 
 SEAL = "treewise.json"
-_FORMAT = 1
+_FORMAT = 2
 _NAME = re.compile(r"checkpoint-(\d+)")
+_ASIDE = re.compile(r"\.checkpoint-(\d+)\.(saving|replaced)")
+# Formats whose reading may run code. Nothing here writes them, so in a checkpoint they are somebody else's.
+_PICKLED = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:
     """Folders `checkpoint-N` of a run, sealed or not, by step."""
     folder = Path(run_dir)
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted((path for path in found if path.is_dir()), key=step_of)
+    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -34,40 +44,162 @@ def step_of(checkpoint: Path) -> int:
     return int(match.group(1))
 
 
-def write_seal(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Marks a checkpoint as complete."""
-    files = {str(path.relative_to(checkpoint)): _identity(path, flush=True) for path in _files(checkpoint)}
-    write_atomically(checkpoint / SEAL, json.dumps({"format": _FORMAT, **facts, "files": files}, indent=1))
+# -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def break_seal(checkpoint: Path) -> None:
-    """Before a checkpoint is written anew: from here on it is incomplete."""
-    (checkpoint / SEAL).unlink(missing_ok=True)
+def new_folder(run_dir: str | Path, step: int) -> Path:
+    """An empty folder, aside, for the files of step `step`."""
+    folder = Path(run_dir) / f".checkpoint-{step}.saving"
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def publish(folder: Path, facts: dict[str, Any]) -> Path:
+    """Seals what `new_folder` holds and gives it its name; returns the checkpoint.
+
+    Raises:
+        CheckpointError: a file that was just written cannot be read back.
+        OSError: the disk refuses.
+    """
+    match = _ASIDE.fullmatch(folder.name)
+    assert match is not None
+    _write_seal(folder, facts)
+    checkpoint = folder.parent / f"checkpoint-{match.group(1)}"
+    replaced = folder.parent / f".{checkpoint.name}.replaced"
+    if checkpoint.exists():
+        # A folder cannot be renamed over another. If this process dies between the two renames, `recover` undoes the
+        # first one.
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        os.rename(checkpoint, replaced)
+    os.rename(folder, checkpoint)
+    _flush_folder(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return checkpoint
+
+
+def recover(run_dir: str | Path) -> list[str]:
+    """Clears what a killed process left aside; one line for each. Only the holder of the run's lock may call."""
+    folder = Path(run_dir)
+    said = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        match = _ASIDE.fullmatch(path.name)
+        if match is None:
+            continue
+        checkpoint = folder / f"checkpoint-{match.group(1)}"
+        if match.group(2) == "replaced" and not checkpoint.exists():
+            os.rename(path, checkpoint)
+            said.append(f"{checkpoint}: restored; the run stopped while it was being replaced")
+        else:
+            shutil.rmtree(path)
+            if match.group(2) == "saving":
+                said.append(f"{checkpoint}: never finished (the run stopped while it was written); removed")
+    return said
+
+
+def prune(run_dir: str | Path, limit: int | None, keep: str | None) -> None:
+    """Removes the oldest checkpoints beyond `limit`, never the newest sealed one nor `keep`. A disk that refuses is no
+    reason to stop a run: what cannot be removed stays.
+    """
+    if not limit or limit < 1:
+        return
+    found = checkpoints(run_dir)
+    sealed = [path for path in found if (path / SEAL).is_file()]
+    needed = {path.resolve() for path in sealed[-1:]} | ({Path(keep).resolve()} if keep else set())
+    for path in found[: max(0, len(found) - limit)]:
+        if path.resolve() not in needed:
+            with suppress(OSError):
+                (path / SEAL).unlink(missing_ok=True)  # first, so that a half-removed folder is no checkpoint
+                shutil.rmtree(path)
+
+
+@contextmanager
+def explained(folder: Path, num_bytes: int) -> Iterator[None]:
+    """Turns the errors of a failed save into a `CheckpointError`, and removes what was written.
+
+    num_bytes: what the checkpoint takes, for the message.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise CheckpointError(
+            f"{folder.parent}: the checkpoint of step {_aside_step(folder)} could not be saved ({reason}); it takes "
+            f"{_size(num_bytes)}, {_room(folder.parent)} free. Earlier checkpoints are untouched."
+        ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The whole file or nothing, also when the machine stops."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+    _flush_folder(path.parent)
+
+
+def _write_seal(folder: Path, facts: dict[str, Any]) -> None:
+    paths = _files(folder)
+    for path in paths:
+        _check_readable(path)
+    with ThreadPoolExecutor(8) as pool:
+        identities = pool.map(lambda path: _identity(path, flush=True), paths)
+        files = {path.relative_to(folder).as_posix(): each for path, each in zip(paths, identities, strict=True)}
+    for parent in {path.parent for path in paths}:
+        _flush_folder(parent)
+    write_atomically(folder / SEAL, json.dumps({"format": _FORMAT, **facts, "files": files}, indent=1))
+
+
+def _check_readable(path: Path) -> None:
+    """A file that was just written, as a reader will find it."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="numpy") as stream:
+                stream.keys()
+        elif path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path.name} reads back damaged ({error}); is the disk full or failing?") from error
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_seal(checkpoint: Path) -> dict[str, Any]:
     """What the checkpoint says of its run, after all of its files were compared with the seal.
 
     Raises:
-        CheckpointError: no checkpoint, one that was not finished, or a file that is missing or damaged; names it.
+        CheckpointError: no checkpoint, one that was not finished, or a file that is missing, damaged, pickled or
+            outside the checkpoint; names it.
     """
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: no such checkpoint.")
     try:
-        seal = json.loads((checkpoint / SEAL).read_text())
-        files = seal["files"]
+        seal = json.loads((checkpoint / SEAL).read_text(encoding="utf-8"))
+        files = dict(seal["files"])
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint}: incomplete (no {SEAL}); the run stopped while it was written.") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{checkpoint / SEAL}: damaged ({error}).") from None
     if seal.get("format") != _FORMAT:
         raise CheckpointError(f"{checkpoint / SEAL}: format {seal.get('format')!r}; this treewise reads {_FORMAT}.")
+    root = checkpoint.resolve()
     for name, expected in files.items():
         path = checkpoint / name
+        if not path.resolve().is_relative_to(root) or path.is_symlink():
+            raise CheckpointError(f"{checkpoint / SEAL}: names {name!r}, which is not a file of the checkpoint.")
         if not path.is_file():
             raise CheckpointError(f"{path}: missing from the checkpoint.")
         if path.stat().st_size != expected["bytes"] or _identity(path) != expected:
             raise CheckpointError(f"{path}: not what was saved (damaged or changed); use an earlier checkpoint.")
+    for path in _files(checkpoint):
+        if path.suffix in _PICKLED:
+            raise CheckpointError(f"{path}: pickled files are never read from a checkpoint, and treewise writes none.")
     return dict(seal)
 
 
@@ -88,7 +220,8 @@ def check_same_run(checkpoint: Path, seal: dict[str, Any], facts: dict[str, Any]
     """Raises unless the steps after this checkpoint would train what an uninterrupted run had trained.
 
     Raises:
-        CheckpointError: other data (both fingerprints are named), another seed or another number of trees per step.
+        CheckpointError: other data (both fingerprints are named), another model, another seed or another number of
+            trees per step.
     """
     for name, now in facts.items():
         then = seal.get(name)
@@ -99,39 +232,22 @@ def check_same_run(checkpoint: Path, seal: dict[str, Any], facts: dict[str, Any]
                 f"{checkpoint} was trained on other data: fingerprint {then}, now {now}. "
                 "Restore the data (same records, same order, same rendering), or start a new run from its weights."
             )
+        if name == "model":
+            raise CheckpointError(f"{checkpoint} was made with the model {then}, now {now}.")
+        hint = ""
+        if name == "trees_per_step":
+            hint = " It is per_device_train_batch_size x gradient_accumulation_steps x processes: change another one."
         raise CheckpointError(
-            f"{checkpoint} was made with {name}={then!r}, now {now!r}; resumed steps would train on other trees."
+            f"{checkpoint} was made with {name}={then!r}, now {now!r}; resumed steps would train on other trees.{hint}"
         )
 
 
-def prune(run_dir: str | Path, limit: int | None, keep: str | None) -> None:
-    """Removes the oldest checkpoints beyond `limit`, never the newest one nor `keep`."""
-    if not limit or limit < 1:
-        return
-    found = checkpoints(run_dir)
-    removable = [path for path in found[:-1] if keep is None or path != Path(keep)]
-    for path in removable[: max(0, len(found) - limit)]:
-        break_seal(path)  # first, so that a half-removed folder is no checkpoint
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The whole file or nothing, also when the machine stops."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def _files(checkpoint: Path) -> list[Path]:
-    return sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != SEAL)
+    found = sorted(path for path in checkpoint.rglob("*") if path.is_file() or path.is_symlink())
+    return [path for path in found if path != checkpoint / SEAL]
 
 
 def _identity(path: Path, flush: bool = False) -> dict[str, Any]:
@@ -139,3 +255,31 @@ def _identity(path: Path, flush: bool = False) -> dict[str, Any]:
         if flush:
             os.fsync(stream.fileno())
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _flush_folder(path: Path) -> None:
+    """Makes the names in a folder durable, where the system can."""
+    with suppress(PermissionError, NotADirectoryError):  # Windows opens no folders
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _aside_step(folder: Path) -> str:
+    match = _ASIDE.fullmatch(folder.name)
+    return match.group(1) if match else "?"
+
+
+def _room(folder: Path) -> str:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return _size(shutil.disk_usage(folder).free)
+    except OSError:
+        return "an unknown number of bytes"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"

@@ -10,27 +10,37 @@ by DistributedDataParallel, which hands rank 0's parameters to all; its gradient
 the decoder and not the wrapper.
 """
 
+import logging
 import math
+import signal
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from treewise.budget import AUTO
-from treewise.engine import StepOutput, TreeEngine
-from treewise.errors import CheckpointError, ConfigError, NonFiniteError
+from treewise.engine import TreeEngine
+from treewise.errors import CheckpointError, ConfigError, DataError, StoppedError
 from treewise.forest import Forest
 from treewise.objectives import SFT, SeparableObjective
 from treewise.trainer import checkpoint as seals
+from treewise.trainer import ranks, saving, states
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import DataFacts, TreeLoader, TreeSampler, survey
-from treewise.trainer.describe import describe, make_sampler, steps_per_epoch
+from treewise.trainer.describe import describe, make_sampler, num_optimizer_steps, steps_per_epoch
+from treewise.trainer.faults import Faults, drop_gradients, sources, unsound
+from treewise.trainer.lock import RunLock
+from treewise.trainer.stop import StepAbandoned, StopSignals
+from treewise.trainer.throughput import Throughput
+from treewise.trainer.watch import RankWatch
+
+logger = logging.getLogger("treewise")
 
 
 class TreeTrainer(Trainer):
@@ -73,9 +83,13 @@ class TreeTrainer(Trainer):
                 raise ConfigError(f"{name} is empty.")
         self.objective: SeparableObjective = objective or args.objective()
         self._engine: TreeEngine | None = None
-        self._throughput = _Throughput()
+        self._throughput = Throughput()
         self._facts: DataFacts | None = None
-        self._sources: list[str] = []
+        self._faults = Faults(args.nonfinite, args.max_skipped_steps, args.spike_factor, self._aside(args))
+        self._signals = StopSignals(may_abandon=args.world_size == 1)
+        self._forests: list[Forest] = []  # of the step at hand, on this rank
+        self._is_loss_finite = True
+        self._saved_step = 0
         self._resumed_step = 0
         self._resumed_budget: int | None = None
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
@@ -86,11 +100,12 @@ class TreeTrainer(Trainer):
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             model_init=model_init,
-            callbacks=[self._throughput, *(callbacks or [])],
+            callbacks=[self._throughput, _StopAtStepEnd(self), *(callbacks or [])],
             optimizers=optimizers,
         )
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
+        self._model_facts = saving.fingerprint(self.model) if self.model is not None else ""
         _ = self.engine
 
     @property
@@ -156,12 +171,18 @@ class TreeTrainer(Trainer):
         """The batches of one optimizer step, and what its sum of token losses is divided by, on all ranks."""
         self._throughput.start()
         batches = list(islice(epoch_iterator, num_batches))
-        return batches, self._denominator([forest for batch in batches for forest in batch], self.objective)
+        self._forests, self._is_loss_finite = [forest for batch in batches for forest in batch], True
+        return batches, self._denominator(self._forests, self.objective)
 
     def _denominator(self, forests: list[Forest], objective: SeparableObjective) -> float:
         if isinstance(objective, SFT) and objective.constant is not None:
             return objective.constant
         (total,) = self._sum_over_ranks(math.fsum(objective.denominator(forest) for forest in forests))
+        if not total > 0:
+            raise DataError(
+                f"step {self.state.global_step + 1} has no trained token; leave these trees out: "
+                f"{', '.join(sources(forests)) or 'unnamed'}."
+            )
         return total
 
     # -- computing --------------------------------------------------------------------------------------------------
@@ -173,19 +194,23 @@ class TreeTrainer(Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        loss = 0.0
-        if inputs:
-            denominator = (
-                self._denominator(inputs, self.objective) if num_items_in_batch is None else num_items_in_batch
-            )
-            with self.accelerator.autocast():
-                out = self.engine.step(inputs, self.objective, denominator=denominator)
-            self._throughput.add(out)
-            loss = out.loss
-        self._sources = _sources(inputs)
+        with self._signals.computing():
+            loss = self._compute(inputs, num_items_in_batch)
+        self._is_loss_finite &= math.isfinite(loss)
         if self.args.world_size > 1 and self.accelerator.sync_gradients:
             self._sum_gradients()
         return torch.tensor(loss * self.args.world_size, device=self.args.device)
+
+    def _compute(self, inputs: list[Forest], denominator: float | None) -> float:
+        trained = [forest for forest in inputs if self.objective.denominator(forest) > 0]
+        if not trained:
+            return 0.0
+        if denominator is None:
+            denominator = self._denominator(inputs, self.objective)
+        with self.accelerator.autocast():
+            out = self.engine.step(trained, self.objective, denominator=denominator)
+        self._throughput.add(out)
+        return out.loss
 
     def _sum_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -197,13 +222,17 @@ class TreeTrainer(Trainer):
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The last look at the gradients before the optimizer takes them."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if not math.isfinite(float(norm)):
-            trees = f" Last batch: {', '.join(self._sources)}." if self._sources else ""
-            raise NonFiniteError(
-                f"the gradient of step {self.state.global_step + 1} is not finite; it was not applied."
-                f"{trees} Lower learning_rate, or look at these records."
-            )
+        (num_faulty,) = self._sum_over_ranks(float(not (self._is_loss_finite and math.isfinite(float(norm)))))
+        suspects = self._suspects() if num_faulty and self.args.world_size == 1 else []
+        step = self.state.global_step + 1
+        if not self._faults.judge(step, float(norm), not num_faulty, self._forests, suspects):
+            drop_gradients(self.model.parameters())
         return norm
+
+    def _suspects(self) -> list[str]:
+        """Trajectories of the step whose log-probs are not finite by themselves."""
+        with torch.no_grad(), self.accelerator.autocast():
+            return [name for forest in self._forests for name in unsound(forest, self.engine.logprobs(forest))]
 
     def evaluation_loop(
         self,
@@ -224,7 +253,7 @@ class TreeTrainer(Trainer):
         loss = denominator = 0.0
         for forests in dataloader:
             if forests:
-                with self.accelerator.autocast():
+                with self.accelerator.autocast(), self._signals.computing():
                     loss += self.engine.evaluate(forests, objective, denominator=1.0).loss
                 denominator += math.fsum(objective.denominator(forest) for forest in forests)
             self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -245,13 +274,7 @@ class TreeTrainer(Trainer):
             self.state.num_input_tokens_seen += int(seen)
 
     def _sum_over_ranks(self, *values: float) -> list[float]:
-        if self.args.world_size == 1:
-            return list(values)
-        device = self.args.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        total = torch.tensor(values, dtype=dtype, device=device)
-        torch.distributed.all_reduce(total)
-        return list(map(float, total.tolist()))
+        return ranks.sum_over(self.args.device, *values)
 
     # -- run, log, save ---------------------------------------------------------------------------------------------
 
@@ -268,16 +291,64 @@ class TreeTrainer(Trainer):
         """
         if self.train_dataset is None:
             raise ConfigError("training needs a train_dataset.")
-        self._resumed_step = 0
-        resume_from = self._find_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
-        if self.is_world_process_zero():
-            sys.stdout.write(describe(self.args, self.train_dataset, self.data_facts) + "\n")
-            sys.stdout.flush()
-        return super().train(resume_from, trial, ignore_keys_for_eval)
+        self._resumed_step = self._saved_step = 0
+        with ExitStack() as stack:
+            ranks.on_first_rank(lambda: self._enter_folder(stack))
+            stack.enter_context(RankWatch())
+            self._signals = stack.enter_context(StopSignals(may_abandon=self.args.world_size == 1))
+            resume_from = self._find_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
+            if self.is_world_process_zero():
+                said = f"resuming from {resume_from}\n" if resume_from else ""
+                sys.stdout.write(said + describe(self.args, self.train_dataset, self.data_facts) + "\n")
+                sys.stdout.flush()
+            if resume_from and self._resumed_step >= num_optimizer_steps(self.args, len(self.train_dataset)):
+                return self._already_trained(resume_from)
+            try:
+                result = super().train(resume_from, trial, ignore_keys_for_eval)
+            except StepAbandoned:
+                drop_gradients(self.model.parameters())
+                if self.state.global_step > max(self._saved_step, self._resumed_step):
+                    self._save_checkpoint(self.model_wrapped, trial)
+            else:
+                if self._signals.received is None or self.state.global_step >= self.state.max_steps:
+                    return result
+            raise self._stopped()
+
+    def _enter_folder(self, stack: ExitStack) -> None:
+        """Takes the run's folder, and clears what a killed run left in it."""
+        stack.enter_context(RunLock(self.args.output_dir))
+        for line in seals.recover(self.args.output_dir):
+            logger.warning("%s", line)
+
+    def _stopped(self) -> StoppedError:
+        number = self._signals.received or 2
+        step = max(self._saved_step, self._resumed_step)
+        where = f"; saved in {Path(self.args.output_dir) / f'checkpoint-{step}'}" if step else "; nothing to save yet"
+        error = StoppedError(f"{signal.Signals(number).name}: stopped after step {self.state.global_step}{where}.")
+        error.exit_code = 128 + number
+        return error
+
+    def _already_trained(self, checkpoint: str) -> TrainOutput:
+        """A run that had no step left: its last weights and its log, and no step more."""
+        self._load_from_checkpoint(checkpoint)
+        self.state = TrainerState.load_from_json(str(Path(checkpoint) / saving.STATE))
+        logger.warning("%s is the end of the run: no step is left to train", checkpoint)
+        return TrainOutput(self.state.global_step, float("nan"), {})
 
     def _find_checkpoint(self, wanted: str | bool) -> str:
+        """The path of the checkpoint to resume from: rank 0 reads and judges it for all."""
+        found, seal = ranks.on_first_rank(lambda: self._judged_checkpoint(wanted))
+        self._resumed_step = int(seal["step"])
+        if self.args.max_tokens == AUTO and seal.get("max_tokens"):
+            # The same cuts as before, whatever is free now: another budget rounds differently.
+            self._resumed_budget, self._engine = int(seal["max_tokens"]), None
+        return found
+
+    def _judged_checkpoint(self, wanted: str | bool) -> tuple[str, dict[str, Any]]:
         if wanted is True:
             found, passed_over = seals.newest(self.args.output_dir)
+            for reason in passed_over:
+                sys.stderr.write(f"passed over: {reason}\n")
             if found is None:
                 because = f" ({passed_over[0]})" if passed_over else ""
                 raise CheckpointError(f"{self.args.output_dir}: no complete checkpoint to resume from{because}.")
@@ -285,33 +356,65 @@ class TreeTrainer(Trainer):
             found = Path(str(wanted))
         seal = seals.read_seal(found)
         seals.check_same_run(found, seal, self._run_facts())
-        self._resumed_step = int(seal["step"])
-        if self.args.max_tokens == AUTO and seal.get("max_tokens"):
-            # The same cuts as before, whatever is free now: another budget rounds differently.
-            self._resumed_budget, self._engine = int(seal["max_tokens"]), None
-        return str(found)
+        return str(found), seal
 
     def _run_facts(self) -> dict[str, Any]:
-        return {"data": self.data_facts.fingerprint, "num_trees": self.data_facts.num_trees, **self.args.order_facts()}
+        facts = {"data": self.data_facts.fingerprint, "num_trees": self.data_facts.num_trees}
+        return {**facts, "model": self._model_facts, **self.args.order_facts()}
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """transformers writes; the seal comes last, and only then are older checkpoints removed."""
-        run_dir = self._get_output_dir(trial)
-        folder = Path(run_dir) / f"checkpoint-{self.state.global_step}"
-        limit = self.args.save_total_limit
-        if self.args.should_save:
-            seals.break_seal(folder)
-        self.accelerator.wait_for_everyone()
-        self.args.save_total_limit = None
+        """Written aside, sealed, published; only then are older checkpoints removed."""
+        run_dir = Path(self._get_output_dir(trial))
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        best = self.state.best_global_step
+        if best and (best == self.state.global_step or (run_dir / f"checkpoint-{best}").is_dir()):
+            self.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
+        facts = {"step": self.state.global_step, "max_tokens": self.engine.max_tokens, **self._run_facts()}
         try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()
+            checkpoint = saving.save(self, run_dir, facts)
+        except CheckpointError as error:
+            if self.args.on_save_failure == "stop":
+                raise
+            logger.error("%s The run goes on without it.", error)
+            return
+        self._saved_step = self.state.global_step
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
         if self.args.should_save:
-            facts = {"step": self.state.global_step, "max_tokens": self.engine.max_tokens, **self._run_facts()}
-            seals.write_seal(folder, facts)
-            seals.prune(run_dir, limit, self.state.best_model_checkpoint)
+            seals.prune(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The model as `from_pretrained` reads it; the settings as JSON, where transformers would pickle them."""
+        folder = Path(output_dir or self.args.output_dir)
+        if not self.args.should_save:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(folder, state_dict=state_dict)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        saving.write_arguments(folder, self.args)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Adapters are loaded as transformers loads them; weights by `saving.load_weights`, which leaves none out."""
+        if hasattr(self.model, "peft_config"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            saving.load_weights(self.model, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            saving.load_states(self, Path(checkpoint))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            states.load_random_state(Path(checkpoint), ranks.own())
+
+    @staticmethod
+    def _aside(args: TreeTrainingArguments) -> Path:
+        """Where trees of steps that are not finite go."""
+        rank = f".rank{args.process_index}" if args.world_size > 1 else ""
+        return Path(args.output_dir) / f"nonfinite{rank}.jsonl"
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds throughput to the training logs; otherwise transformers' own."""
@@ -321,47 +424,17 @@ class TreeTrainer(Trainer):
         super().log(logs, start_time)
 
 
-class _Throughput(TrainerCallback):
-    """Tokens and seconds since the last log; evaluation and saving are not counted."""
+class _StopAtStepEnd(TrainerCallback):
+    """Ends and saves the run after the step in which any rank was sent a signal."""
 
-    def __init__(self) -> None:
-        self._tree_tokens = self._flat_tokens = 0
-        self._seconds = self._started = 0.0
-
-    @property
-    def tokens(self) -> tuple[float, float]:
-        return float(self._tree_tokens), float(self._flat_tokens)
-
-    def start(self) -> None:
-        self._started = time.perf_counter()
-
-    def add(self, out: StepOutput) -> None:
-        self._tree_tokens += out.num_tree_tokens
-        self._flat_tokens += out.num_flat_tokens
+    def __init__(self, trainer: TreeTrainer) -> None:
+        self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._seconds += time.perf_counter() - self._started
-
-    def take(self, tree_tokens: float, flat_tokens: float) -> dict[str, float]:
-        """The log entries for these tokens of all ranks; starts anew."""
-        seconds = max(self._seconds, 1e-9)
-        self._tree_tokens = self._flat_tokens = 0
-        self._seconds = 0.0
-        return {
-            "tokens_per_second_flat": round(flat_tokens / seconds, 1),
-            "tokens_per_second_tree": round(tree_tokens / seconds, 1),
-            "share_ratio": round(flat_tokens / max(1.0, tree_tokens), 4),
-            "tree_tokens": tree_tokens,
-        }
-
-
-def _sources(forests: list[Forest], limit: int = 5) -> list[str]:
-    """Where the trees of a batch came from, the first few."""
-    found: dict[str, None] = {}
-    for forest in forests:
-        for trajectory in forest.trajectories or ():
-            if trajectory.source:
-                found.setdefault(trajectory.source)
-            if len(found) == limit:
-                return list(found)
-    return list(found)
+        signals = self._trainer._signals
+        numbers = ranks.on_every_rank(lambda: signals.received)
+        received = next((number for number in numbers if number is not None), None)
+        if received is not None:
+            signals.received = received
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False

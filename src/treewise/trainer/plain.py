@@ -1,0 +1,83 @@
+"""Nested Python values as JSON, exactly and without pickle. Tuples stay tuples; tensors may go to a file of their own.
+
+Optimizers, schedules and random generators keep their state in dicts of numbers, tuples and tensors. What cannot be
+said here is refused when it is saved, not when it is missed.
+"""
+
+import base64
+from typing import Any
+
+import numpy as np
+import torch
+
+from treewise.errors import CheckpointError
+
+_TAG = "__is__"
+
+
+def to_plain(value: Any, tensors: dict[str, torch.Tensor] | None = None, path: str = "") -> Any:
+    """A value that `json` writes. With `tensors`, tensors are put there under their path; else they are written out.
+
+    Raises:
+        CheckpointError: names the place and the type that cannot be saved.
+    """
+    if value is None or isinstance(value, bool | str) or type(value) in (int, float):
+        return value
+    if isinstance(value, torch.Tensor):
+        if tensors is not None:
+            tensors[path] = value
+            return {_TAG: "tensor", "name": path}
+        held = value.detach().cpu().contiguous()
+        raw = held.reshape(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
+        return _tagged("inline", dtype=str(held.dtype), shape=list(held.shape), raw=_text(raw))
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.ascontiguousarray(value)
+        return _tagged("array", dtype=array.dtype.str, shape=list(np.shape(value)), raw=_text(array.tobytes()))
+    if isinstance(value, dict):
+        return _plain_dict(value, tensors, path)
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        items = [to_plain(item, tensors, f"{path}/{index}") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else _tagged("tuple", items=items)
+    raise CheckpointError(
+        f"{path or 'state'} is a {type(value).__name__}, which cannot be saved without pickle; treewise writes none."
+    )
+
+
+def from_plain(value: Any, tensors: dict[str, torch.Tensor] | None = None) -> Any:
+    """The value that `to_plain` was given."""
+    if isinstance(value, list):
+        return [from_plain(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind is None:
+        return {key: from_plain(item, tensors) for key, item in value.items()}
+    if kind == "tensor":
+        assert tensors is not None
+        return tensors[value["name"]]
+    if kind == "tuple":
+        return tuple(from_plain(item, tensors) for item in value["items"])
+    if kind == "dict":
+        return {from_plain(key): from_plain(item, tensors) for key, item in value["items"]}
+    raw = base64.b64decode(value["raw"])
+    if kind == "array":
+        array = np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+        return array if value["shape"] else array[()]
+    dtype = getattr(torch, value["dtype"].removeprefix("torch."))
+    flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(value["shape"])
+
+
+def _plain_dict(value: dict[Any, Any], tensors: dict[str, torch.Tensor] | None, path: str) -> Any:
+    if all(isinstance(key, str) for key in value) and _TAG not in value:
+        return {key: to_plain(item, tensors, f"{path}/{key}" if path else key) for key, item in value.items()}
+    items = [[to_plain(key), to_plain(item, tensors, f"{path}/{key}")] for key, item in value.items()]
+    return _tagged("dict", items=items)
+
+
+def _tagged(kind: str, **content: Any) -> dict[str, Any]:
+    return {_TAG: kind, **content}
+
+
+def _text(raw: bytes) -> str:
+    return base64.b64encode(raw).decode("ascii")

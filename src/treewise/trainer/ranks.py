@@ -1,0 +1,76 @@
+"""What the processes of one run do together: one rank's work for all, everybody's work or nobody's, sums.
+
+An error on one rank must not leave the others waiting in a collective, so outcomes travel, not only results.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from treewise import errors
+from treewise.errors import TreewiseError
+
+T = TypeVar("T")
+
+
+def count() -> int:
+    """Processes of the run; 1 without a process group."""
+    return distributed.get_world_size() if _is_started() else 1
+
+
+def own() -> int:
+    """The number of this process, from 0."""
+    return distributed.get_rank() if _is_started() else 0
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Runs `work` on rank 0 alone. Every rank returns its result, which must pickle, or raises its error."""
+    if count() == 1:
+        return work()
+    box: list[Any] = [_outcome(work) if own() == 0 else None]
+    distributed.broadcast_object_list(box, src=0)
+    return _unpack([box[0]])[0]
+
+
+def on_every_rank(work: Callable[[], T]) -> list[T]:
+    """Runs `work` on each rank and returns the results of all; if it failed on any, every rank raises that error."""
+    if count() == 1:
+        return [work()]
+    outcomes: list[Any] = [None] * count()
+    distributed.all_gather_object(outcomes, _outcome(work))
+    return _unpack(outcomes)
+
+
+def sum_over(device: torch.device, *values: float) -> list[float]:
+    """Each value added up over the ranks, in float64 where the device has it."""
+    if count() == 1:
+        return list(values)
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    total = torch.tensor(values, dtype=dtype, device=device)
+    distributed.all_reduce(total)
+    return list(map(float, total.tolist()))
+
+
+def _is_started() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _outcome(work: Callable[[], Any]) -> tuple[Any, str | None, str]:
+    """(result, name of the error's type or None, its message)."""
+    try:
+        return work(), None, ""
+    except Exception as error:
+        return None, type(error).__name__, str(error)
+
+
+def _unpack(outcomes: list[tuple[Any, str | None, str]]) -> list[Any]:
+    for rank, (_, name, message) in enumerate(outcomes):
+        if name is None:
+            continue
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, TreewiseError):
+            raise kind(message)
+        raise RuntimeError(f"rank {rank}: {name}: {message}")
+    return [result for result, _, _ in outcomes]

@@ -1,0 +1,145 @@
+"""When one process of a run dies, the others end within seconds, and say why.
+
+Collectives do not: a process that waits for a dead one waits until their timeout, ten minutes or more. So every
+process holds a connection to rank 0, watched by a thread. A process that fails sends its reason first; one that is
+killed closes its connection without a word. Rank 0 tells the others. Each then has a moment to end by an error of its
+own, and is ended if it does not.
+"""
+
+import json
+import logging
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from torch import distributed
+
+from treewise.trainer import ranks
+
+logger = logging.getLogger("treewise")
+
+LOST_EXIT_CODE = 3
+GRACE_SECONDS = 2.0
+_CONNECT_SECONDS = 10.0
+
+
+class RankWatch:
+    """Watches the other processes while it is entered; does nothing in a run of one."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[int, socket.socket] = {}  # rank -> connection
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> "RankWatch":
+        if ranks.count() > 1:
+            self._connect()
+            if self._sockets:
+                threading.Thread(target=self._listen, name="treewise-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._is_over.set()
+        message = {"rank": ranks.own(), "end": None if error is None else f"{type(error).__name__}: {error}"}
+        for connection in self._sockets.values():
+            with suppress(OSError):
+                connection.sendall(json.dumps(message).encode() + b"\n")
+        # The connections stay open until the process ends: closing them here would look like a death.
+
+    # -- connections ----------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        server: socket.socket | None = None
+        if ranks.own() == 0:
+            is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+            server = socket.create_server(("127.0.0.1" if is_one_host else "", 0), backlog=ranks.count())
+        where: list[Any] = [None]
+        if server is not None:
+            hosts = ["127.0.0.1", os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
+            where = [(hosts, server.getsockname()[1], secrets.token_hex(16))]
+        distributed.broadcast_object_list(where, src=0)
+        hosts, port, token = where[0]
+        if server is not None:
+            self._accept(server, token)
+        else:
+            self._call(hosts, port, token)
+
+    def _accept(self, server: socket.socket, token: str) -> None:
+        until = time.monotonic() + _CONNECT_SECONDS
+        with server:
+            while len(self._sockets) < ranks.count() - 1 and time.monotonic() < until:
+                server.settimeout(max(0.1, until - time.monotonic()))
+                try:
+                    connection, _ = server.accept()
+                    connection.settimeout(_CONNECT_SECONDS)
+                    hello = json.loads(_line(connection))
+                    if hello["token"] != token:
+                        raise ValueError("a stranger")
+                    connection.sendall(b"{}\n")
+                except (OSError, ValueError, KeyError, TypeError):
+                    continue
+                connection.settimeout(None)
+                self._sockets[int(hello["rank"])] = connection
+        missing = sorted(set(range(1, ranks.count())) - set(self._sockets))
+        if missing:
+            logger.warning("ranks %s could not be reached: if one dies, the others end by a timeout only", missing)
+
+    def _call(self, hosts: list[str], port: int, token: str) -> None:
+        for host in filter(None, hosts):
+            try:
+                connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+                connection.sendall(json.dumps({"rank": ranks.own(), "token": token}).encode() + b"\n")
+                _line(connection)
+            except OSError:
+                continue
+            connection.settimeout(None)
+            self._sockets[0] = connection
+            return
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, connection in self._sockets.items():
+                selector.register(connection, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    assert isinstance(key.fileobj, socket.socket)
+                    try:
+                        message = json.loads(_line(key.fileobj))
+                    except (OSError, ValueError):
+                        message = {
+                            "rank": key.data,
+                            "end": "its process was gone without a word (killed?)",
+                        }
+                    selector.unregister(key.fileobj)
+                    if message["end"] is not None:
+                        self._spread(message)
+
+    def _spread(self, message: dict[str, Any]) -> None:
+        for rank, connection in self._sockets.items():
+            if ranks.own() == 0 and rank != message["rank"]:
+                with suppress(OSError):
+                    connection.sendall(json.dumps(message).encode() + b"\n")
+        if self._is_over.wait(GRACE_SECONDS):  # this process is leaving by itself
+            return
+        reason = f"treewise: rank {message['rank']} failed: {message['end']}; rank {ranks.own()} ends, too\n"
+        sys.stderr.write(reason)
+        sys.stderr.flush()
+        os._exit(LOST_EXIT_CODE)
+
+
+def _line(connection: socket.socket) -> bytes:
+    """One line of a connection; an error where it closes first."""
+    found = bytearray()
+    while not found.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte:
+            raise ConnectionError("closed")
+        found += byte
+    return bytes(found)
