@@ -6,17 +6,21 @@ draws them as HTML. Nothing is printed here.
 
 from treewise.report.facts import Finding, InspectReport, TreeFacts, inspect_forests, sum_facts, tree_facts
 from treewise.report.plans import PlanReport, report_plan
-from treewise.report.tables import inspect_view, plan_view, verification_view
+from treewise.report.runs import RunReport, read_run
+from treewise.report.tables import inspect_view, plan_view, run_view, verification_view
 
 __all__ = [
     "Finding",
     "InspectReport",
     "PlanReport",
+    "RunReport",
     "TreeFacts",
     "inspect_forests",
     "inspect_view",
     "plan_view",
+    "read_run",
     "report_plan",
+    "run_view",
     "sum_facts",
     "tree_facts",
     "verification_view",

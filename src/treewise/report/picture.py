@@ -9,6 +9,7 @@ Letters: T tree tokens, S segments, N trajectories, R runs.
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,7 @@ def micro_batch_runs(made: Plan, bounds: Sequence[int]) -> list[tuple[np.ndarray
     order = np.argsort(ranges[:, 0], kind="stable")
     starts, numbers = ranges[order, 0], numbers[order]
     result = []
-    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+    for low, high in pairwise(bounds):
         first, last = np.searchsorted(starts, [low, high])
         begins, own = starts[first:last], numbers[first:last]
         if not len(begins) or begins[0] > low:  # a range that began in the tree before goes on here

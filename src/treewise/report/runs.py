@@ -45,7 +45,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """A run as its folder tells it. `summary` are the totals that the trainer wrote at the end, if it got there."""
+    """A run as its folder tells it. `summary` are the totals that the trainer wrote at the end, if it got there.
+
+    absent: charts that this log has no values for. num_not_finite: logged values that are no finite number; not drawn.
+    """
 
     folder: str
     log: str
@@ -56,6 +59,7 @@ class RunReport:
     series: tuple[Series, ...]
     summary: Mapping[str, float]
     absent: tuple[str, ...]
+    num_not_finite: int
     config: str | None
 
     @property
@@ -101,6 +105,7 @@ def read_run(folder: str | Path) -> RunReport:
         series=tuple(series),
         summary=summary,
         absent=tuple(name for name in _FIRST if name not in have),
+        num_not_finite=sum(_is_not_finite(value) for entry in history for value in entry.values()),
         config=_config(run),
     )
 
@@ -145,6 +150,10 @@ def _described(key: str) -> tuple[str, str, str]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _config(run: Path) -> str | None:

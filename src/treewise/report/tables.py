@@ -11,6 +11,7 @@ from rich.text import Text
 from treewise.planner import Plan
 from treewise.report.facts import Finding, InspectReport
 from treewise.report.plans import PlanReport
+from treewise.report.runs import RunReport
 from treewise.verified import VerificationReport
 
 
@@ -77,6 +78,25 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     leaf = f"{report.relative_leaf_time:.3f}  {1 / report.relative_leaf_time:.2f} times faster by FLOPs"
     table.add_row("time / flat leaves", leaf)
     return Group(description, table)
+
+
+def run_view(report: RunReport) -> RenderableType:
+    """What a run logged: first, best and last of each value."""
+    table = Table(title=escape(f"run {report.folder}"), title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("logged")
+    for name in ("times", "first", "lowest", "highest", "last"):
+        table.add_column(name, justify="right")
+    for each in report.series:
+        values = (each.values[0], min(each.values), max(each.values), each.values[-1])
+        label = f"{each.label}, {each.unit}" if each.unit else each.label
+        name = label if each.chart == each.label else f"{each.chart}: {label}"
+        table.add_row(escape(name), f"{len(each.values):,}", *(f"{value:,.5g}" for value in values))
+    state = "finished" if report.is_finished else "not finished"
+    steps = f"{report.num_steps:,} of {report.max_steps:,}" if report.max_steps else f"{report.num_steps:,}"
+    note = Text(f"{steps} optimizer steps, {state}; from {report.log}")
+    if report.num_not_finite:
+        note.append(f"\n{report.num_not_finite:,} logged values are not finite numbers", style="red")
+    return Group(table, note)
 
 
 def verification_view(report: VerificationReport, num_parameters: int = 5) -> RenderableType:

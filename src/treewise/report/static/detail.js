@@ -1,0 +1,122 @@
+"use strict";
+// What is said about a segment: facts and text, written as text and never as markup.
+(function (TW) {
+  const HEAD = 360, TAIL = 120, AROUND = 60; // tokens shown
+
+  TW.element = function (tag, className, text) {
+    const made = document.createElement(tag);
+    if (className) made.className = className;
+    if (text != null) made.textContent = text;
+    return made;
+  };
+
+  TW.describe = function (tree, s) {
+    const { trained } = tree.weights(s);
+    const end = tree.depth[s] + tree.length[s];
+    const words = [
+      `Segment ${TW.format(s + 1)} of ${TW.format(tree.size)}`,
+      `depth ${TW.format(tree.depth[s])} to ${TW.format(end)}`,
+      `${TW.format(tree.length[s])} tokens`,
+      `${TW.format(trained)} trained`,
+      `${TW.format(tree.multiplicity[s])} trajectories`,
+    ];
+    if (tree.folded[s]) words.push("folded");
+    return words.join(", ");
+  };
+
+  // The panel below the picture. `token` is a tree position to be pointed out, or null.
+  TW.showDetail = function (panel, tree, s, token, plan, budget) {
+    panel.replaceChildren();
+    if (s < 0) {
+      panel.append(TW.element("p", "note", `${TW.format(tree.size)} segments, ${TW.format(tree.numTokens)} tokens, ${TW.format(tree.endSegment.length)} trajectories. Choose a segment to see its tokens and text.`));
+      return;
+    }
+    panel.append(TW.element("h3", "", `Segment ${TW.format(s + 1)} of ${TW.format(tree.size)}`));
+    panel.append(facts(tree, s, token, plan, budget));
+    if (!tree.tokens.length) {
+      panel.append(TW.element("p", "note", "The tokens of this tree were left out of this file to keep it small."));
+    } else {
+      panel.append(words(tree, s, token));
+    }
+  };
+
+  function facts(tree, s, token, plan, budget) {
+    const list = TW.element("dl", "facts");
+    const add = (name, value) => {
+      const item = TW.element("div");
+      item.append(TW.element("dt", "", name), TW.element("dd", "", value));
+      list.append(item);
+    };
+    const { trained, total } = tree.weights(s);
+    add("depth", `${TW.format(tree.depth[s])} to ${TW.format(tree.depth[s] + tree.length[s])}`);
+    add("tokens", TW.format(tree.length[s]));
+    add("trained", trained ? `${TW.format(trained)}, weight ${Number(total.toPrecision(5))}` : "none");
+    add("trajectories", TW.format(tree.multiplicity[s]));
+    if (tree.numEnds[s]) add("end here", TW.format(tree.numEnds[s]));
+    if (tree.after[s] > s + 1) add("below", `${TW.format(tree.after[s] - s - 1)} segments${tree.folded[s] ? ", folded" : ""}`);
+    if (tree.streams.reward) add("mean reward", Number(tree.value(tree.streams.reward, tree.start[s]).toPrecision(4)));
+    const runs = tree.microBatches[budget];
+    if (runs && plan) {
+      const first = TW.lastAtMost(runs.starts, tree.start[s]);
+      const last = TW.lastAtMost(runs.starts, tree.start[s] + tree.length[s] - 1);
+      const number = runs.values[first];
+      add("micro-batch", first === last ? `${TW.format(number + 1)}, ${plan.kinds[number]}` : `${TW.format(last - first + 1)} stretches from ${TW.format(number + 1)} on`);
+    }
+    if (token != null && tree.tokens.length) add("token", `depth ${TW.format(tree.depth[s] + token - tree.start[s])}, id ${tree.tokenId(token)}`);
+    return list;
+  }
+
+  // The text, trained runs marked; of a long segment its ends, and what lies around the token pointed at.
+  function words(tree, s, token) {
+    const begin = tree.start[s], end = begin + tree.length[s];
+    let parts = [[begin, end]];
+    if (tree.length[s] > HEAD + TAIL) parts = [[begin, begin + HEAD], [end - TAIL, end]];
+    if (token != null) parts.push([Math.max(begin, token - AROUND), Math.min(end, token + AROUND)]);
+    parts.sort((a, b) => a[0] - b[0]);
+    const joined = [];
+    for (const part of parts) {
+      const before = joined[joined.length - 1];
+      if (before && part[0] <= before[1]) before[1] = Math.max(before[1], part[1]); else joined.push(part.slice());
+    }
+    const box = TW.element("pre", "text-of");
+    box.tabIndex = 0;
+    box.setAttribute("aria-label", "Text of the segment; trained tokens are marked");
+    let here = begin;
+    for (const [from, to] of joined) {
+      if (from > here) box.append(TW.element("span", "gap", ` … ${TW.format(from - here)} tokens … `));
+      runs(tree, from, to, token, box);
+      here = to;
+    }
+    return box;
+  }
+
+  function runs(tree, from, to, token, box) {
+    const { starts, values } = tree.streams.weight;
+    for (let run = TW.lastAtMost(starts, from); run < starts.length && starts[run] < to; run++) {
+      const low = Math.max(from, starts[run]), high = Math.min(to, run + 1 < starts.length ? starts[run + 1] : tree.numTokens);
+      const cuts = token != null && token >= low && token < high ? [low, token, token + 1, high] : [low, high];
+      for (let i = 0; i + 1 < cuts.length; i++) {
+        if (cuts[i] === cuts[i + 1]) continue;
+        const classes = [values[run] > 0 ? "trained" : "", cuts[i] === token && cuts[i + 1] === token + 1 ? "token-here" : ""];
+        box.append(TW.element("span", classes.join(" ").trim(), tree.read(cuts[i], cuts[i + 1])));
+      }
+    }
+  }
+
+  // The little box at the pointer.
+  TW.showTip = function (tip, tree, s, position, scale) {
+    tip.replaceChildren();
+    const value = scale.perSegment ? scale.perSegment[s] : tree.value(scale.stream, position);
+    const depth = tree.depth[s] + position - tree.start[s];
+    tip.append(TW.element("b", "", `depth ${TW.format(depth)}`));
+    tip.append(` · ${TW.format(tree.multiplicity[s])} traj. · segment of ${TW.format(tree.length[s])} tokens · ${scale.words(value)}`);
+    if (tree.tokens.length) {
+      const end = tree.start[s] + tree.length[s];
+      const line = TW.element("span", "tip-text");
+      line.append(tree.read(Math.max(tree.start[s], position - 12), position));
+      line.append(TW.element("mark", "", tree.read(position, position + 1)));
+      line.append(tree.read(position + 1, Math.min(end, position + 24)));
+      tip.append(line);
+    }
+  };
+})(window.TW);

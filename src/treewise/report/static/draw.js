@@ -1,0 +1,242 @@
+"use strict";
+// Drawing with level of detail: what is smaller than a pixel is drawn once and not gone into, what lies outside of the
+// view is not visited, and a segment is never drawn in more pieces than it has pixels.
+(function (TW) {
+  const TEXT_HEIGHT = 12, MIN_TEXT_WIDTH = 36, TOKEN_WIDTH = 22;
+
+  TW.draw = function (canvas, tree, view, options) {
+    const ratio = window.devicePixelRatio || 1;
+    const width = canvas.clientWidth, height = canvas.clientHeight;
+    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+      canvas.width = Math.round(width * ratio);
+      canvas.height = Math.round(height * ratio);
+    }
+    const pen = canvas.getContext("2d", { alpha: false });
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    const job = {
+      pen, tree, view, options, width, height,
+      sx: width / (view.x1 - view.x0), sy: height / (view.y1 - view.y0),
+      paper: TW.cssColour("--picture"), ink: TW.cssColour("--ink"), accent: TW.cssColour("--warm"), muted: TW.cssColour("--muted"),
+      onPath: options.path ? new Set(options.path) : null, covered: new Float64Array(Math.ceil(height) + 1).fill(-1), drawn: 0,
+    };
+    pen.fillStyle = job.paper;
+    pen.fillRect(0, 0, width, height);
+    grid(job);
+    walk(job);
+    if (job.onPath) for (const s of options.path) segment(job, s, true);
+    outline(job, options.hovered, 1);
+    outline(job, options.focused, 2.5);
+    return job.drawn;
+  };
+
+  function grid(job) {
+    const { pen, view, width, height } = job;
+    const rough = (view.x1 - view.x0) / Math.max(2, width / 110);
+    const power = 10 ** Math.floor(Math.log10(Math.max(1, rough)));
+    const step = Math.max(1, [1, 2, 5, 10].map((f) => f * power).find((s) => s >= rough) || 10 * power);
+    pen.font = "11px system-ui, sans-serif";
+    pen.textBaseline = "bottom";
+    for (let depth = Math.ceil(view.x0 / step) * step; depth <= view.x1; depth += step) {
+      const x = (depth - view.x0) * job.sx;
+      pen.fillStyle = job.muted;
+      pen.globalAlpha = 0.25;
+      pen.fillRect(Math.round(x), 0, 1, height - 16);
+      pen.globalAlpha = 1;
+      pen.textAlign = x < 20 ? "left" : x > width - 40 ? "right" : "center";
+      pen.fillText(TW.format(depth), Math.min(width - 4, Math.max(3, x)), height - 3);
+    }
+  }
+
+  function walk(job) {
+    const { tree, view } = job;
+    let s = 0;
+    while (s < tree.size) {
+      if (tree.isHidden[s] || tree.bottom[s] <= view.y0 || tree.top[s] >= view.y1 || tree.depth[s] >= view.x1 || tree.reach[s] <= view.x0) {
+        s = tree.after[s];
+        continue;
+      }
+      if ((tree.bottom[s] - tree.top[s]) * job.sy < 0.9) {
+        speck(job, s);
+        s = tree.after[s];
+        continue;
+      }
+      if (!(job.onPath && job.onPath.has(s))) segment(job, s, false);
+      s = tree.folded[s] ? tree.after[s] : s + 1;
+    }
+  }
+
+  // A subtree thinner than a pixel: one stroke per pixel row, as far as it reaches.
+  function speck(job, s) {
+    const { pen, tree, view } = job;
+    const row = Math.max(0, Math.floor((tree.top[s] - view.y0) * job.sy));
+    const end = (tree.reach[s] - view.x0) * job.sx;
+    if (row >= job.covered.length || job.covered[row] >= end) return;
+    const begin = Math.max((tree.depth[s] - view.x0) * job.sx, job.covered[row]);
+    pen.globalAlpha = job.onPath ? 0.22 : 0.85;
+    pen.fillStyle = colourAt(job, s, tree.start[s] + (tree.length[s] >> 1));
+    pen.fillRect(begin, row, Math.max(1, end - begin), 1);
+    pen.globalAlpha = 1;
+    job.covered[row] = end;
+    job.drawn++;
+  }
+
+  function colourAt(job, s, position) {
+    const { scale } = job.options;
+    return scale.colour(scale.perSegment ? scale.perSegment[s] : job.tree.value(scale.stream, position));
+  }
+
+  function box(job, s) {
+    const { tree, view } = job;
+    const x = (tree.depth[s] - view.x0) * job.sx, y = (tree.top[s] - view.y0) * job.sy;
+    const h = (tree.bottom[s] - tree.top[s]) * job.sy;
+    return { x, y, w: tree.length[s] * job.sx, h, gap: h > 5 ? 1 : 0 };
+  }
+
+  function segment(job, s, isOnPath) {
+    const { pen, tree } = job;
+    if (tree.isHidden[s]) return;
+    let { x, y, w, h, gap } = box(job, s);
+    if (isOnPath && h < 3) { y -= (3 - h) / 2; h = 3; }
+    const height = Math.max(1, h - gap);
+    const left = Math.max(0, x), right = Math.min(job.width, x + Math.max(1, w));
+    pen.globalAlpha = job.onPath && !isOnPath ? 0.22 : 1;
+    if (right > left && y < job.height && y + h > 0) {
+      stretches(job, s, x, y, height, left, right);
+      if (w > 3) { pen.fillStyle = job.paper; pen.fillRect(x, y, 1, height); } // where a segment begins
+      if (isOnPath) edge(job, left, right, y, height);
+      if (tree.numEnds[s] && tree.firstChild[s] >= 0 && height > 3) { // a trajectory ends inside the tree
+        pen.fillStyle = job.ink;
+        pen.fillRect(x + w - 2, y, 2, height);
+      }
+      if (height >= TEXT_HEIGHT && right - left >= MIN_TEXT_WIDTH) text(job, s, x, y, height, left, right);
+      job.drawn++;
+    }
+    if (tree.folded[s]) foldedRest(job, s, x + w, y, height);
+    pen.globalAlpha = 1;
+  }
+
+  // The runs of a stream over one segment; where they are finer than pixels, one sample per pixel.
+  function stretches(job, s, x, y, height, left, right) {
+    const { pen, tree } = job;
+    const { scale } = job.options;
+    const paint = (from, to, value) => {
+      pen.fillStyle = scale.colour(value);
+      pen.fillRect(from, y, Math.max(1, to - from), height);
+      if (scale.isHatched && scale.isHatched(value) && to - from > 4) hatch(job, from, y, to - from, height);
+    };
+    if (scale.perSegment) return paint(left, right, scale.perSegment[s]);
+    const { starts, values } = scale.stream;
+    const begin = tree.start[s], end = begin + tree.length[s];
+    const first = TW.lastAtMost(starts, begin + Math.max(0, Math.floor((left - x) / job.sx)));
+    const last = TW.lastAtMost(starts, Math.min(end - 1, begin + Math.ceil((right - x) / job.sx)));
+    if (last - first + 1 > right - left) {
+      for (let at = left; at < right; at++) {
+        paint(at, at + 1, tree.value(scale.stream, Math.min(end - 1, begin + Math.floor((at + 0.5 - x) / job.sx))));
+      }
+      return;
+    }
+    for (let run = first; run <= last; run++) {
+      const from = Math.max(left, x + (starts[run] - begin) * job.sx);
+      const to = Math.min(right, run < last ? x + (starts[run + 1] - begin) * job.sx : right);
+      if (to > from) paint(from, to, values[run]);
+    }
+  }
+
+  function hatch(job, x, y, width, height) {
+    const { pen } = job;
+    pen.save();
+    pen.beginPath();
+    pen.rect(x, y, width, height);
+    pen.clip();
+    pen.strokeStyle = job.paper;
+    pen.globalAlpha *= 0.55;
+    pen.lineWidth = 1.5;
+    pen.beginPath();
+    const reach = Math.min(height, 4000);
+    for (let at = Math.floor((x - reach) / 7) * 7; at < x + width; at += 7) { pen.moveTo(at, y + reach); pen.lineTo(at + reach, y); }
+    pen.stroke();
+    pen.restore();
+  }
+
+  function edge(job, left, right, y, height) {
+    const { pen } = job;
+    pen.fillStyle = job.accent;
+    pen.fillRect(left, y, right - left, Math.min(2, height));
+    if (height > 6) pen.fillRect(left, y + height - 2, right - left, 2);
+  }
+
+  // What a folded segment hides: how far it reaches, fading.
+  function foldedRest(job, s, x, y, height) {
+    const { pen, tree, view } = job;
+    const end = (tree.reach[s] - view.x0) * job.sx;
+    if (end <= x + 1) return;
+    pen.globalAlpha *= 0.45;
+    pen.fillStyle = colourAt(job, s, tree.start[s] + tree.length[s] - 1);
+    pen.fillRect(x, y, end - x, height);
+    hatch(job, x, y, end - x, height);
+    pen.globalAlpha = 1;
+    const label = `+ ${TW.format(tree.after[s] - s - 1)} segments`;
+    if (height >= TEXT_HEIGHT && end - x > 90) {
+      pen.font = "11px system-ui, sans-serif";
+      pen.textAlign = "left";
+      pen.textBaseline = "middle";
+      pen.fillStyle = job.ink;
+      pen.fillText(label, Math.max(4, x + 5), y + Math.min(height, 24) / 2);
+    }
+  }
+
+  function text(job, s, x, y, height, left, right) {
+    const { pen, tree } = job;
+    if (!tree.tokens.length) return;
+    pen.save();
+    pen.beginPath();
+    pen.rect(left, y, right - left, height);
+    pen.clip();
+    pen.textAlign = "left";
+    pen.textBaseline = "middle";
+    pen.font = "11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
+    const at = Math.max(8, Math.min(height / 2, job.height - y - 20)) + y;
+    const middle = Math.max(y + 8, Math.min(at, y + height - 6));
+    const begin = tree.start[s], end = begin + tree.length[s];
+    const first = Math.max(begin, begin + Math.floor((left - x) / job.sx));
+    if (job.sx >= TOKEN_WIDTH) {
+      const last = Math.min(end, begin + Math.ceil((right - x) / job.sx));
+      for (let t = first; t < last; t++) {
+        const place = x + (t - begin) * job.sx;
+        legible(job, s, t);
+        pen.fillText(oneLine(tree.read(t, t + 1)).slice(0, Math.ceil(job.sx / 6)), place + 3, middle, job.sx - 4);
+        pen.globalAlpha *= 0.3;
+        pen.fillRect(place, y, 1, height);
+        pen.globalAlpha = job.onPath && !job.onPath.has(s) ? 0.22 : 1;
+      }
+    } else {
+      const room = Math.ceil((right - left) / 6.6);
+      legible(job, s, first);
+      pen.fillText(oneLine(tree.read(first, Math.min(end, first + room))).slice(0, room), left + 5, middle);
+    }
+    pen.restore();
+  }
+
+  // Dark text on pale colours, pale text on deep ones.
+  function legible(job, s, position) {
+    const { pen } = job;
+    pen.fillStyle = colourAt(job, s, position);
+    const hex = pen.fillStyle;
+    const [r, g, b] = hex[0] === "#" ? [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)) : hex.match(/\d+/g).map(Number);
+    pen.fillStyle = 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#0d1418" : "#f8fbfc";
+  }
+
+  const oneLine = (words) => words.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
+
+  function outline(job, s, thickness) {
+    if (s == null || s < 0 || job.tree.isHidden[s]) return;
+    const { pen } = job;
+    const { x, y, w, h } = box(job, s);
+    const left = Math.max(-4, x), right = Math.min(job.width + 4, x + Math.max(2, w));
+    const top = Math.max(-4, y), bottom = Math.min(job.height + 4, y + Math.max(2, h));
+    if (right < left || bottom < top) return;
+    pen.strokeStyle = job.ink;
+    pen.lineWidth = thickness;
+    pen.strokeRect(left + thickness / 2, top + thickness / 2, right - left - thickness, bottom - top - thickness);
+  }
+})(window.TW);
