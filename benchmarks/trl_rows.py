@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from trl.experimental.async_grpo import packing
 
-from treewise.logprobs import edge_logprobs
+from treewise.logprobs import edge_values
 from treewise.models import take_apart
 from treewise.trajectory import Trajectory
 
@@ -74,7 +74,7 @@ class TrlRows:
                 tree_max_seqlen_k=int(packed["tree_max_seqlens"][1]),
             ).last_hidden_state[0]
             trained = torch.nonzero(packed["shift_labels"] != -100)[:, 0]
-            logprobs, _ = edge_logprobs(rows, self.parts.head(), trained, packed["shift_labels"][trained])
+            logprobs = edge_values(rows, self.parts.head(), trained, packed["shift_labels"][trained])["log_probs"]
             place = torch.full((len(rows),), -1).index_put_((trained,), torch.arange(len(trained)))
             loss = -logprobs[place[packed["token_index"]]].mean()
             loss.backward()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treewise.logprobs import Head, edge_logprobs
+from treewise.logprobs import OUTPUTS, Head, edge_values
 
 
 @settings(max_examples=60)
@@ -37,9 +37,19 @@ def test_values_and_gradients(seed, num_rows, num_edges, max_logits, scale, soft
     entropy = -(logits.exp() * logits).sum(-1)[source]
 
     head = Head(weight, bias, scale, softcap, temperature)
-    found, found_entropy = edge_logprobs(hidden, head, source, target, with_entropy=True, max_logits=max_logits)
+    values = edge_values(hidden, head, source, target, OUTPUTS, max_logits=max_logits)
+    found, found_entropy = values["log_probs"], values["entropy"]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(found_entropy, entropy, rtol=0, atol=1e-12)
+
+    plain = {
+        "log_sum_sq_probs": logits.exp().square().sum(-1).log()[source],
+        "mean_logits": (capped / temperature).mean(-1)[source],
+        "is_top1": logits.argmax(-1)[source] == target,
+    }
+    for name, value in plain.items():
+        assert not values[name].requires_grad or num_edges == 0
+        torch.testing.assert_close(values[name], value.detach(), rtol=0, atol=1e-12)
 
     mixed = torch.randn(2, num_edges, dtype=torch.float64, generator=generator)
     left = torch.autograd.grad((found * mixed[0] + found_entropy * mixed[1]).sum(), inputs, allow_unused=True)
@@ -58,7 +68,7 @@ def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch
     hidden = torch.randn(100, 4, requires_grad=True)
     weight = torch.randn(50, 4, requires_grad=True)
     source = torch.arange(100)
-    found, _ = edge_logprobs(hidden, Head(weight), source, source % 50, max_logits=500)
+    found = edge_values(hidden, Head(weight), source, source % 50, max_logits=500)["log_probs"]
     found.sum().backward()
     assert max(each.numel() for each in largest) == 500
     assert len(largest) == 2 * 10
@@ -70,11 +80,13 @@ def test_low_precision_accumulates_in_float32() -> None:
     weight = torch.randn(32, 16, generator=generator) / 4
     target = torch.randint(32, (64,), generator=generator)
     exact = weight.double().requires_grad_()
-    edge_logprobs(hidden.bfloat16().double(), Head(exact), torch.arange(64), target)[0].sum().backward()
+    edge_values(hidden.bfloat16().double(), Head(exact), torch.arange(64), target)["log_probs"].sum().backward()
     errors = []
     for max_logits in (64 * 32, 32):  # one chunk, and one row at a time
         low = weight.bfloat16().requires_grad_()
-        logprobs, _ = edge_logprobs(hidden.bfloat16(), Head(low), torch.arange(64), target, max_logits=max_logits)
+        logprobs = edge_values(hidden.bfloat16(), Head(low), torch.arange(64), target, max_logits=max_logits)[
+            "log_probs"
+        ]
         assert logprobs.dtype == torch.float32
         logprobs.sum().backward()
         errors.append((low.grad.double() - exact.grad).norm() / exact.grad.norm())

@@ -7,7 +7,6 @@ trajectories, then the walk with the loss's gradients on log-probs. The second f
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +17,14 @@ from treewise.attention.cascade import kernel_takes_groups
 from treewise.budget import Budget
 from treewise.errors import ConfigError, DataError
 from treewise.forest import Forest
+from treewise.gathering import Read, gather
 from treewise.models import refuse_dropout, take_apart
 from treewise.objectives import SFT, SeparableObjective
 from treewise.planner import Plan, plan
 from treewise.probe import probe
-from treewise.scoring import SeparableLoss, edge_values
+from treewise.scoring import Scorer, SeparableLoss, Wanted
 from treewise.trajectory import Trajectory
-from treewise.walk import Autocast, Walk
+from treewise.walk import Walk
 
 Loss = Callable[[list[torch.Tensor]], torch.Tensor]
 Forests = Forest | Sequence[Forest]
@@ -154,6 +154,22 @@ class TreeEngine:
         logprobs_T = tree_logprobs(self, run)
         return _restore(logprobs_T, run.forest)
 
+    def hidden_states(self, forests: Forests) -> list[torch.Tensor]:
+        """Final hidden states of every trajectory, restored: `result[i][j]` ([M], the model's dtype) has seen tokens
+        0 to `j` of trajectory `i`.
+
+        They come after the decoder's last norm, as a value head or a reward head reads them; differentiable at any
+        budget. A token that several trajectories share has one row of memory, and its gradients add up.
+        """
+        run = self.plan(forests)
+
+        def read_of(walk: Walk) -> Read:
+            return lambda number, rows: (walk.positions(number), {"rows": rows})
+
+        rows_TM = gather(lambda: self._walk(run), read_of, ("rows",), run.forest.num_tokens)["rows"]
+        index = torch.as_tensor(run.forest.path_index, device=rows_TM.device)
+        return list(rows_TM[index].split(run.forest.path_lengths.tolist()))
+
     def _step_any_loss(self, run: Plan, objective: Loss) -> StepOutput:
         loss = objective(_restore(tree_logprobs(self, run), run.forest))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
@@ -212,71 +228,34 @@ def tree_logprobs(engine: TreeEngine, run: Plan) -> torch.Tensor:
     the walk, which adds parameter gradients into `.grad`; usable inside any loss, more than once in a graph, and under
     autocast.
     """
-    if run.is_whole:
-        walk = engine._walk(run)
-        is_needed = run.forest.parent >= 0
-        rows = walk.whole_rows()
-        return _scatter(walk, 0, rows, is_needed, engine.temperature, run.forest.num_tokens)
-    if not torch.is_grad_enabled():
-        return _visit_logprobs(engine, run)
-    # Parameters are no inputs of the function, so something else has to ask for its backward.
-    anchor = torch.zeros((), device=engine.parts.device, requires_grad=True)
-    return _TreeLogprobs.apply(anchor, engine, run)
+    return tree_values(engine, run)["log_probs"]
 
 
-class _TreeLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, engine: TreeEngine, run: Plan) -> torch.Tensor:
-        ctx.engine, ctx.run = engine, run
-        ctx.autocast = Autocast.now(engine.parts.device.type)
-        return _visit_logprobs(engine, run)
+def tree_values(
+    engine: TreeEngine, run: Plan, outputs: tuple[str, ...] = ("log_probs",), is_needed: np.ndarray | None = None
+) -> dict[str, torch.Tensor]:
+    """[T] values of the tree's tokens by name (see `logprobs.edge_values`), differentiable as `tree_logprobs` is.
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_T: torch.Tensor) -> Any:
-        engine, run = ctx.engine, ctx.run
-        walk = engine._walk(run)
-        is_needed = run.forest.parent >= 0
-
-        def loss_of(number: int, rows: torch.Tensor) -> torch.Tensor | None:
-            scattered = edge_values(walk, number, rows, is_needed, engine.temperature)
-            if scattered is None:
-                return None
-            logprobs, target = scattered
-            return (logprobs * grad_T[torch.as_tensor(target, device=grad_T.device)]).sum()
-
-        with torch.enable_grad(), ctx.autocast.again():
-            walk.train(loss_of)
-        return torch.zeros((), device=grad_T.device), None, None
+    is_needed: [T] bool; others, and first tokens, are 0 and cost no projection.
+    """
+    wanted = Wanted.every_token(run.forest, outputs)
+    if is_needed is not None:
+        wanted = Wanted(wanted.positions[is_needed[wanted.positions]], None, outputs)
+    values = scores(engine, run, wanted)
+    index = torch.as_tensor(wanted.positions, device=engine.parts.device)
+    return {
+        name: torch.zeros(run.forest.num_tokens, dtype=value.dtype, device=value.device).index_copy(0, index, value)
+        for name, value in values.items()
+    }
 
 
-def _visit_logprobs(engine: TreeEngine, run: Plan) -> torch.Tensor:
-    walk = engine._walk(run)
-    is_needed = run.forest.parent >= 0
-    result: list[torch.Tensor] = []
+def scores(engine: TreeEngine, run: Plan, wanted: Wanted) -> dict[str, torch.Tensor]:
+    """[P] values of the wanted tokens by name, in their order, differentiable as `tree_logprobs` is."""
 
-    def use(number: int, rows: torch.Tensor) -> None:
-        if not result:
-            wide = torch.promote_types(rows.dtype, torch.float32)
-            result.append(torch.zeros(run.forest.num_tokens, dtype=wide, device=rows.device))
-        scattered = edge_values(walk, number, rows, is_needed, engine.temperature)
-        if scattered is not None:
-            logprobs, target = scattered
-            result[0][torch.as_tensor(target, device=rows.device)] = logprobs.to(result[0].dtype)
+    def read_of(walk: Walk) -> Read:
+        return Scorer(walk, wanted, engine.temperature)
 
-    walk.visit(use)
-    return result[0]
-
-
-def _scatter(
-    walk: Walk, number: int, rows: torch.Tensor, is_needed: np.ndarray, temperature: float, num_tokens: int
-) -> torch.Tensor:
-    values = edge_values(walk, number, rows, is_needed, temperature)
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    empty = torch.zeros(num_tokens, dtype=wide, device=rows.device)
-    if values is None:
-        return empty
-    return empty.index_copy(0, torch.as_tensor(values[1], device=rows.device), values[0].to(wide))
+    return gather(lambda: engine._walk(run), read_of, wanted.outputs, len(wanted.positions))
 
 
 def _restore(logprobs_T: torch.Tensor, forest: Forest) -> list[torch.Tensor]:

@@ -12,6 +12,12 @@ from typing import Any
 
 import torch
 
+from treewise.errors import ConfigError
+
+# What can be had of an edge, differentiable ones first; the names are TRL's. See `edge_values`.
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+_PER_EDGE = ("log_probs", "is_top1")  # the others belong to the hidden row, whatever its targets
+CONSTANT = OUTPUTS[2:]  # without gradients
 # Logits alive at a time: 64 MiB of float32 on a CPU, where caches are small; 512 MiB on a GPU.
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 
@@ -32,33 +38,43 @@ class Head:
         return _finish(raw.to(torch.promote_types(raw.dtype, torch.float32)), self)[0]
 
 
-def edge_logprobs(
+def edge_values(
     hidden: torch.Tensor,
     head: Head,
     source: torch.Tensor,
     target: torch.Tensor,
-    with_entropy: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
     max_logits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Natural log-probs of `target[e]` predicted from hidden row `source[e]`.
+) -> dict[str, torch.Tensor]:
+    """What a model says about `target[e]`, predicted from hidden row `source[e]`; several targets may share a row.
 
-    hidden: [T, M]. source: [E] int64, ascending. target: [E] int64 token ids. Returns log-probs [E] and, where asked,
-    the entropy of the predicting distribution [E], both float32 (float64 for float64 models), differentiable.
+    hidden: [T, M]. source: [E] int64, ascending. target: [E] int64 token ids. outputs: names out of `OUTPUTS`:
+
+    * `log_probs`: natural log-prob of the target; always computed, differentiable.
+    * `entropy`: of the predicting distribution, in nats; differentiable.
+    * `log_sum_sq_probs`: log of the sum of squared probabilities.
+    * `mean_logits`: mean of the logits over the vocabulary, after scale, softcap and temperature.
+    * `is_top1`: whether the target is the most likely token (the first one of several), bool.
+
+    Returns [E] tensors by name, float32 (float64 for float64 models) but for `is_top1`.
     """
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if not set(outputs) <= set(OUTPUTS):
+        raise ConfigError(f"unknown outputs {sorted(set(outputs) - set(OUTPUTS))}; choose out of {', '.join(OUTPUTS)}.")
     if len(source) == 0:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
         empty = hidden.sum() * torch.zeros(0, dtype=wide, device=hidden.device)
-        return empty, empty if with_entropy else None
+        return {name: empty.bool() if name == "is_top1" else empty for name in outputs}
     rows, edge_row = torch.unique_consecutive(source, return_inverse=True)
     limit = max_logits or MAX_LOGITS.get(hidden.device.type, MAX_LOGITS["cpu"])
     chunk = max(1, limit // head.weight.shape[0])
-    logprobs, entropy = _EdgeLogprobs.apply(
-        hidden.index_select(0, rows), head.weight, head.bias, edge_row, target, head, chunk, with_entropy
+    found = _EdgeValues.apply(
+        hidden.index_select(0, rows), head.weight, head.bias, edge_row, target, head, chunk, tuple(outputs)
     )
-    return logprobs, entropy[edge_row] if with_entropy else None
+    values = dict(zip(OUTPUTS, found, strict=True))
+    return {name: values[name] if name in _PER_EDGE else values[name][edge_row] for name in outputs}
 
 
-class _EdgeLogprobs(torch.autograd.Function):
+class _EdgeValues(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -69,32 +85,25 @@ class _EdgeLogprobs(torch.autograd.Function):
         target: torch.Tensor,
         head: Head,
         chunk: int,
-        with_entropy: bool,
+        outputs: tuple[str, ...],
     ) -> Any:
         dtype = _compute_dtype(hidden)
         hidden = hidden.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        num_rows = hidden.shape[0]
-        bounds = _chunk_bounds(edge_row, num_rows, chunk)
-        logprobs = hidden.new_empty(len(target), dtype=wide)
-        entropy = hidden.new_empty(num_rows if with_entropy else 0, dtype=wide)
-        lse = hidden.new_empty(num_rows, dtype=wide)
+        bounds = _chunk_bounds(edge_row, hidden.shape[0], chunk)
+        values = _Values(hidden, len(target), outputs)
         cast_weight = weight.to(dtype)
         for (start, end), (low, high) in bounds:
             logits, _ = _finish(_project(hidden[start:end], cast_weight, bias, wide), head)
-            lse[start:end] = torch.logsumexp(logits, dim=1)
-            local = edge_row[low:high] - start
-            logprobs[low:high] = logits[local, target[low:high]] - lse[start:end][local]
-            if with_entropy:
-                probabilities = torch.exp(logits - lse[start:end, None])
-                entropy[start:end] = lse[start:end] - (probabilities * logits).sum(1)
-        ctx.save_for_backward(hidden, weight, bias, edge_row, target, lse, entropy)
-        ctx.head, ctx.bounds, ctx.with_entropy = head, bounds, with_entropy
+            values.add(logits, slice(start, end), slice(low, high), edge_row[low:high] - start, target[low:high])
+        ctx.save_for_backward(hidden, weight, bias, edge_row, target, values.lse, values.of["entropy"])
+        ctx.head, ctx.bounds, ctx.with_entropy = head, bounds, "entropy" in outputs
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(*(values.of[name] for name in CONSTANT))
+        return tuple(values.of[name] for name in OUTPUTS)
 
     @staticmethod
-    def backward(ctx: Any, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None, *_: Any) -> Any:
         hidden, weight, bias, edge_row, target, lse, entropy = ctx.saved_tensors
         wide, dtype = lse.dtype, hidden.dtype
         if logprob_grad is None:
@@ -125,16 +134,43 @@ class _EdgeLogprobs(torch.autograd.Function):
                     weight_grad += grad.t() @ hidden[start:end]
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
-        return (
-            hidden_grad,
-            weight_grad.to(weight.dtype) if weight_grad is not None else None,
-            bias_grad.to(bias.dtype) if bias_grad is not None else None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        cast = [
+            None if grad is None else grad.to(like.dtype) for grad, like in ((weight_grad, weight), (bias_grad, bias))
+        ]
+        return hidden_grad, *cast, None, None, None, None, None
+
+
+class _Values:
+    """The outputs while chunks fill them; those that nobody asked for stay empty."""
+
+    def __init__(self, hidden: torch.Tensor, num_edges: int, outputs: tuple[str, ...]) -> None:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        num_rows = hidden.shape[0]
+        self.outputs = outputs
+        self.lse = hidden.new_empty(num_rows, dtype=wide)
+        self.of: dict[str, torch.Tensor] = {}
+        for name in OUTPUTS:
+            length = num_edges if name in _PER_EDGE else num_rows
+            dtype = torch.bool if name == "is_top1" else wide
+            is_filled = name in outputs or name == "log_probs"
+            self.of[name] = hidden.new_empty(length if is_filled else 0, dtype=dtype)
+
+    def add(
+        self, logits: torch.Tensor, rows: slice, edges: slice, edge_row: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        """Fills in one chunk: logits [rows, V]; edge_row counts from the chunk's first row."""
+        lse = self.lse[rows] = torch.logsumexp(logits, dim=1)
+        self.of["log_probs"][edges] = logits[edge_row, target] - lse[edge_row]
+        if "is_top1" in self.outputs:
+            self.of["is_top1"][edges] = logits.argmax(1)[edge_row] == target
+        if "mean_logits" in self.outputs:
+            self.of["mean_logits"][rows] = logits.mean(1)
+        if "entropy" in self.outputs or "log_sum_sq_probs" in self.outputs:
+            probabilities = torch.exp(logits - lse[:, None])
+            if "entropy" in self.outputs:
+                self.of["entropy"][rows] = lse - (probabilities * logits).sum(1)
+            if "log_sum_sq_probs" in self.outputs:
+                self.of["log_sum_sq_probs"][rows] = torch.log(probabilities.square_().sum(1))
 
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:

@@ -1,28 +1,29 @@
 """A first look at a model: does it follow a tree, and do its decoder and head give the logits that the model gives?
 
-Three tiny forwards. Changing one branch must not change the other's hidden rows, in either direction, not by one bit;
-models with experts may regroup tokens, so for them not beyond rounding. And the log-probs of one branch must be those
-of the model's own forward. What no flag of a model announces (a mask ignored, a scale applied to the logits) shows
+A few tiny forwards. Changing one branch must not change the other's hidden rows, in either direction, not by one bit;
+models with experts may regroup tokens, so for them not beyond rounding. Rows must not depend on the budget. And the
+log-probs of one branch must be those of the model's own forward. What no flag of a model announces (a mask ignored, a scale applied to the logits) shows
 here.
 """
 
 import numpy as np
 import torch
 
-from treewise.attention import TreeContext, TreeMask
-from treewise.errors import UnsupportedModelError
+from treewise.errors import TreewiseError, UnsupportedModelError
 from treewise.forest import Forest
-from treewise.layout import lay_out
-from treewise.logprobs import edge_logprobs
+from treewise.logprobs import edge_values
 from treewise.models import ModelParts
 from treewise.planner import plan
-from treewise.recurrent import TreeRows
 from treewise.trajectory import Trajectory
+from treewise.walk import Walk
 
 # Largest difference of a log-prob between the tree and the model's own forward; in low precision the mean difference,
 # because it may route single tokens elsewhere.
 _MAX_LOGPROB_GAP = {torch.float64: 1e-4, torch.float32: 1e-2}
 _LOW_PRECISION_GAP = 1.0
+# Largest relative difference of a row between one micro-batch and several; in low precision the mean difference.
+_MAX_PARTS_GAP = 1e-3
+_HELP = "Supported models: docs/models.md."
 
 
 def probe(parts: ModelParts, impl: str, may_fall_back: bool, token_ids: np.ndarray) -> None:
@@ -45,36 +46,39 @@ def probe(parts: ModelParts, impl: str, may_fall_back: bool, token_ids: np.ndarr
             ("first", _hidden(parts, impl, may_fall_back, trunk, other, right), [0, 1, 2, 3, 8, 9, 10, 11]),
         ):
             _check_leak(parts, rows[kept], changed[kept], name)
+        in_parts = _hidden(parts, impl, may_fall_back, trunk, left, right, budget=4)
+        _check_parts(parts, rows, in_parts)
         _check_logprobs(parts, rows, np.concatenate([trunk, left]))
 
 
 def _hidden(
-    parts: ModelParts, impl: str, may_fall_back: bool, trunk: np.ndarray, left: np.ndarray, right: np.ndarray
+    parts: ModelParts,
+    impl: str,
+    may_fall_back: bool,
+    trunk: np.ndarray,
+    left: np.ndarray,
+    right: np.ndarray,
+    budget: int | None = None,
 ) -> torch.Tensor:
     """[12, M] hidden rows of trunk, left branch and right branch."""
     branches = [Trajectory(np.concatenate([trunk, branch])) for branch in (left, right)]
     forest = Forest.from_trajectories(branches)
-    run = plan(forest)
-    layout = lay_out(run, 0)
-    context = TreeContext(TreeMask.from_layout(layout), impl, may_fall_back, rows=TreeRows(run, 0, layout))
-    hidden = decoder_rows(parts, layout.token_ids, layout.depth, context)
+    walk = Walk(parts, plan(forest, budget, hold="never"), impl, may_fall_back)
+    by_position: dict[int, torch.Tensor] = {}
+
+    def keep(number: int, rows: torch.Tensor) -> None:
+        by_position.update(zip(walk.positions(number).tolist(), rows, strict=True))
+
+    try:
+        walk.visit(keep)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, TreewiseError | torch.OutOfMemoryError):
+            raise
+        raise UnsupportedModelError(
+            f"{type(parts.decoder).__name__} fails on a tree: {type(error).__name__}: {error}. {_HELP}"
+        ) from error
     order = np.concatenate([forest.paths[0], forest.paths[1][4:]])
-    return hidden[torch.as_tensor(order, device=hidden.device)]
-
-
-def decoder_rows(parts: ModelParts, token_ids: np.ndarray, depth: np.ndarray, context: TreeContext) -> torch.Tensor:
-    """[T, M] hidden rows of one micro-batch."""
-    device = parts.device
-    # A prepared 4-D mask makes every model skip the making of its own; the attention function ignores it.
-    prepared = torch.zeros(1, 1, 1, 1, device=device)
-    output = parts.decoder(
-        input_ids=torch.as_tensor(token_ids, dtype=torch.long, device=device)[None],
-        position_ids=torch.as_tensor(depth, dtype=torch.long, device=device)[None],
-        attention_mask=prepared,
-        use_cache=False,
-        treewise=context,
-    )
-    return output.last_hidden_state[0]
+    return torch.stack([by_position[position] for position in order.tolist()])
 
 
 def _check_leak(parts: ModelParts, before: torch.Tensor, after: torch.Tensor, name: str) -> None:
@@ -88,11 +92,28 @@ def _check_leak(parts: ModelParts, before: torch.Tensor, after: torch.Tensor, na
         )
 
 
+def _check_parts(parts: ModelParts, whole: torch.Tensor, in_parts: torch.Tensor) -> None:
+    """Rows must not depend on the budget: what a layer hands through a gateway is all that it needs."""
+    wide = torch.promote_types(whole.dtype, torch.float32)
+    gaps = (whole.to(wide) - in_parts.to(wide)).abs()
+    is_exact = whole.dtype in _MAX_LOGPROB_GAP
+    gap = ((gaps.max() if is_exact else gaps.mean()) / whole.to(wide).abs().max()).item()
+    if not gap <= _MAX_PARTS_GAP:
+        raise UnsupportedModelError(
+            f"{type(parts.decoder).__name__} computes other rows in parts than whole (a relative {gap:.3g}). Its layers "
+            f"hand on more than keys and values. {_HELP}"
+        )
+
+
 def _check_logprobs(parts: ModelParts, rows: torch.Tensor, token_ids: np.ndarray) -> None:
     tokens = torch.as_tensor(token_ids, dtype=torch.long, device=rows.device)
     source = torch.arange(len(tokens) - 1, device=rows.device)
-    ours, _ = edge_logprobs(rows[: len(tokens)], parts.head(), source, tokens[1:])
-    logits = parts.model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+    ours = edge_values(rows[: len(tokens)], parts.head(), source, tokens[1:])["log_probs"]
+
+    def own_logits() -> torch.Tensor:
+        return parts.model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+
+    logits = own_logits()
     wide = torch.promote_types(logits.dtype, torch.float32)
     native = torch.log_softmax(logits.to(wide), dim=-1)[source, tokens[1:]]
     gaps = (ours - native).abs()
@@ -100,6 +121,12 @@ def _check_logprobs(parts: ModelParts, rows: torch.Tensor, token_ids: np.ndarray
     gap = (gaps.max() if is_exact else gaps.mean()).item()
     limit = _MAX_LOGPROB_GAP.get(rows.dtype, _LOW_PRECISION_GAP)
     if not gap <= limit:
+        again = torch.log_softmax(own_logits().to(wide), dim=-1)[source, tokens[1:]]
+        if not torch.equal(again, native):
+            raise UnsupportedModelError(
+                f"{type(parts.model).__name__} is random while training: the same tokens gave other log-probs. Call "
+                "model.eval(), or turn off what draws."
+            )
         raise UnsupportedModelError(
             f"{type(parts.model).__name__}: log-probs on the tree differ from the model's own by {gap:.3g} "
             f"(limit {limit:g}). It computes something between decoder and logits that treewise does not know. "

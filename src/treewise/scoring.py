@@ -1,26 +1,74 @@
-"""From hidden rows of a micro-batch to log-probs of its edges, and to its share of a separable loss."""
+"""From hidden rows of a micro-batch to what the model says about its edges, and to its share of a separable loss."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from treewise.errors import DataError
-from treewise.logprobs import edge_logprobs
+from treewise.forest import Forest
+from treewise.logprobs import edge_values
 from treewise.objectives import SeparableObjective, Terms
 from treewise.walk import Walk
 
 
-def edge_values(
-    walk: Walk, number: int, rows: torch.Tensor, is_needed: np.ndarray, temperature: float
-) -> tuple[torch.Tensor, np.ndarray] | None:
-    """Log-probs of the needed edges that leave a micro-batch ([E]), and the tree positions of their targets ([E])."""
-    edges = walk.edges(number, is_needed)
-    if len(edges.target) == 0:
-        return None
-    device = rows.device
-    tokens = torch.as_tensor(walk.plan.forest.token_ids[edges.target], dtype=torch.long, device=device)
-    source = torch.as_tensor(edges.source, device=device)
-    logprobs, _ = edge_logprobs(rows, walk.parts.head(temperature), source, tokens)
-    return logprobs, edges.target
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which tokens are scored, each predicted from the path to its parent.
+
+    positions: [P] int64 tree positions, ascending, none of them a first token. tokens: [P] token ids that are scored at
+    these positions; None: the tree's own, and then each position is projected once however often it is listed.
+    outputs: names out of `logprobs.OUTPUTS`.
+    """
+
+    positions: np.ndarray
+    tokens: np.ndarray | None = None
+    outputs: tuple[str, ...] = ("log_probs",)
+
+    @classmethod
+    def every_token(cls, forest: Forest, outputs: tuple[str, ...] = ("log_probs",)) -> "Wanted":
+        """All tokens but first ones."""
+        return cls(np.flatnonzero(forest.parent >= 0), None, outputs)
+
+    def entries(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For every entry at these positions: which of `targets` it belongs to, and its number."""
+        first = np.searchsorted(self.positions, targets, side="left")
+        count = np.searchsorted(self.positions, targets, side="right") - first
+        edge = np.repeat(np.arange(len(targets)), count)
+        offsets = np.cumsum(count) - count
+        return edge, np.repeat(first - offsets, count) + np.arange(int(count.sum()))
+
+
+class Scorer:
+    """Scores the wanted tokens that the micro-batches of one walk predict."""
+
+    def __init__(self, walk: Walk, wanted: Wanted, temperature: float) -> None:
+        self.walk, self.wanted, self.temperature = walk, wanted, temperature
+        self.is_needed = np.zeros(walk.plan.forest.num_tokens, dtype=bool)
+        self.is_needed[wanted.positions] = True
+
+    def __call__(self, number: int, rows: torch.Tensor) -> tuple[np.ndarray, dict[str, torch.Tensor]] | None:
+        """The numbers of the wanted entries that micro-batch `number` predicts ([E]), and their values ([E]) by name;
+        None where there are none.
+        """
+        edges = self.walk.edges(number, self.is_needed)
+        if len(edges.target) == 0:
+            return None
+        edge, entry = self.wanted.entries(edges.target)
+        device = rows.device
+        own = self.wanted.tokens is None
+        tokens = self.walk.plan.forest.token_ids[edges.target] if own else self.wanted.tokens[entry]  # type: ignore[index]
+        values = edge_values(
+            rows,
+            self.walk.parts.head(self.temperature),
+            torch.as_tensor(edges.source if own else edges.source[edge], device=device),
+            torch.as_tensor(tokens, dtype=torch.long, device=device),
+            self.wanted.outputs,
+        )
+        if own and len(entry) != len(edges.target):
+            index = torch.as_tensor(edge, device=device)
+            values = {name: value[index] for name, value in values.items()}
+        return entry, values
 
 
 class SeparableLoss:
@@ -30,41 +78,30 @@ class SeparableLoss:
         self, walk: Walk, objective: SeparableObjective, temperature: float, denominator: float | None
     ) -> None:
         forest = walk.plan.forest
-        self.walk, self.objective, self.temperature = walk, objective, temperature
+        self.objective = objective
         self.terms: Terms = objective.terms(forest)
         self.denominator = objective.denominator(forest) if denominator is None else denominator
         if len(self.terms.positions) == 0:
             raise DataError("no trained token in the forest; a step on it would do nothing.")
         if not self.denominator > 0:
             raise DataError(f"the loss would be divided by {self.denominator}; it must be positive.")
-        self.is_needed = np.zeros(forest.num_tokens, dtype=bool)
-        self.is_needed[self.terms.positions] = True
-        self.num_trained_tokens = int(self.is_needed.sum())
+        self.score = Scorer(walk, Wanted(self.terms.positions), temperature)
+        self.num_trained_tokens = int(self.score.is_needed.sum())
         self._shares: list[torch.Tensor] = []
 
     def __call__(self, number: int, rows: torch.Tensor) -> torch.Tensor | None:
-        values = edge_values(self.walk, number, rows, self.is_needed, self.temperature)
-        if values is None:
+        scored = self.score(number, rows)
+        if scored is None:
             return None
-        logprobs, targets = values
-        device = logprobs.device
-        edge_of_term, term = self._terms_of(targets)
+        term, values = scored
+        logprobs = values["log_probs"]
         streams = {
-            name: torch.as_tensor(stream[term], dtype=logprobs.dtype, device=device)
+            name: torch.as_tensor(stream[term], dtype=logprobs.dtype, device=logprobs.device)
             for name, stream in self.terms.streams.items()
         }
-        per_term = logprobs[torch.as_tensor(edge_of_term, device=device)]
-        loss = self.objective.token_losses(per_term, streams).sum() / self.denominator
+        loss = self.objective.token_losses(logprobs, streams).sum() / self.denominator
         self._shares.append(loss.detach())
         return loss
-
-    def _terms_of(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For every term on these targets: which edge it reads, and its number."""
-        first = np.searchsorted(self.terms.positions, targets, side="left")
-        count = np.searchsorted(self.terms.positions, targets, side="right") - first
-        edge = np.repeat(np.arange(len(targets)), count)
-        offsets = np.cumsum(count) - count
-        return edge, np.repeat(first - offsets, count) + np.arange(int(count.sum()))
 
     def total(self) -> float:
         """The loss; the only host synchronisation of a step."""

@@ -13,9 +13,8 @@ import torch
 
 from treewise.attention import Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.layout import Edges, Layout, edges_of, lay_out
-from treewise.models import ModelParts
+from treewise.models import ModelParts, decoder_rows
 from treewise.planner import BACKWARD, FORWARD, HOLD, Plan
-from treewise.probe import decoder_rows
 from treewise.recurrent import TreeRows
 
 LossOf = Callable[[int, torch.Tensor], torch.Tensor | None]
@@ -53,6 +52,10 @@ class Walk:
     def edges(self, number: int, is_needed: np.ndarray) -> Edges:
         """The needed edges that leave a micro-batch."""
         return edges_of(self.plan.forest, self._layout(number)[0].positions, is_needed)
+
+    def positions(self, number: int) -> np.ndarray:
+        """[n] tree positions of a micro-batch's tokens, ascending."""
+        return self._layout(number)[0].positions
 
     def train(self, loss_of: LossOf) -> None:
         """Forward and backward of every micro-batch."""
