@@ -64,6 +64,7 @@ class RolloutImport:
         self._reader = RecordReader(context.tokenizer, RenderOptions())
         self._rollouts: set[str] = set()
         self._groups: set[str] = set()
+        self._prefix = ""
 
     def __iter__(self) -> Iterator[Record]:
         for path in self.files:
@@ -73,6 +74,8 @@ class RolloutImport:
                 raise DataError(f"{path}: no record; the file is empty.")
             name = self.given or required_format(first.value, first.place)
             self.report.formats[str(path)] = name
+            # Most stacks count groups anew in each dump; the calls of a log may go on in its next file.
+            self._prefix = f"{path.name}: " if len(self.files) > 1 and name != "openai" else ""
             try:
                 for row in READERS[name](chain([first], records), self.context):
                     yield self._checked(row)
@@ -99,11 +102,15 @@ class RolloutImport:
         """The row as it is written, after the reader of `load_trees` has read it."""
         report, place = self.report, row["source"]
         has_ids = "token_ids" in row
+        group = row.get("group", place)
+        if self._prefix and "group" in row:
+            row = {**row, "group": f"{self._prefix}{row['group']}"}
         if has_ids or self.context.tokenizer is not None:
             result = self._reader.read(RawRecord(place, dict(row)), Path(place))
             if result.error is not None:
                 raise DataError(result.error)
             self._note_drift(row, result.drift)
+            group = place if (held := result.rows[0].group) is None else held
             report.num_tokens += sum(each.num_tokens for each in result.rows)
         if has_ids:
             report.num_trained_tokens += sum(1 for weight in row["loss_weights"] if weight)
@@ -117,7 +124,7 @@ class RolloutImport:
         report.num_rows += 1
         report.num_without_reward += "reward" not in row
         self._rollouts.add(repr(row.get("rollout", place)))
-        self._groups.add(repr(row["group"]) if "group" in row else f"row {report.num_rows}")
+        self._groups.add(repr(group))
         report.num_rollouts, report.num_groups = len(self._rollouts), len(self._groups)
         if has_ids and not self.keep_messages:
             row = {name: value for name, value in row.items() if name not in ("messages", "tools", "text")}
