@@ -98,6 +98,28 @@ def chain_nodes(
     return segments, final
 
 
+def restrict(segments: Segments, kept: np.ndarray) -> Segments:
+    """The segments on the paths of some trajectories ([n] int64, indices into `end_segment`), laid out anew.
+
+    `token_source` says which tree position each token had before.
+    """
+    ends = np.bincount(segments.end_segment[kept], minlength=len(segments.start))
+    total = np.concatenate([[0], np.cumsum(ends)])
+    after = np.searchsorted(segments.start, segments.subtree_end)
+    is_used = total[after] > total[:-1]
+    rank = np.cumsum(is_used) - 1
+    length = np.diff(segments.start, append=segments.num_tokens)[is_used]
+    parent = segments.parent[is_used]
+    return _heavy_first(
+        start=np.cumsum(length) - length,
+        parent=np.where(parent >= 0, rank[parent], -1),
+        depth=segments.depth[is_used],
+        end_segment=rank[segments.end_segment[kept]],
+        source=segments.start[is_used],
+        num_tokens=int(length.sum()),
+    )
+
+
 def path_index(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
     """Tree positions of every trajectory, one after the other ([F]), and where each begins ([N + 1])."""
     length = np.diff(segments.start, append=segments.num_tokens)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from treewise.forest import Forest
+from treewise.merging import Segments
 from treewise.packing import best_fit
 
 # What one more micro-batch costs, in tokens of forward and backward. Recomputing a token costs a third of one.
@@ -50,17 +51,23 @@ class Partition:
 
 def partition(forest: Forest, budget: int, hold: str) -> Partition:
     """Cuts a forest for a budget of tokens. `hold` is `auto`, `never` or `always` (wherever it is possible)."""
-    cut = _Cut(forest, budget, hold)
+    cut = _Cut(forest.segments, budget, hold)
     cut.cut_trunks()
     return Partition(cut.piece_start, cut.piece_size, cut.trunk_of_pieces(), cut.trunks)
+
+
+def cut_trunks(segments: Segments, budget: int, hold: str) -> list[Trunk]:
+    """The trunks alone, from a forest's segments alone."""
+    cut = _Cut(segments, budget, hold)
+    cut.cut_trunks()
+    return cut.trunks
 
 
 class _Cut:
     """The arrays that cutting reads, and the trunks made so far."""
 
-    def __init__(self, forest: Forest, budget: int, hold: str) -> None:
-        self.forest, self.budget, self.hold = forest, budget, hold
-        segments = forest.segments
+    def __init__(self, segments: Segments, budget: int, hold: str) -> None:
+        self.segments, self.budget, self.hold = segments, budget, hold
         self.start = segments.start
         self.length = np.diff(segments.start, append=segments.num_tokens)
         self.subtree_end = segments.subtree_end
@@ -171,7 +178,10 @@ class _Cut:
             return result
         starts = np.array([start for start, _, _ in bounds])
         numbers = np.array([number for _, _, number in bounds])
-        before = self.forest.parent[self.piece_start]
+        segment = np.searchsorted(self.start, self.piece_start, side="right") - 1
+        above = self.segments.parent[segment]
+        last = np.where(above >= 0, (self.start + self.length)[above] - 1, -1)
+        before = np.where(self.piece_start == self.start[segment], last, self.piece_start - 1)
         inner = before >= 0
         result[inner] = numbers[np.searchsorted(starts, before[inner], side="right") - 1]
         return result

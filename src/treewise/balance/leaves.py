@@ -1,0 +1,161 @@
+"""A step's trees as one row of leaves with costs: what placement computes with.
+
+Lay the leaves of all trees side by side in depth-first order. Leaf `k` adds `new[k]` to what the leaves before it cost;
+a run of leaves that does not begin at its tree's first leaf computes the path above again, which costs `again[k]`. So a
+run `[i, j)` costs `again[i] + sum(new[i:j])`, for any tree and any cut. Costs are integers: every machine computes the
+same placement, and loads do not drift while runs are moved.
+
+Leaves that must not be parted (the rollouts of a tree, or all of a tree) are joined to one, which then has several
+paths.
+
+Letters: L leaves, N trajectories, S segments.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from treewise.balance.costs import PAIR_FORWARD_SHARE, CostModel
+from treewise.forest import Forest
+from treewise.merging import Segments
+from treewise.partition import FORWARD_SHARE, Trunk, cut_trunks
+
+# All costs together are about 2**COST_BITS units: fine enough for any step, and far from the end of int64.
+COST_BITS = 44
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """Leaves of a step in depth-first order, tree after tree.
+
+    new: [L] int64, cost of the tokens that a leaf adds to its tree. again: [L] int64, cost of the path above those
+    tokens (0 at a tree's first leaf). dip: [L] int64, the least of `again` over the leaves that were joined to this
+    one: no more than that is shared across it. below: [L + 1] int64, sums of `new`. tree: [L] int64.
+    of_trajectory: [N] int64, the leaf that each trajectory belongs to; one that ends inside a tree belongs to the
+    first leaf below its end. seconds_per_unit: what one unit of cost is.
+    """
+
+    new: np.ndarray
+    again: np.ndarray
+    dip: np.ndarray
+    below: np.ndarray
+    tree: np.ndarray
+    of_trajectory: np.ndarray
+    seconds_per_unit: float
+
+    @property
+    def path(self) -> np.ndarray:
+        """[L] int64, cost of each leaf alone, its whole path."""
+        return self.again + self.new
+
+    def starts_tree(self) -> np.ndarray:
+        """[L] bool, the first leaf of each tree."""
+        return np.diff(self.tree, prepend=-1) > 0
+
+    def joined(self, may_cut: np.ndarray) -> "Leaves":
+        """Leaves with those joined to the one before them that may not be cut off ([L] bool, True for the first).
+
+        Trees that are joined become one, of which nothing is shared across the former border.
+        """
+        first = np.flatnonzero(may_cut)
+        below = np.append(self.below[first], self.below[-1])
+        number = np.searchsorted(first, np.arange(len(self.new)), side="right") - 1
+        return Leaves(
+            new=np.diff(below),
+            again=self.again[first],
+            dip=np.minimum.reduceat(self.again, first),
+            below=below,
+            tree=np.cumsum(self.starts_tree()[first]) - 1,
+            of_trajectory=number[self.of_trajectory],
+            seconds_per_unit=self.seconds_per_unit,
+        )
+
+
+def leaves_of(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int | None) -> Leaves:
+    """The leaves of several forests and what they cost under a budget (None: whole forests in one micro-batch)."""
+    segments = _side_by_side([shape.segments if isinstance(shape, Forest) else shape for shape in shapes])
+    length = np.diff(segments.start, append=segments.num_tokens)
+    seconds = _segment_seconds(segments, length, cost, max_tokens)
+    scale = 2.0 ** np.floor(COST_BITS - np.log2(seconds.sum()))
+    units = np.maximum(np.round(seconds * scale), 1).astype(np.int64)
+    is_leaf = segments.subtree_end == segments.start + length
+    last = np.flatnonzero(is_leaf)
+    first = np.concatenate([[0], last[:-1] + 1])  # the segments up to a leaf, from the one after the leaf before it
+    below = np.concatenate([[0], np.cumsum(np.add.reduceat(units, first))])
+    again = _path_costs(segments, units)[first] - units[first]
+    return Leaves(
+        new=np.diff(below),
+        again=again,
+        dip=again,
+        below=below,
+        tree=np.cumsum(segments.parent[first] < 0) - 1,
+        of_trajectory=np.searchsorted(last, segments.end_segment),
+        seconds_per_unit=1 / scale,
+    )
+
+
+def _side_by_side(parts: Sequence[Segments]) -> Segments:
+    """Segments of several forests as those of one."""
+    tokens = np.cumsum([0] + [part.num_tokens for part in parts])
+    counts = [len(part.start) for part in parts]
+    ends = [len(part.end_segment) for part in parts]
+    before = np.cumsum([0, *counts])
+    token_shift, segment_shift = np.repeat(tokens[:-1], counts), np.repeat(before[:-1], counts)
+    parent = np.concatenate([part.parent for part in parts])
+    return Segments(
+        start=np.concatenate([part.start for part in parts]) + token_shift,
+        parent=np.where(parent >= 0, parent + segment_shift, -1),
+        depth=np.concatenate([part.depth for part in parts]),
+        subtree_end=np.concatenate([part.subtree_end for part in parts]) + token_shift,
+        end_segment=np.concatenate([part.end_segment for part in parts]) + np.repeat(before[:-1], ends),
+        token_source=np.zeros(0, dtype=np.int64),
+        num_tokens=int(tokens[-1]),
+    )
+
+
+def _segment_seconds(segments: Segments, length: np.ndarray, cost: CostModel, max_tokens: int | None) -> np.ndarray:
+    """[S] float64, what each segment costs: its tokens and pairs, what is computed twice, its part of the launches."""
+    seconds = cost.seconds_per_token * length + cost.seconds_per_pair * _pairs(segments.depth, length)
+    if max_tokens is None:
+        return seconds
+    seconds += cost.seconds_per_micro_batch / max_tokens * length
+    trunks = cut_trunks(segments, max_tokens, "auto")
+    if trunks:
+        twice = _covered(segments, [trunk for trunk in trunks if not trunk.is_held])
+        seconds += FORWARD_SHARE * cost.seconds_per_token * twice
+        seconds += PAIR_FORWARD_SHARE * cost.seconds_per_pair * _pairs(segments.depth, twice)
+        top = np.array([trunk.ranges[0][0] for trunk in trunks])
+        launches = np.array([1 if trunk.is_held else 2 for trunk in trunks])
+        where = np.searchsorted(segments.start, top, side="right") - 1
+        np.add.at(seconds, where, launches * cost.seconds_per_micro_batch)
+    return seconds
+
+
+def _pairs(depth: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Attention pairs of the first `length` tokens of segments that begin at `depth`."""
+    return length * depth + length * (length + 1) // 2
+
+
+def _covered(segments: Segments, trunks: list[Trunk]) -> np.ndarray:
+    """[S] int64, tokens of each segment that lie in these trunks; always its first ones."""
+    ranges = sorted(each for trunk in trunks for each in trunk.ranges)
+    if not ranges:
+        return np.zeros(len(segments.start), dtype=np.int64)
+    starts = np.array([start for start, _ in ranges], dtype=np.int64)
+    lengths = np.array([end - start for start, end in ranges], dtype=np.int64)
+    total = np.concatenate([[0], np.cumsum(lengths)])
+    bounds = np.append(segments.start, segments.num_tokens)
+    index = np.searchsorted(starts, bounds, side="right") - 1
+    inside = np.clip(bounds - starts[index], 0, lengths[index])
+    before = np.where(index >= 0, total[index] + inside, 0)
+    return np.diff(before)
+
+
+def _path_costs(segments: Segments, units: np.ndarray) -> np.ndarray:
+    """[S] int64, cost of the path from the root to the end of each segment."""
+    after = np.searchsorted(segments.start, segments.subtree_end)
+    change = np.zeros(len(units) + 1, dtype=np.int64)
+    change[:-1] += units
+    np.subtract.at(change, after, units)
+    return np.cumsum(change)[:-1]

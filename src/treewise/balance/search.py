@@ -1,0 +1,282 @@
+"""Placements improved: the slowest rank gives something away, or exchanges it, as long as that makes both faster.
+
+What may move is a run of leaves, or the beginning or end of one. What is cut off pays for the path above it; what
+comes to lie beside a run of its own tree on its new rank pays less. Where no move helps, the slowest rank and two
+others are shuffled and the search begins again (iterated local search; Lourenco, Martin and Stützle, 2003), as often
+as the size of the step allows. Small steps are searched exhaustively besides.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from treewise.balance.filling import Runs, longest_first, lower_bound, multifit
+from treewise.balance.leaves import Leaves
+
+# The search ends this close to the lower bound: nobody can measure less.
+GOOD_ENOUGH = 1 / 500
+NUM_PARTNERS = 24  # least loaded ranks that an exchange is tried with
+MAX_PIECES = 128  # of the slowest rank, that an exchange is tried with
+NUM_SHUFFLED_LEAVES = 60_000  # leaves times shuffles of one search
+MAX_SHUFFLES = 60
+NUM_EXHAUSTIVE_LEAVES = 20
+NUM_EXHAUSTIVE_STEPS = 30_000
+
+
+def best_owners(leaves: Leaves, num_ranks: int) -> np.ndarray:
+    """[L] int64, the rank of each leaf, so that the slowest rank is as fast as this search finds."""
+    bound = lower_bound(leaves, num_ranks)
+    at_most = bound + int(bound * GOOD_ENOUGH)
+    best = improved(leaves, multifit(leaves, num_ranks), at_most)
+    score = _score(leaves, best, num_ranks)
+    rng = np.random.default_rng(0)
+    num_tries = 1 + min(MAX_SHUFFLES, NUM_SHUFFLED_LEAVES // len(leaves.new))
+    for number in range(num_tries):
+        if score[0] <= at_most:
+            return best
+        start = _shuffled(leaves, best, num_ranks, rng) if number else longest_first(leaves, num_ranks)
+        tried = improved(leaves, start, at_most)
+        if (new_score := _score(leaves, tried, num_ranks)) < score:
+            best, score = tried, new_score
+    if score[0] > at_most and len(leaves.new) <= NUM_EXHAUSTIVE_LEAVES:
+        return _Exhaustive(leaves, num_ranks, best, score[0], at_most).owners
+    return best
+
+
+def _score(leaves: Leaves, owners: np.ndarray, num_ranks: int) -> tuple[int, int]:
+    """The slowest rank; then how many are nearly as slow, so that one of several slow ranks made faster is progress."""
+    loads = loads_of(leaves, owners, num_ranks)
+    slowest = int(loads.max())
+    return slowest, int((loads >= slowest - slowest // 1000).sum())
+
+
+def _shuffled(leaves: Leaves, owners: np.ndarray, num_ranks: int, rng: np.random.Generator) -> Runs:
+    """The slowest rank and up to two others shuffled, the rest as it is."""
+    slowest = int(loads_of(leaves, owners, num_ranks).argmax())
+    chosen = np.unique(np.append(rng.integers(0, num_ranks, 2), slowest))
+    runs: Runs = [[] for _ in range(num_ranks)]
+    for rank, begin, end in _runs_of(leaves, owners):
+        if rank not in chosen:
+            runs[rank].append((begin, end))
+            continue
+        cut = int(rng.integers(begin, end + 1))
+        for part in ((begin, cut), (cut, end)):
+            if part[0] < part[1]:
+                runs[int(rng.choice(chosen))].append(part)
+    return runs
+
+
+def _runs_of(leaves: Leaves, owners: np.ndarray) -> list[tuple[int, int, int]]:
+    """Rank, begin and end of each run."""
+    begins = np.flatnonzero(np.append(True, (np.diff(owners) != 0) | (np.diff(leaves.tree) != 0)))
+    ends = np.append(begins[1:], len(owners))
+    return list(zip(owners[begins].tolist(), begins.tolist(), ends.tolist(), strict=True))
+
+
+def loads_of(leaves: Leaves, owners: np.ndarray, num_ranks: int) -> np.ndarray:
+    """[ranks] int64, the cost of each rank: of the union of its leaves' paths."""
+    order = np.lexsort((leaves.tree, owners))  # stable, so leaves of one rank and tree stay in order
+    rank, tree = owners[order], leaves.tree[order]
+    goes_on = (rank[1:] == rank[:-1]) & (tree[1:] == tree[:-1])
+    cost = leaves.path[order]
+    cost[1:] -= np.where(goes_on, leaves.again[order[1:]], 0)
+    for place in np.flatnonzero(goes_on & (np.diff(order) > 1)).tolist():  # a rank with a gap in a tree: rare
+        before, leaf = int(order[place]), int(order[place + 1])
+        cost[place + 1] = leaves.path[leaf] - min(leaves.again[leaf], leaves.dip[before + 1 : leaf].min())
+    loads = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(loads, rank, cost)
+    return loads
+
+
+def improved(leaves: Leaves, runs: Runs, at_most: int) -> np.ndarray:
+    """[L] int64, owners after local search from a first placement; ends where the slowest rank is at `at_most`."""
+    search = _Search(leaves, runs)
+    moves_left = 400 + 8 * len(runs)
+    while moves_left and search.loads.max() > at_most and search.improve_slowest():
+        moves_left -= 1
+    return search.owners
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Leaves `piece` go from the slowest rank to `partner`, and the run `back`, if any, the other way."""
+
+    load: int  # of the slower of the two afterwards
+    piece: tuple[int, int]
+    partner: int
+    back: tuple[int, int] | None = None
+
+
+class _Search:
+    """Runs per rank, their loads, and the owner of each leaf; two runs of a rank never touch within a tree."""
+
+    def __init__(self, leaves: Leaves, runs: Runs) -> None:
+        self.again, self.below, self.tree = leaves.again, leaves.below, leaves.tree
+        self.owners = np.empty(len(leaves.new), dtype=np.int64)
+        self.runs: Runs = [[] for _ in runs]
+        for rank, own in enumerate(runs):
+            for begin, end in sorted(own):
+                self._give(rank, begin, end)
+        self.loads = np.array([self._load(rank) for rank in range(len(runs))], dtype=np.int64)
+
+    def improve_slowest(self) -> bool:
+        """The best move from the slowest rank; False where none makes it faster without a slower partner."""
+        rank = int(self.loads.argmax())
+        begin, end, loss, gain = self._pieces(rank)
+        best = self._best_gift(rank, begin, end, loss, gain)
+        for move in (*self._neighbour_gifts(rank), self._best_exchange(rank, begin, end, loss, gain)):
+            if move is not None and (best is None or move.load < best.load):
+                best = move
+        if best is None or best.load >= self.loads[rank]:
+            return False
+        self._take(rank, *best.piece)
+        if best.back is not None:
+            self._take(best.partner, *best.back)
+            self._give(rank, *best.back)
+        self._give(best.partner, *best.piece)
+        for changed in (rank, best.partner):
+            self.loads[changed] = self._load(changed)
+        return True
+
+    # -- moves ------------------------------------------------------------------------------------------------------
+
+    def _pieces(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What a rank could give: begin and end, what it would save, and what the piece costs by itself."""
+        begins, ends = [], []
+        for begin, end in self.runs[rank]:
+            inner = np.arange(begin + 1, end)
+            begins += [np.array([begin]), inner, np.full(len(inner), begin)]
+            ends += [np.array([end]), np.full(len(inner), end), inner]
+        first, last = np.concatenate(begins), np.concatenate(ends)
+        own = np.array(self.runs[rank])
+        run = own[np.searchsorted(own[:, 0], first, side="right") - 1]
+        gain = self.again[first] + self.below[last] - self.below[first]
+        is_end, is_begin = (first > run[:, 0]), (last < run[:, 1])
+        # The end of a run saves its tokens alone; without its beginning the rest pays for the path above it.
+        loss = gain - np.where(is_end, self.again[first], 0)
+        loss -= np.where(is_begin, self.again[np.minimum(last, len(self.again) - 1)], 0)
+        return first, last, loss, gain
+
+    def _best_gift(
+        self, rank: int, begin: np.ndarray, end: np.ndarray, loss: np.ndarray, gain: np.ndarray
+    ) -> _Move | None:
+        """A piece for the least loaded rank."""
+        partner = int(self.loads.argmin())
+        if partner == rank:
+            return None
+        after = np.maximum(self.loads[rank] - loss, self.loads[partner] + gain)
+        best = int(after.argmin())
+        return _Move(int(after[best]), (int(begin[best]), int(end[best])), partner)
+
+    def _neighbour_gifts(self, rank: int) -> list[_Move]:
+        """Pieces for the ranks that hold the leaves beside a run, where they need not pay for the path above."""
+        moves = []
+        for begin, end in self.runs[rank]:
+            if end < len(self.tree) and self.tree[end] == self.tree[begin]:
+                cut = np.arange(begin, end)
+                loss = self.below[end] - self.below[cut] + np.where(cut == begin, self.again[begin], 0)
+                gain = self.again[cut] + self.below[end] - self.below[cut] - self.again[end]
+                moves.append(self._beside(rank, int(self.owners[end]), cut, np.full_like(cut, end), loss, gain))
+            if begin > 0 and self.tree[begin - 1] == self.tree[begin]:
+                cut = np.arange(begin + 1, end + 1)
+                rest = np.where(cut < end, self.again[np.minimum(cut, len(self.again) - 1)], 0)
+                gain = self.below[cut] - self.below[begin]
+                loss = self.again[begin] + gain - rest
+                moves.append(self._beside(rank, int(self.owners[begin - 1]), np.full_like(cut, begin), cut, loss, gain))
+        return moves
+
+    def _beside(
+        self, rank: int, partner: int, begin: np.ndarray, end: np.ndarray, loss: np.ndarray, gain: np.ndarray
+    ) -> _Move:
+        after = np.maximum(self.loads[rank] - loss, self.loads[partner] + gain)
+        best = int(after.argmin())
+        return _Move(int(after[best]), (int(begin[best]), int(end[best])), partner)
+
+    def _best_exchange(
+        self, rank: int, begin: np.ndarray, end: np.ndarray, loss: np.ndarray, gain: np.ndarray
+    ) -> _Move | None:
+        """A piece against a run of one of the least loaded ranks."""
+        if len(begin) > MAX_PIECES:
+            chosen = np.argsort(-loss, kind="stable")[np.linspace(0, len(begin) - 1, MAX_PIECES).astype(np.int64)]
+            begin, end, loss, gain = begin[chosen], end[chosen], loss[chosen], gain[chosen]
+        partners = np.argsort(self.loads, kind="stable")[:NUM_PARTNERS].tolist()
+        found = [(each, *run) for each in partners if each != rank for run in self.runs[each]]
+        if not found:
+            return None
+        partner, first, last = np.array(found).T
+        back = self.again[first] + self.below[last] - self.below[first]
+        mine = (self.loads[rank] - loss)[:, None] + back
+        theirs = gain[:, None] + (self.loads[partner] - back)
+        after = np.maximum(mine, theirs)
+        row, column = divmod(int(after.argmin()), after.shape[1])
+        piece, run = (int(begin[row]), int(end[row])), (int(first[column]), int(last[column]))
+        return _Move(int(after[row, column]), piece, int(partner[column]), run)
+
+    # -- runs -------------------------------------------------------------------------------------------------------
+
+    def _load(self, rank: int) -> int:
+        return int(sum(self.again[begin] + self.below[end] - self.below[begin] for begin, end in self.runs[rank]))
+
+    def _take(self, rank: int, begin: int, end: int) -> None:
+        own = self.runs[rank]
+        number = next(index for index, run in enumerate(own) if run[0] <= begin and end <= run[1])
+        first, last = own.pop(number)
+        own[number:number] = [part for part in ((first, begin), (end, last)) if part[0] < part[1]]
+
+    def _give(self, rank: int, begin: int, end: int) -> None:
+        self.owners[begin:end] = rank
+        own = self.runs[rank]
+        for run in list(own):
+            if self.tree[run[0]] == self.tree[begin] and (run[1] == begin or run[0] == end):
+                own.remove(run)
+                begin, end = min(begin, run[0]), max(end, run[1])
+        own.append((begin, end))
+        own.sort()
+
+
+class _Exhaustive:
+    """Branch and bound over all owners of a few leaves, runs or not, for a limited number of steps."""
+
+    def __init__(self, leaves: Leaves, num_ranks: int, owners: np.ndarray, load: int, at_most: int) -> None:
+        self.owners, self.load, self.at_most = owners, load, at_most
+        self.path, self.again, self.tree = leaves.path.tolist(), leaves.again.tolist(), leaves.tree.tolist()
+        self.dip = leaves.dip.tolist()
+        self.rest = (leaves.below[-1] - leaves.below).tolist()  # cost of what is still to come, if nothing is cut
+        self.loads, self.last = [0] * num_ranks, [-1] * num_ranks
+        self.chosen = [0] * len(leaves.new)
+        self.steps_left = NUM_EXHAUSTIVE_STEPS
+        self._descend(0)
+
+    def _descend(self, leaf: int) -> None:
+        if self.steps_left == 0 or self.load <= self.at_most:
+            return
+        self.steps_left -= 1
+        if leaf == len(self.path):
+            self.load, self.owners = max(self.loads), np.array(self.chosen, dtype=np.int64)
+            return
+        if sum(self.loads) + self.rest[leaf] >= self.load * len(self.loads):
+            return
+        options = sorted((self.loads[rank] + self._cost(leaf, rank), rank) for rank in self._distinct_ranks(leaf))
+        for load, rank in options:
+            if load >= self.load:
+                break
+            before = self.loads[rank], self.last[rank]
+            self.loads[rank], self.last[rank], self.chosen[leaf] = load, leaf, rank
+            self._descend(leaf + 1)
+            self.loads[rank], self.last[rank] = before
+
+    def _cost(self, leaf: int, rank: int) -> int:
+        """What a leaf adds to a rank that holds some earlier leaves."""
+        last = self.last[rank]
+        if last < 0 or self.tree[last] != self.tree[leaf]:
+            return int(self.path[leaf])
+        return int(self.path[leaf] - min([self.again[leaf], *self.dip[last + 1 : leaf]]))
+
+    def _distinct_ranks(self, leaf: int) -> list[int]:
+        """Ranks without those that are in the same state as an earlier one."""
+        seen: dict[tuple[int, int], int] = {}
+        for rank, load in enumerate(self.loads):
+            last = self.last[rank]
+            state = (load, last if last >= 0 and self.tree[last] == self.tree[leaf] else -1)
+            seen.setdefault(state, rank)
+        return list(seen.values())
