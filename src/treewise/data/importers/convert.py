@@ -9,7 +9,7 @@ from typing import Any
 from treewise.data.files import PathLike, RawRecord, find_files, read_records
 from treewise.data.importers import areal, art, openai_log, prime_rl, slime, torch_file, trl, verifiers, verl
 from treewise.data.importers.common import Context, Placed, Record
-from treewise.data.importers.formats import check_format, required_format
+from treewise.data.importers.formats import check_format, detect_format, required_format
 from treewise.data.options import RenderOptions
 from treewise.data.parse import parse
 from treewise.data.records import RecordReader
@@ -79,6 +79,11 @@ class RolloutImport:
             try:
                 for row in READERS[name](chain([first], records), self.context):
                     yield self._checked(row)
+            except DataError as error:
+                seen = detect_format(first.value)
+                if seen in (None, name):
+                    raise
+                raise DataError(f"{error} The record's keys are those of {seen!r}, not of {name!r}.") from None
             except (KeyError, TypeError, AttributeError) as error:  # keys that the format promises and the file lacks
                 raise DataError(
                     f"{path}: does not have the shape of a {name} dump ({type(error).__name__}: {error}); "
