@@ -1,14 +1,15 @@
 """A first look at a model: does it follow a tree, and do its decoder and head give the logits that the model gives?
 
 A few tiny forwards. Changing one branch must not change the other's hidden rows, in either direction, not by one bit;
-models with experts may regroup tokens, so for them not beyond rounding. Rows must not depend on the budget. And the
-log-probs of one branch must be those of the model's own forward. What no flag of a model announces (a mask ignored, a scale applied to the logits) shows
+models with experts may regroup tokens, so for them not beyond rounding. Rows must not depend on the budget. The
+log-probs of one branch must be those of the model's own forward, whose masks must hide what the layers say. What no flag of a model announces (a mask ignored, a scale applied to the logits) shows
 here.
 """
 
 import numpy as np
 import torch
 
+from treewise.attention import observed, refuse_other_masks
 from treewise.errors import TreewiseError, UnsupportedModelError
 from treewise.forest import Forest
 from treewise.logprobs import edge_values
@@ -96,7 +97,7 @@ def _check_parts(parts: ModelParts, whole: torch.Tensor, in_parts: torch.Tensor)
     """Rows must not depend on the budget: what a layer hands through a gateway is all that it needs."""
     wide = torch.promote_types(whole.dtype, torch.float32)
     gaps = (whole.to(wide) - in_parts.to(wide)).abs()
-    is_exact = whole.dtype in _MAX_LOGPROB_GAP
+    is_exact = _is_exact(whole)
     gap = ((gaps.max() if is_exact else gaps.mean()) / whole.to(wide).abs().max()).item()
     if not gap <= _MAX_PARTS_GAP:
         raise UnsupportedModelError(
@@ -113,13 +114,16 @@ def _check_logprobs(parts: ModelParts, rows: torch.Tensor, token_ids: np.ndarray
     def own_logits() -> torch.Tensor:
         return parts.model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
 
-    logits = own_logits()
+    with observed() as observations:
+        logits = own_logits()
+    modules = set(parts.decoder.modules())
+    refuse_other_masks([each for each in observations if each.module in modules])
     wide = torch.promote_types(logits.dtype, torch.float32)
     native = torch.log_softmax(logits.to(wide), dim=-1)[source, tokens[1:]]
     gaps = (ours - native).abs()
-    is_exact = rows.dtype in _MAX_LOGPROB_GAP
+    is_exact = _is_exact(rows)
     gap = (gaps.max() if is_exact else gaps.mean()).item()
-    limit = _MAX_LOGPROB_GAP.get(rows.dtype, _LOW_PRECISION_GAP)
+    limit = _MAX_LOGPROB_GAP[rows.dtype] if is_exact else _LOW_PRECISION_GAP
     if not gap <= limit:
         again = torch.log_softmax(own_logits().to(wide), dim=-1)[source, tokens[1:]]
         if not torch.equal(again, native):
@@ -132,3 +136,8 @@ def _check_logprobs(parts: ModelParts, rows: torch.Tensor, token_ids: np.ndarray
             f"(limit {limit:g}). It computes something between decoder and logits that treewise does not know. "
             "Supported models: docs/models.md."
         )
+
+
+def _is_exact(rows: torch.Tensor) -> bool:
+    """Whether they were computed in float32 or wider; under autocast their dtype does not tell."""
+    return rows.dtype in _MAX_LOGPROB_GAP and not torch.is_autocast_enabled(rows.device.type)
