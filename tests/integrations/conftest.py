@@ -65,18 +65,18 @@ def prompts() -> Dataset:
 
 @pytest.fixture
 def build(tmp_path: Any):
-    """`build(SFTTrainer, SFTConfig, data, beta=0.1, ...)` makes a function that builds the same trainer each time."""
+    """`build(SFTTrainer, SFTConfig, data, beta=0.1, ...)` makes a function that builds the same trainer each time.
 
-    def prepare(
-        trainer: Any, config: Any, data: Dataset, *, peft=None, family="llama", shape=None, more=None, **changes
-    ):
+    model: a path; a tiny model where not given. more: further arguments of the trainer.
+    """
+
+    def prepare(trainer: Any, config: Any, data: Dataset, *, model=None, peft=None, more=None, **changes):
         def make() -> Any:
-            model = model_for_trl(family, **(shape or {}))
             extra = dict(more or {})
             if peft is not None:
                 extra["peft_config"] = peft()
             return trainer(
-                model=model,
+                model=model or model_for_trl(),
                 args=config(**settings(tmp_path, **changes)),
                 train_dataset=data,
                 processing_class=tiny_tokenizer(),

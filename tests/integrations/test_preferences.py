@@ -76,6 +76,12 @@ def test_dpo_settings(build, pairs, changes):
     assert_same_training(build(DPOTrainer, DPOConfig, pairs, more=more, **changes))
 
 
+def test_dpo_in_mixed_precision(build, pairs):
+    """Here accelerate wraps the reference model before the line is called, and the trained one after it."""
+    make = build(DPOTrainer, DPOConfig, pairs, more={"ref_model": reference()}, bf16=True, max_steps=2)
+    assert_same_training(make, tolerance=0.03)
+
+
 @pytest.mark.parametrize("max_tokens", [None, 24])
 def test_kto_ten_steps(build, unpaired, max_tokens):
     make = build(

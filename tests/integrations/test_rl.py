@@ -5,7 +5,8 @@ import torch
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from integrations.helpers import CHECKPOINTING, assert_same_training
+import treewise
+from integrations.helpers import CHECKPOINTING, assert_same_training, model_for_trl
 
 GRPO_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
@@ -77,11 +78,19 @@ def test_rloo_ten_steps(build, prompts, max_tokens):
     assert_same_training(make, max_tokens=max_tokens)
 
 
-@pytest.mark.parametrize("peft", [None, lora])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_rloo_with_kl(build, prompts, peft, checkpointing, tmp_path):
-    changes = {"beta": 0.1 if peft else 0.0, CHECKPOINTING: checkpointing, "num_iterations": 2}
-    assert_same_training(build(RLOOTrainer, RLOOConfig, prompts, peft=peft, **ROLLOUTS, **changes))
+def test_rloo_with_kl_to_the_model_without_its_adapter(build, prompts, checkpointing):
+    changes = {"beta": 0.1, CHECKPOINTING: checkpointing, "num_iterations": 2}
+    assert_same_training(build(RLOOTrainer, RLOOConfig, prompts, peft=lora, **ROLLOUTS, **changes))
+
+
+@pytest.mark.parametrize(("trainer", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
+def test_kl_to_a_reference_model(build, prompts, tmp_path, trainer, config):
+    """The trainer loads the reference model from where the trained one came from."""
+    model_for_trl().save_pretrained(tmp_path / "model")
+    make = build(trainer, config, prompts, model=str(tmp_path / "model"), beta=0.1, num_iterations=2, **ROLLOUTS)
+    run = assert_same_training(make, max_tokens=20)
+    assert len(run.sharings) == 2
 
 
 def test_generation_goes_the_models_own_way(build, prompts):
@@ -90,8 +99,6 @@ def test_generation_goes_the_models_own_way(build, prompts):
     options = {"max_new_tokens": 5, "do_sample": False}
     trainer.model.eval()
     before = trainer.model.generate(ids, **options)
-    import treewise
-
     sharing = treewise.share_prefixes(trainer.model)
     assert torch.equal(trainer.model.generate(ids, **options), before)
     assert sharing.counts.num_calls == sharing.counts.num_left == 0
