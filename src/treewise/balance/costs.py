@@ -21,9 +21,11 @@ from treewise.planner import BACKWARD, Plan
 # The backward of attention costs 2.5 forwards (FlashAttention, arXiv 2307.08691, computes the scores again).
 PAIR_FORWARD_SHARE = 1 / 3.5
 # What the prior counts for against one measured step. Small: a dozen steps that differ outweigh it.
-PRIOR_WEIGHT = 0.05
-# A step that took this much longer or shorter than predicted counts for less (Huber, 1964): compilation, other jobs.
-HUBER_RATIO = 0.1
+PRIOR_WEIGHT = 0.002
+# A step that took this much longer or shorter than predicted counts half (Cauchy's weights): compilation, other jobs.
+ODD_RATIO = 0.1
+# No price falls below this share of its prior: a few odd steps must not make tokens free.
+LEAST_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +142,8 @@ def fit(prior: CostModel, works: Sequence[Work], seconds: Sequence[float]) -> Co
     for _ in range(5):
         left = np.concatenate([rows * np.sqrt(weight)[:, None], pull])
         right = np.concatenate([np.sqrt(weight), pull.sum(axis=1)])
-        shares = non_negative_least_squares(left, right)
-        weight = np.minimum(1.0, HUBER_RATIO / np.maximum(np.abs(rows @ shares - 1), 1e-12))
+        shares = np.maximum(non_negative_least_squares(left, right), LEAST_SHARE)
+        weight = 1 / (1 + np.square((rows @ shares - 1) / ODD_RATIO))
     prices[known] *= shares
     return CostModel(*prices.tolist())
 
