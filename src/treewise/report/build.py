@@ -191,8 +191,9 @@ def twin(data: DataReport | None, run: RunReport | None, version: str) -> dict[s
 
 def timeline_chart(drawn: DrawnPlan) -> Chart:
     """Tokens alive over the schedule of a plan."""
-    steps = list(range(len(drawn.timeline)))
-    gateways, live = zip(*drawn.timeline, strict=True)
+    # A step lasts until the next one, the last one too.
+    steps = list(range(len(drawn.timeline) + 1))
+    gateways, live = zip(*drawn.timeline, drawn.timeline[-1], strict=True)
     series = [("with live activations", steps, live), ("in gateways", steps, gateways)]
     return line_chart(series, "Tokens in memory", "step of the schedule", "tokens", is_stepped=True, from_zero=True)
 

@@ -53,12 +53,17 @@ _VOLATILE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of two branches around their first difference, in text. `place` is the record that it came from."""
+    """One of two branches around their first difference, in text.
+
+    place: the record that it came from. different: the first tokens of the difference; num_hidden_tokens more follow
+    before the tokens that both branches hold again (`after`).
+    """
 
     place: str
     token_id: int
     is_trained: bool
     num_different_tokens: int
+    num_hidden_tokens: int
     different: str
     after: str
 
@@ -204,13 +209,13 @@ def _before(tree: TokenTree, fork: Fork) -> np.ndarray:
 
 def _side(tree: TokenTree, first: int, common: int, text: TokenText) -> Side:
     different = tree.token_ids[first:common]
-    shown = text.read(different[:MAX_SHOWN_TOKENS])
     return Side(
         place=_place(tree, first),
         token_id=int(tree.token_ids[first]),
         is_trained=bool(tree.is_trained[first]),
         num_different_tokens=len(different),
-        different=shown + (" …" if len(different) > MAX_SHOWN_TOKENS else ""),
+        num_hidden_tokens=max(0, len(different) - MAX_SHOWN_TOKENS),
+        different=text.read(different[:MAX_SHOWN_TOKENS]),
         after=text.read(tree.token_ids[common : common + CONTEXT]),
     )
 

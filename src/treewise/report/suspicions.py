@@ -22,7 +22,7 @@ MEANINGS = {
     "special token in text": "a control token spelled out as ordinary text; the model would learn to write it",
     "special token inside an answer": "a control token that is trained, but does not end what is trained",
     "duplicated trajectory": "the same tokens as an earlier one; counts again in the loss, costs nothing",
-    "extremely long trajectory": f"more than {LONG_FACTOR} times the median length",
+    "extremely long trajectory": f"more than {LONG_FACTOR} times the median length, and twice what 95 % stay below",
     "hardly any trained token": f"fewer than {FEW_TRAINED:.1%} of its tokens; nearly all of its cost is context",
     "very short trajectory": f"fewer than {VERY_SHORT} tokens",
     "no sharing": f"several trajectories, share ratio below {LITTLE_SHARING}; check that they share their prompt",
@@ -56,7 +56,8 @@ def suspicions(
 def long_trajectories(lengths: list[np.ndarray], where: list[list[str]]) -> list[str]:
     """Trajectories of all trees that are far longer than the usual one, the longest first."""
     all_lengths = np.concatenate(lengths)
-    limit = LONG_FACTOR * np.median(all_lengths)
+    # Where lengths are spread widely, many are far from the median, and none stands out.
+    limit = max(LONG_FACTOR * np.median(all_lengths), 2 * np.quantile(all_lengths, 0.95))
     names = [place for each in where for place in each]
     found = np.flatnonzero(all_lengths > limit)
     found = found[np.argsort(-all_lengths[found], kind="stable")]

@@ -7,8 +7,8 @@
     dark: [[26, 66, 72], [27, 110, 112], [52, 158, 148], [128, 206, 178], [214, 243, 214]],
   };
   const DIVERGING = {
-    light: [[170, 66, 8], [232, 158, 98], [226, 230, 232], [112, 167, 214], [22, 86, 158]],
-    dark: [[250, 150, 74], [158, 92, 46], [62, 72, 82], [46, 106, 160], [112, 184, 250]],
+    light: [[170, 66, 8], [236, 166, 104], [252, 246, 228], [112, 167, 214], [22, 86, 158]],
+    dark: [[250, 150, 74], [158, 92, 46], [96, 92, 76], [46, 106, 160], [112, 184, 250]],
   };
   const CATEGORIES = {
     light: ["#7fb8ad", "#e3b07a", "#a99bd8", "#8cb9e0", "#d99fb4", "#b5bf77", "#8fa3b0", "#d8c26a"],
@@ -35,12 +35,15 @@
     const context = TW.cssColour("--context");
     if (mode === "micro-batch") {
       const colours = CATEGORIES[theme];
+      // By order of appearance, so that neighbours differ.
+      const order = new Map();
+      for (const value of tree.microBatches[budget].values) if (!order.has(value)) order.set(value, order.size);
       return {
         stream: tree.microBatches[budget],
-        colour: (value) => colours[value % colours.length],
+        colour: (value) => colours[order.get(value) % colours.length],
         isHatched: (value) => plan.kinds[value] !== "closed",
         words: (value) => `micro-batch ${TW.format(value + 1)}, ${plan.kinds[value]}`,
-        legend: { kind: "categories", colours, text: `${TW.format(new Set(tree.microBatches[budget].values).size)} micro-batches in this tree; hatched: open, a gateway for those below` },
+        legend: { kind: "categories", colours, text: `${TW.format(order.size)} micro-batches in this tree; hatched: open, a gateway for those below` },
       };
     }
     if (mode === "multiplicity") {

@@ -2,14 +2,15 @@
 // Drawing with level of detail: what is smaller than a pixel is drawn once and not gone into, what lies outside of the
 // view is not visited, and a segment is never drawn in more pieces than it has pixels.
 (function (TW) {
-  const TEXT_HEIGHT = 12, MIN_TEXT_WIDTH = 36, TOKEN_WIDTH = 22;
+  const TEXT_HEIGHT = 12, MIN_TEXT_WIDTH = 30, TOKEN_WIDTH = 22, LETTER = 6.7;
+  TW.AXIS = 20; // pixels of the depth axis at the bottom
 
   TW.draw = function (canvas, tree, view, options) {
     const ratio = window.devicePixelRatio || 1;
-    const width = canvas.clientWidth, height = canvas.clientHeight;
-    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    const width = canvas.clientWidth, full = canvas.clientHeight, height = full - TW.AXIS;
+    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(full * ratio)) {
       canvas.width = Math.round(width * ratio);
-      canvas.height = Math.round(height * ratio);
+      canvas.height = Math.round(full * ratio);
     }
     const pen = canvas.getContext("2d", { alpha: false });
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
@@ -20,30 +21,53 @@
       onPath: options.path ? new Set(options.path) : null, covered: new Float64Array(Math.ceil(height) + 1).fill(-1), drawn: 0,
     };
     pen.fillStyle = job.paper;
-    pen.fillRect(0, 0, width, height);
-    grid(job);
+    pen.fillRect(0, 0, width, full);
+    const ticks = depthTicks(job);
+    grid(job, ticks, 0, height);
+    pen.save();
+    pen.beginPath();
+    pen.rect(0, 0, width, height);
+    pen.clip();
     walk(job);
     if (job.onPath) for (const s of options.path) segment(job, s, true);
     outline(job, options.hovered, 1);
     outline(job, options.focused, 2.5);
+    pen.restore();
+    axis(job, ticks);
     return job.drawn;
   };
 
-  function grid(job) {
-    const { pen, view, width, height } = job;
+  function depthTicks(job) {
+    const { view, width } = job;
     const rough = (view.x1 - view.x0) / Math.max(2, width / 110);
     const power = 10 ** Math.floor(Math.log10(Math.max(1, rough)));
     const step = Math.max(1, [1, 2, 5, 10].map((f) => f * power).find((s) => s >= rough) || 10 * power);
+    const ticks = [];
+    for (let depth = Math.ceil(view.x0 / step) * step; depth <= view.x1; depth += step) ticks.push(depth);
+    return ticks;
+  }
+
+  function grid(job, ticks, top, bottom) {
+    const { pen } = job;
+    pen.fillStyle = job.muted;
+    pen.globalAlpha = 0.25;
+    for (const depth of ticks) pen.fillRect(Math.round((depth - job.view.x0) * job.sx), top, 1, bottom - top);
+    pen.globalAlpha = 1;
+  }
+
+  function axis(job, ticks) {
+    const { pen, width, height } = job;
+    grid(job, ticks, height, height + 5);
+    pen.fillStyle = job.muted;
+    pen.globalAlpha = 0.35;
+    pen.fillRect(0, height, width, 1);
+    pen.globalAlpha = 1;
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "bottom";
-    for (let depth = Math.ceil(view.x0 / step) * step; depth <= view.x1; depth += step) {
-      const x = (depth - view.x0) * job.sx;
-      pen.fillStyle = job.muted;
-      pen.globalAlpha = 0.25;
-      pen.fillRect(Math.round(x), 0, 1, height - 16);
-      pen.globalAlpha = 1;
-      pen.textAlign = x < 20 ? "left" : x > width - 40 ? "right" : "center";
-      pen.fillText(TW.format(depth), Math.min(width - 4, Math.max(3, x)), height - 3);
+    for (const depth of ticks) {
+      const x = (depth - job.view.x0) * job.sx;
+      pen.textAlign = x < 24 ? "left" : x > width - 24 ? "right" : "center";
+      pen.fillText(TW.format(depth), Math.min(width - 4, Math.max(4, x)), height + TW.AXIS - 2);
     }
   }
 
@@ -108,7 +132,6 @@
         pen.fillStyle = job.ink;
         pen.fillRect(x + w - 2, y, 2, height);
       }
-      if (height >= TEXT_HEIGHT && right - left >= MIN_TEXT_WIDTH) text(job, s, x, y, height, left, right);
       job.drawn++;
     }
     if (tree.folded[s]) foldedRest(job, s, x + w, y, height);
@@ -119,10 +142,13 @@
   function stretches(job, s, x, y, height, left, right) {
     const { pen, tree } = job;
     const { scale } = job.options;
+    const hasText = height >= TEXT_HEIGHT && tree.tokens.length > 0;
     const paint = (from, to, value) => {
-      pen.fillStyle = scale.colour(value);
+      const colour = scale.colour(value);
+      pen.fillStyle = colour;
       pen.fillRect(from, y, Math.max(1, to - from), height);
       if (scale.isHatched && scale.isHatched(value) && to - from > 4) hatch(job, from, y, to - from, height);
+      if (hasText && to - from >= MIN_TEXT_WIDTH) text(job, s, { x, y, height, from, to, colour });
     };
     if (scale.perSegment) return paint(left, right, scale.perSegment[s]);
     const { starts, values } = scale.stream;
@@ -185,45 +211,43 @@
     }
   }
 
-  function text(job, s, x, y, height, left, right) {
+  // The text of one run, from where it comes into view; token by token where there is room for that.
+  function text(job, s, run) {
     const { pen, tree } = job;
-    if (!tree.tokens.length) return;
+    const { x, y, height, from, to } = run;
+    const alpha = pen.globalAlpha;
     pen.save();
     pen.beginPath();
-    pen.rect(left, y, right - left, height);
+    pen.rect(from, y, to - from - 2, height);
     pen.clip();
     pen.textAlign = "left";
     pen.textBaseline = "middle";
     pen.font = "11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
-    const at = Math.max(8, Math.min(height / 2, job.height - y - 20)) + y;
-    const middle = Math.max(y + 8, Math.min(at, y + height - 6));
-    const begin = tree.start[s], end = begin + tree.length[s];
-    const first = Math.max(begin, begin + Math.floor((left - x) / job.sx));
+    pen.fillStyle = legible(run.colour);
+    const top = Math.max(0, y), bottom = Math.min(job.height, y + height);
+    const middle = (top + bottom) / 2;
+    const begin = tree.start[s], end = Math.min(begin + tree.length[s], begin + Math.round((to - x) / job.sx));
+    const first = Math.max(begin, begin + Math.round((from - x) / job.sx));
     if (job.sx >= TOKEN_WIDTH) {
-      const last = Math.min(end, begin + Math.ceil((right - x) / job.sx));
-      for (let t = first; t < last; t++) {
+      for (let t = Math.max(begin, first - 1); t < end; t++) {
         const place = x + (t - begin) * job.sx;
-        legible(job, s, t);
-        pen.fillText(oneLine(tree.read(t, t + 1)).slice(0, Math.ceil(job.sx / 6)), place + 3, middle, job.sx - 4);
-        pen.globalAlpha *= 0.3;
+        pen.globalAlpha = alpha;
+        pen.fillText(oneLine(tree.read(t, t + 1)).slice(0, Math.ceil(job.sx / LETTER) + 1), place + 4, middle, job.sx - 6);
+        pen.globalAlpha = alpha * 0.3;
         pen.fillRect(place, y, 1, height);
-        pen.globalAlpha = job.onPath && !job.onPath.has(s) ? 0.22 : 1;
       }
     } else {
-      const room = Math.ceil((right - left) / 6.6);
-      legible(job, s, first);
-      pen.fillText(oneLine(tree.read(first, Math.min(end, first + room))).slice(0, room), left + 5, middle);
+      const room = Math.ceil((to - from) / LETTER);
+      const words = oneLine(tree.read(first, Math.min(end, first + room)));
+      pen.fillText(words.slice(0, room), from + 5, middle);
     }
     pen.restore();
   }
 
   // Dark text on pale colours, pale text on deep ones.
-  function legible(job, s, position) {
-    const { pen } = job;
-    pen.fillStyle = colourAt(job, s, position);
-    const hex = pen.fillStyle;
-    const [r, g, b] = hex[0] === "#" ? [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)) : hex.match(/\d+/g).map(Number);
-    pen.fillStyle = 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#0d1418" : "#f8fbfc";
+  function legible(colour) {
+    const parts = colour[0] === "#" ? [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16)) : colour.match(/\d+/g).map(Number);
+    return 0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2] > 125 ? "#0d1418" : "#f8fbfc";
   }
 
   const oneLine = (words) => words.replace(/\n/g, "⏎").replace(/\t/g, "⇥");

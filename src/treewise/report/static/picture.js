@@ -3,7 +3,7 @@
 // (tests, assistive scripts) is written to data attributes of the canvas.
 (function (TW) {
   const MODES = { weight: "trained weight", multiplicity: "multiplicity", advantage: "advantage", reward: "reward", "micro-batch": "micro-batch" };
-  const MARGIN = 1.02;
+  const MARGIN = 1.02, ROW = 64; // the widest row, in pixels
   const byId = (id) => document.getElementById(id);
 
   TW.Picture = class {
@@ -69,11 +69,19 @@
 
     everything() {
       this.full = { x0: 0, x1: this.tree.maxDepth * MARGIN, y0: 0, y1: this.tree.numRows };
-      // A few rows are not stretched over the whole height.
-      this.full.y1 = Math.max(this.full.y1, this.canvas.clientHeight / 64);
+      this.fit();
       this.view = { ...this.full };
       this.redraw();
     }
+
+    // A few rows get a low picture, and are not stretched.
+    fit() {
+      const tallest = Math.min(640, Math.max(320, window.innerHeight * 0.58));
+      this.canvas.style.height = `${Math.round(Math.min(tallest, Math.max(150, this.tree.numRows * ROW + TW.AXIS)))}px`;
+      this.full.y1 = Math.max(this.tree.numRows, this.rowsOfHeight());
+    }
+
+    rowsOfHeight() { return (this.canvas.clientHeight - TW.AXIS) / ROW; }
 
     // Shrinks or widens the view about a point that stays where it is. Shares are of the canvas, 0 to 1.
     zoom(factor, shareX = 0.5, shareY = 0.5) {
@@ -160,7 +168,7 @@
     afterFolding() {
       const { x0, x1 } = this.view;
       const wasFull = this.view.y1 - this.view.y0 >= this.full.y1 - 1e-6;
-      this.full.y1 = Math.max(this.tree.numRows, this.canvas.clientHeight / 64);
+      this.fit();
       const height = wasFull ? this.full.y1 : Math.min(this.full.y1, this.view.y1 - this.view.y0);
       let s = this.focused;
       while (s >= 0 && this.tree.isHidden[s]) s = this.tree.parent[s];
@@ -222,7 +230,7 @@
         this.canvas.addEventListener(kind, (event) => this[kind](event));
       }
       new ResizeObserver(() => {
-        const height = Math.max(this.tree.numRows, this.canvas.clientHeight / 64);
+        const height = Math.max(this.tree.numRows, this.rowsOfHeight());
         if (this.view.y1 - this.view.y0 >= this.full.y1 - 1e-6) this.view.y1 = this.view.y0 + height;
         this.full.y1 = height;
         this.redraw();
@@ -231,7 +239,7 @@
 
     place(event) {
       const box = this.canvas.getBoundingClientRect();
-      return { shareX: (event.clientX - box.left) / box.width, shareY: (event.clientY - box.top) / box.height };
+      return { shareX: (event.clientX - box.left) / box.width, shareY: (event.clientY - box.top) / (box.height - TW.AXIS) };
     }
 
     // The segment under the pointer, and the tree position of the token there.
