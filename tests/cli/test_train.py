@@ -123,7 +123,7 @@ def test_a_bad_record_can_be_left_out_and_is_counted(folder, capsys):
 MISTAKES = {
     "no such configuration": (["nope.yaml"], "nope.yaml: the configuration cannot be read"),
     "no such data": (["run.yaml", "--data", "nope.jsonl"], "nope.jsonl: no such file"),
-    "empty data": (["run.yaml", "--data", "empty.jsonl"], "no record to train on"),
+    "empty data": (["run.yaml", "--data", "empty.jsonl"], "empty.jsonl: no record"),
     "no such model": (["run.yaml", "--model", "./nope"], "./nope: no such model folder"),
     "not a model": (["run.yaml", "--model", "."], "no config.json"),
     "unknown dtype": (["run.yaml", "--dtype", "float31"], "dtype is 'float31'"),

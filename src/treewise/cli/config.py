@@ -10,7 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -64,34 +64,58 @@ class RunConfig:
     lora: Values | None
     render: RenderOptions
     training: Values
+    more: Values = field(default_factory=dict)  # keys of one command alone
+    unwritten: tuple[str, ...] = ()  # keys that mean something else in this command
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def read_config(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    more: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> RunConfig:
     """The configuration in a file, with flags (`--key value`, `--lora.r 8`) over it.
+
+    Parameters:
+        path: None where flags alone say everything.
+        overrides: the flags.
+        more: further keys of the command, with their types.
+        aliases: shorter names of keys; a dot in the long name leads into a mapping.
 
     Raises:
         ConfigError: a file that is missing, empty or not YAML; a key that is unknown (the nearest one is named), given
             twice, missing, or of the wrong type.
     """
-    values = _read_file(Path(path))
-    known = schema()
-    for key, value in parse_flags(overrides).items():
-        _set(values, key, value, known)
+    given = {} if path is None else _read_file(Path(path))
+    known = schema(more)
+    names = dict(aliases or {})
+    values: dict[str, tuple[Any, str]] = {}
+    flags = {key: (value, f"--{key}") for key, value in parse_flags(overrides).items()}
+    for source in (given, flags):  # flags win
+        seen: dict[str, str] = {}
+        for key, (value, place) in source.items():
+            name = names.get(key, key)
+            if name in seen:
+                raise ConfigError(f"{place}: {key} and {seen[name]} are the same key.")
+            seen[name] = key
+            _put(values, name, value, place, known, names)
     checked = {key: _checked(key, value, known, place) for key, (value, place) in values.items()}
     for key in _REQUIRED:
         if checked.get(key) is None:
-            raise ConfigError(f"{path}: no {key}; add it to the file, or give --{key}.")
-    return _config(checked)
+            short = next((alias for alias, name in names.items() if name == key), key)
+            raise ConfigError(f"{path}: no {key}; add it to the file, or give --{key}." if path else f"give --{short}.")
+    return _config(checked, more or {}, tuple(name for name in names if name in known))
 
 
-def schema() -> dict[str, Any]:
-    """Every key with its type."""
+def schema(more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Every key with its type; `more` are those of one command."""
     from treewise.trainer import TreeTrainingArguments
 
     training = typing.get_type_hints(TreeTrainingArguments)
     names = [item.name for item in dataclasses.fields(TreeTrainingArguments) if item.init]
     rendering = typing.get_type_hints(RenderOptions)
-    return {**_OWN, **rendering, **{name: training[name] for name in names if name not in _ELSEWHERE}}
+    keys = {**_OWN, **rendering, **{name: training[name] for name in names if name not in _ELSEWHERE}}
+    return {**keys, **(more or {})}
 
 
 def parse_flags(words: Sequence[str]) -> dict[str, Any]:
@@ -143,10 +167,10 @@ def coerce(key: str, value: Any, annotation: Any) -> Any:
 def resolved_text(config: RunConfig, arguments: Any) -> str:
     """The configuration with all defaults, as YAML that `treewise train` reads back."""
     known = schema()
-    values: Values = {name: getattr(config, name) for name in _OWN}
+    values: Values = {name: getattr(config, name) for name in _OWN} | config.more
     values |= {item.name: _plain(getattr(config.render, item.name)) for item in dataclasses.fields(config.render)}
     for item in dataclasses.fields(arguments):
-        if item.name in known and item.name not in _UNWRITTEN:
+        if item.name in known and item.name not in (*_UNWRITTEN, *config.unwritten):
             values[item.name] = _plain(getattr(arguments, item.name))
     given = {key: value for key, value in values.items() if value is not None}
     return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
@@ -191,11 +215,19 @@ def _read_file(path: Path) -> dict[str, tuple[Any, str]]:
         loader.dispose()
 
 
-def _set(values: dict[str, tuple[Any, str]], key: str, value: Any, known: Mapping[str, Any]) -> None:
-    """Puts one flag over the file."""
-    place = f"--{key}"
+def _put(
+    values: dict[str, tuple[Any, str]],
+    key: str,
+    value: Any,
+    place: str,
+    known: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
+) -> None:
+    """Puts one value over those before it; a key with a dot goes into a mapping."""
     outer, dot, inner = key.partition(".")
     if not dot:
+        if key not in known and key not in _ELSEWHERE and aliases:
+            raise _unknown(key, [*known, *aliases], place)
         values[key] = (value, place)
         return
     if dict not in _kinds(known.get(outer, str)):
@@ -239,8 +271,9 @@ def _unknown(key: str, known: Sequence[str], place: str = "") -> ConfigError:
     return ConfigError(f"{place + ': ' if place else ''}unknown key {key!r}.{hint}")
 
 
-def _config(values: Values) -> RunConfig:
+def _config(values: Values, more: Mapping[str, Any], unwritten: tuple[str, ...]) -> RunConfig:
     own = {name: values.pop(name, None) for name in _OWN}
+    others = {name: values.pop(name) for name in more if name in values}
     own["dtype"] = own["dtype"] or "float32"
     own["on_bad_record"] = own["on_bad_record"] or "error"
     rendering = {item.name for item in dataclasses.fields(RenderOptions)}
@@ -251,7 +284,7 @@ def _config(values: Values) -> RunConfig:
         values.setdefault("eval_strategy", "epoch")
     elif values.get("eval_strategy", "no") != "no":
         raise ConfigError(f"eval_strategy is {values['eval_strategy']!r}, but there is no eval_data.")
-    return RunConfig(render=RenderOptions(**render), training=values, **own)
+    return RunConfig(render=RenderOptions(**render), training=values, more=others, unwritten=unwritten, **own)
 
 
 # -- types ------------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def _load_model(config: RunConfig, arguments: "TreeTrainingArguments") -> Any:
         raise ConfigError(f"lora: {error}") from error
 
 
-def _dry_run(arguments: "TreeTrainingArguments", model: Any, dataset: "TreeDataset") -> int:
+def _dry_run(arguments: "TreeTrainingArguments", model: Any, dataset: Any) -> int:
     from treewise.engine import TreeEngine
     from treewise.trainer.batches import survey
     from treewise.trainer.describe import describe
@@ -169,10 +169,11 @@ def _train(
     arguments: "TreeTrainingArguments",
     model: Any,
     tokenizer: Any,
-    train_data: "TreeDataset",
+    train_data: Any,
     eval_data: "TreeDataset | None",
     resume_from: str | bool | None,
     command: str,
+    objective: Any = None,
 ) -> None:
     import torch
 
@@ -180,7 +181,12 @@ def _train(
 
     try:
         trainer = TreeTrainer(
-            model, arguments, train_dataset=train_data, eval_dataset=eval_data, processing_class=tokenizer
+            model,
+            arguments,
+            train_dataset=train_data,
+            eval_dataset=eval_data,
+            objective=objective,
+            processing_class=tokenizer,
         )
     except RuntimeError as error:
         if "to be installed" not in str(error):  # what transformers says of a tracker that is not there

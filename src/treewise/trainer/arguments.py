@@ -42,6 +42,7 @@ class TreeTrainingArguments(TrainingArguments):
         max_tokens: the budget, the most tokens with live activations at a time. `auto`: as many as fit in the free
             memory, measured at the first step. None: a batch is one micro-batch.
         attention: `auto`, `reference`, `cascade` or `flex`.
+        temperature: divides the logits, as the sampler of the data did.
         weighting: what a shared token counts: `per_trajectory` (as flat training counts it) or `once`.
         normalization: `token_mean`, `trajectory_mean` or `constant`, over all trees of an optimizer step.
         constant: the divisor of `normalization="constant"`.
@@ -61,6 +62,7 @@ class TreeTrainingArguments(TrainingArguments):
         default="auto", metadata={"help": "The most tokens with live activations at a time; auto measures it."}
     )
     attention: str = field(default="auto", metadata={"help": "auto, reference, cascade or flex."})
+    temperature: float = field(default=1.0, metadata={"help": "Divides the logits, as the sampler did."})
     weighting: str = field(default="per_trajectory", metadata={"help": "per_trajectory or once."})
     normalization: str = field(default="token_mean", metadata={"help": "token_mean, trajectory_mean or constant."})
     constant: float | None = field(default=None, metadata={"help": "The divisor of normalization=constant."})
@@ -90,6 +92,8 @@ class TreeTrainingArguments(TrainingArguments):
         Budget(self.max_tokens)
         if self.attention != "auto" and self.attention not in IMPLEMENTATIONS:
             raise ConfigError(f"attention={self.attention!r} is unknown; choose auto or {', '.join(IMPLEMENTATIONS)}.")
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigError(f"temperature={self.temperature!r} must be positive.")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1.")

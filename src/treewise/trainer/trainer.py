@@ -117,6 +117,7 @@ class TreeTrainer(Trainer):
                 self.model,
                 setting or self.args.max_tokens,
                 self.args.attention,
+                temperature=self.args.temperature,
                 reserve_bytes=self._optimizer_bytes(),
             )
         return self._engine
@@ -230,9 +231,9 @@ class TreeTrainer(Trainer):
         return norm
 
     def _suspects(self) -> list[str]:
-        """Trajectories of the step whose log-probs are not finite by themselves."""
+        """Trajectories of the step whose log-probs are not finite, each computed alone."""
         with torch.no_grad(), self.accelerator.autocast():
-            return [name for forest in self._forests for name in unsound(forest, self.engine.logprobs(forest))]
+            return [name for forest in self._forests for name in unsound(forest, self.engine.logprobs)]
 
     def evaluation_loop(
         self,
