@@ -1,5 +1,9 @@
 """A tiny model, a few trees that share a prompt, and what a run logged."""
 
+import contextlib
+import os
+import warnings
+
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -61,3 +65,17 @@ def flat_loss(model, trajectories):
         total = total - (weights * logprobs.gather(-1, ids[0, 1:, None])[:, 0]).sum()
         weight += float(weights.sum())
     return total / weight
+
+
+def in_child(work):
+    """Runs `work` in a forked process; returns its process id at once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the child does not need them
+        child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            work()
+            code = 0
+        os._exit(code)
+    return child

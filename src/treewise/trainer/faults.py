@@ -5,7 +5,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +89,14 @@ def sources(forests: Iterable[Forest], limit: int = 5) -> list[str]:
     return list(found)
 
 
-def unsound(forest: Forest, logprobs: Sequence[torch.Tensor]) -> list[str]:
-    """Sources of the trajectories whose own log-probs are not finite."""
+def unsound(forest: Forest, logprobs_of: Callable[[Forest], list[torch.Tensor]]) -> list[str]:
+    """Sources of the trajectories whose own log-probs are not finite, each computed alone: in a batch, one NaN may
+    reach others through masked kernels, where it is multiplied by zero.
+    """
     return [
         trajectory.source or f"trajectory {number}"
-        for number, (trajectory, values) in enumerate(zip(forest.trajectories or (), logprobs, strict=False))
-        if not bool(torch.isfinite(values).all())
+        for number, trajectory in enumerate(forest.trajectories or ())
+        if not bool(torch.isfinite(logprobs_of(Forest.from_trajectories([trajectory]))[0]).all())
     ]
 
 

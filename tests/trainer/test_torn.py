@@ -1,0 +1,111 @@
+"""kill -9 at any moment of a save loses nothing that was published, and a killed run ends like an undisturbed one."""
+
+import os
+import random
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.helpers import in_child, some_trees, tiny_model
+from treewise.trainer import checkpoint as seals
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+# What Python reports of its calls to the file system; between two of them a killed process leaves no new state behind,
+# apart from the length of a file that is not sealed yet.
+FILE_EVENTS = ("open", "os.", "shutil.")
+
+
+def killed_at(event_number, work):
+    """Whether `work` was killed at its n-th call to the file system, and had not ended before."""
+
+    left = iter(range(event_number, -1, -1))
+
+    def die(name, arguments):
+        if name.startswith(FILE_EVENTS) and next(left, 1) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def run():
+        sys.addaudithook(die)
+        work()
+
+    _, status = os.waitpid(in_child(run), 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def save(run_dir, step, content):
+    folder = seals.new_folder(run_dir, step)
+    (folder / "model.json").write_text(f'"{content}"')
+    (folder / "part").mkdir()
+    (folder / "part" / "more.json").write_text("1")
+    seals.publish(folder, {"step": step})
+    seals.prune(run_dir, 2, None)
+
+
+def state_of(run_dir):
+    """Complete checkpoints and their content, after what a new run does first."""
+    seals.recover(run_dir)
+    assert not list(run_dir.glob(".checkpoint-*"))
+    for folder in seals.checkpoints(run_dir):
+        if (folder / seals.SEAL).exists():
+            seals.read_seal(folder)  # nothing sealed is torn
+    sealed = [folder for folder in seals.checkpoints(run_dir) if (folder / seals.SEAL).exists()]
+    return {seals.step_of(folder): (folder / "model.json").read_text() for folder in sealed}
+
+
+@pytest.mark.parametrize(
+    ("step", "before", "after"),
+    [
+        (3, {1: '"old"', 2: '"old"'}, {2: '"old"', 3: '"new"'}),
+        (2, {1: '"old"', 2: '"old"'}, {1: '"old"', 2: '"new"'}),
+    ],
+    ids=["new", "replaced"],
+)
+def test_a_save_that_is_killed_at_any_call_leaves_the_old_state_or_the_new_one(tmp_path, step, before, after):
+    seen, number = set(), 0
+    while True:
+        run_dir = tmp_path / str(number)
+        for old in (1, 2):
+            save(run_dir, old, "old")
+        was_killed = killed_at(number, lambda run_dir=run_dir: save(run_dir, step, "new"))
+        found = state_of(run_dir)
+        assert max(found) >= max(before)
+        assert found[max(found)] in {before.get(max(found)), after.get(max(found))}
+        seen.add(tuple(found.items()))
+        shutil.rmtree(run_dir)
+        if not was_killed:
+            break
+        number += 1
+    assert number > 20  # it was killed, again and again
+    assert {tuple(before.items()), tuple(after.items())} <= seen
+    assert found == after
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(make_trainer, tmp_path):
+    settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    whole = make_trainer(some_trees(), folder="whole", max_tokens=40, **settings)
+    whole.train()
+    run_dir = tmp_path / "run"
+    random_moments = random.Random(1)
+
+    def train():
+        trainer = make_trainer(some_trees(), model=tiny_model(seed=9), max_tokens=40, **settings)
+        if not seals.checkpoints(run_dir):
+            trainer.model.load_state_dict(tiny_model().state_dict())
+        seals.recover(run_dir)
+        trainer.train(resume_from_checkpoint=bool(seals.checkpoints(run_dir)))
+        torch.save(trainer.model.state_dict(), tmp_path / "final.pt")
+
+    num_kills = 0
+    while killed_at(random_moments.randrange(50, 600), train):
+        num_kills += 1
+    assert num_kills > 3
+    weights = torch.load(Path(tmp_path) / "final.pt", weights_only=True)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(weights[name], value)
