@@ -98,6 +98,8 @@ BAD_ROWS = [
     ({"token_ids": [1, 2], "rollout": {}}, ("rollout must be",)),
     ({"token_ids": [1, 2], "seqs": []}, ("several forms",)),
     ({"tokens": [1, 2]}, ("fits no form", "token rows")),
+    ({"token_ids": [1, 2], "loss_mask": [0, 1]}, ("loss_mask", "write it as loss_weights", "treewise import")),
+    ({"tokens": [1, 2], "response_length": 1, "reward": 1}, ("fits no form", "slime's", "treewise import")),
     ({}, ("no keys",)),
     ({"seqs": []}, ("non-empty",)),
     ({"seqs": [{"ids": [1, 2]}]}, ("seqs[0]", "loss")),

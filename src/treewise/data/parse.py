@@ -84,8 +84,16 @@ def detect_form(record: Record, place: str) -> str:
         return forms[0]
     keys = ", ".join(shown(key) for key in list(record)[:12]) or "no keys"
     if not forms:
-        raise DataError(f"{place}: a record with {keys} fits no form; {FORMS}")
+        raise DataError(f"{place}: a record with {keys} fits no form{_foreign(record)}; {FORMS}")
     raise DataError(f"{place}: a record with {keys} fits several forms ({', '.join(forms)}); {FORMS}")
+
+
+def _foreign(record: Record) -> str:
+    """Says whose dump this looks like, if it does."""
+    from treewise.data.importers.formats import detect_format  # which imports this module
+
+    name = detect_format(record)
+    return "" if name is None else f" (it looks like {name}'s: `treewise import` turns it into rows)"
 
 
 def _parse_line(raw: RawRecord) -> Record:
