@@ -20,7 +20,7 @@ MEANINGS = {
     "retokenised or unusual": "read with a warning",
     "rewards all equal": "group-relative advantages are zero, so reinforcement learning learns nothing from it",
     "special token in text": "a control token spelled out as ordinary text; the model would learn to write it",
-    "special token inside an answer": "a control token that is trained, but does not end what is trained",
+    "turn ends inside an answer": "a token that begins or ends a turn is trained, and the answer goes on behind it",
     "duplicated trajectory": "the same tokens as an earlier one; counts again in the loss, costs nothing",
     "extremely long trajectory": f"more than {LONG_FACTOR} times the median length, and twice what 95 % stay below",
     "hardly any trained token": f"fewer than {FEW_TRAINED:.1%} of its tokens; nearly all of its cost is context",
@@ -94,15 +94,27 @@ def _special_tokens(where: list[str], forest: Forest, text: TokenText) -> dict[s
     searched = forest.token_ids[:MAX_SEARCHED_TOKENS]
     is_special = np.isin(searched, np.array(sorted(text.special_ids), dtype=np.int64))
     spelled = _spelled_out(searched, is_special, text)
-    trained = forest.token_weights()[:MAX_SEARCHED_TOKENS] > 0
-    # Inside: trained, and the token after it in depth-first order goes on with the same trained text.
-    goes_on = np.zeros(len(searched), dtype=bool)
-    goes_on[:-1] = trained[1:] & (forest.parent[1 : len(searched)] == np.arange(len(searched) - 1))
-    inside = np.flatnonzero(is_special & trained & goes_on)
+    inside = _inside_answers(searched, forest, text)
     return {
         "special token in text": _placed(spelled, where, forest, searched, text),
-        "special token inside an answer": _placed(inside, where, forest, searched, text),
+        "turn ends inside an answer": _placed(inside, where, forest, searched, text),
     }
+
+
+def _inside_answers(ids: np.ndarray, forest: Forest, text: TokenText) -> np.ndarray:
+    """Positions of trained tokens that begin or end a text (`turn_ids`), after which the same answer goes on.
+
+    Other special tokens may well lie inside: calls of tools and channels are written with them. White space that
+    closes a turn is no answer that goes on.
+    """
+    trained = forest.token_weights()[: len(ids)] > 0
+    goes_on = np.zeros(len(ids), dtype=bool)
+    goes_on[:-1] = trained[:-1] & trained[1:] & (forest.parent[1 : len(ids)] == np.arange(len(ids) - 1))
+    found = np.flatnonzero(goes_on & np.isin(ids, np.array(sorted(text.turn_ids), dtype=np.int64)))
+    is_end = [
+        not goes_on[position + 1] and not text.read(ids[position + 1 : position + 2]).strip() for position in found
+    ]
+    return found[~np.array(is_end, dtype=bool)]
 
 
 def _spelled_out(ids: np.ndarray, is_special: np.ndarray, text: TokenText) -> np.ndarray:

@@ -27,10 +27,13 @@ class TokenText:
         self._known: dict[int, bytes] = {}
         self._added: dict[int, str] = {}
         self.special_ids: frozenset[int] = frozenset()
+        self.turn_ids: frozenset[int] = frozenset()  # those that begin or end a text, or fill it up
         if tokenizer is not None:
             added = getattr(tokenizer, "added_tokens_decoder", {})
             self._added = {int(number): str(token.content) for number, token in added.items()}
             special = {number for number, token in added.items() if token.special}
+            ends = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+            self.turn_ids = frozenset(number for number in ends if isinstance(number, int))
             self.special_ids = frozenset(map(int, special | set(tokenizer.all_special_ids)))
 
     @property
