@@ -53,5 +53,7 @@ def test_public_names():
         "VerificationError",
     }
     others = {"Forest", "Plan", "SFT", "Trajectory", "TreeEngine", "TreeTrainer", "TreeTrainingArguments"}
-    assert set(treewise.__all__) == errors | others | {"plan", "share_prefixes", "verify"}
+    policy = {"CISPO", "DAPO", "DrGRPO", "GRPO", "GSPO", "PPO", "PolicyGradient", "REINFORCE"}
+    functions = {"advantages", "logprob_gap", "plan", "share_prefixes", "verify"}
+    assert set(treewise.__all__) == errors | others | policy | {"Distillation"} | functions
     assert all(getattr(treewise, name) is not None for name in treewise.__all__)

@@ -6,6 +6,7 @@ The NumPy heart is imported at once; everything that needs torch is imported whe
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from treewise import advantages
 from treewise.errors import (
     CheckpointError,
     ConfigError,
@@ -24,14 +25,36 @@ from treewise.trajectory import Trajectory
 if TYPE_CHECKING:
     from treewise.engine import TreeEngine
     from treewise.integrations import share_prefixes
-    from treewise.objectives import SFT
+    from treewise.objectives import (
+        CISPO,
+        DAPO,
+        GRPO,
+        GSPO,
+        PPO,
+        REINFORCE,
+        SFT,
+        Distillation,
+        DrGRPO,
+        PolicyGradient,
+        logprob_gap,
+    )
     from treewise.trainer import TreeTrainer, TreeTrainingArguments
     from treewise.verification import verify
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "CISPO": "treewise.objectives",
+    "DAPO": "treewise.objectives",
+    "Distillation": "treewise.objectives",
+    "DrGRPO": "treewise.objectives",
+    "GRPO": "treewise.objectives",
+    "GSPO": "treewise.objectives",
+    "PPO": "treewise.objectives",
+    "PolicyGradient": "treewise.objectives",
+    "REINFORCE": "treewise.objectives",
     "SFT": "treewise.objectives",
+    "logprob_gap": "treewise.objectives",
     "TreeEngine": "treewise.engine",
     "TreeTrainer": "treewise.trainer",
     "TreeTrainingArguments": "treewise.trainer",
@@ -40,6 +63,15 @@ _LAZY = {
 }
 
 __all__ = [
+    "CISPO",
+    "DAPO",
+    "Distillation",
+    "DrGRPO",
+    "GRPO",
+    "GSPO",
+    "PPO",
+    "PolicyGradient",
+    "REINFORCE",
     "SFT",
     "CheckpointError",
     "ConfigError",
@@ -56,6 +88,8 @@ __all__ = [
     "TreewiseError",
     "UnsupportedModelError",
     "VerificationError",
+    "advantages",
+    "logprob_gap",
     "plan",
     "share_prefixes",
     "verify",

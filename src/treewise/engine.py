@@ -1,12 +1,13 @@
 """The engine: losses and gradients of a forest, equal to training each trajectory alone.
 
-A separable objective takes one walk over the plan. Any other loss takes two: log-probs first, then the loss on restored
-trajectories, then the walk with the loss's gradients on log-probs. The second form is one differentiable function,
-`tree_logprobs`, whose backward is the walk.
+An objective that is separable takes one walk over the plan. Any other loss takes two: values of all its tokens first,
+then the loss, then the walk with the loss's gradients on these values. The second form is one differentiable function,
+`scores` (`tree_logprobs`, `tree_values`), whose backward is the walk.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +17,13 @@ from treewise.attention import IMPLEMENTATIONS
 from treewise.attention.cascade import kernel_takes_groups
 from treewise.budget import Budget
 from treewise.errors import ConfigError, DataError
-from treewise.forest import Forest
+from treewise.forest import LOGPROB_STREAMS, Forest
 from treewise.gathering import Read, gather
 from treewise.models import refuse_dropout, take_apart
-from treewise.objectives import SFT, SeparableObjective
+from treewise.objectives import SFT, Objective
 from treewise.planner import Plan, plan
 from treewise.probe import probe
-from treewise.scoring import Scorer, SeparableLoss, Wanted
+from treewise.scoring import ObjectiveLoss, Scorer, Wanted
 from treewise.trajectory import Trajectory
 from treewise.walk import Walk
 
@@ -32,7 +33,11 @@ Forests = Forest | Sequence[Forest]
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step computed. `loss` is the sum of token losses divided by the denominator."""
+    """What one step computed.
+
+    loss: the sum of token losses divided by the denominator. metrics: means that the objective reports, over `weight`,
+    the sum of the loss weights of its trained tokens; so metrics of several steps are combined by their weights.
+    """
 
     loss: float
     num_trained_tokens: int
@@ -40,6 +45,8 @@ class StepOutput:
     num_flat_tokens: int
     num_computed_tokens: int
     num_micro_batches: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    weight: float = 0.0
 
 
 class TreeEngine:
@@ -102,7 +109,7 @@ class TreeEngine:
     def step(
         self,
         forests: Forests,
-        objective: SeparableObjective | Loss | None = None,
+        objective: Objective | Loss | None = None,
         *,
         denominator: float | None = None,
     ) -> StepOutput:
@@ -112,7 +119,8 @@ class TreeEngine:
         denominator: replaces the objective's own, where a step is spread over several calls or ranks.
 
         Raises:
-            DataError: nothing to train, or a token id beyond the vocabulary.
+            DataError: nothing to train, a stream that the objective misses, or a token id beyond the vocabulary.
+            ConfigError: a function that gives no scalar, or one beside a denominator.
             UnsupportedModelError: active dropout, or a model that fails the probe.
         """
         chosen = SFT() if objective is None else objective
@@ -121,29 +129,61 @@ class TreeEngine:
         self._budget.run(self.model, whole.num_tokens, lambda: out.append(self._step(whole, chosen, denominator)))
         return out[-1]
 
-    def _step(self, forest: Forest, objective: SeparableObjective | Loss, denominator: float | None) -> StepOutput:
+    def _step(self, forest: Forest, objective: Objective | Loss, denominator: float | None) -> StepOutput:
         run = self.plan(forest)
-        if not isinstance(objective, SeparableObjective):
-            return self._step_any_loss(run, objective)
-        walk = self._walk(run)
-        losses = SeparableLoss(walk, objective, self.temperature, denominator)
-        walk.train(losses)
-        return _output(run, losses.total(), losses.num_trained_tokens)
+        if not isinstance(objective, Objective):
+            return self._step_any_loss(run, objective, denominator)
+        losses = ObjectiveLoss(forest, objective, denominator)
+        is_separable = objective.is_separable(forest)
+        if is_separable:
+            walk = self._walk(run)
+            walk.train(losses.reader(walk, self.temperature))
+        else:
+            losses.share(None, scores(self, run, losses.wanted)).backward()
+        return _output(run, losses, is_separable)
 
     @torch.no_grad()
     def evaluate(
         self,
         forests: Forests,
-        objective: SeparableObjective | None = None,
+        objective: Objective | None = None,
         *,
         denominator: float | None = None,
     ) -> StepOutput:
-        """The loss alone, without gradients."""
+        """The loss and the metrics alone, without gradients."""
         run = self.plan(forests)
-        walk = self._walk(run)
-        losses = SeparableLoss(walk, objective or SFT(), self.temperature, denominator)
-        walk.visit(losses)
-        return _output(run, losses.total(), losses.num_trained_tokens)
+        chosen = SFT() if objective is None else objective
+        losses = ObjectiveLoss(run.forest, chosen, denominator)
+        if chosen.is_separable(run.forest):
+            walk = self._walk(run)
+            walk.visit(losses.reader(walk, self.temperature))
+        else:
+            losses.share(None, scores(self, run, losses.wanted))
+        return _output(run, losses, True)
+
+    @torch.no_grad()
+    def scored(
+        self, trajectories: Sequence[Trajectory], stream: str = "old_logprobs", *, all_tokens: bool = False
+    ) -> list[Trajectory]:
+        """The trajectories with their log-probs under this model as a stream, by one pass without gradients.
+
+        Before the update, `engine.scored(items)` fills `old_logprobs`. For a reference use an engine of another model
+        and `stream="ref_logprobs"`, or this one within PEFT's `with model.disable_adapter():`.
+
+        stream: `old_logprobs`, `ref_logprobs` or `sampler_logprobs`. all_tokens: also tokens that no trajectory trains,
+        which are 0 otherwise and cost no projection.
+
+        Raises:
+            ConfigError: another stream.
+        """
+        if stream not in LOGPROB_STREAMS:
+            raise ConfigError(f"stream={stream!r} is unknown; choose one of {', '.join(LOGPROB_STREAMS)}.")
+        items = list(trajectories)
+        run = self.plan(Forest.from_trajectories(items))
+        is_needed = None if all_tokens else run.forest.token_weights() > 0
+        values_T = tree_values(self, run, ("log_probs",), is_needed)["log_probs"].float().cpu().numpy()
+        changes: list[dict[str, Any]] = [{stream: values_T[path]} for path in run.forest.paths]
+        return [replace(item, **change) for item, change in zip(items, changes, strict=True)]
 
     def logprobs(self, forests: Forests) -> list[torch.Tensor]:
         """Log-probs of every trajectory, restored: `result[i][j]` belongs to token `j + 1` of trajectory `i`.
@@ -170,12 +210,14 @@ class TreeEngine:
         index = torch.as_tensor(run.forest.path_index, device=rows_TM.device)
         return list(rows_TM[index].split(run.forest.path_lengths.tolist()))
 
-    def _step_any_loss(self, run: Plan, objective: Loss) -> StepOutput:
+    def _step_any_loss(self, run: Plan, objective: Loss, denominator: float | None) -> StepOutput:
+        if denominator is not None:
+            raise ConfigError("a function's loss is taken as it is; denominator= belongs to an objective.")
         loss = objective(_restore(tree_logprobs(self, run), run.forest))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise ConfigError("an objective must return a scalar tensor.")
         loss.backward()
-        return _output(run, float(loss.detach()), run.forest.num_flat_tokens - run.forest.num_trajectories)
+        return _output(run, float(loss.detach()))
 
     def _measure(self, forest: Forest) -> None:
         """Chooses the budget of `max_tokens="auto"` for forests like this one."""
@@ -185,7 +227,7 @@ class TreeEngine:
         def train(num_tokens: int) -> None:
             chain = Forest.from_trajectories([Trajectory(np.resize(forest.token_ids[:2], num_tokens))])
             walk = self._walk(plan(chain))
-            walk.train(SeparableLoss(walk, SFT(), self.temperature, None))
+            walk.train(ObjectiveLoss(chain, SFT(), None).reader(walk, self.temperature))
 
         def gateway_tokens(budget: int) -> int:
             return plan(forest, budget, hold=self.hold).peak_gateway_tokens
@@ -265,13 +307,22 @@ def _restore(logprobs_T: torch.Tensor, forest: Forest) -> list[torch.Tensor]:
     return [part[1:] for part in flat_F.split(forest.path_lengths.tolist())]
 
 
-def _output(run: Plan, loss: float, num_trained_tokens: int) -> StepOutput:
+def _output(run: Plan, losses: ObjectiveLoss | float, is_single_walk: bool = False) -> StepOutput:
+    """losses: of an objective, or the value of any other loss, which is a function of all log-probs."""
     forest = run.forest
+    if isinstance(losses, ObjectiveLoss):
+        (loss, metrics), weight, num_trained = losses.totals(), losses.terms.weight, losses.num_trained_tokens
+    else:
+        loss, metrics, weight = losses, {}, 0.0
+        num_trained = forest.num_flat_tokens - forest.num_trajectories
+    first_walk = 0 if run.is_whole or is_single_walk else forest.num_tokens
     return StepOutput(
         loss=loss,
-        num_trained_tokens=num_trained_tokens,
+        num_trained_tokens=num_trained,
         num_tree_tokens=forest.num_tokens,
         num_flat_tokens=forest.num_flat_tokens,
-        num_computed_tokens=run.num_computed_tokens,
+        num_computed_tokens=run.num_computed_tokens + first_walk,
         num_micro_batches=run.num_micro_batches,
+        metrics=metrics,
+        weight=weight,
     )

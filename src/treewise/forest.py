@@ -17,7 +17,8 @@ from treewise.trajectory import Trajectory, number_rollouts
 
 # Declared trees beyond this many flat tokens keep their streams per tree token, never per trajectory.
 MAX_FLAT_TOKENS = 200_000_000
-STREAM_NAMES = ("loss_weights", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+LOGPROB_STREAMS = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
+STREAM_NAMES = ("loss_weights", "advantages", *LOGPROB_STREAMS)
 WEIGHTINGS = ("per_trajectory", "once", "per_rollout")
 
 
@@ -312,7 +313,7 @@ class Forest:
         values = [getattr(item, name) for item in self.trajectories]
         for number, value in enumerate(values):
             if value is None:
-                raise DataError(f"{self._place(number)}: no {name}, which this objective needs.")
+                raise DataError(f"{self.place(number)}: no {name}, which this objective needs.")
         return np.concatenate(values)
 
     @cached_property
@@ -336,14 +337,16 @@ class Forest:
         ids, logprobs = [], []
         for number, item in enumerate(self.trajectories):
             if item.teacher_ids is None or item.teacher_logprobs is None:
-                raise DataError(f"{self._place(number)}: no teacher_ids, which this objective needs.")
+                raise DataError(f"{self.place(number)}: no teacher_ids, which this objective needs.")
             ids.append(item.teacher_ids)
             logprobs.append(item.teacher_logprobs)
         width = max(each.shape[1] for each in ids)
         return _padded(ids, width, 0), _padded(logprobs, width, -np.inf)
 
-    def _place(self, number: int) -> str:
-        assert self.trajectories is not None
+    def place(self, number: int) -> str:
+        """Where a trajectory came from, for error messages."""
+        if self.trajectories is None:
+            return f"trajectory {number}"
         return self.trajectories[number].source or f"trajectory {number}"
 
     def token_stream(self, name: str) -> np.ndarray:

@@ -1,5 +1,6 @@
-"""From hidden rows of a micro-batch to what the model says about its edges, and to its share of a separable loss."""
+"""From hidden rows of a micro-batch to what the model says about its edges, and to the loss of an objective."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from treewise.errors import DataError
 from treewise.forest import Forest
 from treewise.logprobs import edge_values
-from treewise.objectives import SeparableObjective, Terms
+from treewise.objectives import Objective
 from treewise.walk import Walk
 
 
@@ -71,38 +72,53 @@ class Scorer:
         return entry, values
 
 
-class SeparableLoss:
-    """Maps hidden rows of micro-batches to their share of a separable loss, and adds the shares up."""
+class ObjectiveLoss:
+    """The loss of an objective on one forest: what has to be scored for it, its shares, and what a step reports."""
 
-    def __init__(
-        self, walk: Walk, objective: SeparableObjective, temperature: float, denominator: float | None
-    ) -> None:
-        forest = walk.plan.forest
+    def __init__(self, forest: Forest, objective: Objective, denominator: float | None) -> None:
         self.objective = objective
-        self.terms: Terms = objective.terms(forest)
+        self.terms = objective.terms(forest)
         self.denominator = objective.denominator(forest) if denominator is None else denominator
         if len(self.terms.positions) == 0:
             raise DataError("no trained token in the forest; a step on it would do nothing.")
         if not self.denominator > 0:
             raise DataError(f"the loss would be divided by {self.denominator}; it must be positive.")
-        self.score = Scorer(walk, Wanted(self.terms.positions), temperature)
-        self.num_trained_tokens = int(self.score.is_needed.sum())
-        self._shares: list[torch.Tensor] = []
+        self.wanted = Wanted(self.terms.positions, self.terms.tokens, objective.outputs)
+        self.num_trained_tokens = len(np.unique(self.terms.positions))
+        self._shares: list[dict[str, torch.Tensor]] = []
 
-    def __call__(self, number: int, rows: torch.Tensor) -> torch.Tensor | None:
-        scored = self.score(number, rows)
-        if scored is None:
-            return None
-        term, values = scored
-        logprobs = values["log_probs"]
+    def share(self, entries: np.ndarray | None, values: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of some terms, by their numbers, or of all, from what the model says about them."""
+        like = values["log_probs"]
         streams = {
-            name: torch.as_tensor(stream[term], dtype=logprobs.dtype, device=logprobs.device)
+            name: _as_tensor(stream if entries is None else stream[entries], like)
             for name, stream in self.terms.streams.items()
         }
-        loss = self.objective.token_losses(logprobs, streams).sum() / self.denominator
-        self._shares.append(loss.detach())
+        loss = self.objective.token_losses(values, streams).sum() / self.denominator
+        with torch.no_grad():
+            seen = {name: value.detach() for name, value in values.items()}
+            found = self.objective.token_metrics(seen, streams)
+        self._shares.append({"": loss.detach()} | {name: value.sum() for name, value in found.items()})
         return loss
 
-    def total(self) -> float:
-        """The loss; the only host synchronisation of a step."""
-        return float(torch.stack(self._shares).double().sum())
+    def reader(self, walk: Walk, temperature: float) -> Callable[[int, torch.Tensor], torch.Tensor | None]:
+        """From a micro-batch's number and hidden rows to its share, for objectives that are separable."""
+        score = Scorer(walk, self.wanted, temperature)
+
+        def share_of(number: int, rows: torch.Tensor) -> torch.Tensor | None:
+            scored = score(number, rows)
+            return None if scored is None else self.share(*scored)
+
+        return share_of
+
+    def totals(self) -> tuple[float, dict[str, float]]:
+        """The loss and the metrics; the only host synchronisation of a step."""
+        names = list(self._shares[0])
+        table = torch.stack([torch.stack([share[name] for name in names]) for share in self._shares])
+        loss, *sums = table.double().sum(0).tolist()
+        return loss, {name: total / self.terms.weight for name, total in zip(names[1:], sums, strict=True)}
+
+
+def _as_tensor(stream: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    dtype = like.dtype if stream.dtype.kind == "f" else torch.long
+    return torch.as_tensor(stream, dtype=dtype, device=like.device)

@@ -1,51 +1,15 @@
-"""Losses on restored trajectories.
-
-An objective never sees the tree: it says which tokens it needs, hands over per-token streams, and maps log-probs to
-losses, as it would for flat trajectories. Restoring is a gather, and the transpose of that gather is gradient
-restoration (Tree Training, arXiv 2511.00413), so what is exact on flat trajectories is exact on trees.
-
-A *separable* objective is a sum over tokens whose terms depend on one log-prob each; it needs a single pass over a
-partitioned forest. Letters: T tree tokens, F flat tokens, P terms.
-"""
+"""Supervised fine-tuning."""
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from treewise.errors import ConfigError, DataError
-from treewise.forest import Forest
+from treewise.forest import WEIGHTINGS, Forest
+from treewise.objectives.protocol import Streams, Terms, Values
 
-WEIGHTINGS = ("per_trajectory", "once")
 NORMALIZATIONS = ("token_mean", "trajectory_mean", "constant")
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The terms of a separable loss: the tree position of each term's token ([P] int64, ascending), and its streams
-    ([P]).
-    """
-
-    positions: np.ndarray
-    streams: dict[str, np.ndarray]
-
-
-@runtime_checkable
-class SeparableObjective(Protocol):
-    """A loss that is a sum over tokens, each term a function of that token's log-prob."""
-
-    def denominator(self, forest: Forest) -> float:
-        """What the sum of terms is divided by; additive over forests."""
-        ...
-
-    def terms(self, forest: Forest) -> Terms:
-        """Which tokens are trained, with everything that `token_losses` needs."""
-        ...
-
-    def token_losses(self, logprobs: torch.Tensor, streams: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[P] losses from [P] log-probs, before the division."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +50,23 @@ class SFT:
         assert self.constant is not None
         return float(self.constant)
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("log_probs",)
+
+    def is_separable(self, forest: Forest) -> bool:
+        return True
+
     def terms(self, forest: Forest) -> Terms:
         weights = self._token_weights(forest)
         positions = np.flatnonzero(weights)
         return Terms(positions, {"weights": weights[positions]})
 
-    def token_losses(self, logprobs: torch.Tensor, streams: dict[str, torch.Tensor]) -> torch.Tensor:
-        return -streams["weights"] * logprobs
+    def token_losses(self, values: Values, streams: Streams) -> torch.Tensor:
+        return -streams["weights"] * values["log_probs"]
+
+    def token_metrics(self, values: Values, streams: Streams) -> dict[str, torch.Tensor]:
+        return {}
 
     def _token_weights(self, forest: Forest) -> np.ndarray:
         if self.normalization != "trajectory_mean":

@@ -1,0 +1,126 @@
+"""Distillation to a teacher of which the likeliest candidates of each position are known.
+
+Letters: F flat tokens, k candidates of a token, Q trained flat tokens, P terms (one per candidate of each of these).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from treewise.errors import ConfigError, DataError
+from treewise.forest import Forest
+from treewise.objectives.normalization import check_settings, denominator, normalized_weights
+from treewise.objectives.protocol import Streams, Terms, Values
+
+TAILS = ("ignore", "bucket", "renormalize")
+DIVERGENCES = ("forward_kl", "cross_entropy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """Forward KL, or cross-entropy, from a teacher's top-k candidates to the model, per trained token.
+
+    Needs `teacher_ids` and `teacher_logprobs`. With q the teacher's probabilities of the k candidates S of a position
+    and p the model's (of the full vocabulary), the loss of a token depends on `tail`, what is made of the rest:
+
+    * `ignore`: `sum over S of q (log q - log p)`. The rest of the teacher's mass has no term. It is a part of the full
+      forward KL; without the rest it may be negative, and it pulls p to q/(sum of q) on S.
+    * `bucket`: the rest is one more candidate, with `1 - sum q` and `1 - sum p`. The exact forward KL of the two
+      distributions after merging all other tokens: not negative, a lower bound of the full one, 0 at q.
+    * `renormalize`: both are divided by their mass on S first. Says nothing about the mass outside S.
+
+    `cross_entropy` leaves out the `q log q`, which changes the loss by a constant and no gradient. Source: Hinton et
+    al. (arXiv 1503.02531); top-k as in Peng et al. (arXiv 2410.16215). The model's temperature is the engine's.
+
+    weighting, normalization, constant: as in `PolicyGradient`.
+
+    Raises:
+        ConfigError: an unknown name, or a constant that does not belong there.
+    """
+
+    divergence: str = "forward_kl"
+    tail: str = "bucket"
+    weighting: str = "per_trajectory"
+    normalization: str = "token_mean"
+    constant: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("tail", TAILS), ("divergence", DIVERGENCES)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}.")
+        check_settings(self.weighting, self.normalization, self.constant)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("log_probs",)
+
+    def is_separable(self, forest: Forest) -> bool:
+        return True
+
+    def denominator(self, forest: Forest) -> float:
+        return denominator(forest, self.weighting, self.normalization, self.constant)
+
+    def terms(self, forest: Forest) -> Terms:
+        weights_F, plain_F = normalized_weights(forest, self.weighting, self.normalization)
+        ids_Fk, logprobs_Fk = forest.flat_teacher()
+        trained = np.flatnonzero(weights_F)
+        trained = trained[np.argsort(forest.path_index[trained], kind="stable")]
+        is_used = np.isfinite(logprobs_Fk[trained])
+        if not is_used.any(axis=1).all():
+            lost = int(trained[np.argmin(is_used.any(axis=1))])
+            number = int(np.searchsorted(forest.path_offsets, lost, side="right")) - 1
+            raise DataError(
+                f"{forest.place(number)}: token {lost - forest.path_offsets[number]} is trained, but its teacher has "
+                "no candidate for it; give some, or set its loss weight to 0."
+            )
+        token, candidate = np.nonzero(is_used)
+        flat = trained[token]
+        streams = {
+            "weights": weights_F[flat],
+            "plain_weights": plain_F[flat],
+            "teacher_logprobs": logprobs_Fk[flat, candidate],
+            "token": token,
+        }
+        return Terms(forest.path_index[flat], streams, ids_Fk[flat, candidate], weight=float(plain_F.sum()))
+
+    def token_losses(self, values: Values, streams: Streams) -> torch.Tensor:
+        """[Q] weighted losses of the tokens whose candidates are given (all candidates of a token come together)."""
+        _, first, token = _runs(streams["token"])
+        teacher, student = streams["teacher_logprobs"], values["log_probs"]
+        mass, student_mass = (_sum(token, torch.exp(each), len(first)) for each in (teacher, student))
+        if self.tail == "renormalize":
+            teacher = teacher - torch.log(mass)[token]
+            student = student - torch.log(student_mass)[token]
+        shares = torch.exp(teacher)
+        losses = _sum(token, -shares * student, len(first))
+        if self.divergence == "forward_kl":
+            losses = losses + _sum(token, shares * teacher, len(first))
+        if self.tail == "bucket":
+            losses = losses + self._rest(mass, student_mass)
+        return streams["weights"][first] * losses
+
+    def token_metrics(self, values: Values, streams: Streams) -> dict[str, torch.Tensor]:
+        """Means over trained tokens: teacher_mass and student_mass, the probability that falls on the candidates."""
+        weights = streams["plain_weights"]
+        return {
+            "teacher_mass": weights * torch.exp(streams["teacher_logprobs"]),
+            "student_mass": weights * torch.exp(values["log_probs"]),
+        }
+
+    def _rest(self, mass: torch.Tensor, student_mass: torch.Tensor) -> torch.Tensor:
+        """[Q] the term of all tokens that are no candidates. A rest below rounding counts as that rounding."""
+        smallest = torch.finfo(mass.dtype).eps
+        rest = (1 - mass).clamp(min=0)
+        losses = -rest * torch.log((1 - student_mass).clamp(min=smallest))
+        return losses if self.divergence == "cross_entropy" else losses + torch.xlogy(rest, rest)
+
+
+def _runs(token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Runs of equal numbers: the numbers, where each begins, and for every entry its run."""
+    numbers, run, count = torch.unique_consecutive(token, return_inverse=True, return_counts=True)
+    return numbers, torch.cumsum(count, 0) - count, run
+
+
+def _sum(token: torch.Tensor, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    return torch.zeros(num_tokens, dtype=values.dtype, device=values.device).index_add(0, token, values)

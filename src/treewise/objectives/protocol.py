@@ -1,0 +1,63 @@
+"""What the engine asks of an objective. Letters: P terms."""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from treewise.forest import Forest
+
+Values = dict[str, torch.Tensor]
+Streams = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a loss is made of.
+
+    positions: [P] int64, the tree position of each term's token, ascending.
+    streams: [P] arrays that `token_losses` needs; floats become the dtype of the log-probs, integers int64.
+    tokens: [P] token ids that are scored in place of the tree's own (candidates of a teacher).
+    weight: what metrics are divided by, a sum of loss weights.
+    """
+
+    positions: np.ndarray
+    streams: dict[str, np.ndarray]
+    tokens: np.ndarray | None = None
+    weight: float = 0.0
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A loss that is a sum over trained tokens, divided by a denominator that adds up over forests."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Which values of each term the loss is a function of: names out of `logprobs.OUTPUTS`."""
+        ...
+
+    def is_separable(self, forest: Forest) -> bool:
+        """Whether the sum of `token_losses` over all terms is the sum of it over the terms of each tree token alone.
+
+        Then the gradient with respect to a token's values depends on these values alone, `token_losses` is called on
+        the terms of one micro-batch after the other, and a partitioned forest takes a single walk. Otherwise it is
+        called once, on all terms, and the forest takes two.
+        """
+        ...
+
+    def denominator(self, forest: Forest) -> float:
+        """What the sum of terms is divided by; additive over forests."""
+        ...
+
+    def terms(self, forest: Forest) -> Terms:
+        """Which tokens are trained, with everything that `token_losses` needs."""
+        ...
+
+    def token_losses(self, values: Values, streams: Streams) -> torch.Tensor:
+        """Losses whose sum, divided by the denominator, is the loss. values, streams: [P] tensors by name."""
+        ...
+
+    def token_metrics(self, values: Values, streams: Streams) -> dict[str, torch.Tensor]:
+        """Contributions whose sums, divided by `Terms.weight`, are the metrics of a step; called without a graph."""
+        ...

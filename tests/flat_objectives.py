@@ -1,0 +1,177 @@
+"""Objectives on padded rows, written plainly from their papers: what the engine's losses are compared with.
+
+Nothing here is shared with the library but trajectories and the names of settings. Rows are right-padded; `[n, t]` is
+token t of row n.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from treewise import Trajectory
+
+
+@dataclass
+class Rows:
+    """logprobs, entropy: [N, L] with a graph; everything: [N, L, V]. Column 0 is 0: nothing predicts a first token."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    everything: torch.Tensor
+
+
+def run_padded(model: nn.Module, items: Sequence[Trajectory]) -> Rows:
+    length = max(len(item) for item in items)
+    ids = torch.zeros(len(items), length, dtype=torch.long)
+    mask = torch.zeros(len(items), length, dtype=torch.long)
+    for row, item in enumerate(items):
+        ids[row, : len(item)] = torch.from_numpy(item.token_ids.astype(np.int64))
+        mask[row, : len(item)] = 1
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    everything = torch.log_softmax(logits[:, :-1], dim=-1)
+    everything = torch.nn.functional.pad(everything, (0, 0, 1, 0))
+    chosen = torch.gather(everything, 2, ids[..., None])[..., 0]
+    entropy = -(everything.exp() * everything).sum(-1)
+    first = torch.zeros(1, length, dtype=torch.bool)
+    first[:, 0] = True
+    return Rows(chosen.masked_fill(first, 0), entropy.masked_fill(first, 0), everything)
+
+
+def stream(items: Sequence[Trajectory], name: str, like: torch.Tensor) -> torch.Tensor:
+    result = torch.zeros_like(like)
+    for row, item in enumerate(items):
+        result[row, : len(item)] = torch.from_numpy(getattr(item, name)).to(like.dtype)
+    return result.detach()
+
+
+def rollouts_of(items: Sequence[Trajectory]) -> list[list[int]]:
+    """Rows of each rollout."""
+    rows = defaultdict(list)
+    for row, item in enumerate(items):
+        rows[("alone", row) if item.rollout is None else (item.group, item.rollout)].append(row)
+    return list(rows.values())
+
+
+def weights_of(items: Sequence[Trajectory], weighting: str, like: torch.Tensor) -> torch.Tensor:
+    """Loss weights, divided by how many rows (all, or of the rollout) train a token with the same tokens before it."""
+    weights = stream(items, "loss_weights", like)
+    rows_of_rollout = rollouts_of(items)
+    mates = {"once": [list(range(len(items)))], "per_rollout": rows_of_rollout}.get(weighting, [])
+    for rows in mates:
+        trains = defaultdict(list)
+        for row in rows:
+            for at in np.flatnonzero(items[row].loss_weights):
+                trains[tuple(items[row].token_ids[: at + 1])].append((row, at))
+        for places in trains.values():
+            for row, at in places:
+                weights[row, at] /= len(places)
+    return weights
+
+
+def averaged(losses: torch.Tensor, items: Sequence[Trajectory], settings) -> torch.Tensor:
+    weights = weights_of(items, settings.weighting, losses)
+    if settings.normalization == "token_mean":
+        return (weights * losses).sum() / weights.sum()
+    rollouts = rollouts_of(items)
+    per_rollout = []
+    for rows in rollouts:
+        total = (weights[rows] * losses[rows]).sum()
+        if settings.normalization == "rollout_mean":
+            total = total / weights[rows].sum()
+        per_rollout.append(total / (settings.constant or 1))
+    return sum(per_rollout) / len(rollouts)
+
+
+def distinct(items: Sequence[Trajectory], rows: list[int], like: torch.Tensor) -> torch.Tensor:
+    """[rows, L] 1 / how many of these rows train the same token: a rollout's tokens, each once."""
+    counts = torch.zeros_like(like)
+    trains = defaultdict(list)
+    for number, row in enumerate(rows):
+        for at in np.flatnonzero(items[row].loss_weights):
+            trains[tuple(items[row].token_ids[: at + 1])].append((number, at))
+    for places in trains.values():
+        for number, at in places:
+            counts[number, at] = 1 / len(places)
+    return counts
+
+
+def over_rollouts(values: torch.Tensor, items: Sequence[Trajectory], is_mean: bool) -> torch.Tensor:
+    """[N, L] the sum or mean of a rollout's trained tokens, at each of its tokens."""
+    result = torch.zeros_like(values)
+    for rows in rollouts_of(items):
+        share = distinct(items, rows, values[rows])
+        total = (share * values[rows]).sum() / (share.sum() if is_mean else 1)
+        row_mask = torch.zeros_like(values)
+        row_mask[rows] = 1
+        result = result + row_mask * total
+    return result
+
+
+def policy_loss(rows: Rows, items: Sequence[Trajectory], settings) -> torch.Tensor:
+    logp = rows.logprobs
+    has_old = items[0].old_logprobs is not None
+    old = stream(items, "old_logprobs", logp) if has_old else logp.detach()
+    advantages = stream(items, "advantages", logp)
+    log_ratio = logp - old
+    if settings.ratio_level == "sequence":
+        log_ratio = over_rollouts(log_ratio, items, is_mean=True)
+    ratio = torch.exp(log_ratio)
+    if settings.surrogate == "reinforce":
+        losses = -advantages * logp
+    elif settings.surrogate == "cispo":
+        losses = -torch.where(ratio > settings.max_ratio, settings.max_ratio, ratio).detach() * advantages * logp
+    else:
+        clipped = ratio
+        if settings.clip_low is not None:
+            clipped = torch.where(clipped < 1 - settings.clip_low, 1 - settings.clip_low, clipped)
+        if settings.clip_high is not None:
+            clipped = torch.where(clipped > 1 + settings.clip_high, 1 + settings.clip_high, clipped)
+        losses = torch.where(ratio * advantages < clipped * advantages, -ratio * advantages, -clipped * advantages)
+        if settings.dual_clip is not None:
+            worst = -settings.dual_clip * advantages
+            losses = torch.where((advantages < 0) & (losses > worst), worst, losses)
+    if settings.sampler_correction:
+        gap = old.detach() - stream(items, "sampler_logprobs", logp)
+        if settings.sampler_level == "sequence":
+            gap = over_rollouts(gap, items, is_mean=False)
+        weight = torch.exp(gap)
+        low = 0.0 if settings.sampler_min is None else settings.sampler_min
+        high = float("inf") if settings.sampler_max is None else settings.sampler_max
+        if settings.sampler_correction == "truncate":
+            weight = weight.clamp(low, high)
+        else:
+            weight = torch.where((weight >= low) & (weight <= high), weight, 0.0)
+        losses = losses * weight
+    if settings.beta:
+        reference = stream(items, "ref_logprobs", logp)
+        if settings.kl == "k1":
+            kl = logp - reference
+        elif settings.kl == "k2":
+            kl = 0.5 * (logp - reference) ** 2
+        else:
+            kl = torch.exp(reference - logp) - (reference - logp) - 1
+        losses = losses + settings.beta * kl
+    if settings.entropy_coefficient:
+        losses = losses - settings.entropy_coefficient * rows.entropy
+    return averaged(losses, items, settings)
+
+
+def distillation_loss(rows: Rows, items: Sequence[Trajectory], settings) -> torch.Tensor:
+    losses = torch.zeros_like(rows.logprobs)
+    for row, item in enumerate(items):
+        for at in np.flatnonzero(item.loss_weights):
+            is_used = np.isfinite(item.teacher_logprobs[at])
+            teacher = torch.from_numpy(item.teacher_logprobs[at][is_used]).to(losses.dtype)
+            student = rows.everything[row, at, torch.from_numpy(item.teacher_ids[at][is_used].astype(np.int64))]
+            q, p = teacher.exp(), student.exp()
+            if settings.tail == "renormalize":
+                q, p = q / q.sum(), p / p.sum()
+            if settings.tail == "bucket":
+                q, p = torch.cat([q, 1 - q.sum(0, True)]), torch.cat([p, 1 - p.sum(0, True)])
+            entropy = (q * q.log()).sum() if settings.divergence == "forward_kl" else 0.0
+            losses[row, at] = entropy - (q * p.log()).sum()
+    return averaged(losses, items, settings)

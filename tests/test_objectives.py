@@ -1,0 +1,134 @@
+"""Every objective against plain flat formulas on padded rows: loss and whole gradient, at every budget."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import treewise as tw
+from families import tiny_model
+from flat_objectives import Rows, distillation_loss, policy_loss, run_padded
+from oracle import gradients_of
+from strategies import MAX_SEED, trajectories
+from treewise import Forest, Trajectory, TreeEngine
+from treewise.objectives import Distillation, Objective, PolicyGradient
+
+MODEL = tiny_model("llama", num_hidden_layers=2)
+EXACT = tiny_model("llama", num_hidden_layers=2, dtype=torch.float64)
+
+# Every option at least once, in company that could hide it least.
+POLICY = {
+    "reinforce": tw.REINFORCE(),
+    "reinforce truncated": tw.REINFORCE(sampler_correction="truncate", sampler_max=1.1, sampler_min=0.9),
+    "reinforce masked": tw.REINFORCE(sampler_correction="mask", sampler_max=1.3, sampler_min=0.8),
+    "ppo": tw.PPO(),
+    "ppo dual, entropy": tw.PPO(clip_high=0.3, dual_clip=1.5, entropy_coefficient=0.1),
+    "ppo sequence weights": tw.PPO(sampler_correction="truncate", sampler_level="sequence"),
+    "ppo unbounded": PolicyGradient(clip_low=None, clip_high=None, beta=0.3, kl="k1"),
+    "grpo": tw.GRPO(beta=0.2),
+    "grpo k2, once": tw.GRPO(beta=0.2, kl="k2", weighting="once"),
+    "grpo per rollout": tw.GRPO(weighting="per_rollout", entropy_coefficient=0.05),
+    "dr_grpo": tw.DrGRPO(max_length=17),
+    "dapo": tw.DAPO(sampler_correction="mask", sampler_level="sequence", sampler_max=1.4, sampler_min=0.7),
+    "gspo": tw.GSPO(clip_low=0.05, clip_high=0.1),
+    "gspo with all": tw.GSPO(
+        clip_low=0.2, clip_high=0.2, beta=0.1, entropy_coefficient=0.1, sampler_correction="truncate", weighting="once"
+    ),
+    "cispo": tw.CISPO(max_ratio=1.1),
+}
+DISTILLATION = {
+    "ignore": Distillation(tail="ignore"),
+    "bucket": Distillation(tail="bucket", normalization="rollout_mean"),
+    "renormalize": Distillation(tail="renormalize", weighting="once"),
+    "cross_entropy": Distillation(tail="bucket", divergence="cross_entropy", normalization="rollout_sum"),
+}
+
+
+@st.composite
+def rollout_rows(draw: st.DrawFn, model=MODEL, with_old: bool = True, **sizes) -> list[Trajectory]:
+    """Rows with rollout ids (some shared), and log-probs near the model's own, so that some ratios are clipped."""
+    items = draw(trajectories(vocab_size=5, **sizes))
+    rng = np.random.default_rng(draw(st.integers(0, MAX_SEED)))
+    with torch.no_grad():
+        near = run_padded(model, items).logprobs.numpy()
+    result = []
+    for row, item in enumerate(items):
+        drawn = {
+            name: near[row, : len(item)] + rng.normal(0, 0.25, len(item))
+            for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs")
+        }
+        rollout = [None, 1, 2][rng.integers(3)]
+        result.append(replace(item, **drawn | ({} if with_old else {"old_logprobs": None}), rollout=rollout))
+    return result
+
+
+def with_teacher(items: list[Trajectory], rng: np.random.Generator) -> list[Trajectory]:
+    """A teacher with one to three candidates, another one for every trajectory, even at tokens that they share."""
+    result = []
+    for item in items:
+        width = int(rng.integers(1, 4))
+        ids = np.stack([rng.choice(64, width, replace=False) for _ in item.token_ids])
+        logprobs = np.log(rng.dirichlet(np.ones(width + 1), len(item))[:, :width])
+        if width > 1:
+            logprobs[rng.random(len(item)) < 0.2, -1] = -np.inf
+        result.append(replace(item, teacher_ids=ids, teacher_logprobs=logprobs))
+    return result
+
+
+def flat(model, items: list[Trajectory], objective: Objective) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    rows: Rows = run_padded(model, items)
+    loss_of = distillation_loss if isinstance(objective, Distillation) else policy_loss
+    loss = loss_of(rows, items, objective)
+    loss.backward()
+    return float(loss.detach()), gradients_of(model)
+
+
+def check(model, items, objective, max_tokens, tolerance: float, hold: str = "auto", expected=None) -> None:
+    loss, gradient = expected or flat(model, items, objective)
+    model.zero_grad()
+    engine = TreeEngine(model, max_tokens, hold=hold, check=False)
+    out = engine.step(Forest.from_trajectories(items), objective)
+    found = gradients_of(model)
+    norm = sum(float(each.double().square().sum()) for each in gradient.values()) ** 0.5
+    error = sum(float((found[name].double() - each.double()).square().sum()) for name, each in gradient.items()) ** 0.5
+    # Where terms of opposite signs cancel, rounding is that of the terms, so very small gradients are held to 1e-3.
+    assert error <= tolerance * max(norm, 1e-3), (error, norm)
+    assert out.loss == pytest.approx(loss, rel=tolerance, abs=tolerance)
+
+
+@settings(max_examples=8)
+@given(data=st.data(), seed=st.integers(0, MAX_SEED))
+@pytest.mark.parametrize("objective", POLICY.values(), ids=POLICY.keys())
+@pytest.mark.parametrize("with_old", [True, False], ids=["old", "on policy"])
+def test_policy_gradients(data: st.DataObject, objective: PolicyGradient, with_old: bool, seed: int) -> None:
+    items = data.draw(rollout_rows(with_old=with_old, max_sequences=6))
+    expected = flat(MODEL, items, objective)
+    check(MODEL, items, objective, None, 1e-5, expected=expected)
+    hold = data.draw(st.sampled_from(["never", "always"]))
+    check(MODEL, items, objective, data.draw(st.integers(1, 16)), 1e-5, hold, expected)
+
+
+@settings(max_examples=10)
+@given(data=st.data(), items=trajectories(vocab_size=5, max_sequences=5), seed=st.integers(0, MAX_SEED))
+@pytest.mark.parametrize("objective", DISTILLATION.values(), ids=DISTILLATION.keys())
+def test_distillation(data: st.DataObject, objective: Distillation, items: list[Trajectory], seed: int) -> None:
+    items = with_teacher(items, np.random.default_rng(seed))
+    expected = flat(MODEL, items, objective)
+    check(MODEL, items, objective, None, 1e-5, expected=expected)
+    hold = data.draw(st.sampled_from(["never", "always"]))
+    check(MODEL, items, objective, data.draw(st.integers(1, 16)), 1e-5, hold, expected)
+
+
+@settings(max_examples=3)
+@given(items=rollout_rows(EXACT, max_sequences=5), seed=st.integers(0, MAX_SEED))
+@pytest.mark.parametrize("objective", [*POLICY.values(), *DISTILLATION.values()], ids=[*POLICY, *DISTILLATION])
+def test_float64(objective: Objective, items: list[Trajectory], seed: int) -> None:
+    """transformers computes norms in float32 even in float64 models, so their noise (3e-8) is the floor."""
+    items = with_teacher(items, np.random.default_rng(seed))
+    expected = flat(EXACT, items, objective)
+    for max_tokens in (None, 7):
+        check(EXACT, items, objective, max_tokens, 2e-7, expected=expected)
