@@ -7,7 +7,7 @@ vocabulary`.
 Letters: R projected rows, E edges, M model width, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,18 +24,54 @@ MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How a model turns hidden rows into logits: `softcap * tanh(scale * (h W^T + b) / softcap) / temperature`."""
+    """How a model turns hidden rows into logits: `softcap * tanh(scale * (h W^T + b) / softcap) / temperature`.
+
+    gradients: where those of weight and bias are kept until the caller joins them; None: autograd's way.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
+    gradients: "HeadGradients | None" = None
+
+    def collecting(self) -> "Head":
+        """The same head, off the graph behind it; `gradients.join()` hands its gradients to that graph."""
+        weight = self.weight.detach().requires_grad_(self.weight.requires_grad)
+        bias = None if self.bias is None else self.bias.detach().requires_grad_(self.bias.requires_grad)
+        return replace(self, weight=weight, bias=bias, gradients=HeadGradients(self))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[.., V] in float32 or wider."""
         raw = torch.nn.functional.linear(hidden, self.weight, self.bias)
         return _finish(raw.to(torch.promote_types(raw.dtype, torch.float32)), self)[0]
+
+
+class HeadGradients:
+    """Gradients of a head's weight and bias over many micro-batches, in float32 or wider.
+
+    They are as large as the vocabulary however small a micro-batch is, so making and adding them anew for each would
+    cost more than the micro-batch itself.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def sum(self, name: str, wide: torch.dtype) -> torch.Tensor:
+        """What is collected so far of `weight` or `bias`, to be added to in place."""
+        if name not in self._sums:
+            self._sums[name] = torch.zeros_like(getattr(self._head, name), dtype=wide)
+        return self._sums[name]
+
+    def join(self) -> None:
+        """Adds everything to the gradients of the parameters behind the head."""
+        tensors = [getattr(self._head, name) for name in self._sums]
+        if tensors:
+            grads = [total.to(each.dtype) for each, total in zip(tensors, self._sums.values(), strict=True)]
+            torch.autograd.backward(tensors, grads)
+        self._sums.clear()
 
 
 def edge_values(
@@ -112,8 +148,9 @@ class _EdgeValues(torch.autograd.Function):
         cast_weight = weight.to(dtype)
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Chunks of a low-precision model add up in float32, as one large product would inside its kernel.
-        weight_grad = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
-        bias_grad = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        gradients = ctx.head.gradients or HeadGradients(ctx.head)
+        weight_grad = gradients.sum("weight", wide) if ctx.needs_input_grad[1] else None
+        bias_grad = gradients.sum("bias", wide) if bias is not None and ctx.needs_input_grad[2] else None
         for (start, end), (low, high) in ctx.bounds:
             logits, slope = _finish(_project(hidden[start:end], cast_weight, bias, wide), ctx.head, with_slope=True)
             grad = torch.exp(logits - lse[start:end, None])
@@ -134,6 +171,8 @@ class _EdgeValues(torch.autograd.Function):
                     weight_grad += grad.t() @ hidden[start:end]
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
+        if ctx.head.gradients is not None:
+            return hidden_grad, None, None, None, None, None, None, None
         cast = [
             None if grad is None else grad.to(like.dtype) for grad, like in ((weight_grad, weight), (bias_grad, bias))
         ]

@@ -3,19 +3,26 @@
 A model that cannot is refused by name before any compute. What names and flags do not tell, `probe` finds out.
 """
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from treewise import recurrent
-from treewise.attention import install
+from treewise.attention import TreeContext, install
 from treewise.errors import UnsupportedModelError
 from treewise.logprobs import Head
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# Layers that mix no tokens.
+TOKENWISE_LAYERS = {"moe", "mlp"}
 # What configurations call layers with a recurrence or a convolution, alone or beside attention.
 RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
 _HELP = "Supported models: docs/models.md."
@@ -47,15 +54,21 @@ def take_apart(model: nn.Module) -> ModelParts:
     Raises:
         UnsupportedModelError: naming the model, layer or setting.
     """
-    base = _base_model(model)
+    base = base_model(model)
     name = type(base).__name__
+    if isinstance(getattr(base, "pretrained_model", None), nn.Module) and hasattr(base, "v_head"):
+        raise UnsupportedModelError(
+            f"{name} has a value head, which trees do not compute; pass its pretrained_model. {_HELP}"
+        )
     if not isinstance(base, PreTrainedModel):
         raise UnsupportedModelError(f"{name} is not a transformers model. {_HELP}")
     if getattr(base.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} has an encoder; only causal language models follow a tree. {_HELP}")
     output = base.get_output_embeddings()
     if output is None:
-        raise UnsupportedModelError(f"{name} has no language-model head. {_HELP}")
+        raise UnsupportedModelError(
+            f"{name} has no language-model head (a classifier, a value head or a bare decoder?). {_HELP}"
+        )
     decoder = _find_decoder(base)
     _refuse_layers(decoder, name)
     config = decoder.config
@@ -90,10 +103,38 @@ def refuse_dropout(model: nn.Module) -> None:
                 )
 
 
-def _base_model(model: Any) -> nn.Module:
-    """The transformers model inside PEFT and wrappers."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+def decoder_rows(parts: ModelParts, token_ids: np.ndarray, depth: np.ndarray, context: TreeContext) -> torch.Tensor:
+    """[T, M] hidden rows of one micro-batch."""
+    device = parts.device
+    arguments: dict[str, Any] = {"treewise": context} if takes_any_argument(parts.decoder) else {}
+    if "position_ids" in _parameters_of(type(parts.decoder)):  # others have no attention: no positions, no mask
+        arguments["position_ids"] = torch.as_tensor(depth, dtype=torch.long, device=device)[None]
+        arguments["attention_mask"] = context.empty_mask(device, parts.decoder.dtype)
+    output = parts.decoder(
+        input_ids=torch.as_tensor(token_ids, dtype=torch.long, device=device)[None], use_cache=False, **arguments
+    )
+    context.is_done = True
+    return output.last_hidden_state[0]
+
+
+@cache
+def _parameters_of(kind: type[nn.Module]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(kind.forward).parameters)
+
+
+def takes_any_argument(module: nn.Module) -> bool:
+    """Whether a module's forward takes keyword arguments that it does not name."""
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in _parameters_of(type(module)).values())
+
+
+def base_model(model: Any) -> nn.Module:
+    """The transformers model inside torch.compile, PEFT and wrappers.
+
+    Raises:
+        UnsupportedModelError: an adapter that learns a prompt.
+    """
+    while isinstance(model, nn.parallel.DistributedDataParallel | torch._dynamo.OptimizedModule):
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
     peft_config = getattr(model, "peft_config", None)
     if peft_config is not None and hasattr(model, "get_base_model"):
         for adapter, config in peft_config.items():
@@ -113,6 +154,8 @@ def _find_decoder(base: PreTrainedModel) -> PreTrainedModel:
         if len(inner) != 1:
             raise UnsupportedModelError(f"{type(base).__name__} does not say which part is its decoder. {_HELP}")
         decoder = inner[0]
+    if not isinstance(decoder, PreTrainedModel):  # some call their head a decoder (ModernBERT)
+        decoder = base.base_model
     return decoder
 
 
@@ -120,13 +163,15 @@ def _refuse_layers(decoder: PreTrainedModel, name: str) -> None:
     config = decoder.config
     has_mixers = bool(recurrent.kinds_of(decoder))
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in ATTENTION_LAYERS and not (kind in RECURRENT_LAYERS and has_mixers):
+        if kind not in ATTENTION_LAYERS | TOKENWISE_LAYERS and not (kind in RECURRENT_LAYERS and has_mixers):
             raise UnsupportedModelError(
                 f"{name} layer {index} is a {kind!r} layer, which cannot follow a tree yet. {_HELP}"
             )
     recurrent.refuse_unknown(decoder, name)
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise UnsupportedModelError(f"{name} uses ALiBi, whose bias depends on the place in memory. {_HELP}")
+    if not has_mixers and "position_ids" not in _parameters_of(type(decoder)):
+        raise UnsupportedModelError(f"{name} takes no position_ids, so it cannot be told depths. {_HELP}")
     if not decoder._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface. {_HELP}")
 
@@ -141,17 +186,30 @@ def _attention_configs(decoder: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
+# What configurations call the factor of their logits; `probe` finds out where one is wrong or missing.
+_MULTIPLIES = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVIDES = ("logits_scaling",)
+_MULTIPLIES_ALL_THE_SAME = {"hyperclovax"}  # it calls a factor what others call a divisor
+_UNSCALED = {"aya_vision", "cohere2_vision"}  # they leave out the scale that their language model has
+_SOFTCAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+
+
 def _logit_scale(config: Any) -> float:
     """Factor of the logits: Cohere multiplies, Granite divides, Falcon-H1 multiplies."""
+    if config.model_type in _UNSCALED:
+        return 1.0
+    config = config.get_text_config()
     scale = 1.0
-    for attribute in ("logit_scale", "lm_head_multiplier"):
-        scale *= getattr(config, attribute, None) or 1.0
-    return scale / (getattr(config, "logits_scaling", None) or 1.0)
+    for attribute in (*_MULTIPLIES, *_DIVIDES):
+        factor = getattr(config, attribute, None) or 1.0
+        divides = attribute in _DIVIDES and config.model_type not in _MULTIPLIES_ALL_THE_SAME
+        scale = scale / factor if divides else scale * factor
+    return scale
 
 
 def _softcap(config: Any) -> float | None:
-    text_config = config.get_text_config()
-    return getattr(text_config, "final_logit_softcapping", None)
+    config = config.get_text_config()
+    return next((cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None), None)
 
 
 def _effective_weight(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -163,8 +221,11 @@ def _effective_weight(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         output = output.original_module if disabled else output.modules_to_save[name]
     if hasattr(output, "lora_A") and hasattr(output, "base_layer"):
         return _lora_weight(output), output.base_layer.bias
-    if not isinstance(getattr(output, "weight", None), torch.Tensor) or output.weight.dim() != 2:
-        raise UnsupportedModelError(f"the head is a {type(output).__name__}, not a linear layer. {_HELP}")
+    weight = getattr(output, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        raise UnsupportedModelError(
+            f"the head is a {type(output).__name__}, not a linear layer in a floating-point type. {_HELP}"
+        )
     return output.weight, getattr(output, "bias", None)
 
 
@@ -180,3 +241,24 @@ def _lora_weight(output: Any) -> torch.Tensor:
         delta = output.lora_B[adapter].weight @ output.lora_A[adapter].weight
         weight = weight + delta.to(weight.dtype) * output.scaling[adapter]
     return weight
+
+
+@contextmanager
+def sparse_embedding_gradients(parts: ModelParts) -> Iterator[None]:
+    """On a CPU: the input embedding's gradient touches the rows of a micro-batch, not the whole vocabulary.
+
+    `.grad` stays dense. Embeddings of another kind (adapters, shards, hooks on the gradient) are left alone.
+    """
+    module = parts.decoder.get_input_embeddings()
+    weight = module.weight
+    is_plain = isinstance(module, nn.Embedding) and type(weight) is nn.Parameter and weight.device.type == "cpu"
+    if not is_plain or module.sparse or not weight.requires_grad or weight._backward_hooks:
+        yield
+        return
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    module.sparse = True
+    try:
+        yield
+    finally:
+        module.sparse = False

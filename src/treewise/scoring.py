@@ -61,7 +61,7 @@ class Scorer:
         tokens = self.walk.plan.forest.token_ids[edges.target] if own else self.wanted.tokens[entry]  # type: ignore[index]
         values = edge_values(
             rows,
-            self.walk.parts.head(self.temperature),
+            self.walk.head(self.temperature),
             torch.as_tensor(edges.source if own else edges.source[edge], device=device),
             torch.as_tensor(tokens, dtype=torch.long, device=device),
             self.wanted.outputs,

@@ -12,8 +12,11 @@ import numpy as np
 import torch
 
 from treewise.attention import Gateway, GatewayRead, TreeContext, TreeMask
+from treewise.balance.schedules import actions_of
 from treewise.layout import Edges, Layout, edges_of, lay_out
-from treewise.models import ModelParts, decoder_rows
+from treewise.logprobs import Head
+from treewise.models import ModelParts, decoder_rows, sparse_embedding_gradients
+from treewise.pacing import Pace, Turns
 from treewise.planner import BACKWARD, FORWARD, HOLD, Plan
 from treewise.recurrent import TreeRows
 
@@ -41,13 +44,22 @@ class Autocast:
 class Walk:
     """One pass, or several, over the micro-batches of one plan."""
 
-    def __init__(self, parts: ModelParts, plan: Plan, impl: str, may_fall_back: bool, offload: bool = False) -> None:
-        self.parts, self.plan, self.offload = parts, plan, offload
+    def __init__(
+        self,
+        parts: ModelParts,
+        plan: Plan,
+        impl: str,
+        may_fall_back: bool,
+        offload: bool = False,
+        pace: Pace | None = None,
+    ) -> None:
+        self.parts, self.plan, self.offload, self.pace = parts, plan, offload, pace
         self.impl, self.may_fall_back = impl, may_fall_back
         self._layouts: dict[int, tuple[Layout, TreeMask]] = {}
         self._tree_rows: dict[int, TreeRows] = {}
         self._gateways: dict[int, Gateway] = {}
         self._held: dict[int, torch.Tensor] = {}
+        self._heads: dict[float, Head] | None = None
 
     def edges(self, number: int, is_needed: np.ndarray) -> Edges:
         """The needed edges that leave a micro-batch."""
@@ -57,9 +69,31 @@ class Walk:
         """[n] tree positions of a micro-batch's tokens, ascending."""
         return self._layout(number)[0].positions
 
+    def head(self, temperature: float) -> Head:
+        """The model's head. While several micro-batches train it is made once and collects its own gradients."""
+        if self._heads is None:
+            return self.parts.head(temperature)
+        if temperature not in self._heads:
+            self._heads[temperature] = self.parts.head(temperature).collecting()
+        return self._heads[temperature]
+
     def train(self, loss_of: LossOf) -> None:
         """Forward and backward of every micro-batch."""
+        if self.plan.is_whole:
+            self._train(loss_of)
+            return
+        self._heads = {}
+        with sparse_embedding_gradients(self.parts):
+            self._train(loss_of)
+        for head in self._heads.values():
+            assert head.gradients is not None
+            head.gradients.join()
+        self._heads = None
+
+    def _train(self, loss_of: LossOf) -> None:
+        turns = self._turns(backward=True)
         for step in self.plan.schedule:
+            turns.wait()
             number = step.micro_batch
             if step.action == FORWARD:
                 with torch.no_grad():
@@ -73,24 +107,32 @@ class Walk:
             else:
                 _backward(self._root(number, self._rows(number), loss_of))
                 self._close(number)
+        turns.wait()
 
     @torch.no_grad()
     def visit(self, use: Callable[[int, torch.Tensor], object]) -> None:
         """Forward of every micro-batch once, without a graph; `use` gets the hidden rows of each."""
+        turns = self._turns(backward=False)
         for step in self.plan.schedule:
             number = step.micro_batch
             is_open = self.plan.micro_batches[number].is_open
             if step.action in (FORWARD, HOLD):
+                turns.wait()
                 use(number, self._open(number))
             elif is_open:
                 self._close(number)
             else:
+                turns.wait()
                 use(number, self._rows(number))
                 self._close(number)
+        turns.wait()
 
     def whole_rows(self) -> torch.Tensor:
         """[T, M] hidden rows of the only micro-batch, in the caller's graph."""
         return self._rows(0)
+
+    def _turns(self, backward: bool) -> Turns:
+        return Turns() if self.pace is None else self.pace.turns(actions_of(self.plan, backward=backward))
 
     def _graph_kept(self) -> AbstractContextManager[object]:
         """Where the graph of a held micro-batch waits."""
