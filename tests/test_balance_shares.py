@@ -128,7 +128,7 @@ def test_gradients_of_all_ranks_add_up_to_those_of_one_process(weighting):
     alone = engine.step(some, objective)
     expected = gradients_of(model)
     model.zero_grad()
-    # The model's norms compute in float32, and a shared token's gradient is rounded there in parts: so is flat training.
+    # The model's norms compute in float32, where a shared token's gradient is rounded in parts, as in flat training.
     flat_sft(model, rows)
     rounding = gradient_error(gradients_of(model), whole)
     model.zero_grad()

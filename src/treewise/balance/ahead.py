@@ -1,0 +1,39 @@
+"""The next step's placement and plan are made while this step runs."""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+def made_ahead(items: Iterable[Given], make: Callable[[Given], Made]) -> Iterator[Made]:
+    """`make(item)` of each item in order, the next one in a thread while the caller uses this one.
+
+    One item is taken from `items` ahead of the one in use, always in the caller's thread, so a data loader need not be
+    safe for threads. Results are those of a plain loop, as long as `make` depends on its item alone: it must neither
+    draw from a shared random generator nor touch the device. An error, of `make` or of `items`, is raised at the step
+    that it belongs to, with its own traceback; the steps before it are complete. Leaving the loop early waits for the
+    one result under way and drops it.
+    """
+    iterator = iter(items)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="treewise-ahead") as thread:
+        waiting = _next(iterator, make, thread)
+        while waiting is not None:
+            made = waiting.result()
+            waiting = _next(iterator, make, thread)
+            yield made
+
+
+def _next(iterator: Iterator[Given], make: Callable[[Given], Made], thread: ThreadPoolExecutor) -> Future[Made] | None:
+    """The next result, under way; None where there are no more items. An error of `items` becomes that result."""
+    try:
+        item = next(iterator)
+    except StopIteration:
+        return None
+    except Exception as error:
+        failed: Future[Made] = Future()
+        failed.set_exception(error)
+        return failed
+    return thread.submit(make, item)
