@@ -17,6 +17,7 @@ from treewise.errors import ConfigError, StoppedError, TreewiseError, Verificati
 
 COMMANDS = {
     "train": "fine-tune a model on trees of trajectories",
+    "rl": "the model update of RL, on rollouts of any engine",
     "import": "rollouts of other training stacks, and recorded agent logs, to rows",
     "inspect": "what the data holds, and what training on trees can gain on it",
     "plan": "how trees are cut into micro-batches",

@@ -174,6 +174,7 @@ def _train(
     resume_from: str | bool | None,
     command: str,
     objective: Any = None,
+    callbacks: Any = None,
 ) -> None:
     import torch
 
@@ -187,6 +188,7 @@ def _train(
             eval_dataset=eval_data,
             objective=objective,
             processing_class=tokenizer,
+            callbacks=callbacks,
         )
     except RuntimeError as error:
         if "to be installed" not in str(error):  # what transformers says of a tracker that is not there

@@ -28,7 +28,7 @@ from treewise.budget import AUTO
 from treewise.engine import TreeEngine
 from treewise.errors import CheckpointError, ConfigError, DataError, StoppedError
 from treewise.forest import Forest
-from treewise.objectives import SFT, SeparableObjective
+from treewise.objectives import SFT, Objective
 from treewise.trainer import checkpoint as seals
 from treewise.trainer import ranks, saving, states
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -36,6 +36,7 @@ from treewise.trainer.batches import DataFacts, TreeLoader, TreeSampler, survey
 from treewise.trainer.describe import describe, make_sampler, num_optimizer_steps, steps_per_epoch
 from treewise.trainer.faults import Faults, drop_gradients, sources, unsound
 from treewise.trainer.lock import RunLock
+from treewise.trainer.means import MetricMeans
 from treewise.trainer.stop import StepAbandoned, StopSignals
 from treewise.trainer.throughput import Throughput
 from treewise.trainer.watch import RankWatch
@@ -51,7 +52,7 @@ class TreeTrainer(Trainer):
         train_dataset: anything with a length and indices whose items are `Forest`, one `Trajectory`, a list of them,
             or training trees (what `load_trees` returns).
         eval_dataset: the same, or a mapping of names to such.
-        objective: a separable loss, in place of the one that `args` names.
+        objective: a loss (`tw.GRPO()`, ...), in place of the one that `args` names. Its metrics are logged.
 
     Raises:
         ConfigError: settings that contradict one another, or an empty data set.
@@ -65,7 +66,7 @@ class TreeTrainer(Trainer):
         *,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        objective: SeparableObjective | None = None,
+        objective: Objective | None = None,
         processing_class: Any = None,
         model_init: Any = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -81,9 +82,10 @@ class TreeTrainer(Trainer):
                 )
             if dataset is not None and len(dataset) == 0:
                 raise ConfigError(f"{name} is empty.")
-        self.objective: SeparableObjective = objective or args.objective()
+        self.objective: Objective = objective or args.objective()
         self._engine: TreeEngine | None = None
         self._throughput = Throughput()
+        self._means = MetricMeans()
         self._facts: DataFacts | None = None
         self._faults = Faults(args.nonfinite, args.max_skipped_steps, args.spike_factor, self._aside(args))
         self._signals = StopSignals(may_abandon=args.world_size == 1)
@@ -175,7 +177,7 @@ class TreeTrainer(Trainer):
         self._forests, self._is_loss_finite = [forest for batch in batches for forest in batch], True
         return batches, self._denominator(self._forests, self.objective)
 
-    def _denominator(self, forests: list[Forest], objective: SeparableObjective) -> float:
+    def _denominator(self, forests: list[Forest], objective: Objective) -> float:
         if isinstance(objective, SFT) and objective.constant is not None:
             return objective.constant
         (total,) = self._sum_over_ranks(math.fsum(objective.denominator(forest) for forest in forests))
@@ -211,6 +213,7 @@ class TreeTrainer(Trainer):
         with self.accelerator.autocast():
             out = self.engine.step(trained, self.objective, denominator=denominator)
         self._throughput.add(out)
+        self._means.add(out)
         return out.loss
 
     def _sum_gradients(self) -> None:
@@ -420,6 +423,7 @@ class TreeTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds throughput to the training logs; otherwise transformers' own."""
         if "loss" in logs:
+            logs |= self._means.take(self._sum_over_ranks)
             tree_tokens, flat_tokens = self._sum_over_ranks(*self._throughput.tokens)
             logs |= self._throughput.take(tree_tokens, flat_tokens)
         super().log(logs, start_time)

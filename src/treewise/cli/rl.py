@@ -1,0 +1,344 @@
+"""`treewise rl --data rollouts.jsonl --model M --objective grpo`: the model update of RL, on rollouts of any engine."""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treewise.cli.config import RunConfig, read_config
+from treewise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treewise.advantages import AdvantageReport
+    from treewise.data import TreeDataset
+    from treewise.trainer import TreeTrainingArguments
+    from treewise.trainer.rollouts import Streams, Trees
+
+KEYS: dict[str, Any] = {
+    "objective": str,
+    "objective_settings": dict | None,
+    "advantages": str,
+    "advantages_settings": dict | None,
+    "old_logprobs": str,
+    "reference": str | None,
+    "mini_batches": int | None,
+    "drop_flat_groups": bool,
+}
+# Settings that most objectives share may be given without `objective_settings.` in front.
+SHORT = (
+    *("beta", "kl", "clip_low", "clip_high", "dual_clip", "max_ratio", "entropy_coefficient", "measure_entropy"),
+    *("sampler_correction", "sampler_level", "sampler_min", "sampler_max", "ratio_level"),
+    *("weighting", "normalization", "constant"),
+)
+ALIASES = {
+    "epochs": "num_train_epochs",
+    "output": "output_dir",
+    **{name: f"objective_settings.{name}" for name in SHORT},
+}
+# Other defaults than those of supervised training: one epoch, small constant steps, no decay.
+DEFAULTS = {
+    "num_train_epochs": 1.0,
+    "learning_rate": 1e-6,
+    "lr_scheduler_type": "constant",
+    "save_strategy": "epoch",
+}
+SCORES = "scored.safetensors"
+# Metrics of the line that ends an epoch.
+SHOWN = ("loss", "clip_fraction", "approx_kl", "kl", "entropy", "ratio", "sampler_weight", "logprob_gap")
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """What a run is about to train, and how it came about."""
+
+    trees: "Trees"
+    streams: "Streams"
+    method: str | None
+    report: "AdvantageReport | None"
+    num_dropped: int = 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command. Every key of the configuration is a flag, too."""
+    parser.usage = (
+        "treewise rl [CONFIG.yaml] --data ROLLOUTS --model MODEL --objective NAME --output FOLDER [--key value ...] "
+        "[--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
+    )
+    parser.epilog = "Keys, objectives and advantages: docs/rl.md"
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="newest",
+        metavar="CHECKPOINT",
+        help="go on from a checkpoint, by default the newest complete one",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="remove the run that the folder holds, and start anew")
+    parser.add_argument(
+        "--dry_run", "--dry-run", action="store_true", help="check everything, print the derived numbers, write nothing"
+    )
+    parser.set_defaults(overrides=[])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Updates the model; returns the exit code."""
+    from treewise.cli import train
+
+    overrides, config_path = list(args.overrides), None
+    if overrides and not overrides[0].startswith("--"):
+        config_path = overrides.pop(0)
+    config = read_config(config_path, overrides, KEYS, ALIASES)
+    if config.eval_data is not None:
+        raise ConfigError("eval_data is no key of treewise rl: a loss on rollouts of another policy says nothing.")
+    if not sys.stderr.isatty():
+        train._show_no_bars(config)
+    if args.resume and args.overwrite:
+        raise ConfigError("--resume and --overwrite contradict one another; choose one.")
+    for name, value in DEFAULTS.items():
+        config.training.setdefault(name, value)
+    objective = _objective(config)
+    folder = Path(config.training["output_dir"])
+    if not args.dry_run and train._is_first_rank():
+        train._check_folder(folder, args.resume, args.overwrite)
+    dataset, _, tokenizer = train._load_data(config)
+    arguments = _arguments(config, len(dataset))
+    model = train._load_model(config, arguments)
+    dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
+    resume_from = train._checkpoint(folder, args.resume)
+    update = _prepare(config, arguments, objective, dataset, model, folder if resume_from else None, args.dry_run)
+    if train._is_first_rank():
+        print(_summary(config, update))
+    if args.dry_run:
+        return train._dry_run(arguments, model, update.trees)
+    if train._is_first_rank():
+        train._write_resolved(folder, config, arguments, args.overwrite, resume_from is not None)
+        _save_scores(folder, config, dataset, update)
+    command = shlex.join(["treewise", "rl", *([str(config_path)] if config_path else []), *overrides])
+    from treewise.trainer.means import EpochMeans
+
+    callbacks = [EpochMeans(SHOWN)]
+    train._train(arguments, model, tokenizer, update.trees, None, resume_from, command, objective, callbacks)
+    return 0
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def _objective(config: RunConfig) -> Any:
+    from treewise.objectives import objective_named
+
+    name = config.more.get("objective")
+    if name is None:
+        raise ConfigError("give --objective: grpo, dr_grpo, dapo, gspo, cispo, ppo, reinforce, ... (docs/rl.md).")
+    return objective_named(name, **(config.more.get("objective_settings") or {}))
+
+
+def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
+    """The trainer's settings; the size of a batch follows from the number of mini-batches."""
+    from treewise.cli import train
+    from treewise.trainer.rollouts import trees_per_batch
+
+    settings = config.more.get("objective_settings") or {}
+    if settings.get("weighting") == "once":  # a token counts once per tree, so trees must stay apart
+        config.training["merge_across_trees"] = False
+    given = config.training.get("per_device_train_batch_size")
+    count = config.more.get("mini_batches")
+    if count is None and given is None:
+        count = 1
+    if count is not None:
+        arguments = train.training_arguments(config)
+        accumulated = arguments.gradient_accumulation_steps
+        size = trees_per_batch(num_trees, count * accumulated, arguments.world_size)
+        if given not in (None, size):
+            raise ConfigError(
+                f"mini_batches={count} makes batches of {size} trees, but per_device_train_batch_size is {given}; "
+                "give one of them."
+            )
+        config.training["per_device_train_batch_size"] = size
+    return train.training_arguments(config)
+
+
+def _prepare(
+    config: RunConfig,
+    arguments: "TreeTrainingArguments",
+    objective: Any,
+    dataset: "TreeDataset",
+    model: Any,
+    held: Path | None,
+    is_dry: bool,
+) -> _Update:
+    """Log-probs and advantages of all rollouts. `held`: the folder of a run that goes on."""
+    from treewise.objectives import PolicyGradient
+    from treewise.trainer import rollouts
+    from treewise.trainer.describe import num_optimizer_steps
+
+    trees = [tree.labelled_trajectories() for tree in dataset]
+    method = report = None
+    num_dropped = 0
+    if isinstance(objective, PolicyGradient):
+        method = _method(config, trees)
+        trees, report = rollouts.credit(trees, method, config.more.get("advantages_settings") or {})
+        if config.more.get("drop_flat_groups") and report is not None and report.zero_variance_groups:
+            num_dropped = len(report.zero_variance_groups)
+            trees = rollouts.without_groups(trees, report.zero_variance_groups)
+            if not trees:
+                raise ConfigError(f"all {num_dropped:,} groups are without variance: nothing to learn from.")
+    num_updates = num_optimizer_steps(arguments, len(trees))
+    streams = rollouts.choose_streams(objective, trees, config.more.get("old_logprobs", "auto"), num_updates)
+    update = _Update(trees, streams, method, report, num_dropped)
+    if is_dry:
+        return update
+    scored = None if held is None else _held_scores(held, config, dataset, update)
+    if scored is None:
+        scored = rollouts.fill_streams(
+            trees, streams, _engine(model, arguments), _reference(config, arguments, streams), _batch_size(arguments)
+        )
+    return _Update(scored, streams, method, report, num_dropped)
+
+
+def _method(config: RunConfig, trees: "Trees") -> str:
+    """The chosen way from rewards to advantages; the rows' own where they have some and nothing is chosen."""
+    from treewise.trainer import rollouts
+
+    chosen = config.more.get("advantages")
+    if chosen is not None:
+        return str(chosen)
+    if rollouts.has_all(trees, "advantages"):
+        return rollouts.GIVEN
+    usual = rollouts.USUAL.get(config.more["objective"])
+    if usual is None:
+        raise ConfigError(
+            f"objective {config.more['objective']!r} has no advantages of its own and the rows hold none; choose "
+            f"--advantages {', '.join(rollouts.ADVANTAGES)}."
+        )
+    return usual
+
+
+def _engine(model: Any, arguments: "TreeTrainingArguments") -> Any:
+    from treewise.engine import TreeEngine
+
+    return TreeEngine(
+        model.to(arguments.device), arguments.max_tokens, arguments.attention, temperature=arguments.temperature
+    )
+
+
+def _reference(config: RunConfig, arguments: "TreeTrainingArguments", streams: "Streams") -> Any:
+    """The engine of another reference model, where one is named and needed."""
+    from treewise.cli.pretrained import load_weights
+
+    name = config.more.get("reference")
+    if name is None:
+        return None
+    if streams.ref is None:
+        raise ConfigError("reference is given, but the objective has no KL to it; give --beta, or leave it out.")
+    if streams.ref == "given":
+        raise ConfigError("reference is given, but the rows hold ref_logprobs already; remove one of them.")
+    return _engine(load_weights(name, None, config.dtype), arguments)
+
+
+def _batch_size(arguments: "TreeTrainingArguments") -> int:
+    return int(arguments.per_device_train_batch_size)
+
+
+# -- log-probs of a run that goes on ----------------------------------------------------------------------------------
+
+
+def _score_facts(config: RunConfig, dataset: "TreeDataset", update: _Update) -> dict[str, str]:
+    facts = [dataset.fingerprint, config.model, config.more.get("reference"), config.dtype, update.num_dropped]
+    return {"treewise": json.dumps([*facts, update.streams.old, update.streams.ref, sum(map(len, update.trees))])}
+
+
+def _save_scores(folder: Path, config: RunConfig, dataset: "TreeDataset", update: _Update) -> None:
+    """Keeps computed log-probs, so that a run that goes on trains against the same, bit for bit."""
+    import os
+
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    names = _computed(update)
+    if not names:
+        return
+    items = [item for tree in update.trees for item in tree]
+    arrays = {name: np.concatenate([getattr(item, name) for item in items]) for name in names}
+    part = folder / f".{SCORES}.part"
+    save_file(arrays, part, metadata=_score_facts(config, dataset, update))
+    os.replace(part, folder / SCORES)
+
+
+def _held_scores(folder: Path, config: RunConfig, dataset: "TreeDataset", update: _Update) -> "Trees | None":
+    """The trees with the log-probs that the run began with; None where there are none of this data and model."""
+    from dataclasses import replace
+
+    import numpy as np
+    from safetensors import SafetensorError, safe_open
+
+    names = _computed(update)
+    if not names or not (folder / SCORES).is_file():
+        return None
+    try:
+        with safe_open(folder / SCORES, "numpy") as file:
+            if file.metadata() != _score_facts(config, dataset, update):
+                return None
+            arrays = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError):
+        return None
+    ends = np.cumsum([len(item) for tree in update.trees for item in tree])[:-1]
+    parts: Any = {name: iter(np.split(array, ends)) for name, array in arrays.items()}
+    return [
+        [replace(item, **{name: next(part) for name, part in parts.items()}) for item in tree] for tree in update.trees
+    ]
+
+
+def _computed(update: _Update) -> list[str]:
+    found = ["old_logprobs"] if update.streams.old == "policy" else []
+    return [*found, "ref_logprobs"] if update.streams.ref == "reference" else found
+
+
+# -- what is printed --------------------------------------------------------------------------------------------------
+
+_OLD = {
+    "given": "the rows' own",
+    "sampler": "the sampler's",
+    "policy": "computed with the policy before the update",
+    None: "not needed (one update of the policy that sampled: the ratio is 1)",
+}
+_REF = {"given": "the rows' own", None: "not needed (no KL)"}
+
+
+def _summary(config: RunConfig, update: _Update) -> str:
+    lines = [("objective", str(config.more["objective"]))]
+    report = update.report
+    items = [item for tree in update.trees for item in tree]
+    if update.method is not None:
+        groups = len({repr(item.group) for item in items})
+        rollouts = len({repr((item.group, item.rollout)) for item in items})
+        lines.append(("rollouts", f"{rollouts:,} in {groups:,} groups, {len(items):,} rows"))
+        lines.append(("advantages", update.method if report is None else report.method))
+    if report is not None:
+        lines.append(("mean reward", f"{report.mean_reward:.4g}"))
+        flat = len(report.zero_variance_groups)
+        what = "left out" if update.num_dropped else "they teach nothing"
+        lines.append(("groups without variance", f"{flat:,} of {report.num_groups:,}" + (f" ({what})" if flat else "")))
+        if report.groups_of_one:
+            lines.append(("groups of one rollout", f"{len(report.groups_of_one):,} (compared with nothing)"))
+        lines += [("", note) for note in report.notes]
+    if update.method is not None:
+        lines.append(("old log-probs", _OLD[update.streams.old]))
+        name = config.more.get("reference") or ("the policy without adapters" if config.lora else "the starting policy")
+        lines.append(("reference log-probs", _REF.get(update.streams.ref, f"computed with {name}")))
+        lines.append(("logprob gap", _gap(items)))
+    return "\n".join(f"{name:<24} {value}" for name, value in lines)
+
+
+def _gap(items: Sequence[Any]) -> str:
+    """How far the policy's log-probs are from those that the sampler reported, where both are known."""
+    from treewise.objectives import logprob_gap
+
+    if any(item.sampler_logprobs is None for item in items):
+        return "unknown (rows without sampler_logprobs)"
+    if any(item.old_logprobs is None for item in items):
+        return "measured in the first step"
+    return f"{logprob_gap(items):.4f} (1: none)"
