@@ -52,11 +52,10 @@ def fails_at(wrong):
 
 @pytest.mark.parametrize("wrong", [0, 2, 3])
 def test_an_error_is_raised_at_its_step_with_its_traceback(wrong):
-    done = []
+    results = made_ahead(range(4), fails_at(wrong))
+    assert [next(results) for _ in range(wrong)] == list(range(wrong))
     with pytest.raises(ValueError, match=f"item {wrong} is bad") as raised:
-        for item in made_ahead(range(4), fails_at(wrong)):
-            done.append(item)
-    assert done == list(range(wrong))
+        next(results)
     assert any(frame.name == "make" for frame in traceback.extract_tb(raised.value.__traceback__))
 
 
@@ -65,11 +64,10 @@ def test_an_error_of_the_items_is_raised_at_its_step():
         yield 1
         raise OSError("disk gone")
 
-    done = []
+    results = made_ahead(items(), str)
+    assert next(results) == "1"
     with pytest.raises(OSError, match="disk gone"):
-        for item in made_ahead(items(), str):
-            done.append(item)
-    assert done == ["1"]
+        next(results)
 
 
 def test_leaving_early_leaves_no_thread_behind():

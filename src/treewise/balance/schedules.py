@@ -3,16 +3,15 @@
 Under FSDP2 each forward gathers the parameters of every layer, and each backward gathers them again and scatters the
 gradients. These operations pair up across ranks in the order in which they are called, so all ranks must run the same
 sequence of forwards and backwards. What is computed in them may differ, and whether a graph is kept. Ranks have
-different plans, so they exchange what they have to run (`passes_of`, one letter a step: a few bytes), merge it into a
+different plans, so they exchange what they have to run (`actions_of`, one letter a step: a few bytes), merge it into a
 common sequence (`merged`), and fill what is not theirs with empty passes (`slots_of`): one token with a loss of zero.
 
 A rank's own steps, in the order of its schedule:
 
-    A   forward and backward of a micro-batch that hangs off nothing; may run anywhere, but not beside a held graph
     F   forward of an open micro-batch, without a graph
     H   the same with a graph that is kept; counts as F
     T   forward and backward
-    B   backward of the graph of the last H
+    B   backward of the graph of an H
 
 The common sequence has the letters F, T and B, and holds every rank's own steps in order: a common supersequence. To
 find the shortest one is NP-hard; here a beam search keeps the few beginnings after which the least lower bound remains.
@@ -28,8 +27,7 @@ from treewise.errors import PlanError
 from treewise.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
 
 LETTERS = {FORWARD: "F", HOLD: "H", TRAIN: "T", BACKWARD: "B"}
-ACTIONS = {"F": FORWARD, "T": TRAIN, "B": BACKWARD}  # of empty passes, by letter of the common sequence
-ANYWHERE = "A"
+ACTIONS = {letter: action for action, letter in LETTERS.items()}
 _F, _T, _B, _END = range(4)  # letters of the common sequence
 _CODES = {"F": _F, "H": _F, "T": _T, "B": _B}
 BEAM_WIDTH = 12  # beginnings of the common sequence that are kept at a time
@@ -40,14 +38,15 @@ class Slot:
     """What one rank runs at one step of the common sequence.
 
     action: `forward`, `hold`, `train` or `backward`. own_step: index into the rank's `plan.schedule`, or None for an
-    empty pass. An empty `backward` runs the graph of the last empty `hold` that has not run yet.
+    empty pass. An empty `backward` runs the graph of an earlier empty `hold`, of which there always is one; which one
+    does not matter.
     """
 
     action: str
     own_step: int | None
 
 
-def passes_of(plan: Plan | None, *, backward: bool = True) -> str:
+def actions_of(plan: Plan | None, *, backward: bool = True) -> str:
     """A rank's own steps, one letter each; empty for a rank with nothing to do.
 
     backward: False for a visit that computes log-probs or a loss alone: a forward for each micro-batch.
@@ -56,33 +55,28 @@ def passes_of(plan: Plan | None, *, backward: bool = True) -> str:
         return ""
     if not backward:
         return "F" * plan.num_micro_batches
-    letters = []
-    for step in plan.schedule:
-        batch = plan.micro_batches[step.micro_batch]
-        is_free = step.action == TRAIN and not batch.is_open and not batch.parents
-        letters.append(ANYWHERE if is_free else LETTERS[step.action])
-    return "".join(letters)
+    return "".join(LETTERS[step.action] for step in plan.schedule)
 
 
 def equal_schedules(plans: Sequence[Plan | None]) -> list[list[Slot]]:
     """The common sequence of all ranks' plans (None: nothing to do), as each rank runs it.
 
-    Where a rank knows only its own plan: exchange `passes_of(plan)`, then `slots_of(own, merged(all_passes))`.
+    Where a rank knows only its own plan: exchange `actions_of(plan)`, then `slots_of(own, merged(all))`.
     """
-    all_passes = [passes_of(plan) for plan in plans]
-    common = merged(all_passes)
-    return [slots_of(own, common) for own in all_passes]
+    sequences = [actions_of(plan) for plan in plans]
+    common = merged(sequences)
+    return [slots_of(own, common) for own in sequences]
 
 
-def merged(all_passes: Sequence[str]) -> str:
+def merged(sequences: Sequence[str]) -> str:
     """The common sequence. Depends on nothing but the set of its arguments: all ranks compute the same one.
 
     Raises:
         PlanError: a letter that is none, or holds and backwards that do not pair up.
     """
-    for number, own in enumerate(all_passes):
+    for number, own in enumerate(sequences):
         _check(own, f"sequence {number}")
-    ranks = _Ranks(sorted(set(all_passes)))
+    ranks = _Ranks(sorted(set(sequences)))
     beam = [ranks.start()]
     while not any(each.is_complete for each in beam):
         longer = {each.key: each for old in beam for each in ranks.continued(old)}
@@ -93,37 +87,30 @@ def merged(all_passes: Sequence[str]) -> str:
 def slots_of(own: str, common: str) -> list[Slot]:
     """What a rank runs at each step of the common sequence: its own steps as early as they match, empty passes else.
 
-    own: as from `passes_of`. The rule is that of `merged`: the next step in order where the letter is its own, else a
-    step that may run anywhere, else an empty pass.
+    own: as from `actions_of`.
 
     Raises:
         PlanError: the common sequence does not hold the rank's own steps.
     """
-    ordered = [step for step, letter in enumerate(own) if letter != ANYWHERE][::-1]
-    anywhere = [step for step, letter in enumerate(own) if letter == ANYWHERE][::-1]
     slots: list[Slot] = []
     empty_forwards: list[int] = []
-    num_held = 0
-    actions = {letter: action for action, letter in LETTERS.items()}
+    place = 0
     for letter in common:
-        if ordered and _CODES[own[ordered[-1]]] == _CODES[letter]:
-            step = ordered.pop()
-            num_held += (own[step] == "H") - (own[step] == "B")
-            slots.append(Slot(actions[own[step]], step))
-        elif letter == "T" and anywhere and not num_held:
-            slots.append(Slot(TRAIN, anywhere.pop()))
-        else:
-            if letter == "F":
-                empty_forwards.append(len(slots))
-            elif letter == "B":
-                if not empty_forwards:
-                    raise PlanError("the common sequence was not made from this rank's; did all ranks exchange theirs?")
-                slots[empty_forwards.pop()] = Slot(HOLD, None)
-            slots.append(Slot(ACTIONS[letter], None))
-    if ordered or anywhere:
+        if place < len(own) and _CODES[own[place]] == _CODES[letter]:
+            slots.append(Slot(ACTIONS[own[place]], place))
+            place += 1
+            continue
+        if letter == "F":
+            empty_forwards.append(len(slots))
+        elif letter == "B":
+            if not empty_forwards:
+                raise PlanError("the common sequence was not made from this rank's; did all ranks exchange theirs?")
+            slots[empty_forwards.pop()] = Slot(HOLD, None)
+        slots.append(Slot(ACTIONS[letter], None))
+    if place < len(own):
         raise PlanError(
-            f"{len(ordered) + len(anywhere)} steps of this rank have no place in the common sequence; did all ranks "
-            "exchange theirs?"
+            f"{len(own) - place} steps of this rank have no place in the common sequence; did all ranks exchange "
+            "theirs?"
         )
     return slots
 
@@ -132,14 +119,13 @@ def slots_of(own: str, common: str) -> list[Slot]:
 class _Beginning:
     """A beginning of the common sequence, and where each of the ranks ([R]) has got to.
 
-    place: [R] steps in order that are done. remaining: [R, 3] letters still to come, in order and anywhere together.
-    num_anywhere: [R] steps left that may run anywhere. num_empty: [R] empty forwards whose graph nothing has used.
+    place: [R] steps done. remaining: [R, 3] letters still to come. num_empty: [R] empty forwards whose graph no empty
+    backward has used.
     """
 
     common: str
     place: np.ndarray
     remaining: np.ndarray
-    num_anywhere: np.ndarray
     num_empty: np.ndarray
 
     @property
@@ -148,7 +134,7 @@ class _Beginning:
 
     @property
     def key(self) -> bytes:
-        return self.place.tobytes() + self.num_anywhere.tobytes() + self.num_empty.tobytes()
+        return self.place.tobytes() + self.num_empty.tobytes()
 
     @property
     def order(self) -> tuple[int, int, str]:
@@ -157,63 +143,44 @@ class _Beginning:
 
 
 class _Ranks:
-    """What ranks have to run, as arrays.
-
-    letters: [R, steps + 1] codes of the steps in order, `_END` after the last. is_held: [R, steps + 1] bool, whether
-    the rank holds a graph before each step.
-    """
+    """What ranks have to run: letters, [R, steps + 1] codes, `_END` after a rank's last."""
 
     def __init__(self, distinct: list[str]) -> None:
-        in_order = [own.replace(ANYWHERE, "") for own in distinct]
-        shape = len(distinct), max(map(len, in_order), default=0) + 1
-        self.letters, self.is_held = np.full(shape, _END), np.zeros(shape, dtype=bool)
-        for row, own in enumerate(in_order):
+        self.letters = np.full((len(distinct), max(map(len, distinct), default=0) + 1), _END)
+        for row, own in enumerate(distinct):
             self.letters[row, : len(own)] = [_CODES[letter] for letter in own]
-            change = [(letter == "H") - (letter == "B") for letter in own]
-            self.is_held[row, 1 : len(own) + 1] = np.cumsum(change) > 0
-        self.num_anywhere = np.array([own.count(ANYWHERE) for own in distinct], dtype=np.int64)
         self.rows = np.arange(len(distinct))
 
     def start(self) -> _Beginning:
         nothing = np.zeros(len(self.rows), dtype=np.int64)
         remaining = np.stack([(self.letters == code).sum(axis=1) for code in (_F, _T, _B)], axis=1)
-        remaining[:, _T] += self.num_anywhere
-        return _Beginning("", nothing, remaining, self.num_anywhere, nothing)
+        return _Beginning("", nothing, remaining, nothing)
 
     def continued(self, old: _Beginning) -> list[_Beginning]:
-        """With each letter that some rank has a step for and that every rank can run."""
+        """With each letter that some rank waits for and that every rank can run."""
         heads = self.letters[self.rows, old.place]
-        may_free = (old.num_anywhere > 0) & ~self.is_held[self.rows, old.place]
         found = []
         for code in (_F, _T, _B):
-            is_next = heads == code
-            is_free = may_free & ~is_next if code == _T else np.zeros_like(is_next)
-            is_barred = code == _B and not (is_next | (old.num_empty > 0)).all()
-            if (is_next | is_free).any() and not is_barred:
-                found.append(self._with(old, code, is_next, is_free))
+            is_own = heads == code
+            is_barred = code == _B and not (is_own | (old.num_empty > 0)).all()
+            if is_own.any() and not is_barred:
+                found.append(self._with(old, code, is_own))
         # Where only barred backwards are left, a forward that is empty everywhere gives every rank a graph to run.
-        nobody = np.zeros(len(self.rows), dtype=bool)
-        return found or [self._with(old, _F, nobody, nobody)]
+        return found or [self._with(old, _F, np.zeros(len(self.rows), dtype=bool))]
 
     @staticmethod
-    def _with(old: _Beginning, code: int, is_next: np.ndarray, is_free: np.ndarray) -> _Beginning:
+    def _with(old: _Beginning, code: int, is_own: np.ndarray) -> _Beginning:
         remaining = old.remaining.copy()
-        remaining[:, code] -= is_next | is_free
-        change = {_F: 1, _T: 0, _B: -1}[code]
-        return _Beginning(
-            old.common + "FTB"[code],
-            old.place + is_next,
-            remaining,
-            old.num_anywhere - is_free,
-            old.num_empty + change * ~is_next,
-        )
+        remaining[:, code] -= is_own
+        num_empty = old.num_empty + {_F: 1, _T: 0, _B: -1}[code] * ~is_own
+        return _Beginning(old.common + "FTB"[code], old.place + is_own, remaining, num_empty)
 
 
 def _check(own: str, name: str) -> None:
     num_held = 0
     for letter in own:
-        if letter not in _CODES and letter != ANYWHERE:
-            raise PlanError(f"{name} holds {letter!r}; its letters are {ANYWHERE}, {', '.join(_CODES)}.")
+        if letter not in _CODES:
+            raise PlanError(f"{name} holds {letter!r}; its letters are {', '.join(_CODES)}.")
         num_held += (letter == "H") - (letter == "B")
         if num_held < 0:
             raise PlanError(f"{name} runs a backward of nothing held.")
