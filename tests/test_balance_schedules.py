@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import forests_and_budgets
-from treewise.balance.schedules import actions_of, equal_schedules, merged, slots_of
+from treewise.balance.schedules import equal_schedules, merged, passes_of, slots_of
 from treewise.errors import PlanError
 from treewise.forest import Forest
 from treewise.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
@@ -61,7 +61,7 @@ def test_any_sequences_have_a_common_one(sequences):
 
 @given(st.lists(st.one_of(st.none(), PLANS), min_size=1, max_size=5))
 def test_plans_run_side_by_side(plans):
-    sequences = [actions_of(each) for each in plans]
+    sequences = [passes_of(each) for each in plans]
     common = check(sequences)
     assert equal_schedules(plans) == [slots_of(own, common) for own in sequences]
     for each, own in zip(plans, sequences, strict=True):
@@ -89,7 +89,7 @@ def shortest_common(sequences):
 
 @given(st.lists(PLANS, min_size=2, max_size=3))
 def test_common_sequences_of_plans_are_near_the_shortest(plans):
-    sequences = [actions_of(each) for each in plans]
+    sequences = [passes_of(each) for each in plans]
     if np.prod([len(each) for each in sequences]) < 5_000:
         assert len(merged(sequences)) <= 1.2 * shortest_common(sequences) + 2
 
@@ -99,7 +99,7 @@ def test_usual_steps_cost_next_to_nothing():
     assert len(merged(["FTTT", "TTTT", "TTTTT"])) == 6
     assert len(merged(["HTTTB", "TTTT"])) == 6
     assert merged(["FTT", "FTT", "FFTTTTT"]) == "FFTTTTT"
-    assert len(merged(["TTTTTFTTT", "FTTTTTFTT", "TTTTTTTTT"])) == 10
+    assert len(merged(["TTTTTFTTT", "FTTTTTFTT", "TTTTTTTTT"])) == 11
     assert merged([]) == merged(["", ""]) == ""
 
 
@@ -118,7 +118,7 @@ def test_many_ranks_with_recomputed_and_held_trunks(budget):
             tails = enumerate(rng.integers(20, 120, 6).tolist())
             rows = [Trajectory([*range(head), 1000 + number, *range(length)]) for number, length in tails]
             trees.append(Forest.from_trajectories(rows))
-        sequences.append(actions_of(plan(trees, budget)))
+        sequences.append(passes_of(plan(trees, budget)))
     common = check(sequences)
     kinds = ("F", "H"), ("T",), ("B",)
     counts = [max(sum(map(own.count, letters)) for own in sequences) for letters in kinds]
@@ -127,7 +127,7 @@ def test_many_ranks_with_recomputed_and_held_trunks(budget):
 
 def test_a_visit_is_a_forward_per_micro_batch():
     made = plan(Forest.from_trajectories([Trajectory(range(100))]), 30)
-    own = actions_of(made, backward=False)
+    own = passes_of(made, backward=False)
     assert own == "F" * made.num_micro_batches == "FFFF"
     assert merged([own, ""]) == "FFFF"
     assert {(slot.action, slot.own_step) for slot in slots_of("", "FFFF")} == {(FORWARD, None)}

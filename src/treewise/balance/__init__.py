@@ -10,7 +10,7 @@ made_ahead  all this for the next step while this one runs
 from treewise.balance.ahead import made_ahead
 from treewise.balance.costs import CostFit, CostModel, Work, fit, work_of
 from treewise.balance.placement import Placement, place
-from treewise.balance.schedules import Slot, actions_of, equal_schedules, merged, slots_of
+from treewise.balance.schedules import Slot, equal_schedules, merged, passes_of, slots_of
 from treewise.balance.shares import part_of, share_of
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Placement",
     "Slot",
     "Work",
-    "actions_of",
+    "passes_of",
     "equal_schedules",
     "fit",
     "made_ahead",

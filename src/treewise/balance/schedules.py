@@ -3,7 +3,7 @@
 Under FSDP2 each forward gathers the parameters of every layer, and each backward gathers them again and scatters the
 gradients. These operations pair up across ranks in the order in which they are called, so all ranks must run the same
 sequence of forwards and backwards. What is computed in them may differ, and whether a graph is kept. Ranks have
-different plans, so they exchange what they have to run (`actions_of`, one letter a step: a few bytes), merge it into a
+different plans, so they exchange what they have to run (`passes_of`, one letter a step: a few bytes), merge it into a
 common sequence (`merged`), and fill what is not theirs with empty passes (`slots_of`): one token with a loss of zero.
 
 A rank's own steps, in the order of its schedule:
@@ -46,7 +46,7 @@ class Slot:
     own_step: int | None
 
 
-def actions_of(plan: Plan | None, *, backward: bool = True) -> str:
+def passes_of(plan: Plan | None, *, backward: bool = True) -> str:
     """A rank's own steps, one letter each; empty for a rank with nothing to do.
 
     backward: False for a visit that computes log-probs or a loss alone: a forward for each micro-batch.
@@ -61,9 +61,9 @@ def actions_of(plan: Plan | None, *, backward: bool = True) -> str:
 def equal_schedules(plans: Sequence[Plan | None]) -> list[list[Slot]]:
     """The common sequence of all ranks' plans (None: nothing to do), as each rank runs it.
 
-    Where a rank knows only its own plan: exchange `actions_of(plan)`, then `slots_of(own, merged(all))`.
+    Where a rank knows only its own plan: exchange `passes_of(plan)`, then `slots_of(own, merged(all))`.
     """
-    sequences = [actions_of(plan) for plan in plans]
+    sequences = [passes_of(plan) for plan in plans]
     common = merged(sequences)
     return [slots_of(own, common) for own in sequences]
 
@@ -87,7 +87,7 @@ def merged(sequences: Sequence[str]) -> str:
 def slots_of(own: str, common: str) -> list[Slot]:
     """What a rank runs at each step of the common sequence: its own steps as early as they match, empty passes else.
 
-    own: as from `actions_of`.
+    own: as from `passes_of`.
 
     Raises:
         PlanError: the common sequence does not hold the rank's own steps.
