@@ -1,9 +1,20 @@
-"""Tiny random models of many families, with windows, chunks and expert counts small enough to matter on short trees."""
+"""Tiny random models of every family of transformers, made from its configuration class by rule.
 
+A rule gives a field its tiny value wherever a configuration has a field of that name (under its own name or the common
+one of `attribute_map`). What a family needs beyond the rules is in FAMILIES. Windows, chunks and counts of experts are
+small enough to matter on short trees.
+"""
+
+import dataclasses
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -14,71 +25,210 @@ _SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 256,
-    "pad_token_id": None,
+    "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "sliding_window": 4,
+    "attention_chunk_size": 4,
+    "query_pre_attn_scalar": 8,
 }
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_GROUPED_EXPERTS = {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_RECURRENT = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_chunk_size": 8,
+    "mamba_n_groups": 1,
+    "n_mamba_heads": 2,
+}
+_OLDER_NAMES = {
+    "n_head": 4,
+    "n_heads": 4,
+    "n_layer": 3,
+    "n_layers": 3,
+    "n_embd": 32,
+    "n_inner": 48,
+    "n_positions": 256,
+    "d_model": 32,
+    "ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 48,
+    "decoder_layers": 3,
+    "encoder_layers": 1,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+}
+_OTHER_TOWERS = {
+    "image_size": 16,
+    "patch_size": 8,
+    "depth": 1,
+    "num_heads": 4,
+    "embed_dim": 32,
+    "out_hidden_size": 32,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8,
+}
+_NO_DROPOUT = dict.fromkeys(
+    (
+        *("attention_dropout", "hidden_dropout", "activation_dropout", "residual_dropout", "embedding_dropout"),
+        *("attn_dropout", "embed_dropout", "dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"),
+        *("resid_pdrop", "embd_pdrop", "attn_pdrop", "layerdrop", "encoder_layerdrop", "decoder_layerdrop"),
+        "router_jitter_noise",
+    ),
+    0.0,
+)
+_RULES = {**_SHAPE, **_EXPERTS, **_LATENT, **_RECURRENT, **_OLDER_NAMES, **_OTHER_TOWERS, **_NO_DROPOUT}
 
-# What each family needs beyond the common shape.
+_IS_DECODER = {"is_decoder": True}
+# Positions with three components, over the 4 (or 2) frequencies of a head.
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+_MROPE_2 = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
+_SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
+# What a family needs beyond the rules.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 5},
-    "gemma": {},
-    "gemma2": {"sliding_window": 4},
-    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    "phi3": {"sliding_window": None},
-    "smollm3": {},
-    "olmo2": {},
-    "olmo3": {"sliding_window": 4},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
-    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 24, **_EXPERTS},
-    "qwen3_moe": {"num_experts": 4, **_EXPERTS},
+    "bert": _IS_DECODER,
+    "bert-generation": _IS_DECODER,
+    "big_bird": _IS_DECODER,
+    "camembert": _IS_DECODER,
+    "data2vec-text": _IS_DECODER,
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": 2},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "electra": {**_IS_DECODER, "embedding_size": 32},
+    "ernie": _IS_DECODER,
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma4": {"text_config": {"global_head_dim": 8}},
+    "gemma4_text": {"global_head_dim": 8},
+    "gemma4_unified": {"text_config": {"global_head_dim": 8}},
+    "gemma4_unified_text": {"global_head_dim": 8},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
+        "laurel_rank": 8,
+    },
+    "glm4v_text": _MROPE,
+    "glm4v_moe_text": _MROPE_2,
+    "glm_ocr_text": _MROPE,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 4},
+    "gpt_oss": {"rope_scaling": None},
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 3.0},
-    "glm4": {},
-    "glm4_moe": _GROUPED_EXPERTS,
-    "ernie4_5": {},
-    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    "starcoder2": {"sliding_window": 5},
-    "exaone4": {"sliding_window": 4, "sliding_window_pattern": 2},
-    "llama4_text": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-        "attention_chunk_size": 4,
-        "intermediate_size_mlp": 48,
-        "interleave_moe_layer_step": 1,
-    },
-    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "cohere2": {"sliding_window": 4},
-    "deepseek_v3": {
-        **_GROUPED_EXPERTS,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-        "num_key_value_heads": 4,
+    "granitemoe": {"logits_scaling": 3.0},
+    "hyperclovax": {"logits_scaling": 1.7},
+    "lfm2": _SHORT_CONVOLUTIONS,
+    "lfm2_moe": _SHORT_CONVOLUTIONS,
+    "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
+    "longcat_flash": {
         "head_dim": 4,
+        "num_layers": 2,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 24,
+        "zero_expert_num": 1,
     },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "rope_scaling": None},
-    "gpt_neox": {},
+    "mamba2": {"num_heads": 8, "state_size": 8, "chunk_size": 8, "n_groups": 1},
+    "moshi": {"audio_vocab_size": 64},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "megatron-bert": _IS_DECODER,
+    "modernbert-decoder": {"local_attention": 8},
+    "mpt": {"attn_config": {"attn_pdrop": 0}},
+    "phi3": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "paddleocr_vl_text": _MROPE,
+    "qwen2_vl_text": _MROPE,
+    "qwen2_5_vl_text": _MROPE,
+    "qwen2_5_omni_text": _MROPE,
+    "rembert": _IS_DECODER,
+    "reformer": {**_IS_DECODER, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (16, 16)},
+    "roberta": _IS_DECODER,
+    "roberta-prelayernorm": _IS_DECODER,
+    "roc_bert": _IS_DECODER,
+    "roformer": _IS_DECODER,
+    "xlm-roberta": _IS_DECODER,
+    "xlm-roberta-xl": _IS_DECODER,
+    "xmod": {**_IS_DECODER, "default_language": "en_XX"},
+    "zamba2": {"num_hidden_layers": 6, "layer_types": ["linear_attention", "hybrid"] * 3},
+    "zaya": {"num_experts_per_tok": 1},
 }
 # Their own fast attention cannot cap scores or take sinks, so flat training runs them eagerly.
 _EAGER = {"gemma2", "gpt_oss"}
 
 
+def causal_families() -> list[str]:
+    """Every family that transformers builds a causal language model for."""
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def image_families() -> list[str]:
+    """Every family that transformers builds from images and text, and that is no causal language model by itself."""
+    return [
+        name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ]
+
+
 def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A random model in training mode, the same at every call."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES.get(family, {}), **changes})
-    config._attn_implementation = "eager" if family in _EAGER else "sdpa"
-    model = AutoModelForCausalLM.from_config(config)
+    kind = CONFIG_MAPPING[family]
+    config = kind(**_tiny_fields(kind, {**FAMILIES.get(family, {}), **changes}))
+    config._attn_implementation = "eager" if family in _EAGER else None
+    builder = AutoModelForCausalLM if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
+    model = builder.from_config(config)
     for name, parameter in model.named_parameters():
         if "sink" in name:  # zero at first, which would hide a mistake
             torch.nn.init.normal_(parameter)
     return model.to(dtype).train()
+
+
+def _tiny_fields(kind: type, changes: dict[str, Any]) -> dict[str, Any]:
+    """Constructor arguments of a tiny configuration, those of its parts as dictionaries."""
+    common_names = {own: common for common, own in getattr(kind, "attribute_map", {}).items()}
+    fields: dict[str, Any] = {}
+    parts = _parts(kind)
+    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+        name = field.name
+        part = parts.get(name)
+        if part is not None:
+            fields[name] = {"model_type": part.model_type, **_tiny_fields(part, FAMILIES.get(part.model_type, {}))}
+        elif name in _RULES:
+            fields[name] = _RULES[name]
+        elif common_names.get(name) in _RULES:
+            fields[name] = _RULES[common_names[name]]
+    if "kv_lora_rank" in fields:  # latent attention has keys for every head
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    for name, change in changes.items():
+        is_part = isinstance(change, dict) and isinstance(fields.get(name), dict)
+        fields[name] = {**fields[name], **change} if is_part else change
+    return fields
+
+
+def _parts(kind: type) -> dict[str, type]:
+    """The configuration classes of a configuration's parts; where a part may be any, the default one's."""
+    parts = dict(kind.sub_configs)
+    if AutoConfig in parts.values():
+        default = kind()
+        parts = {name: type(getattr(default, name)) for name in parts if getattr(default, name, None) is not None}
+    return {name: part for name, part in parts.items() if dataclasses.is_dataclass(part)}

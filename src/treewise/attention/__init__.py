@@ -1,7 +1,17 @@
 """Attention on trees: one function registered with transformers, three implementations behind it."""
 
+from treewise.attention.audit import observed, refuse_other_masks
 from treewise.attention.gateway import Gateway, GatewayRead
 from treewise.attention.interface import IMPLEMENTATIONS, TreeContext, install
 from treewise.attention.mask import TreeMask
 
-__all__ = ["IMPLEMENTATIONS", "Gateway", "GatewayRead", "TreeContext", "TreeMask", "install"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Gateway",
+    "GatewayRead",
+    "TreeContext",
+    "TreeMask",
+    "install",
+    "observed",
+    "refuse_other_masks",
+]

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from treewise.attention import audit
 from treewise.attention.cascade import cascade_attention
 from treewise.attention.gateway import Gateway, GatewayRead, Slot, extend, inject
 from treewise.attention.mask import LayerRule, TreeMask
@@ -124,6 +125,8 @@ def tree_attention_forward(
                 f"{type(module).__name__} lost the tree between the model's forward and its attention. With gradient "
                 "checkpointing set use_reentrant=False."
             )
+        if audit.is_observed():
+            audit.observe(module, layer_rule(module, query, kwargs), attention_mask)
         return _previous_attention(module)(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None and attention_mask.numel() > 0:
         raise UnsupportedModelError(
@@ -188,9 +191,10 @@ def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -
     for argument, given in kwargs.items():
         if argument not in known and isinstance(given, torch.Tensor):
             raise UnsupportedModelError(f"{name} passes the tensor {argument!r} to attention, which is unknown here.")
-    window, chunk = kwargs.get("sliding_window"), None
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
+    # Some models tell their window only to their mask (Phi-3.5-MoE).
+    window, chunk = kwargs.get("sliding_window", getattr(config, "sliding_window", None)), None
     if config is not None and kinds is not None and getattr(module, "layer_idx", None) is not None:
         kind = kinds[module.layer_idx]
         if kind == "sliding_attention":
@@ -239,4 +243,10 @@ def _previous_mask(*args: Any, config: Any, **kwargs: Any) -> Any:
     previous = config._attn_implementation.previous
     if previous not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
-    return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, config=config, **kwargs)
+    if not audit.is_observed():
+        return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, config=config, **kwargs)
+    kwargs["allow_is_causal_skip"] = False  # a mask that is left out cannot be asked
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, config=config, **kwargs)
+    if isinstance(mask, torch.Tensor):
+        mask.mask_function = kwargs.get("mask_function")  # type: ignore[attr-defined]
+    return mask

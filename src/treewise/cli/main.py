@@ -22,6 +22,7 @@ COMMANDS = {
     "inspect": "what the data holds, and what training on trees can gain on it",
     "plan": "how trees are cut into micro-batches",
     "verify": "flat against tree on your own model and rows",
+    "models": "which families of models are supported, and why others are not",
 }
 MODULES = {"import": "import_"}  # where a command's name cannot be a module's
 INTERRUPTED = 130

@@ -1,0 +1,126 @@
+"""Makes the capability table: every family of transformers as a tiny random model, its tree against its flat training.
+
+    python tests/capability.py            # all families; writes the table and docs/models.md; what `make models` runs
+    python tests/capability.py llama ...  # these alone; prints, writes nothing
+
+A family is supported when loss and whole gradient equal flat training's to a relative 1e-5 in float32, as one
+micro-batch by the reference and by the implementation of this device, and in parts by two budgets; and when the
+engine's own probe finds no leak between branches. It is refused when the engine refuses it. Anything else is a fault,
+which ends the run with exit code 1.
+"""
+
+# ruff: noqa: T201 - a command
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+from families import causal_families, image_families, tiny_model
+from oracle import flat_sft, gradient_error, gradients_of
+from treewise import Forest, Trajectory, TreeEngine, recurrent
+from treewise.attention import observed
+from treewise.capabilities import FILE, REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable, as_markdown
+from treewise.errors import UnsupportedModelError
+
+WRONG, BROKEN = "wrong", "broken"
+# float32 sums in another order: 24 bits give 6e-8 per operation; most families differ by 1e-7 to 5e-7 here.
+TOLERANCE = 1e-5
+RUNS = (("reference", None), ("auto", None), ("auto", 17), ("auto", 5))
+ROOT = Path(__file__).parents[1]
+MARK = "<!-- the table below is made by tests/capability.py -->\n"
+
+
+def sample_trajectories() -> list[Trajectory]:
+    """Forks, a contained prefix, a duplicate, a second tree; longer than every window and chunk of the tiny models."""
+    rng = np.random.default_rng(0)
+    base = rng.integers(3, 64, 8)
+    items = []
+    for _ in range(6):
+        ids = np.concatenate([base[: rng.integers(2, 9)], rng.integers(3, 6, rng.integers(1, 14))])
+        weights = (rng.random(len(ids)) < 0.6) * rng.random(len(ids))
+        weights[0], weights[-1] = 0, 1
+        items.append(Trajectory(ids, loss_weights=weights))
+    return [*items, Trajectory(items[0].token_ids[:-1]), items[1], Trajectory(rng.integers(3, 64, 7))]
+
+
+def examine(family: str) -> Capability:
+    """Tries one family."""
+    try:
+        model = tiny_model(family)
+    except Exception as error:  # whatever transformers raises for a configuration that it cannot build
+        return Capability(family, "", UNTRIED, _first_line(error))
+    name = type(model).__name__
+    try:
+        error = largest_error(model)
+    except UnsupportedModelError as refusal:
+        return Capability(family, name, REFUSED, str(refusal).removesuffix(" Supported models: docs/models.md."))
+    except Exception as fault:
+        return Capability(family, name, BROKEN, _first_line(fault))
+    status = SUPPORTED if error < TOLERANCE else WRONG
+    return Capability(family, name, status, layers=layers_of(model), error=float(f"{error:.0e}"))
+
+
+def largest_error(model: nn.Module) -> float:
+    """The largest relative difference, of loss or whole gradient, between flat training and any run on the tree."""
+    trajectories = sample_trajectories()
+    forest = Forest.from_trajectories(trajectories)
+    engine = TreeEngine(model)
+    engine.evaluate(forest)  # probes
+    flat_loss, _, flat_gradients = flat_sft(model, trajectories)
+    errors = []
+    for attention, max_tokens in RUNS:
+        model.zero_grad()
+        loss = TreeEngine(model, max_tokens, attention, check=False).step(forest).loss
+        errors += [abs(loss - flat_loss) / flat_loss, gradient_error(gradients_of(model), flat_gradients)]
+    return float(np.max(errors))  # not max(), which loses a NaN
+
+
+def layers_of(model: nn.Module) -> tuple[str, ...]:
+    """What a model's layers are, in words: from what they asked of attention, and from their modules' names."""
+    decoder = TreeEngine(model, check=False).parts.decoder
+    with torch.no_grad(), observed() as observations:
+        model(input_ids=torch.arange(3, 9)[None], use_cache=False)
+    modules = set(decoder.modules())
+    rules = [each.rule for each in observations if each.module in modules]
+    names = [name for name, _ in decoder.named_parameters()]
+    found = {
+        "full attention": any(rule.window is None and rule.chunk is None for rule in rules),
+        "sliding windows": any(rule.window is not None for rule in rules),
+        "chunked attention": any(rule.chunk is not None for rule in rules),
+        "score cap": any(rule.softcap is not None for rule in rules),
+        "sinks": any("sink" in name for name in names),
+        "latent attention": any("kv_a_proj" in name for name in names),
+        "experts": any("expert" in name for name in names),
+    }
+    kinds = sorted({kind.replace("_", " ") for kind in map(str, recurrent.kinds_of(decoder))})
+    return (*(word for word, is_there in found.items() if is_there), *kinds)
+
+
+def _first_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}"
+
+
+def main(families: list[str]) -> int:
+    """Examines families, prints a line for each, and writes the table if they are all."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    rows = []
+    for family in families or [*causal_families(), *image_families()]:
+        rows.append(examine(family))
+        print(f"{family:28} {rows[-1].status:10} {rows[-1].error or rows[-1].reason}", flush=True)
+    if not families:
+        table = CapabilityTable(transformers.__version__, tuple(rows))
+        table.save(ROOT / "src" / "treewise" / FILE)
+        page = ROOT / "docs" / "models.md"
+        prose = page.read_text(encoding="utf-8").split(MARK)[0]
+        page.write_text(prose + MARK + "\n" + as_markdown(table), encoding="utf-8")
+        print(dict(table.counts()))
+    return 1 if any(row.status in (WRONG, BROKEN) for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
