@@ -41,6 +41,7 @@ class Budget:
         self.setting = setting
         self.tokens: int | None = int(setting) if isinstance(setting, int | np.integer) else None
         self.is_measured = setting != AUTO
+        self.recovers = True  # whether a step that runs out of memory may run again
 
     def measure(
         self, parts: ModelParts, train: Callable[[int], None], gateway_tokens: Callable[[int], int], reserve: int
@@ -76,7 +77,7 @@ class Budget:
                     step()
                     return
                 except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
+                    if not is_out_of_memory(error) or not self.recovers:
                         raise
                     reason = str(error).splitlines()[0]
                 self._shrink(num_tokens, can_retry=is_clean or self.setting == AUTO, reason=reason)

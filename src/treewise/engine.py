@@ -21,6 +21,7 @@ from treewise.forest import LOGPROB_STREAMS, Forest
 from treewise.gathering import Read, gather
 from treewise.models import refuse_dropout, take_apart
 from treewise.objectives import SFT, Objective
+from treewise.pacing import Exchange, Pace
 from treewise.planner import Plan, plan
 from treewise.probe import probe
 from treewise.scoring import ObjectiveLoss, Scorer, Wanted
@@ -93,6 +94,7 @@ class TreeEngine:
         self._budget = Budget(max_tokens)
         self.parts = take_apart(model)
         self._is_probed = not check
+        self._pace: Pace | None = None
 
     @property
     def max_tokens(self) -> int | None:
@@ -237,7 +239,27 @@ class TreeEngine:
     def _walk(self, run: Plan) -> Walk:
         self._check(run.forest)
         impl, may_fall_back = self._implementation()
-        return Walk(self.parts, run, impl, may_fall_back, self.offload)
+        return Walk(self.parts, run, impl, may_fall_back, self.offload, self._pace)
+
+    def keep_pace(self, exchange: Exchange) -> None:
+        """From now on every walk runs in step with those of other ranks, which parameters that are sharded need.
+
+        exchange: hands this rank's text to all ranks and returns everybody's. A rank calls `finish_pace` when its walks
+        of a step are done, also if it had none. A step that runs out of memory is not tried again: the other ranks
+        would be in its middle.
+        """
+        chain = plan(Forest.from_trajectories([Trajectory(np.zeros(2, dtype=np.int32))]))
+
+        def empty_rows() -> torch.Tensor:
+            return Walk(self.parts, chain, *self._implementation()).whole_rows()
+
+        self._pace = Pace(exchange, empty_rows)
+        self._budget.recovers = False
+
+    def finish_pace(self) -> None:
+        """Keeps the other ranks company until all have done their walks."""
+        if self._pace is not None:
+            self._pace.finish()
 
     def _check(self, forest: Forest) -> None:
         refuse_dropout(self.model)

@@ -27,7 +27,7 @@ def gather(new_walk: Callable[[], Walk], new_read: NewRead, names: tuple[str, ..
     to its part; values in it that carry no gradient carry none here.
     """
     walk = new_walk()
-    if walk.plan.is_whole:
+    if walk.plan.is_whole and walk.pace is None:  # else ranks would run their backwards apart
         rows = walk.whole_rows()
         return _filled([new_read(walk)(0, rows)], names, length, rows)
     if not torch.is_grad_enabled():

@@ -7,16 +7,16 @@ loss of its own. Gradients are added into the parameters' `.grad` by autograd.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import torch
 
 from treewise.attention import Gateway, GatewayRead, TreeContext, TreeMask
-from treewise.balance.schedules import actions_of
 from treewise.layout import Edges, Layout, edges_of, lay_out
 from treewise.logprobs import Head
 from treewise.models import ModelParts, decoder_rows, sparse_embedding_gradients
-from treewise.pacing import Pace, Turns
+from treewise.pacing import Pace
 from treewise.planner import BACKWARD, FORWARD, HOLD, Plan
 from treewise.recurrent import TreeRows
 
@@ -91,9 +91,7 @@ class Walk:
         self._heads = None
 
     def _train(self, loss_of: LossOf) -> None:
-        turns = self._turns(backward=True)
-        for step in self.plan.schedule:
-            turns.wait()
+        for step in self.plan.schedule if self.pace is None else self.pace.steps(self.plan):
             number = step.micro_batch
             if step.action == FORWARD:
                 with torch.no_grad():
@@ -107,32 +105,28 @@ class Walk:
             else:
                 _backward(self._root(number, self._rows(number), loss_of))
                 self._close(number)
-        turns.wait()
 
     @torch.no_grad()
     def visit(self, use: Callable[[int, torch.Tensor], object]) -> None:
         """Forward of every micro-batch once, without a graph; `use` gets the hidden rows of each."""
-        turns = self._turns(backward=False)
+        turns = repeat(None) if self.pace is None else self.pace.forwards(self.plan)
         for step in self.plan.schedule:
             number = step.micro_batch
             is_open = self.plan.micro_batches[number].is_open
             if step.action in (FORWARD, HOLD):
-                turns.wait()
+                next(turns)
                 use(number, self._open(number))
             elif is_open:
                 self._close(number)
             else:
-                turns.wait()
+                next(turns)
                 use(number, self._rows(number))
                 self._close(number)
-        turns.wait()
+        next(turns, None)
 
     def whole_rows(self) -> torch.Tensor:
         """[T, M] hidden rows of the only micro-batch, in the caller's graph."""
         return self._rows(0)
-
-    def _turns(self, backward: bool) -> Turns:
-        return Turns() if self.pace is None else self.pace.turns(actions_of(self.plan, backward=backward))
 
     def _graph_kept(self) -> AbstractContextManager[object]:
         """Where the graph of a held micro-batch waits."""
