@@ -270,6 +270,15 @@ class Forest:
     def tree_starts(self) -> np.ndarray:
         return self.segments.start[self.segments.parent < 0]
 
+    @cached_property
+    def branches(self) -> tuple[np.ndarray, np.ndarray]:
+        """Edges to the further children of forks, all but the first: parents ([b] int64, ascending), and children."""
+        starts = self.segments.start
+        above = self.parent[starts]
+        children = np.flatnonzero((above >= 0) & (above != starts - 1))
+        order = children[np.argsort(above[children], kind="stable")]
+        return above[order], starts[order]
+
     # -- trajectories on the tree -----------------------------------------------------------------------------------
 
     @property

@@ -8,6 +8,9 @@ the gateway's gradients. Where it pays, an open micro-batch is held instead: its
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from heapq import heapify, heappop, heappush
+from itertools import chain
+from typing import overload
 
 import numpy as np
 
@@ -57,6 +60,93 @@ class Step:
     micro_batch: int
 
 
+class Ancestors(Sequence[tuple[int, ...]]):
+    """For each micro-batch those above it, made when asked for: on a path of n trunks they are n * n / 2 together.
+
+    Trunks are numbered depth-first, so most of a path is `parent = number - 1`: it is kept as spans of such numbers.
+    """
+
+    def __init__(self, parents: list[tuple[int, ...]]) -> None:
+        self._parents = parents
+        self._first = list(range(len(parents)))  # the first of the span that leads down to each micro-batch
+        for number, above in enumerate(parents):
+            if above == (number - 1,):
+                self._first[number] = self._first[number - 1]
+
+    def spans(self, number: int) -> list[tuple[int, int]]:
+        """Ascending spans `[first, end)` of the micro-batches above one."""
+        waiting = [-above for above in self._parents[number]]
+        heapify(waiting)
+        found: dict[int, int] = {}
+        while waiting:
+            last = -heappop(waiting)  # the last one comes first, so a span is met at its full length
+            first = self._first[last]
+            if first not in found:
+                found[first] = last + 1
+                for above in self._parents[first]:
+                    heappush(waiting, -above)
+        return sorted(found.items())
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    @overload
+    def __getitem__(self, number: int) -> tuple[int, ...]: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[tuple[int, ...]]: ...
+
+    def __getitem__(self, number: int | slice) -> tuple[int, ...] | list[tuple[int, ...]]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        number = range(len(self))[number]
+        return tuple(chain.from_iterable(range(first, end) for first, end in self.spans(number)))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRuns:
+    """Tokens of open micro-batches as runs of neighbouring positions within a segment, in the order of micro-batches.
+
+    Whatever hangs off an open token hangs off the end of its run, so a key's interval is that of its whole run.
+    start, length: [R] int64 tree positions. end: [R] int64, end of the run's subtree. depth: [R] int64 of the first
+    token. batch: [R] int64. row: [R] int64, the first token's number within its micro-batch. bounds: [open + 1] int64,
+    where each micro-batch's runs begin.
+    """
+
+    start: np.ndarray
+    length: np.ndarray
+    end: np.ndarray
+    depth: np.ndarray
+    batch: np.ndarray
+    row: np.ndarray
+    bounds: np.ndarray
+
+
+def _open_runs(forest: Forest, ranges_of: list[np.ndarray]) -> OpenRuns:
+    """Open micro-batches come first in a plan, so the index into `ranges_of` is their number."""
+    counts = [len(ranges) for ranges in ranges_of]
+    ranges = np.concatenate([np.zeros((0, 2), dtype=np.int64), *ranges_of])
+    segments = forest.segments
+    first = np.searchsorted(segments.start, ranges[:, 0], side="right") - 1
+    count = np.searchsorted(segments.start, ranges[:, 1]) - first
+    owner = np.repeat(np.arange(len(ranges)), count)
+    segment = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count - first, count)
+    start = np.maximum(segments.start[segment], ranges[owner, 0])
+    stop = np.minimum(np.append(segments.start, segments.num_tokens)[segment + 1], ranges[owner, 1])
+    batch = np.repeat(np.arange(len(counts)), counts)[owner]
+    bounds = np.searchsorted(batch, np.arange(len(counts) + 1))
+    before = np.cumsum(stop - start) - (stop - start)
+    return OpenRuns(
+        start=start,
+        length=stop - start,
+        end=segments.subtree_end[segment],
+        depth=segments.depth[segment] + start - segments.start[segment],
+        batch=batch,
+        row=before - before[bounds[batch]],
+        bounds=bounds,
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Micro-batches of a forest and their schedule. `max_tokens` is None where one micro-batch takes all."""
@@ -100,15 +190,14 @@ class Plan:
         return self.forest.num_tokens + self.num_recomputed_tokens
 
     @cached_property
-    def ancestors(self) -> tuple[tuple[int, ...], ...]:
+    def ancestors(self) -> "Ancestors":
         """For each micro-batch the open micro-batches whose gateways it reads, ascending."""
-        above: list[tuple[int, ...]] = []
-        for batch in self.micro_batches:
-            found = set(batch.parents)
-            for parent in batch.parents:
-                found.update(above[parent])
-            above.append(tuple(sorted(found)))
-        return tuple(above)
+        return Ancestors([batch.parents for batch in self.micro_batches])
+
+    @cached_property
+    def open_runs(self) -> "OpenRuns":
+        """The tokens of all open micro-batches as runs without forks."""
+        return _open_runs(self.forest, [batch.ranges for batch in self.micro_batches if batch.is_open])
 
     @cached_property
     def peak_gateway_tokens(self) -> int:
