@@ -50,7 +50,7 @@ RECORDS: dict[str, list[list[Part]]] = {
     "samples": [
         [(POLICY + QUESTION, False), (text, True)] for text in ("Certainly. " + ANSWER, "Of course! " + ANSWER)
     ],
-    "hostile": [[(HOSTILE + POLICY, False), (text + HOSTILE, True)] for text in ("yes", "no")],
+    "hostile<b>&": [[(HOSTILE + POLICY, False), (word + HOSTILE + ANSWER, True)] for word in ("Yes. ", "But no. ")],
 }
 
 
