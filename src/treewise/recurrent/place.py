@@ -40,7 +40,7 @@ class Place:
         return gather(states, rows.tensor("entering order", rows.entering_order, device)) if len(reads) > 1 else states
 
     def leaving(self, out: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        """Hands the states after the cuts ([P, ...]; None without cuts) to the gateway, and takes back their gradients."""
+        """Hands the states after the cuts ([P, ...], None without cuts) to the gateway; takes back their gradients."""
         if states is None:
             return out
         if self.context.writes is not None:

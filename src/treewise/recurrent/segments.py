@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treewise.forest import Forest
 from treewise.layout import Layout
 from treewise.planner import Plan
 
@@ -45,23 +46,27 @@ class RowSegments:
 
 def row_segments(plan: Plan, number: int, layout: Layout) -> RowSegments:
     """The row segments of micro-batch `number`."""
-    forest, positions = plan.forest, layout.positions
+    forest, positions, batch = plan.forest, layout.positions, plan.micro_batches[number]
     above = forest.parent[positions]
+    fork_rows, fork_children = _branches(forest, positions)
     begins = np.ones(len(positions), dtype=bool)
     begins[1:] = above[1:] != positions[:-1]
-    _, row, is_own = _find(_starts_after_forks(plan), positions)
-    begins[row[is_own]] = True
+    begins[fork_rows[fork_rows + 1 < len(positions)] + 1] = True
     start = np.flatnonzero(begins)
     end = np.append(start[1:], len(positions))
     parent, gateway, gateway_row = (np.full(len(start), -1) for _ in range(3))
-    _, row, is_own = _find(above[start], positions)
+    row, is_own = _find(above[start], positions)
     parent[is_own] = np.searchsorted(end, row[is_own], side="right")
-    for index, (other, read) in enumerate(layout.gateway):
-        _, place, is_there = _find(above[start], plan.micro_batches[other].positions()[read])
-        gateway[is_there], gateway_row[is_there] = index, read[place[is_there]]
-    cut_rows = _cut_rows(plan, number, positions) if plan.micro_batches[number].is_open else np.zeros(0, dtype=int)
+    for other in batch.parents:
+        row, is_there = _find(above[start], plan.micro_batches[other].positions())
+        gateway[is_there] = np.searchsorted(layout.gateway_batches, other)
+        gateway_row[is_there] = row[is_there]
+    cut_rows = np.zeros(0, dtype=np.int64)
+    if batch.is_open:
+        _, is_here = _find(fork_children, positions)
+        cut_rows = np.unique(np.concatenate([_rows_cut_behind(forest, positions), fork_rows[~is_here]]))
     cuts = np.searchsorted(end, cut_rows, side="right")
-    assert np.array_equal(end[cuts] - 1, cut_rows), "a token above several tokens ends its segment"
+    assert np.array_equal(end[cuts] - 1, cut_rows), "a token above tokens of other micro-batches ends its segment"
     return RowSegments(start, end, parent, gateway, gateway_row, cuts)
 
 
@@ -104,27 +109,24 @@ def rows_up_to_end(segments: RowSegments, before: np.ndarray, which: np.ndarray)
     return np.where(missing > 0, np.take_along_axis(before[which], column, axis=1), place)
 
 
-def _starts_after_forks(plan: Plan) -> np.ndarray:
-    """Tree positions of tokens whose parent has several children; they begin segments of the forest."""
-    segments = plan.forest.segments
-    above = segments.parent
-    num_children = np.bincount(above[above >= 0], minlength=len(above))
-    return segments.start[(above >= 0) & (num_children[above] > 1)]
+def _branches(forest: Forest, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Further children of forks among some tokens: the row of the fork, and the child's tree position, each [b] int64."""
+    above, children = forest.branches
+    first = np.searchsorted(above, positions)
+    count = np.searchsorted(above, positions, side="right") - first
+    row = np.repeat(np.arange(len(positions)), count)
+    index = np.arange(len(row)) - np.repeat(np.cumsum(count) - count - first, count)
+    return row, children[index]
 
 
-def _cut_rows(plan: Plan, number: int, positions: np.ndarray) -> np.ndarray:
-    """Rows, ascending, that are the parent of a token of another micro-batch."""
-    forest = plan.forest
-    following = plan.micro_batches[number].ranges[:, 1]
-    following = following[following < forest.num_tokens]
-    below = np.unique(np.concatenate([forest.segments.start, following]))
-    _, _, is_own = _find(below, positions)
-    _, row, is_above = _find(forest.parent[below], positions)
-    return np.unique(row[is_above & ~is_own])
+def _rows_cut_behind(forest: Forest, positions: np.ndarray) -> np.ndarray:
+    """Rows whose first child, the token after them, belongs to another micro-batch."""
+    is_followed = np.append(positions[1:] == positions[:-1] + 1, False)
+    following = np.minimum(positions + 1, forest.num_tokens - 1)
+    return np.flatnonzero(~is_followed & (forest.parent[following] == positions))
 
 
-def _find(values: np.ndarray, ascending: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The values, their places in an ascending array, and whether they are there at all."""
-    place = np.searchsorted(ascending, values)
-    inside = np.minimum(place, len(ascending) - 1)
-    return values, inside, ascending[inside] == values
+def _find(values: np.ndarray, ascending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The places of values in an ascending array, and whether they are there at all."""
+    place = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
+    return place, ascending[place] == values
