@@ -309,13 +309,16 @@ _REF = {"given": "the rows' own", None: "not needed (no KL)"}
 
 
 def _summary(config: RunConfig, update: _Update) -> str:
+    from treewise.trajectory import number_rollouts
+
     lines = [("objective", str(config.more["objective"]))]
     report = update.report
     items = [item for tree in update.trees for item in tree]
     if update.method is not None:
         groups = len({repr(item.group) for item in items})
-        rollouts = len({repr((item.group, item.rollout)) for item in items})
-        lines.append(("rollouts", f"{rollouts:,} in {groups:,} groups, {len(items):,} rows"))
+        lines.append(
+            ("rollouts", f"{int(number_rollouts(items).max()) + 1:,} in {groups:,} groups, {len(items):,} rows")
+        )
         lines.append(("advantages", update.method if report is None else report.method))
     if report is not None:
         lines.append(("mean reward", f"{report.mean_reward:.4g}"))
