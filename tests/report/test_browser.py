@@ -227,7 +227,7 @@ def test_folding_a_segment_hides_what_is_below_it(open_page: Any) -> None:
     assert "folded" in page.locator("#detail").inner_text()
     page.get_by_role("button", name="unfold segment").click()
     assert state(page)["shown"] == "3"
-    page.get_by_role("button", name="fold all below first forks").click()
+    page.get_by_role("button", name="fold every branch").click()
     assert state(page)["shown"] == "3"  # both children are leaves
 
 

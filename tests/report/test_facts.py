@@ -9,7 +9,7 @@ from treewise.data import LoadReport
 from treewise.flops import FlopModel, LayerReach
 from treewise.forest import Forest
 from treewise.planner import plan
-from treewise.report.build import interesting
+from treewise.report.build import build_data_report, interesting
 from treewise.report.costs import BudgetCosts
 from treewise.report.facts import inspect_forests, sum_facts, tree_facts
 from treewise.report.suspicions import suspicions
@@ -17,6 +17,16 @@ from treewise.report.token_text import TokenText
 from treewise.trajectory import Trajectory
 
 FLOPS = FlopModel(100.0, 200.0, 10.0, 20.0, ((LayerReach(), 4.0),), 50, 50, 16, 32)
+
+
+class Named:
+    """A forest with a name."""
+
+    def __init__(self, name: str, forest: Forest) -> None:
+        self.name, self._forest = name, forest
+
+    def forest(self) -> Forest:
+        return self._forest
 
 
 def trajectory(tokenizer, *parts: tuple[str, float], source: str = "") -> Trajectory:
@@ -66,6 +76,26 @@ def test_one_trajectory_far_longer_than_the_rest_is_found() -> None:
     report = inspect_forests([("t", forest)], LoadReport(num_files=1, num_records=41))
     (found,) = [each for each in report.findings if each.kind == "extremely long trajectory"]
     assert found.examples == ("rows:long (1,000 tokens)",)
+
+
+def test_a_trajectory_that_two_trees_hold_is_found() -> None:
+    trees = [
+        (name, Forest.from_trajectories([Trajectory(range(start, 40), source=f"{name}:{start}") for start in starts]))
+        for name, starts in (("a", (1, 2)), ("b", (2, 3, 3)))
+    ]
+    report = inspect_forests(trees, LoadReport(num_files=1, num_records=5))
+    found = {each.kind: each for each in report.findings}
+    assert found["duplicate in another tree"].examples == ("b:2, as a:2",)
+    assert found["duplicated trajectory"].count == 1
+
+
+def test_a_declared_tree_too_large_to_hold_flat_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treewise.forest.MAX_FLAT_TOKENS", 10)
+    forest = Forest.from_nodes([-1, 0, 0], [range(1, 20), range(20, 40), range(40, 60)], advantages=None)
+    assert forest.trajectories is None
+    report = build_data_report([Named("declared", forest)], LoadReport(num_files=1, num_records=3))
+    assert report.facts.total.num_tree_tokens == 59
+    assert len(report.pictures) == 1
 
 
 @given(forest=forests(max_new_tokens=20))

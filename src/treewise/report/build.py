@@ -198,6 +198,26 @@ def timeline_chart(drawn: DrawnPlan) -> Chart:
     return line_chart(series, "Tokens in memory", "step of the schedule", "tokens", is_stepped=True, from_zero=True)
 
 
+def memory_chart(drawn: DrawnPlan) -> Chart | None:
+    """Bytes alive over the schedule, as predicted from the shapes of a model; None without one."""
+    facts = drawn.facts
+    if facts.bytes_weights is None or facts.bytes_activations is None or facts.bytes_per_gateway_token is None:
+        return None
+    per_live = facts.bytes_activations / max(1, facts.peak_live_tokens)
+    steps = list(range(len(drawn.timeline) + 1))
+    points = (*drawn.timeline, drawn.timeline[-1])
+    gateways = [facts.bytes_per_gateway_token * alive / 2**30 for alive, _ in points]
+    above = [facts.bytes_weights / 2**30 + gateway for gateway in gateways]
+    total = [below + per_live * live / 2**30 for below, (_, live) in zip(above, points, strict=True)]
+    series = [
+        ("with activations", steps, total),
+        ("weights, gradients, AdamW and gateways", steps, above),
+        ("gateways", steps, gateways),
+    ]
+    title = f"Predicted memory, {facts.dtype}"
+    return line_chart(series, title, "step of the schedule", "GiB", is_stepped=True, from_zero=True)
+
+
 def run_charts(run: RunReport) -> list[Chart]:
     """One chart per kind of logged value."""
     return [

@@ -10,7 +10,7 @@ import numpy as np
 from treewise.data import LoadReport
 from treewise.flops import FlopModel, leaf_trajectories
 from treewise.forest import Forest
-from treewise.report.suspicions import MEANINGS, long_trajectories, places, suspicions
+from treewise.report.suspicions import MEANINGS, Duplicates, long_trajectories, places, suspicions
 from treewise.report.token_text import TokenText
 
 NUM_BEST_TREES = 5
@@ -113,11 +113,12 @@ def inspect_forests(
     """Facts about named trees; one forest is alive at a time. With `text` special tokens inside text are found too."""
     facts: list[TreeFacts] = []
     noted: dict[str, list[str]] = defaultdict(list)
-    lengths, where = [], []
+    lengths, where, duplicates = [], [], Duplicates()
     for name, forest in forests:
         facts.append(tree_facts(name, forest, flops))
         lengths.append(forest.path_lengths)
         where.append(places(name, forest))
+        noted["duplicate in another tree"] += duplicates.add(name, forest, where[-1])
         for kind, found in suspicions(name, forest, max_tokens, text).items():
             noted[kind] += found
     noted["extremely long trajectory"] = long_trajectories(lengths, where)

@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 from treewise.errors import ConfigError
-from treewise.report.build import DRAWN_RULE, DataReport, run_charts, timeline_chart, twin
+from treewise.report.build import DRAWN_RULE, DataReport, memory_chart, run_charts, timeline_chart, twin
 from treewise.report.charts import Chart
 from treewise.report.runs import RunReport
 
@@ -50,7 +50,11 @@ def render_page(data: DataReport | None, run: RunReport | None, version: str) ->
     charts: dict[str, Chart] = {}
     if data is not None:
         charts |= {f"ratio-{number}": chart for number, chart in enumerate(data.charts)}
-        charts |= {f"plan-{number}": timeline_chart(each) for number, each in enumerate(data.plans)}
+        for number, each in enumerate(data.plans):
+            charts[f"plan-{number}"] = timeline_chart(each)
+            memory = memory_chart(each)
+            if memory is not None:
+                charts[f"memory-{number}"] = memory
     if run is not None:
         charts |= {f"run-{number}": chart for number, chart in enumerate(run_charts(run))}
     static = resources.files("treewise.report") / "static"

@@ -1,5 +1,6 @@
 """What in the data is likely a mistake or a waste: the kind, and the places."""
 
+import hashlib
 import re
 from collections import defaultdict
 from typing import Any
@@ -22,6 +23,7 @@ MEANINGS = {
     "special token in text": "a control token spelled out as ordinary text; the model would learn to write it",
     "turn ends inside an answer": "a token that begins or ends a turn is trained, and the answer goes on behind it",
     "duplicated trajectory": "the same tokens as an earlier one; counts again in the loss, costs nothing",
+    "duplicate in another tree": "the same tokens in two trees; a leak, if one of them is held out",
     "extremely long trajectory": f"more than {LONG_FACTOR} times the median length, and twice what 95 % stay below",
     "hardly any trained token": f"fewer than {FEW_TRAINED:.1%} of its tokens; nearly all of its cost is context",
     "very short trajectory": f"fewer than {VERY_SHORT} tokens",
@@ -62,6 +64,23 @@ def long_trajectories(lengths: list[np.ndarray], where: list[list[str]]) -> list
     found = np.flatnonzero(all_lengths > limit)
     found = found[np.argsort(-all_lengths[found], kind="stable")]
     return [f"{names[index]} ({all_lengths[index]:,} tokens)" for index in found]
+
+
+class Duplicates:
+    """Finds trajectories whose tokens another tree holds too, by a hash of each."""
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, tuple[str, str]] = {}
+
+    def add(self, name: str, forest: Forest, where: list[str]) -> list[str]:
+        """Places in one tree, each with its twin's."""
+        found = []
+        for item, place in zip(forest.trajectories or (), where, strict=False):
+            key = hashlib.blake2b(item.token_ids.tobytes(), digest_size=16).digest()
+            tree, twin = self._first.setdefault(key, (name, place))
+            if tree != name:
+                found.append(f"{place}, as {twin}")
+        return found
 
 
 def places(name: str, forest: Forest) -> list[str]:
