@@ -11,6 +11,7 @@ through the tree: what the line could cost.
 """
 
 import argparse
+import copy
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -42,9 +43,10 @@ def main() -> None:
         "dpo": (dpo, groups(args.pairs, 2, args.prompt, args.answer)),
         "grpo, nothing shared": (grpo, groups(args.generations, 1, args.prompt, args.answer)),
     }
+    loaded = smollm2(torch.float32)
     rows = []
     for name, (trainer, batch) in cases.items():
-        rows.append(measure(name, trainer, batch, args.repetitions))
+        rows.append(measure(name, loaded, trainer, batch, args.repetitions))
         print_row(rows[-1])
     print("written to", save("trl-float32", rows))
 
@@ -60,7 +62,9 @@ def groups(num_prompts: int, num_answers: int, prompt: int, answer: int) -> Rows
     ]
 
 
-def measure(name: str, trainer: Callable[..., Callable[[], float]], batch: Rows, repetitions: int) -> dict[str, Any]:
+def measure(
+    name: str, loaded: tuple[Any, Any], trainer: Callable[..., Callable[[], float]], batch: Rows, repetitions: int
+) -> dict[str, Any]:
     forest = Forest.from_trajectories(
         [
             Trajectory(np.concatenate([prompt, answer]), np.repeat([0.0, 1.0], [len(prompt), len(answer)]))
@@ -70,8 +74,8 @@ def measure(name: str, trainer: Callable[..., Callable[[], float]], batch: Rows,
     contestants: dict[str, Callable[[], float]] = {}
     sharings = {}
     for key, max_tokens in {"trl": None, "shared": None, "half": forest.num_tokens // 2}.items():
-        model, tokenizer = smollm2(torch.float32)
-        contestants[key] = trainer(model, tokenizer, batch)
+        model = copy.deepcopy(loaded[0])
+        contestants[key] = trainer(model, loaded[1], batch)
         if key != "trl":
             sharings[key] = treewise.share_prefixes(model, max_tokens, min_ratio=0)
     losses = {key: step() for key, step in contestants.items()}
@@ -125,7 +129,7 @@ def dpo(model: Any, tokenizer: Any, batch: Rows) -> Callable[[], float]:
     """One update with reference log-probs given; the first half of the rows is chosen, the second rejected."""
     trainer = DPOTrainer(
         model=model,
-        ref_model=smollm2(torch.float32)[0],
+        ref_model=copy.deepcopy(model),
         args=DPOConfig(**_settings(len(batch) // 2)),
         train_dataset=Dataset.from_list([{"prompt": "a", "chosen": " b", "rejected": " c"}]),
         processing_class=tokenizer,

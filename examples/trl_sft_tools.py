@@ -70,7 +70,6 @@ def main(argv: list[str] | None = None) -> Sharing:
             report_to="none",
             use_cpu=args.cpu,
             bf16=not args.cpu,
-            gradient_checkpointing=False,
         ),
     )
     sharing = treewise.share_prefixes(trainer.model, args.max_tokens)
