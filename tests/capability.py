@@ -51,16 +51,16 @@ def examine(family: str) -> Capability:
     try:
         model = tiny_model(family)
     except Exception as error:  # whatever transformers raises for a configuration that it cannot build
-        return Capability(family, "", UNTRIED, _first_line(error))
+        return Capability(family, UNTRIED, reason=_first_line(error))
     name = type(model).__name__
     try:
         error = largest_error(model)
     except UnsupportedModelError as refusal:
-        return Capability(family, name, REFUSED, str(refusal).removesuffix(" Supported models: docs/models.md."))
+        return Capability(family, REFUSED, name, str(refusal).removesuffix(" Supported models: docs/models.md."))
     except Exception as fault:
-        return Capability(family, name, BROKEN, _first_line(fault))
+        return Capability(family, BROKEN, name, _first_line(fault))
     status = SUPPORTED if error < TOLERANCE else WRONG
-    return Capability(family, name, status, layers=layers_of(model), error=float(f"{error:.0e}"))
+    return Capability(family, status, name, layers=layers_of(model), error=float(f"{error:.0e}"))
 
 
 def largest_error(model: nn.Module) -> float:

@@ -119,6 +119,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "electra": {**_IS_DECODER, "embedding_size": 32},
     "ernie": _IS_DECODER,
     "falcon_h1": {"mamba_d_ssm": 64},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 24], **_MROPE},
     "gemma4": {"text_config": {"global_head_dim": 8}},
     "gemma4_text": {"global_head_dim": 8},
     "gemma4_unified": {"text_config": {"global_head_dim": 8}},
@@ -170,7 +171,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "xlm-roberta": _IS_DECODER,
     "xlm-roberta-xl": _IS_DECODER,
     "xmod": {**_IS_DECODER, "default_language": "en_XX"},
-    "zamba2": {"num_hidden_layers": 6, "layer_types": ["linear_attention", "hybrid"] * 3},
+    "zamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {
+        "num_hidden_layers": 6,
+        "layer_types": ["linear_attention", "hybrid"] * 3,
+        "hybrid_layer_ids": [1, 3, 5],
+        "num_mem_blocks": 1,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 # Their own fast attention cannot cap scores or take sinks, so flat training runs them eagerly.

@@ -25,8 +25,8 @@ class Capability:
     """
 
     family: str
-    model: str
     status: str
+    model: str = ""
     reason: str = ""
     layers: tuple[str, ...] = ()
     error: float | None = None

@@ -19,11 +19,13 @@ from treewise.budget import Budget
 from treewise.errors import ConfigError, DataError
 from treewise.forest import LOGPROB_STREAMS, Forest
 from treewise.gathering import Read, gather
-from treewise.models import refuse_dropout, take_apart
+from treewise.models import base_model, refuse_dropout, take_apart
 from treewise.objectives import SFT, Objective
 from treewise.pacing import Exchange, Pace
 from treewise.planner import Plan, plan
 from treewise.probe import probe
+from treewise.routed import count, gather_routed, with_router_loss
+from treewise.routing import Routing, RoutingReport, RoutingRule, rule_of
 from treewise.scoring import ObjectiveLoss, Scorer, Wanted
 from treewise.trajectory import Trajectory
 from treewise.walk import Walk
@@ -38,6 +40,7 @@ class StepOutput:
 
     loss: the sum of token losses divided by the denominator. metrics: means that the objective reports, over `weight`,
     the sum of the loss weights of its trained tokens; so metrics of several steps are combined by their weights.
+    routing: where a loss on routers was added, which `loss` then holds, what they did.
     """
 
     loss: float
@@ -48,6 +51,7 @@ class StepOutput:
     num_micro_batches: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     weight: float = 0.0
+    routing: RoutingReport | None = None
 
 
 class TreeEngine:
@@ -64,6 +68,9 @@ class TreeEngine:
         check: probe the model once before its first step.
         offload: gateways and held graphs wait in host memory.
         reserve_bytes: memory that `max_tokens="auto"` leaves to others (an optimizer's state).
+        router_aux_loss: whether steps add the load-balancing loss of a mixture of experts, with the model's factor
+            (`router_aux_loss_coef`); None does as its configuration says (`output_router_logits`).
+        router_z_coefficient: the factor of a z-loss on router logits, which steps add where it is not 0.
 
     Raises:
         UnsupportedModelError: the model cannot follow a tree; names the layer or setting.
@@ -81,6 +88,8 @@ class TreeEngine:
         check: bool = True,
         offload: bool = False,
         reserve_bytes: int = 0,
+        router_aux_loss: bool | None = None,
+        router_z_coefficient: float = 0.0,
     ) -> None:
         if attention != "auto" and attention not in IMPLEMENTATIONS:
             raise ConfigError(
@@ -93,6 +102,7 @@ class TreeEngine:
         self.offload, self.reserve_bytes = offload, reserve_bytes
         self._budget = Budget(max_tokens)
         self.parts = take_apart(model)
+        self.routing_rule = rule_of(base_model(model), router_aux_loss, router_z_coefficient)
         self._is_probed = not check
         self._pace: Pace | None = None
 
@@ -135,14 +145,20 @@ class TreeEngine:
         run = self.plan(forest)
         if not isinstance(objective, Objective):
             return self._step_any_loss(run, objective, denominator)
-        losses = ObjectiveLoss(forest, objective, denominator)
+        losses, routing = ObjectiveLoss(forest, objective, denominator), self._routing(run)
         is_separable = objective.is_separable(forest)
-        if is_separable:
+        if not is_separable:
+            values, router_loss = _routed_scores(self, run, losses.wanted, routing)
+            (losses.share(None, values) + router_loss).backward()
+        elif routing is None:
             walk = self._walk(run)
             walk.train(losses.reader(walk, self.temperature))
         else:
-            losses.share(None, scores(self, run, losses.wanted)).backward()
-        return _output(run, losses, is_separable)
+            if not run.is_whole:
+                count(self._walk(run, routing), routing)
+            walk = self._walk(run, routing)
+            walk.train(with_router_loss(losses.reader(walk, self.temperature), walk, routing))
+        return _output(run, losses, is_separable and routing is None, routing)
 
     @torch.no_grad()
     def evaluate(
@@ -155,13 +171,13 @@ class TreeEngine:
         """The loss and the metrics alone, without gradients."""
         run = self.plan(forests)
         chosen = SFT() if objective is None else objective
-        losses = ObjectiveLoss(run.forest, chosen, denominator)
-        if chosen.is_separable(run.forest):
+        losses, routing = ObjectiveLoss(run.forest, chosen, denominator), self._routing(run)
+        if routing is None and chosen.is_separable(run.forest):
             walk = self._walk(run)
             walk.visit(losses.reader(walk, self.temperature))
         else:
-            losses.share(None, scores(self, run, losses.wanted))
-        return _output(run, losses, True)
+            losses.share(None, _routed_scores(self, run, losses.wanted, routing)[0])
+        return _output(run, losses, True, routing)
 
     @torch.no_grad()
     def scored(
@@ -215,11 +231,13 @@ class TreeEngine:
     def _step_any_loss(self, run: Plan, objective: Loss, denominator: float | None) -> StepOutput:
         if denominator is not None:
             raise ConfigError("a function's loss is taken as it is; denominator= belongs to an objective.")
-        loss = objective(_restore(tree_logprobs(self, run), run.forest))
+        routing = self._routing(run)
+        values, router_loss = _routed_values(self, run, ("log_probs",), None, routing)
+        loss = objective(_restore(values["log_probs"], run.forest))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise ConfigError("an objective must return a scalar tensor.")
-        loss.backward()
-        return _output(run, float(loss.detach()))
+        (loss + router_loss).backward()
+        return _output(run, float(loss.detach()), False, routing)
 
     def _measure(self, forest: Forest) -> None:
         """Chooses the budget of `max_tokens="auto"` for forests like this one."""
@@ -236,10 +254,25 @@ class TreeEngine:
 
         self._budget.measure(self.parts, train, gateway_tokens, self.reserve_bytes)
 
-    def _walk(self, run: Plan) -> Walk:
+    def _walk(self, run: Plan, routing: Routing | None = None) -> Walk:
         self._check(run.forest)
         impl, may_fall_back = self._implementation()
-        return Walk(self.parts, run, impl, may_fall_back, self.offload, self._pace)
+        walk = Walk(self.parts, run, impl, may_fall_back, self.offload, self._pace)
+        walk.wants_router_logits = routing is not None
+        return walk
+
+    def _routing(self, run: Plan, rule: RoutingRule | None = None) -> Routing | None:
+        rule = self.routing_rule if rule is None else rule
+        return None if rule is None else Routing(rule, run.forest.multiplicity)
+
+    def check(self, forest: Forest) -> None:
+        """What the first step would find out: whether model and tokens can be trained.
+
+        Raises:
+            DataError: a token id beyond the vocabulary.
+            UnsupportedModelError: active dropout, or a model that fails the probe.
+        """
+        self._check(forest)
 
     def keep_pace(self, exchange: Exchange) -> None:
         """From now on every walk runs in step with those of other ranks, which parameters that are sharded need.
@@ -302,24 +335,63 @@ def tree_values(
 
     is_needed: [T] bool; others, and first tokens, are 0 and cost no projection.
     """
+    return _routed_values(engine, run, outputs, is_needed, None)[0]
+
+
+def tree_values_and_router_loss(
+    engine: TreeEngine,
+    run: Plan,
+    outputs: tuple[str, ...] = ("log_probs",),
+    is_needed: np.ndarray | None = None,
+    rule: RoutingRule | None = None,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What `tree_values` gives, and the loss on the model's routers, a scalar that is differentiable as they are.
+
+    Both come from the same walks. rule: the factors of both router losses; the engine's own where not given.
+
+    Raises:
+        ConfigError: no rule, here or in the engine.
+    """
+    routing = engine._routing(run, rule)
+    if routing is None:
+        raise ConfigError("no loss on routers is asked for; give a rule, or router_aux_loss=True to the engine.")
+    return _routed_values(engine, run, outputs, is_needed, routing)
+
+
+def _routed_values(
+    engine: TreeEngine, run: Plan, outputs: tuple[str, ...], is_needed: np.ndarray | None, routing: Routing | None
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """[T] values by name, and the router losses (0 without)."""
     wanted = Wanted.every_token(run.forest, outputs)
     if is_needed is not None:
         wanted = Wanted(wanted.positions[is_needed[wanted.positions]], None, outputs)
-    values = scores(engine, run, wanted)
+    values, router_loss = _routed_scores(engine, run, wanted, routing)
     index = torch.as_tensor(wanted.positions, device=engine.parts.device)
-    return {
+    scattered = {
         name: torch.zeros(run.forest.num_tokens, dtype=value.dtype, device=value.device).index_copy(0, index, value)
         for name, value in values.items()
     }
+    return scattered, router_loss
 
 
 def scores(engine: TreeEngine, run: Plan, wanted: Wanted) -> dict[str, torch.Tensor]:
     """[P] values of the wanted tokens by name, in their order, differentiable as `tree_logprobs` is."""
+    return _routed_scores(engine, run, wanted, None)[0]
 
+
+def _routed_scores(
+    engine: TreeEngine, run: Plan, wanted: Wanted, routing: Routing | None
+) -> tuple[dict[str, torch.Tensor], Any]:
     def read_of(walk: Walk) -> Read:
         return Scorer(walk, wanted, engine.temperature)
 
-    return gather(lambda: engine._walk(run), read_of, wanted.outputs, len(wanted.positions))
+    def new_walk() -> Walk:
+        return engine._walk(run, routing)
+
+    length = len(wanted.positions)
+    if routing is None:
+        return gather(new_walk, read_of, wanted.outputs, length), 0.0
+    return gather_routed(new_walk, read_of, wanted.outputs, length, routing)
 
 
 def _restore(logprobs_T: torch.Tensor, forest: Forest) -> list[torch.Tensor]:
@@ -329,7 +401,9 @@ def _restore(logprobs_T: torch.Tensor, forest: Forest) -> list[torch.Tensor]:
     return [part[1:] for part in flat_F.split(forest.path_lengths.tolist())]
 
 
-def _output(run: Plan, losses: ObjectiveLoss | float, is_single_walk: bool = False) -> StepOutput:
+def _output(
+    run: Plan, losses: ObjectiveLoss | float, is_single_walk: bool = False, routing: Routing | None = None
+) -> StepOutput:
     """losses: of an objective, or the value of any other loss, which is a function of all log-probs."""
     forest = run.forest
     if isinstance(losses, ObjectiveLoss):
@@ -337,6 +411,8 @@ def _output(run: Plan, losses: ObjectiveLoss | float, is_single_walk: bool = Fal
     else:
         loss, metrics, weight = losses, {}, 0.0
         num_trained = forest.num_flat_tokens - forest.num_trajectories
+    if routing is not None:
+        loss += float(routing.total())
     first_walk = 0 if run.is_whole or is_single_walk else forest.num_tokens
     return StepOutput(
         loss=loss,
@@ -347,4 +423,5 @@ def _output(run: Plan, losses: ObjectiveLoss | float, is_single_walk: bool = Fal
         num_micro_batches=run.num_micro_batches,
         metrics=metrics,
         weight=weight,
+        routing=None if routing is None else routing.report(),
     )

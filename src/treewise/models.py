@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -71,11 +70,6 @@ def take_apart(model: nn.Module) -> ModelParts:
         )
     decoder = _find_decoder(base)
     _refuse_layers(decoder, name)
-    config = decoder.config
-    if getattr(config, "output_router_logits", False) or getattr(base.config, "output_router_logits", False):
-        raise UnsupportedModelError(
-            f"{name} asks for its routing loss (output_router_logits=True), which is not supported yet; turn it off."
-        )
     install(_attention_configs(decoder))
     recurrent.install(decoder)
     return ModelParts(model, decoder, output, _logit_scale(base.config), _softcap(base.config))
@@ -110,15 +104,30 @@ def decoder_rows(parts: ModelParts, token_ids: np.ndarray, depth: np.ndarray, co
     if "position_ids" in _parameters_of(type(parts.decoder)):  # others have no attention: no positions, no mask
         arguments["position_ids"] = torch.as_tensor(depth, dtype=torch.long, device=device)[None]
         arguments["attention_mask"] = context.empty_mask(device, parts.decoder.dtype)
+    if context.wants_router_logits:
+        arguments["output_router_logits"] = True
     output = parts.decoder(
         input_ids=torch.as_tensor(token_ids, dtype=torch.long, device=device)[None], use_cache=False, **arguments
     )
     context.is_done = True
+    if context.wants_router_logits:
+        context.router_logits = _router_logits(parts, output)
     return output.last_hidden_state[0]
 
 
-@cache
-def _parameters_of(kind: type[nn.Module]) -> dict[str, inspect.Parameter]:
+def _router_logits(parts: ModelParts, output: Any) -> tuple[torch.Tensor, ...]:
+    """The router logits of every layer that has a router, [T, E] each."""
+    given = getattr(output, "router_logits", None)
+    found = tuple(each.reshape(-1, each.shape[-1]) for each in given or () if isinstance(each, torch.Tensor))
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(parts.decoder).__name__} gives no router logits, so it has no loss on them; set "
+            "output_router_logits=False."
+        )
+    return found
+
+
+def _parameters_of(kind: Any) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(kind.forward).parameters)
 
 

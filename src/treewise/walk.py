@@ -59,6 +59,9 @@ class Walk:
         self._tree_rows: dict[int, TreeRows] = {}
         self._gateways: dict[int, Gateway] = {}
         self._held: dict[int, torch.Tensor] = {}
+        # Where wanted: the router logits of the micro-batch that ran last, a tensor [T, E] for each layer.
+        self.wants_router_logits = False
+        self.router_logits: tuple[torch.Tensor, ...] = ()
         self._heads: dict[float, Head] | None = None
 
     def edges(self, number: int, is_needed: np.ndarray) -> Edges:
@@ -152,7 +155,10 @@ class Walk:
         reads = tuple(self._read(above, rows) for above, rows in layout.gateway)
         tree_rows = self._tree_rows.setdefault(number, TreeRows(self.plan, number, layout))
         context = TreeContext(mask, self.impl, self.may_fall_back, reads, writes, injects, tree_rows)
-        return decoder_rows(self.parts, layout.token_ids, layout.depth, context)
+        context.wants_router_logits = self.wants_router_logits
+        found = decoder_rows(self.parts, layout.token_ids, layout.depth, context)
+        self.router_logits = context.router_logits
+        return found
 
     def _read(self, above: int, rows: np.ndarray) -> GatewayRead:
         first, last = int(rows[0]), int(rows[-1])

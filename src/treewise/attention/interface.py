@@ -57,6 +57,7 @@ class TreeContext:
     impl: `reference`, `cascade` or `flex`. may_fall_back: layers that `impl` cannot run use the reference, said once.
     reads: gateway rows in front of the own keys. writes: the gateway to fill. injects: the gateway whose collected
     gradients join the backward. is_done: the forward is over; what calls attention now recomputes.
+    router_logits: where wanted, what the forward's routers gave, a tensor [T, E] for each layer that has one.
     rows: what recurrent layers follow; needed by models that have some.
     """
 
@@ -68,6 +69,8 @@ class TreeContext:
     injects: Gateway | None = None
     rows: "TreeRows | None" = None
     is_done: bool = False
+    wants_router_logits: bool = False
+    router_logits: tuple[torch.Tensor, ...] = ()
     _num_calls: dict[nn.Module, int] = field(default_factory=dict)
 
     def empty_mask(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -260,7 +260,12 @@ def share_prefixes(
     if not min_ratio >= 0:
         raise ConfigError(f"min_ratio={min_ratio} must not be negative.")
     outer = _unwrapped(model)
-    TreeEngine(outer, max_tokens, attention, check=False)  # refuses what PEFT adds around the base model
+    engine = TreeEngine(outer, max_tokens, attention, check=False)  # refuses what PEFT adds around the base model
+    if engine.routing_rule is not None:
+        raise UnsupportedModelError(
+            f"{type(outer).__name__} asks for its routing loss (output_router_logits=True), which share_prefixes does "
+            "not hand to TRL; turn it off, or train with TreeTrainer."
+        )
     base: nn.Module = outer.get_base_model() if _is_peft(outer) else outer  # type: ignore[operator]
     sharing = Sharing(base, TreeEngine(base, max_tokens, attention), min_ratio)
     if has_fused_head(base.forward):
