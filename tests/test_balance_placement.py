@@ -199,3 +199,20 @@ def test_bad_calls_are_refused():
 
 def test_imbalance_is_the_slowest_over_the_mean():
     assert Placement(np.zeros(1, dtype=np.int64), np.array([3.0, 1.0]), 2.0).imbalance == 1.5
+
+
+@given(st.lists(st.integers(2, 300), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 64))
+def test_mixed_lengths_never_exceed_the_budget(lengths, num_ranks, max_tokens):
+    rng = np.random.default_rng(0)
+    # A long tail: every seventh sample is ten times as long.
+    rows = [Trajectory(rng.integers(0, 9, length * (10 if length % 7 == 0 else 1))) for length in lengths]
+    samples_alone = [Forest.from_trajectories([row]) for row in rows]
+    found = place(samples_alone, num_ranks, COST, max_tokens=max_tokens)
+    num_tokens = 0
+    for rank in range(num_ranks):
+        share = share_of(samples_alone, found, rank)
+        if share:
+            made = plan(share, max_tokens)
+            assert max(live for _, live in made.timeline) <= max_tokens
+            num_tokens += made.forest.num_tokens
+    assert num_tokens == sum(map(len, rows))  # nothing is dropped or cut off

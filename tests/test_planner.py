@@ -215,6 +215,15 @@ def test_a_path_of_a_million_tokens():
     assert made.num_computed_tokens == 2_000_000 - 4096 - made.num_held_tokens
 
 
+def test_ancestors_of_a_long_path_are_one_span():
+    made = plan(Forest.from_trajectories([Trajectory(np.arange(100_000))]), 10, hold="never")
+    assert made.num_micro_batches == 10_000
+    assert made.ancestors.spans(9_999) == [(0, 9_999)]
+    assert made.ancestors[-1][-3:] == (9_996, 9_997, 9_998)
+    assert made.ancestors[2:4] == [(0, 1), (0, 1, 2)]
+    assert len(made.ancestors) == 10_000
+
+
 def test_a_comb_of_100_000_forks():
     depth = 100_000
     parents = np.array([-1, *range(depth - 1), *range(depth)])

@@ -27,6 +27,10 @@ def best_owners(leaves: Leaves, num_ranks: int) -> np.ndarray:
     """[L] int64, the rank of each leaf, so that the slowest rank is as fast as this search finds."""
     bound = lower_bound(leaves, num_ranks)
     at_most = bound + int(bound * GOOD_ENOUGH)
+    # Whole trees where that will do: nothing is computed twice, and where one path takes longest, the rest is even.
+    uncut = improved(leaves, longest_first(leaves, num_ranks), at_most, most_moves=0)
+    if loads_of(leaves, uncut, num_ranks).max() <= at_most:
+        return uncut
     best = improved(leaves, multifit(leaves, num_ranks), at_most)
     score = _score(leaves, best, num_ranks)
     rng = np.random.default_rng(0)
@@ -88,10 +92,10 @@ def loads_of(leaves: Leaves, owners: np.ndarray, num_ranks: int) -> np.ndarray:
     return loads
 
 
-def improved(leaves: Leaves, runs: Runs, at_most: int) -> np.ndarray:
+def improved(leaves: Leaves, runs: Runs, at_most: int, most_moves: int | None = None) -> np.ndarray:
     """[L] int64, owners after local search from a first placement; ends where the slowest rank is at `at_most`."""
     search = _Search(leaves, runs)
-    moves_left = 400 + 8 * len(runs)
+    moves_left = 400 + 8 * len(runs) if most_moves is None else most_moves
     while moves_left and search.loads.max() > at_most and search.improve_slowest():
         moves_left -= 1
     return search.owners

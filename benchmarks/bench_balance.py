@@ -1,0 +1,306 @@
+"""How even ranks are, predicted: placements of real tree shapes, and mixed lengths under a memory limit.
+
+Seconds are predicted by one cost model for all contestants: FLOPs of a 1.7B model at a fixed rate, so the results are
+the same on every machine; only the time of placing is measured.
+
+    python benchmarks/bench_balance.py
+
+Placements of batches of real trees, every contestant's loads by the work of its ranks' own plans:
+
+    round robin      trees in turn
+    flat, longest first   whole trees by flat tokens, the largest to the rank with the least
+    tree, longest first   the same by tree tokens
+    contiguous cut   all trajectories in depth-first order, cut into runs at the least common capacity (as AReaL-DTA
+                     balances data-parallel ranks)
+    treewise         `balance.place`
+
+Mixed lengths: samples without shared prefixes, most short, few very long, on 8 ranks with a limit of tokens:
+
+    sorted           samples by length, cut into padded batches
+    packed           best fit decreasing without padding
+    treewise         `balance.place`, then each rank's plan
+"""
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+from common import save
+from tree_shapes import forest_of, recorded
+
+from treewise.balance import CostModel, Placement, merged, part_of, passes_of, place, slots_of, work_of
+from treewise.balance.costs import PAIR_FORWARD_SHARE
+from treewise.balance.leaves import Leaves, leaves_of
+from treewise.forest import Forest
+from treewise.merging import chain_nodes
+from treewise.packing import best_fit
+from treewise.partition import FORWARD_SHARE
+from treewise.planner import BACKWARD, FORWARD, HOLD, Plan, plan
+
+# 1.7B parameters, 28 layers of width 2048; forward and backward.
+COST = CostModel.from_flops(flops_per_token=6 * 1.7e9, flops_per_pair=3.5 * 4 * 2048 * 28, flops_per_second=2e14)
+MAX_TOKENS = 16_384
+NUM_DRAWS = 5
+MIXED_RANKS, MIXED_LIMIT, MIXED_SAMPLES = 8, 8_192, 256
+
+Owners = np.ndarray  # [N] the rank of each trajectory, of all forests one after the other
+
+
+def main() -> None:
+    trees = [forest for _, forest in recorded()]
+    short = [forest for forest in trees if forest.path_lengths.max() <= MAX_TOKENS]
+    rows: list[dict[str, Any]] = []
+    for name, pool in (("all", trees), (f"paths up to {MAX_TOKENS:,}", short)):
+        for num_trees in (32, 128, 512):
+            for num_ranks in (4, 8, 16, 32, 64):
+                rows.append(placements(name, pool, num_trees, num_ranks))
+                print_placements(rows[-1])
+    rows.append(large_step(short))
+    print(rows[-1])
+    rows += [mixed_lengths(seed) for seed in range(NUM_DRAWS)]
+    for row in rows[-NUM_DRAWS:]:
+        print(row)
+    print("written to", save("balance", rows))
+
+
+# -- placements -------------------------------------------------------------------------------------------------------
+
+
+def placements(name: str, pool: Sequence[Forest], num_trees: int, num_ranks: int) -> dict[str, Any]:
+    """Medians and worst cases over several draws of a batch: slowest rank over the bound, and over the mean."""
+    over_bound: dict[str, list[float]] = {}
+    over_mean, slots, is_path_bound = [], [], []
+    for draw in range(NUM_DRAWS):
+        rng = np.random.default_rng([num_trees, draw])
+        chosen = [pool[index] for index in rng.choice(len(pool), num_trees, replace=False)]
+        found = place(chosen, num_ranks, COST, max_tokens=MAX_TOKENS)
+        leaves = leaves_of(chosen, COST, MAX_TOKENS)
+        for contestant, owners in contestants(chosen, leaves, num_ranks, found).items():
+            plans = [planned(chosen, owners, rank) for rank in range(num_ranks)]
+            seconds = np.array([COST.seconds(work_of(each)) if each else 0.0 for each in plans])
+            over_bound.setdefault(contestant, []).append(float(seconds.max() / found.bound_seconds))
+            if contestant == "treewise":
+                over_mean.append(float(seconds.max() / seconds.mean()))
+                own = [passes_of(each) for each in plans]
+                slots.append(len(merged(own)) / max(map(len, own)))
+        is_path_bound.append(bool(found.bound_seconds > leaves.below[-1] * leaves.seconds_per_unit / num_ranks * 1.001))
+    return {
+        "part": "placement",
+        "trees": name,
+        "num_trees": num_trees,
+        "num_ranks": num_ranks,
+        "draws_bound_by_one_path": sum(is_path_bound),
+        "slowest_over_bound": {key: {"median": median(value), "max": max(value)} for key, value in over_bound.items()},
+        "slowest_over_mean": {"median": median(over_mean), "max": max(over_mean)},
+        "slowest_over_mean_where_no_path_bounds": [
+            value for value, is_bound in zip(over_mean, is_path_bound, strict=True) if not is_bound
+        ],
+        "common_steps_over_longest": {"median": median(slots), "max": max(slots)},
+    }
+
+
+def contestants(forests: Sequence[Forest], leaves: Leaves, num_ranks: int, found: Placement) -> dict[str, Owners]:
+    counts = [forest.num_trajectories for forest in forests]
+    flat = longest_first([forest.num_flat_tokens for forest in forests], num_ranks)
+    tree = longest_first([forest.num_tokens for forest in forests], num_ranks)
+    return {
+        "round robin": np.repeat(np.arange(len(forests)) % num_ranks, counts),
+        "flat, longest first": np.repeat(flat, counts),
+        "tree, longest first": np.repeat(tree, counts),
+        "contiguous cut": contiguous(leaves, num_ranks)[leaves.of_trajectory],
+        "treewise": found.rank_of_trajectory,
+    }
+
+
+def longest_first(sizes: Sequence[int], num_ranks: int) -> np.ndarray:
+    loads, owner = np.zeros(num_ranks), np.zeros(len(sizes), dtype=np.int64)
+    for index in np.argsort(-np.array(sizes), kind="stable"):
+        owner[index] = loads.argmin()
+        loads[owner[index]] += sizes[index]
+    return owner
+
+
+def contiguous(leaves: Leaves, num_ranks: int) -> np.ndarray:
+    """[L] the rank of each leaf, at the least capacity at which greedy runs over all leaves in order do."""
+    low, high = int(leaves.path.max()), int(leaves.below[-1]) + int(leaves.again.sum())
+
+    def cut(capacity: int) -> np.ndarray | None:
+        owners, begin = np.zeros(len(leaves.new), dtype=np.int64), 0
+        for rank in range(num_ranks):
+            reach = leaves.below[begin] + capacity - leaves.again[begin]
+            end = int(np.searchsorted(leaves.below, reach, side="right")) - 1
+            owners[begin:end] = rank
+            begin = end
+            if begin == len(leaves.new):
+                return owners
+        return None
+
+    while high - low > max(1, low // 10_000):
+        middle = (low + high) // 2
+        low, high = (low, middle) if cut(middle) is not None else (middle, high)
+    owners = cut(high)
+    assert owners is not None
+    return owners
+
+
+def planned(forests: Sequence[Forest], owners: Owners, rank: int) -> Plan | None:
+    """One rank's plan."""
+    bounds = np.cumsum([forest.num_trajectories for forest in forests])[:-1]
+    parts = [
+        part_of(forest, np.flatnonzero(own == rank))
+        for forest, own in zip(forests, np.split(owners, bounds), strict=True)
+        if (own == rank).any()
+    ]
+    return plan(parts, MAX_TOKENS) if parts else None
+
+
+def print_placements(row: dict[str, Any]) -> None:
+    figures = ", ".join(f"{key} {value['median']:.3f}" for key, value in row["slowest_over_bound"].items())
+    print(
+        f"{row['trees']}: {row['num_trees']} trees, {row['num_ranks']} ranks, slowest / bound: {figures} "
+        f"(worst {row['slowest_over_bound']['treewise']['max']:.3f}); / mean {row['slowest_over_mean']['median']:.3f}; "
+        f"common steps / longest {row['common_steps_over_longest']['median']:.2f}",
+        flush=True,
+    )
+
+
+def large_step(pool: Sequence[Forest]) -> dict[str, Any]:
+    """10,000 trees over 1,024 ranks, which a rank must place while it computes a step."""
+    rng = np.random.default_rng(0)
+    chosen = [pool[index].segments for index in rng.choice(len(pool), 10_000)]
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        found = place(chosen, 1024, COST, max_tokens=MAX_TOKENS)
+        seconds.append(time.perf_counter() - started)
+    return {
+        "part": "large step",
+        "num_trees": 10_000,
+        "num_ranks": 1024,
+        "seconds_of_placing": median(seconds),
+        "slowest_over_bound": float(found.seconds.max() / found.bound_seconds),
+        "slowest_over_mean": found.imbalance,
+    }
+
+
+# -- mixed lengths ----------------------------------------------------------------------------------------------------
+
+
+def mixed_lengths(seed: int) -> dict[str, Any]:
+    """One step of samples of which nearly all are short; what each way of batching costs and how much it holds."""
+    lengths = long_tailed(np.random.default_rng(seed))
+    by_rank = {
+        "sorted": dealt(sorted_batches(lengths)),
+        "packed": dealt([[int(lengths[item]) for item in items] for items in packed(lengths)]),
+    }
+    result = {name: flat_figures(batches, is_padded=name == "sorted") for name, batches in by_rank.items()}
+    return {
+        "part": "mixed lengths",
+        "seed": seed,
+        "limit": MIXED_LIMIT,
+        "longest": int(lengths.max()),
+        "share_below_4096": float((lengths < 4096).mean()),
+        "tokens": int(lengths.sum()),
+        "treewise": tree_figures(lengths),
+        **result,
+    }
+
+
+def long_tailed(rng: np.random.Generator) -> np.ndarray:
+    """Lengths like those of chat data: a log-normal body, and one sample in fifty from a Pareto tail up to 131,072."""
+    body = rng.lognormal(np.log(500), 0.9, MIXED_SAMPLES)
+    tail = 4096 * (1 + rng.pareto(0.8, MIXED_SAMPLES))
+    lengths = np.where(rng.random(MIXED_SAMPLES) < 0.02, tail, body)
+    return np.clip(lengths, 16, 131_072).astype(np.int64)
+
+
+def sorted_batches(lengths: np.ndarray) -> list[list[int]]:
+    """Samples by length, as many a batch as fit when padded to the longest; one that does not fit is alone."""
+    batches: list[list[int]] = []
+    for length in np.sort(lengths)[::-1].tolist():
+        if batches and (len(batches[-1]) + 1) * batches[-1][0] <= MIXED_LIMIT:
+            batches[-1].append(length)
+        else:
+            batches.append([length])
+    return batches
+
+
+def packed(lengths: np.ndarray) -> list[list[int]]:
+    """Best fit decreasing; a sample beyond the limit is alone."""
+    fits = np.flatnonzero(lengths <= MIXED_LIMIT)
+    bins = best_fit(lengths[fits].tolist(), MIXED_LIMIT)
+    alone = [[int(item)] for item in np.flatnonzero(lengths > MIXED_LIMIT)]
+    return alone + [fits[items].tolist() for items in bins]
+
+
+def dealt(batches: list[list[int]]) -> list[list[list[int]]]:
+    """Batches to ranks in turn, the largest first, so that those that run side by side are alike."""
+    ordered = sorted(batches, key=lambda batch: -sum(length * length for length in batch))
+    return [ordered[rank::MIXED_RANKS] for rank in range(MIXED_RANKS)]
+
+
+def flat_figures(by_rank: list[list[list[int]]], is_padded: bool) -> dict[str, float]:
+    def computed(batch: list[int]) -> list[int]:
+        return [max(batch)] * len(batch) if is_padded else batch
+
+    def seconds(batch: list[int]) -> float:
+        pairs = sum(length * (length + 1) / 2 for length in computed(batch))
+        return priced(sum(computed(batch)), pairs) + COST.seconds_per_micro_batch
+
+    own = [[seconds(batch) for batch in batches] for batches in by_rank]
+    tokens = [sum(computed(batch)) for batches in by_rank for batch in batches]
+    return figures(own, tokens, sum(tokens))
+
+
+def tree_figures(lengths: np.ndarray) -> dict[str, float]:
+    """The same for plans: each step of the common sequence takes as long as its slowest rank."""
+    samples = [forest_of(chain_nodes(np.array([-1]), np.array([n]), np.array([0]), np.array([0]))[0]) for n in lengths]
+    found = place(samples, MIXED_RANKS, COST, max_tokens=MIXED_LIMIT)
+    plans = []
+    for rank in range(MIXED_RANKS):
+        share = [forest for forest, own in zip(samples, found.rank_of_trajectory, strict=True) if own == rank]
+        plans.append(plan(share, MIXED_LIMIT) if share else None)
+    own = [passes_of(each) for each in plans]
+    common = merged(own)
+    seconds = []
+    for each, passes in zip(plans, own, strict=True):
+        slots = slots_of(passes, common)
+        seconds.append([0.0 if slot.own_step is None else step_seconds(each, slot.own_step) for slot in slots])
+    live = [tokens for each in plans if each for _, tokens in each.timeline]
+    computed = sum(each.num_computed_tokens for each in plans if each)
+    return figures(seconds, live, computed)
+
+
+def step_seconds(made: Plan | None, number: int) -> float:
+    assert made is not None
+    step = made.schedule[number]
+    batch = made.micro_batches[step.micro_batch]
+    pairs = float((made.forest.depth[batch.positions()].astype(np.int64) + 1).sum())
+    forward = priced(FORWARD_SHARE * batch.num_tokens, PAIR_FORWARD_SHARE * pairs)
+    whole = priced(batch.num_tokens, pairs)
+    if step.action in (FORWARD, HOLD):
+        return forward + COST.seconds_per_micro_batch
+    return whole - forward if step.action == BACKWARD else whole + COST.seconds_per_micro_batch
+
+
+def priced(tokens: float, pairs: float) -> float:
+    return COST.seconds_per_token * tokens + COST.seconds_per_pair * pairs
+
+
+def figures(seconds: list[list[float]], live: Sequence[int], computed: int) -> dict[str, float]:
+    """Seconds of a step in lockstep (each step as long as its slowest rank) and of the slowest rank alone."""
+    longest = max(map(len, seconds))
+    padded = np.array([own + [0.0] * (longest - len(own)) for own in seconds])
+    return {
+        "seconds_in_lockstep": float(padded.max(axis=0).sum()),
+        "seconds_of_slowest": float(padded.sum(axis=1).max()),
+        "most_live_tokens": int(max(live)),
+        "steps_over_limit": sum(tokens > MIXED_LIMIT for tokens in live),
+        "computed_tokens": int(computed),
+    }
+
+
+if __name__ == "__main__":
+    main()
