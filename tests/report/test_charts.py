@@ -93,3 +93,9 @@ def test_steps_hold_their_value_and_are_filled_to_zero() -> None:
     assert "H" in chart.lines[0].path
     assert chart.lines[0].path.endswith("Z")
     assert chart.y_range[0] == 0
+
+
+def test_no_two_ticks_have_the_same_label() -> None:
+    chart = line_chart([("share ratio", [1, 2], [2.2857, 2.2898])], "Share ratio", "step", "flat / tree")
+    labels = [label for _, label in chart.y_ticks]
+    assert len(set(labels)) == len(labels) > 2

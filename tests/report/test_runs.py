@@ -20,9 +20,9 @@ HISTORY = [
 ]
 
 
-def write_run(folder: Path, history: list[dict], step: int = 2) -> Path:
+def write_run(folder: Path, history: list[dict], step: int = 2, flops: float = 0.0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    TrainerState(log_history=history, global_step=step, max_steps=2, epoch=1.0).save_to_json(
+    TrainerState(log_history=history, global_step=step, max_steps=2, epoch=1.0, total_flos=flops).save_to_json(
         str(folder / "trainer_state.json")
     )
     return folder
@@ -35,7 +35,7 @@ def test_series_have_their_steps_units_and_charts(tmp_path: Path) -> None:
     assert series["loss"].values == (3.0, 2.0)
     assert series["eval_loss"].chart == "loss"
     assert series["tokens_per_second_tree"].unit == "tokens per second"
-    assert series["eval_runtime"].unit == "seconds"
+    assert "eval_runtime" not in series
     assert run.is_finished
     assert run.summary["train_runtime"] == 12.5
     assert "efficiency" in run.absent
@@ -82,3 +82,15 @@ def test_what_is_no_run_is_named(tmp_path: Path, content: str | None) -> None:
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         read_run(tmp_path / "none")
+
+
+def test_arithmetic_speed_follows_from_the_totals(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", HISTORY, flops=2100 * 5e9))
+    (found,) = [each for each in run.series if each.key == "arithmetic"]
+    assert found.values == pytest.approx((225 * 5e-3, 200 * 5e-3))
+
+
+def test_memory_is_drawn_in_gib(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", [{"loss": 1.0, "memory_bytes": 3 * 2**30, "step": 1}]))
+    assert "memory" not in run.absent
+    assert [(each.unit, each.values) for each in run.series if each.chart == "memory"] == [("GiB", (3.0,))]

@@ -153,6 +153,7 @@ def test_logs_tell_throughput_and_ratio(make_trainer, trees):
     assert entry["share_ratio"] > 1
     assert entry["tokens_per_second_flat"] > entry["tokens_per_second_tree"] > 0
     assert {"loss", "grad_norm", "learning_rate", "tree_tokens"} <= set(entry)
+    assert entry["memory_bytes"] > 2**20
 
 
 def test_derived_numbers_are_printed_before_the_first_step(make_trainer, trees, capsys):

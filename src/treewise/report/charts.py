@@ -4,7 +4,7 @@ Nothing here is text of the data: labels are numbers and words of ours, and the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -148,8 +148,8 @@ def line_chart(
         title,
         x_label,
         y_label,
-        tuple((to_x(tick), _short(tick)) for tick in nice_ticks(x_low, x_high)),
-        tuple((to_y(tick), _short(tick)) for tick in y_ticks),
+        _labelled(nice_ticks(x_low, x_high), to_x),
+        _labelled(y_ticks, to_y),
         f"{title} by {x_label}: {described}.",
         (x_low, x_high),
         (y_low, y_high),
@@ -179,7 +179,7 @@ def _count_axis(largest: int) -> tuple[float, list[float]]:
     return max(ticks[-1], 1.0), ticks
 
 
-def _scale(low: float, high: float, first: float, last: float, is_logarithmic: bool) -> Any:
+def _scale(low: float, high: float, first: float, last: float, is_logarithmic: bool) -> Callable[[float], float]:
     if is_logarithmic:
         low, high = math.log(low), math.log(high)
 
@@ -214,6 +214,16 @@ def _thinned(xs: np.ndarray, ys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     kept = {int(column[extreme]) for column in columns for extreme in (ys[column].argmin(), ys[column].argmax())}
     order = np.array(sorted(kept | {0, len(xs) - 1}))
     return xs[order], ys[order]
+
+
+def _labelled(ticks: Sequence[float], place: Callable[[float], float]) -> tuple[Tick, ...]:
+    """Ticks with labels, no two of which are the same."""
+    labels = [_short(tick) for tick in ticks]
+    digits = 4
+    while len(set(labels)) < len(labels) and digits < 16:
+        labels = [f"{tick:,.{digits}g}" for tick in ticks]
+        digits += 1
+    return tuple((place(tick), label) for tick, label in zip(ticks, labels, strict=True))
 
 
 def _short(value: float) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,13 +23,15 @@ KNOWN = {
     "share_ratio": ("share ratio", "share ratio", "flat tokens / tree tokens"),
     "leaf_ratio": ("share ratio", "leaf ratio", "flat tokens / tree tokens"),
     "efficiency": ("efficiency", "efficiency", "speed-up / FLOP bound"),
+    "arithmetic": ("arithmetic", "linear layers", "TFLOP per second"),
+    "memory_bytes": ("memory", "in use", "GiB"),
     "tree_tokens": ("tree tokens", "tree tokens", "tokens"),
     "grad_norm": ("gradient norm", "gradient norm", "norm"),
     "learning_rate": ("learning rate", "learning rate", "per step"),
 }
 _UNITS = {"bytes": "bytes", "gib": "GiB", "seconds": "seconds", "tokens": "tokens", "runtime": "seconds"}
-_NOT_DRAWN = ("step", "epoch", "total_flos")
-_FIRST = ("loss", "speed", "share ratio", "efficiency", "memory")
+_NOT_DRAWN = re.compile("step|epoch|total_flos|.*_runtime|.*_(samples|steps)_per_second")
+_FIRST = ("loss", "speed", "share ratio", "efficiency", "memory", "arithmetic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,8 @@ def read_run(folder: str | Path) -> RunReport:
         raise ConfigError(f"{state_file}: not the log of a run ({error}).") from None
     # The last entry holds totals of the whole run, under keys of their own.
     totals = [entry for entry in history if "train_runtime" in entry]
-    series = _series([entry for entry in history if "train_runtime" not in entry])
+    steps = [entry for entry in history if "train_runtime" not in entry]
+    series = _series(steps, _flops_per_token(state, steps))
     have = {each.chart for each in series}
     summary = {key: value for key, value in (totals[-1] if totals else {}).items() if _is_number(value)}
     return RunReport(
@@ -104,7 +108,7 @@ def read_run(folder: str | Path) -> RunReport:
         is_finished=bool(totals) or (0 < max_steps <= num_steps),
         series=tuple(series),
         summary=summary,
-        absent=tuple(name for name in _FIRST if name not in have),
+        absent=tuple(name for name in _FIRST[:5] if name not in have),
         num_not_finite=sum(_is_not_finite(value) for entry in history for value in entry.values()),
         config=_config(run),
     )
@@ -121,15 +125,27 @@ def _state_file(run: Path) -> Path:
     return max(found, key=lambda path: int(path.parent.name.rpartition("-")[2]))
 
 
-def _series(history: list[dict[str, Any]]) -> list[Series]:
+def _flops_per_token(state: dict[str, Any], history: list[dict[str, Any]]) -> float | None:
+    """FLOPs of the linear layers per tree token, from the sums that the trainer keeps; None where it kept none."""
+    tokens = sum(entry["tree_tokens"] for entry in history if _is_number(entry.get("tree_tokens")))
+    flops = state.get("total_flos")
+    return float(flops) / tokens if _is_number(flops) and flops and tokens else None
+
+
+def _series(history: list[dict[str, Any]], flops_per_token: float | None) -> list[Series]:
     points: dict[str, dict[int, float]] = {}
     for entry in history:
         step = entry.get("step")
         if not isinstance(step, int):
             continue
         for key, value in entry.items():
-            if key not in _NOT_DRAWN and _is_number(value):
+            if _is_number(value) and not _NOT_DRAWN.fullmatch(str(key)):
                 points.setdefault(str(key), {})[step] = float(value)  # a step logged again replaces itself
+    speed = points.get("tokens_per_second_tree", {})
+    if flops_per_token is not None:
+        points["arithmetic"] = {step: value * flops_per_token / 1e12 for step, value in speed.items()}
+    if "memory_bytes" in points:
+        points["memory_bytes"] = {step: value / 2**30 for step, value in points["memory_bytes"].items()}
     made = []
     for key, values in points.items():
         chart, label, unit = KNOWN.get(key) or _described(key)

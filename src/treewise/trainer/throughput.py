@@ -1,8 +1,10 @@
-"""Tokens per second of a run, as its logs show them."""
+"""Tokens per second and memory of a run, as its logs show them."""
 
 import time
 from typing import Any
 
+import psutil
+import torch
 from transformers import TrainerCallback
 
 from treewise.engine import StepOutput
@@ -39,4 +41,12 @@ class Throughput(TrainerCallback):
             "tokens_per_second_tree": round(tree_tokens / seconds, 1),
             "share_ratio": round(flat_tokens / max(1.0, tree_tokens), 4),
             "tree_tokens": tree_tokens,
+            "memory_bytes": float(memory_in_use()),
         }
+
+
+def memory_in_use() -> int:
+    """Bytes of this rank: the peak of its GPU since the run began, or what the process holds now on a CPU."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return int(psutil.Process().memory_info().rss)
