@@ -89,6 +89,17 @@ def test_text_beside_ids_is_compared_and_may_be_required_to_agree(write, tokeniz
         load_trees(path, tokenizer, options=RenderOptions(on_drift="error"))
 
 
+def test_messages_that_cannot_be_rendered_do_not_harm_the_ids(write, tokenizer):
+    path = write(row([1, 2], [3], messages=[{"role": "poet", "content": "x"}]))
+    dataset = load_trees(path, tokenizer)
+    assert dataset[0].trajectories[0].token_ids.tolist() == [1, 2, 3]
+    assert "role 'poet'" in dataset.report.warnings[0]
+    assert "not compared" in dataset.report.warnings[0]
+    assert dataset.report.num_compared == 0
+    with pytest.raises(DataError, match="role 'poet'"):
+        load_trees(path, tokenizer, options=RenderOptions(on_drift="error"))
+
+
 def test_ends_of_a_declared_tree_have_rewards_and_rollouts(write):
     nodes = [
         {"token_ids": [1, 2], "loss_weights": 0},

@@ -64,7 +64,10 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
     """The model's tokenizer. Without `required`, a folder that holds none gives None: token rows need no tokenizer."""
     from transformers import AutoTokenizer
 
-    folder, gguf_file = locate(name, gguf_file)
+    if gguf_file is None and _has_tokenizer(Path(name).expanduser()):
+        folder = str(Path(name).expanduser())  # which need not hold a model
+    else:
+        folder, gguf_file = locate(name, gguf_file)
     if not required and gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder)):
         return None
     with _named_errors(name):

@@ -191,11 +191,17 @@ class RecordReader:
         plain = _plain_text(record)
         if self.tokenizer is None or ("messages" not in record and plain is None):
             return
-        if "messages" in record:
-            talk = self._template.prepare(clean_conversation(record["messages"], place), place)
-            text = self._template.render([talk.messages], find_tools(record, data_file, place), False, place)[0]
-        else:
-            text = plain or ""
+        try:
+            if "messages" in record:
+                talk = self._template.prepare(clean_conversation(record["messages"], place), place)
+                text = self._template.render([talk.messages], find_tools(record, data_file, place), False, place)[0]
+            else:
+                text = plain or ""
+        except DataError as error:  # the ids are sound all the same
+            if self.options.on_drift == "error":
+                raise
+            result.warnings.append(f"{error} So its text was not compared with its token ids, which are trained.")
+            return
         result.is_compared = True
         found = token_rows.drift_warning(
             result.rows[0].token_ids, text, self._template.encoder, place, "messages" not in record

@@ -13,7 +13,6 @@ from treewise.data.values import flat_list, number_list
 from treewise.errors import DataError
 from treewise.trajectory import Trajectory
 
-
 # Names of the same thing elsewhere. Passed over, they would change what is trained.
 OTHER_NAMES = {
     "loss_mask": "loss_weights",
@@ -137,9 +136,7 @@ def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, place: str, 
             f"{place}: token_ids has {len(sampled)} tokens but its messages render to {len(rendered)}; "
             "the text is incomplete. The ids are trained as they are."
         )
-    decode = encoder.tokenizer.decode
-    was = decode(sampled[at : at + 3].tolist())
-    now = decode(rendered[at : at + 3].tolist())
+    was, now = (encoder.tokenizer.decode([int(ids[at])]) for ids in (sampled, rendered))
     return (
         f"{place}: retokenisation drift at token {at}: sampled {int(sampled[at])} ({shown(was)}), the text gives "
         f"{int(rendered[at])} ({shown(now)}). The sampled ids are trained; check the tokenizer if this is early."
