@@ -14,7 +14,8 @@ Placements of batches of real trees, every contestant's loads by the work of its
                      balances data-parallel ranks)
     treewise         `balance.place`
 
-Mixed lengths: samples without shared prefixes, most short, few very long, on 8 ranks with a limit of tokens:
+Mixed lengths: samples without shared prefixes, most short, few very long, on 8 ranks, with a limit of tokens that many
+samples exceed, and with one that none does:
 
     sorted           samples by length, cut into padded batches
     packed           best fit decreasing without padding
@@ -59,9 +60,11 @@ def main() -> None:
                 print_placements(rows[-1])
     rows.append(large_step(short))
     print(rows[-1])
-    rows += [mixed_lengths(seed) for seed in range(NUM_DRAWS)]
-    for row in rows[-NUM_DRAWS:]:
-        print(row)
+    for seed in range(NUM_DRAWS):
+        lengths = long_tailed(np.random.default_rng(seed))
+        for limit in (MIXED_LIMIT, int(lengths.max())):
+            rows.append(mixed_lengths(lengths, limit))
+            print(rows[-1])
     print("written to", save("balance", rows))
 
 
@@ -188,23 +191,24 @@ def large_step(pool: Sequence[Forest]) -> dict[str, Any]:
 # -- mixed lengths ----------------------------------------------------------------------------------------------------
 
 
-def mixed_lengths(seed: int) -> dict[str, Any]:
-    """One step of samples of which nearly all are short; what each way of batching costs and how much it holds."""
-    lengths = long_tailed(np.random.default_rng(seed))
+def mixed_lengths(lengths: np.ndarray, limit: int) -> dict[str, Any]:
+    """One step of samples of which nearly all are short; what each way of batching costs and how much it holds.
+
+    Under a limit below the longest sample, sorted and packed batches break it: they have no way to cut a sample.
+    """
     by_rank = {
-        "sorted": dealt(sorted_batches(lengths)),
-        "packed": dealt([[int(lengths[item]) for item in items] for items in packed(lengths)]),
+        "sorted": dealt(sorted_batches(lengths, limit)),
+        "packed": dealt([lengths[items].tolist() for items in packed(lengths, limit)]),
     }
-    result = {name: flat_figures(batches, is_padded=name == "sorted") for name, batches in by_rank.items()}
+    result = {name: flat_figures(batches, limit, is_padded=name == "sorted") for name, batches in by_rank.items()}
     return {
         "part": "mixed lengths",
-        "seed": seed,
-        "limit": MIXED_LIMIT,
+        "limit": limit,
         "longest": int(lengths.max()),
         "share_below_4096": float((lengths < 4096).mean()),
         "tokens": int(lengths.sum()),
-        "treewise": tree_figures(lengths),
         **result,
+        "treewise": tree_figures(lengths, limit),
     }
 
 
@@ -216,22 +220,22 @@ def long_tailed(rng: np.random.Generator) -> np.ndarray:
     return np.clip(lengths, 16, 131_072).astype(np.int64)
 
 
-def sorted_batches(lengths: np.ndarray) -> list[list[int]]:
+def sorted_batches(lengths: np.ndarray, limit: int) -> list[list[int]]:
     """Samples by length, as many a batch as fit when padded to the longest; one that does not fit is alone."""
     batches: list[list[int]] = []
     for length in np.sort(lengths)[::-1].tolist():
-        if batches and (len(batches[-1]) + 1) * batches[-1][0] <= MIXED_LIMIT:
+        if batches and (len(batches[-1]) + 1) * batches[-1][0] <= limit:
             batches[-1].append(length)
         else:
             batches.append([length])
     return batches
 
 
-def packed(lengths: np.ndarray) -> list[list[int]]:
+def packed(lengths: np.ndarray, limit: int) -> list[list[int]]:
     """Best fit decreasing; a sample beyond the limit is alone."""
-    fits = np.flatnonzero(lengths <= MIXED_LIMIT)
-    bins = best_fit(lengths[fits].tolist(), MIXED_LIMIT)
-    alone = [[int(item)] for item in np.flatnonzero(lengths > MIXED_LIMIT)]
+    fits = np.flatnonzero(lengths <= limit)
+    bins = best_fit(lengths[fits].tolist(), limit)
+    alone = [[int(item)] for item in np.flatnonzero(lengths > limit)]
     return alone + [fits[items].tolist() for items in bins]
 
 
@@ -241,7 +245,7 @@ def dealt(batches: list[list[int]]) -> list[list[list[int]]]:
     return [ordered[rank::MIXED_RANKS] for rank in range(MIXED_RANKS)]
 
 
-def flat_figures(by_rank: list[list[list[int]]], is_padded: bool) -> dict[str, float]:
+def flat_figures(by_rank: list[list[list[int]]], limit: int, is_padded: bool) -> dict[str, float]:
     def computed(batch: list[int]) -> list[int]:
         return [max(batch)] * len(batch) if is_padded else batch
 
@@ -251,17 +255,17 @@ def flat_figures(by_rank: list[list[list[int]]], is_padded: bool) -> dict[str, f
 
     own = [[seconds(batch) for batch in batches] for batches in by_rank]
     tokens = [sum(computed(batch)) for batches in by_rank for batch in batches]
-    return figures(own, tokens, sum(tokens))
+    return figures(own, tokens, sum(tokens), limit)
 
 
-def tree_figures(lengths: np.ndarray) -> dict[str, float]:
+def tree_figures(lengths: np.ndarray, limit: int) -> dict[str, float]:
     """The same for plans: each step of the common sequence takes as long as its slowest rank."""
     samples = [forest_of(chain_nodes(np.array([-1]), np.array([n]), np.array([0]), np.array([0]))[0]) for n in lengths]
-    found = place(samples, MIXED_RANKS, COST, max_tokens=MIXED_LIMIT)
+    found = place(samples, MIXED_RANKS, COST, max_tokens=limit)
     plans = []
     for rank in range(MIXED_RANKS):
         share = [forest for forest, own in zip(samples, found.rank_of_trajectory, strict=True) if own == rank]
-        plans.append(plan(share, MIXED_LIMIT) if share else None)
+        plans.append(plan(share, limit) if share else None)
     own = [passes_of(each) for each in plans]
     common = merged(own)
     seconds = []
@@ -270,7 +274,7 @@ def tree_figures(lengths: np.ndarray) -> dict[str, float]:
         seconds.append([0.0 if slot.own_step is None else step_seconds(each, slot.own_step) for slot in slots])
     live = [tokens for each in plans if each for _, tokens in each.timeline]
     computed = sum(each.num_computed_tokens for each in plans if each)
-    return figures(seconds, live, computed)
+    return figures(seconds, live, computed, limit)
 
 
 def step_seconds(made: Plan | None, number: int) -> float:
@@ -289,7 +293,7 @@ def priced(tokens: float, pairs: float) -> float:
     return COST.seconds_per_token * tokens + COST.seconds_per_pair * pairs
 
 
-def figures(seconds: list[list[float]], live: Sequence[int], computed: int) -> dict[str, float]:
+def figures(seconds: list[list[float]], live: Sequence[int], computed: int, limit: int) -> dict[str, float]:
     """Seconds of a step in lockstep (each step as long as its slowest rank) and of the slowest rank alone."""
     longest = max(map(len, seconds))
     padded = np.array([own + [0.0] * (longest - len(own)) for own in seconds])
@@ -297,7 +301,7 @@ def figures(seconds: list[list[float]], live: Sequence[int], computed: int) -> d
         "seconds_in_lockstep": float(padded.max(axis=0).sum()),
         "seconds_of_slowest": float(padded.sum(axis=1).max()),
         "most_live_tokens": int(max(live)),
-        "steps_over_limit": sum(tokens > MIXED_LIMIT for tokens in live),
+        "steps_over_limit": sum(tokens > limit for tokens in live),
         "computed_tokens": int(computed),
     }
 

@@ -321,11 +321,11 @@ def _schedule(batches: list[MicroBatch], num_open: int) -> tuple[Step, ...]:
     for number, batch in enumerate(batches):
         for parent in batch.parents:
             waiting[parent] += 1
-        if number >= num_open:
-            if batch.parents:
-                ready[max(batch.parents)].append(number)
-            else:
-                steps.append(Step(TRAIN, number))
+        if number >= num_open and batch.parents:
+            ready[max(batch.parents)].append(number)
+    # The largest first: where ranks run theirs side by side, the fuller ones meet.
+    free = [number for number in range(num_open, len(batches)) if not batches[number].parents]
+    steps += [Step(TRAIN, number) for number in sorted(free, key=lambda each: -batches[each].num_tokens)]
     for number in range(num_open):
         steps.append(Step(HOLD if batches[number].is_held else FORWARD, number))
         for closed in ready[number]:
