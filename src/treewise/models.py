@@ -101,8 +101,9 @@ def decoder_rows(parts: ModelParts, token_ids: np.ndarray, depth: np.ndarray, co
     """[T, M] hidden rows of one micro-batch."""
     device = parts.device
     arguments: dict[str, Any] = {"treewise": context} if takes_any_argument(parts.decoder) else {}
-    if "position_ids" in _parameters_of(type(parts.decoder)):  # others have no attention: no positions, no mask
+    if "position_ids" in _parameters_of(type(parts.decoder)):  # others have no attention, so no positions
         arguments["position_ids"] = torch.as_tensor(depth, dtype=torch.long, device=device)[None]
+    if "attention_mask" in _parameters_of(type(parts.decoder)):
         arguments["attention_mask"] = context.empty_mask(device, parts.decoder.dtype)
     if context.wants_router_logits:
         arguments["output_router_logits"] = True

@@ -14,30 +14,28 @@ from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from treewise.attention.interface import TreeContext
 from treewise.errors import UnsupportedModelError
-from treewise.recurrent.kinds import FUNCTIONS, KINDS, SINGLE_STEPS
+from treewise.recurrent.kinds import FUNCTIONS, KINDS, MIXERS, SINGLE_STEPS
 from treewise.recurrent.place import Place
 
-# Parameters that only recurrent layers have.
+# What only recurrent layers have: names of parameters and buffers, and classes without such names.
 RECURRENT_PARAMETERS = {"A_log", "dt_bias", "time_decay", "recurrent_param", "slope_rate"}
+RECURRENT_CLASSES = {"xLSTMLayer"}
 _HELP = "Supported models: docs/models.md."
 
 
 def supports(module: nn.Module) -> bool:
     """Whether a module is a recurrent layer (or short convolution) that can follow a tree."""
-    return bool(_functions(module) & KINDS.keys())
+    return type(module).__name__ in MIXERS or bool(_functions(module) & KINDS.keys())
 
 
 def kinds_of(model: nn.Module) -> dict[str, str]:
     """The recurrent layers that can follow a tree: path in the model -> kind, such as `short convolution, Mamba2`."""
-    return {
-        path: ", ".join(KINDS[name] for name in KINDS if name in _functions(module))
-        for path, module in model.named_modules()
-        if supports(module)
-    }
+    return {path: _kind(module) for path, module in model.named_modules() if supports(module)}
 
 
 def refuse_unknown(model: nn.Module, name: str) -> None:
@@ -50,14 +48,15 @@ def refuse_unknown(model: nn.Module, name: str) -> None:
     for path, module in model.named_modules():
         if _is_inside(path, known):
             continue
-        if isinstance(module, nn.modules.conv._ConvNd):
-            raise UnsupportedModelError(f"{name}.{path} is a convolution that cannot follow a tree yet. {_HELP}")
-        for parameter, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if parameter in RECURRENT_PARAMETERS:
-                raise UnsupportedModelError(
-                    f"{name}.{path} ({type(module).__name__}, with {parameter!r}) is a recurrent layer that cannot "
-                    f"follow a tree yet. {_HELP}"
-                )
+        if isinstance(module, nn.Conv1d):
+            raise UnsupportedModelError(
+                f"{name}.{path} is a convolution over tokens that cannot follow a tree yet. {_HELP}"
+            )
+        own = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
+        if own & RECURRENT_PARAMETERS or type(module).__name__ in RECURRENT_CLASSES:
+            raise UnsupportedModelError(
+                f"{name}.{path} ({type(module).__name__}) is a recurrent layer that cannot follow a tree yet. {_HELP}"
+            )
 
 
 def install(model: nn.Module) -> None:
@@ -88,31 +87,46 @@ def install(model: nn.Module) -> None:
 
 
 def forward(self: nn.Module, *args: Any, treewise: TreeContext | None = None, **kwargs: Any) -> Any:
-    """The forward of a mixer that may be given a tree."""
+    """The forward of a mixer that may be given a tree: by keyword, lent by its layer, or on the empty attention mask.
+
+    Raises:
+        UnsupportedModelError: the tree was lost on the way here, or has no row segments.
+    """
     context = treewise if treewise is not None else vars(self).get("_treewise_lent")
-    own = type(self).forward
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.dim() == 4:  # the empty mask of `TreeContext.empty_mask`
+        context = context if context is not None else getattr(mask, "treewise", None)
+        if mask.numel() == 0 and context is None:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} lost the tree between the model's forward and its own. With gradient "
+                "checkpointing set use_reentrant=False."
+            )
+        if context is not None:
+            kwargs["attention_mask"] = None
     if context is None:
-        return own(self, *args, **kwargs)
+        return type(self).forward(self, *args, **kwargs)
     if context.rows is None:
-        raise UnsupportedModelError(
-            f"{type(self).__name__} is recurrent, and this tree was laid out without row segments."
-        )
-    return _on_tree(own, context, vars(self)["_treewise_name"])(self, *args, **kwargs)
+        raise UnsupportedModelError(f"{type(self).__name__} is recurrent, but its tree came without row segments.")
+    return _on_tree(self, context, args, kwargs)
 
 
-def _on_tree(function: Callable[..., Any], context: TreeContext, path: str) -> Callable[..., Any]:
-    """A forward that computes the tree of `context`: the same code, other functions behind the names in it."""
+@torch.compiler.disable
+def _on_tree(mixer: nn.Module, context: TreeContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward of a mixer over the tree of `context`: the same code, other functions behind the names in it."""
     calls: Counter[str] = Counter()
 
+    def place_of(name: str) -> Place:
+        calls[name] += 1
+        suffix = f":{calls[name]}" if calls[name] > 1 else ""
+        return Place(context, f"{vars(mixer)['_treewise_name']}:{name}{suffix}")
+
+    if type(mixer).__name__ in MIXERS:
+        return MIXERS[type(mixer).__name__][1](mixer, place_of, *args, **kwargs)
+
     def stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def on_tree(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            place = Place(context, f"{path}:{name}" + (f":{calls[name]}" if calls[name] > 1 else ""))
-            return FUNCTIONS[name](place, original, *args, **kwargs)
+        return lambda *args, **kwargs: FUNCTIONS[name](place_of(name), original, *args, **kwargs)
 
-        return on_tree
-
-    return _with_globals(function, stand_in)
+    return _with_globals(type(mixer).forward, stand_in)(mixer, *args, **kwargs)
 
 
 def _with_globals(function: Any, stand_in: Callable[[str, Callable[..., Any]], Any]) -> Any:
@@ -126,6 +140,12 @@ def _with_globals(function: Any, stand_in: Callable[[str, Callable[..., Any]], A
     copy = FunctionType(function.__code__, {**own, **replaced}, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def _kind(module: nn.Module) -> str:
+    if type(module).__name__ in MIXERS:
+        return MIXERS[type(module).__name__][0]
+    return ", ".join(KINDS[name] for name in KINDS if name in _functions(module))
 
 
 def _functions(module: nn.Module) -> set[str]:

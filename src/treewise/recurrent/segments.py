@@ -110,7 +110,7 @@ def rows_up_to_end(segments: RowSegments, before: np.ndarray, which: np.ndarray)
 
 
 def _branches(forest: Forest, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Further children of forks among some tokens: the row of the fork, and the child's tree position, each [b] int64."""
+    """Further children of forks among some tokens: rows of the forks, tree positions of the children, [b] int64."""
     above, children = forest.branches
     first = np.searchsorted(above, positions)
     count = np.searchsorted(above, positions, side="right") - first

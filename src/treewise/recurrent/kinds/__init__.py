@@ -2,16 +2,20 @@
 
 transformers' mixers call such functions (`causal_conv1d_fn`, `torch_chunk_gated_delta_rule`, ...) by name, whatever
 kernel is behind the name. `FUNCTIONS` says what stands in for each while a mixer runs on a tree; the stand-in calls the
-mixer's own function on arranged inputs. A name that is here with None is a shortcut over conv and scan together, which
+mixer's own function on arranged inputs. A name with `no_shortcut` is a kernel over conv and scan together, which
 a tree cannot take: it is answered as transformers answers when no kernel is installed.
+
+Two mixers have their recurrence written into their forward; `MIXERS` holds what runs instead of it.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from treewise.recurrent.kinds.delta_rule import tree_delta_rule
+from treewise.recurrent.kinds.lightning import tree_lightning
 from treewise.recurrent.kinds.mamba import tree_selective_scan
 from treewise.recurrent.kinds.mamba2 import tree_chunk_scan
+from treewise.recurrent.kinds.rglru import tree_recurrent_block
 from treewise.recurrent.kinds.short_conv import tree_causal_conv
 from treewise.recurrent.place import Place
 
@@ -46,4 +50,10 @@ SINGLE_STEPS = {
     "recurrent_kimi_delta_attention",
     "mamba2_selective_state_update",
     "mamba_selective_state_update",
+}
+
+# Class of a mixer -> (kind, what runs instead of its forward, given the mixer and a function from names to places).
+MIXERS: dict[str, tuple[str, TreeFunction]] = {
+    "MiniMaxLightningAttention": ("lightning attention", tree_lightning),
+    "RecurrentGemmaRecurrentBlock": ("short convolution, gated linear recurrence", tree_recurrent_block),
 }
