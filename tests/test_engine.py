@@ -14,6 +14,7 @@ from families import tiny_model
 from oracle import flat_loss, flat_sft, gradient_error, gradients_of
 from strategies import budgets, trajectories
 from treewise import SFT, ConfigError, DataError, Forest, Trajectory, TreeEngine, UnsupportedModelError
+from treewise.objectives import NORMALIZATIONS, WEIGHTINGS
 
 # See test_families: differences of independent float32 summation orders.
 TOLERANCE = 5e-6
@@ -200,8 +201,8 @@ def test_backward_that_runs_outside_autocast_computes_as_the_forward_did(rollout
     assert all(gradient_error(each, exact) < 0.02 for each in found)
 
 
-@pytest.mark.parametrize("weighting", ["per_trajectory", "once"])
-@pytest.mark.parametrize("normalization", ["token_mean", "trajectory_mean", "constant"])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_objective_settings_do_not_depend_on_packing(
     rollouts: list[Trajectory], weighting: str, normalization: str
 ) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -223,6 +224,51 @@ def test_equal_weights_count_once():
     forest = Forest.from_trajectories(items)
     assert forest.token_weights("once").tolist() == [0, 1, 1, 1]
     assert sorted(forest.token_weights().tolist()) == [0, 1, 2, 3]
+
+
+@given(trajectories(), st.integers(0, 2**16))
+def test_weights_per_rollout_are_the_mean_over_the_rows_of_a_rollout(items, seed):
+    """Each rollout alone, once; the rollouts added up."""
+    owner = np.random.default_rng(seed).integers(0, 3, len(items))
+    items = [replace(item, group="g", rollout=int(number)) for item, number in zip(items, owner, strict=True)]
+    forest = Forest.from_trajectories(items)
+    expected = np.zeros(forest.num_tokens)
+    for number in set(owner.tolist()):
+        rows = np.flatnonzero(owner == number)
+        alone = Forest.from_trajectories([items[row] for row in rows])
+        weights = alone.token_weights("once")
+        for row, path in zip(rows, alone.paths, strict=True):
+            expected[forest.paths[row]] += np.where(np.isfinite(weights[path]), weights[path], 0)
+            weights[path] = np.nan  # a token of several rows is added once
+    np.testing.assert_allclose(forest.token_weights("per_rollout"), expected, rtol=1e-12)
+
+
+def test_rollouts_are_numbered_within_their_group():
+    pairs = [("a", 1), ("b", 1), ("a", 1), ("a", None), (None, None), ("a", 2)]
+    items = [Trajectory([1, 2], group=group, rollout=rollout) for group, rollout in pairs]
+    assert Forest.from_trajectories(items).rollout_of_trajectory.tolist() == [0, 1, 0, 2, 3, 4]
+    assert Forest.from_nodes([-1, 0, 0], [[1, 2], [3], [4]]).rollout_of_trajectory.tolist() == [0, 1]
+
+
+def test_streams_of_a_teacher_are_filled_up_to_the_widest():
+    first = Trajectory([1, 2], teacher_ids=[[1], [2]], teacher_logprobs=[[-1.0], [-2.0]])
+    second = Trajectory([1, 3], teacher_ids=[[4, 5], [6, 7]], teacher_logprobs=[[-1.0, -2.0], [-3.0, -np.inf]])
+    ids, logprobs = Forest.from_trajectories([first, second]).flat_teacher()
+    assert ids.tolist() == [[1, 0], [2, 0], [4, 5], [6, 7]]
+    assert logprobs.tolist() == [[-1, -np.inf], [-2, -np.inf], [-1, -2], [-3, -np.inf]]
+    with pytest.raises(DataError, match="trajectory 1: no teacher_ids"):
+        Forest.from_trajectories([first, Trajectory([1, 2])]).flat_teacher()
+
+
+def test_declared_nodes_carry_every_stream():
+    streams = {
+        name: [[0.0, number + 1.0], [number + 2.0]]
+        for number, name in enumerate(("old_logprobs", "ref_logprobs", "sampler_logprobs"))
+    }
+    forest = Forest.from_nodes([-1, 0], [[1, 2], [3]], **streams, advantages=[np.float32(0.5), 2])
+    (item,) = forest.trajectories
+    assert item.advantages.tolist() == [0.5, 0.5, 2]
+    assert [getattr(item, name).tolist() for name in streams] == [[0, 1, 2], [0, 2, 3], [0, 3, 4]]
 
 
 def test_an_unknown_weighting_is_refused():

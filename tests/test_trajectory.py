@@ -126,6 +126,9 @@ BAD_STREAMS = [
     ("old_logprobs", [0.0, -INF, -1.0], r"old_logprobs\[1\] is -inf"),
     ("ref_logprobs", [0, 1, 2, 3], "4 ref_logprobs for 3 tokens"),
     ("ref_logprobs", np.array([0, 1j, 0]), "ref_logprobs must be numbers, found complex128"),
+    ("sampler_logprobs", [0.0, NAN, -1.0], r"sampler_logprobs\[1\] is nan"),
+    ("rollout_weight", 0, "rollout_weight is 0; it must be positive"),
+    ("rollout_weight", INF, "rollout_weight is inf"),
     ("reward", NAN, "reward is nan"),
     ("reward", -INF, "reward is -inf"),
     ("reward", 10**400, "reward is inf"),
@@ -140,6 +143,34 @@ def test_bad_streams_are_refused_by_place(name, values, message):
     with pytest.raises(DataError, match=message) as error:
         Trajectory([1, 2, 3], **{name: values}, source="rows.jsonl:17")
     assert str(error.value).startswith("rows.jsonl:17: ")
+
+
+BAD_TEACHERS = [
+    ([[1]] * 3, None, "teacher_logprobs is missing; teacher_ids and teacher_logprobs go together"),
+    (None, [[-1.0]] * 3, "teacher_ids is missing"),
+    ([1, 2, 3], [[-1.0]] * 3, r"teacher_ids has shape \(3,\); give \[3, k\]"),
+    ([[1]] * 2, [[-1.0]] * 3, r"teacher_ids has shape \(2, 1\)"),
+    ([[]] * 3, [[]] * 3, r"teacher_ids has shape \(3, 0\)"),
+    ([[1]] * 3, [[-1.0, -2.0]] * 3, "differ in shape"),
+    ([[1.0]] * 3, [[-1.0]] * 3, "teacher_ids must be integers, not float64"),
+    ([[-1]] * 3, [[-1.0]] * 3, "a teacher's token id is outside"),
+    ([[1]] * 3, [[NAN]] * 3, "not a log-prob"),
+    ([[1]] * 3, [[0.5]] * 3, "at most 0"),
+    ([[1, 2]] * 3, [[-9.0, -9.0], [-1.0, -2.0], [-0.1, -0.1]], "probabilities at position 2 add up to 1.81"),
+]
+
+
+@pytest.mark.parametrize(("ids", "logprobs", "message"), BAD_TEACHERS)
+def test_bad_teachers_are_refused_by_place(ids, logprobs, message):
+    with pytest.raises(DataError, match=message) as error:
+        Trajectory([1, 2, 3], teacher_ids=ids, teacher_logprobs=logprobs, source="rows.jsonl:17")
+    assert str(error.value).startswith("rows.jsonl:17: ")
+
+
+def test_a_teacher_may_leave_places_empty():
+    item = Trajectory([1, 2], teacher_ids=[[1, 2], [3, 4]], teacher_logprobs=[[-INF, -INF], [-0.5, -INF]])
+    assert (item.teacher_ids.dtype, item.teacher_logprobs.dtype) == (np.int32, np.float32)
+    assert item.teacher_logprobs[1].tolist() == [-0.5, -INF]
 
 
 def test_without_a_source_the_message_still_says_what_it_is_about():

@@ -162,6 +162,9 @@ def test_flat_weights_by_hand() -> None:
     assert [weight.tolist() for weight in once] == [[0, 0.1, 0.2], [0, 0.1, 0.4], [0, 0, 0.2]]
     mean = flat_weights(items, SFT(normalization="trajectory_mean"))
     np.testing.assert_allclose(np.concatenate(mean), np.array([0, 1 / 2, 1 / 2, 0, 1 / 3, 2 / 3, 0, 0, 1]) / 3)
+    rows = [Trajectory([1, 2, 3], rollout=1), Trajectory([1, 2, 4], rollout=1), Trajectory([1, 2, 5], rollout=2)]
+    by_rollout = flat_weights(rows, SFT(normalization="rollout_mean", weighting="per_rollout"))
+    np.testing.assert_allclose(by_rollout, np.array([[0, 0.5, 1], [0, 0.5, 1], [0, 1.5, 1.5]]) / 6)
 
 
 def test_an_objective_without_a_known_flat_form_is_refused() -> None:

@@ -31,7 +31,7 @@ from treewise.flops import flop_model
 from treewise.forest import Forest
 from treewise.memory import free_bytes
 from treewise.objectives import SFT
-from treewise.trajectory import Trajectory
+from treewise.trajectory import Trajectory, number_rollouts
 from treewise.verified import ParameterError, VerificationReport
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
@@ -129,14 +129,22 @@ def flat_weights(trajectories: Sequence[Trajectory], objective: SFT) -> list[np.
     if not isinstance(objective, SFT):
         raise ConfigError(f"verify knows the flat form of SFT, not of {type(objective).__name__}; verify with SFT().")
     weights = [np.asarray(item.loss_weights, dtype=np.float64) for item in trajectories]
-    if objective.weighting == "once":
-        keys = [_prefix_keys(item.token_ids) for item in trajectories]
+    rollouts = number_rollouts(trajectories)
+    if objective.weighting != "per_trajectory":
+        of_rollout = rollouts if objective.weighting == "per_rollout" else np.zeros_like(rollouts)
+        keys = [
+            [(rollout, key) for key in _prefix_keys(item.token_ids)]
+            for rollout, item in zip(of_rollout.tolist(), trajectories, strict=True)
+        ]
         trains = Counter(
             key for each, weight in zip(keys, weights, strict=True) for key, w in zip(each, weight, strict=True) if w
         )
         weights = [weight / [max(1, trains[key]) for key in each] for each, weight in zip(keys, weights, strict=True)]
     if objective.normalization == "trajectory_mean":
         return [weight / weight.sum() / len(weights) for weight in weights]
+    if objective.normalization == "rollout_mean":
+        totals = np.bincount(rollouts, weights=[weight.sum() for weight in weights])
+        return [weight / totals[rollout] / len(totals) for rollout, weight in zip(rollouts, weights, strict=True)]
     if objective.normalization == "constant":
         assert objective.constant is not None
         return [weight / objective.constant for weight in weights]

@@ -12,8 +12,6 @@ from treewise.objectives.policy import PolicyGradient, logprob_gap
 from treewise.objectives.protocol import Objective, Terms
 from treewise.objectives.sft import NORMALIZATIONS, SFT
 
-SeparableObjective = Objective  # the trainer's name for it
-
 __all__ = [
     "CISPO",
     "DAPO",
@@ -27,7 +25,6 @@ __all__ = [
     "PolicyGradient",
     "REINFORCE",
     "SFT",
-    "SeparableObjective",
     "Terms",
     "WEIGHTINGS",
     "logprob_gap",

@@ -7,9 +7,10 @@ import torch
 
 from treewise.errors import ConfigError, DataError
 from treewise.forest import WEIGHTINGS, Forest
+from treewise.objectives.normalization import denominator, normalized_weights
 from treewise.objectives.protocol import Streams, Terms, Values
 
-NORMALIZATIONS = ("token_mean", "trajectory_mean", "constant")
+NORMALIZATIONS = ("token_mean", "trajectory_mean", "rollout_mean", "constant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +18,11 @@ class SFT:
     """Negative log-likelihood of the trained tokens.
 
     weighting: `per_trajectory` counts a shared trained token once for every trajectory that trains it, exactly as flat
-    training does; `once` divides each weight by the number of trajectories that train the token.
+    training does; `once` divides each weight by the number of trajectories that train the token, `per_rollout` by the
+    number of those that are rows of one rollout.
     normalization: `token_mean` divides by the sum of all weights, `trajectory_mean` takes the mean over each
-    trajectory's trained tokens and then over trajectories, `constant` divides by `constant`. None depends on how trees
-    are packed.
+    trajectory's trained tokens and then over trajectories, `rollout_mean` the same with rollouts, however each was cut
+    into trajectories; `constant` divides by `constant`. None depends on how trees are packed.
 
     Raises:
         ConfigError: an unknown name, or a constant that is missing or not positive.
@@ -47,6 +49,8 @@ class SFT:
             return float(forest.token_weights(self.weighting).sum())
         if self.normalization == "trajectory_mean":
             return float(forest.num_trajectories)
+        if self.normalization == "rollout_mean":
+            return denominator(forest, self.weighting, self.normalization, None)
         assert self.constant is not None
         return float(self.constant)
 
@@ -69,6 +73,9 @@ class SFT:
         return {}
 
     def _token_weights(self, forest: Forest) -> np.ndarray:
+        if self.normalization == "rollout_mean":
+            weights, _ = normalized_weights(forest, self.weighting, self.normalization)
+            return np.bincount(forest.path_index, weights=weights, minlength=forest.num_tokens)
         if self.normalization != "trajectory_mean":
             return forest.token_weights(self.weighting)
         if forest.trajectories is None:
