@@ -242,7 +242,7 @@ MISTAKES = {
     "advantages not there": (["--objective", "grpo", "--advantages", "given"], {}, "the rows have no advantages"),
     "no rewards": (["--objective", "grpo"], {"reward": None}, "no reward"),
     "no sampler": (["--objective", "grpo", "--old_logprobs", "given"], {}, "the rows have no old_logprobs"),
-    "no reference": (["--objective", "grpo", "--reference", "x"], {}, "no KL to it"),
+    "no reference": (["--objective", "grpo", "--reference", "x"], {}, "no KL to it (--beta)"),
     "unknown old": (["--objective", "grpo", "--old_logprobs", "mine"], {}, "old_logprobs='mine' is unknown"),
     "too many steps": (["--objective", "grpo", "--mini_batches", 9], {}, "mini_batches=9: give 1 to 4"),
     "two sizes": (

@@ -5,7 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +56,10 @@ class _Update:
     """What a run is about to train, and how it came about."""
 
     trees: "Trees"
-    streams: "Streams"
-    method: str | None
-    report: "AdvantageReport | None"
+    method: str | None = None
+    report: "AdvantageReport | None" = None
     num_dropped: int = 0
+    streams: "Streams | None" = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,11 +104,14 @@ def run(args: argparse.Namespace) -> int:
     if not args.dry_run and train._is_first_rank():
         train._check_folder(folder, args.resume, args.overwrite)
     dataset, _, tokenizer = train._load_data(config)
-    arguments = _arguments(config, len(dataset))
+    update = _credited(config, objective, dataset)
+    arguments = _arguments(config, len(update.trees))
     model = train._load_model(config, arguments)
     dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     resume_from = train._checkpoint(folder, args.resume)
-    update = _prepare(config, arguments, objective, dataset, model, folder if resume_from else None, args.dry_run)
+    update = _with_streams(config, arguments, objective, update)
+    if not args.dry_run:
+        update = _scored(config, arguments, dataset, model, update, folder if resume_from else None)
     if train._is_first_rank():
         print(_summary(config, update))
     if args.dry_run:
@@ -161,42 +164,58 @@ def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
     return train.training_arguments(config)
 
 
-def _prepare(
-    config: RunConfig,
-    arguments: "TreeTrainingArguments",
-    objective: Any,
-    dataset: "TreeDataset",
-    model: Any,
-    held: Path | None,
-    is_dry: bool,
-) -> _Update:
-    """Log-probs and advantages of all rollouts. `held`: the folder of a run that goes on."""
+def _credited(config: RunConfig, objective: Any, dataset: "TreeDataset") -> _Update:
+    """All rollouts with their advantages, where the objective takes any."""
     from treewise.objectives import PolicyGradient
+    from treewise.trainer import rollouts
+
+    trees = [tree.labelled_trajectories() for tree in dataset]
+    if not isinstance(objective, PolicyGradient):
+        return _Update(trees)
+    method = _method(config, trees)
+    trees, report = rollouts.credit(trees, method, config.more.get("advantages_settings") or {})
+    if not config.more.get("drop_flat_groups") or report is None or not report.zero_variance_groups:
+        return _Update(trees, method, report)
+    flat = report.zero_variance_groups
+    trees = rollouts.without_groups(trees, flat)
+    if not trees:
+        raise ConfigError(f"all {len(flat):,} groups are without variance: nothing to learn from.")
+    return _Update(trees, method, report, num_dropped=len(flat))
+
+
+def _with_streams(config: RunConfig, arguments: "TreeTrainingArguments", objective: Any, update: _Update) -> _Update:
+    """The same, knowing which log-probs it needs."""
     from treewise.trainer import rollouts
     from treewise.trainer.describe import num_optimizer_steps
 
-    trees = [tree.labelled_trajectories() for tree in dataset]
-    method = report = None
-    num_dropped = 0
-    if isinstance(objective, PolicyGradient):
-        method = _method(config, trees)
-        trees, report = rollouts.credit(trees, method, config.more.get("advantages_settings") or {})
-        if config.more.get("drop_flat_groups") and report is not None and report.zero_variance_groups:
-            num_dropped = len(report.zero_variance_groups)
-            trees = rollouts.without_groups(trees, report.zero_variance_groups)
-            if not trees:
-                raise ConfigError(f"all {num_dropped:,} groups are without variance: nothing to learn from.")
-    num_updates = num_optimizer_steps(arguments, len(trees))
-    streams = rollouts.choose_streams(objective, trees, config.more.get("old_logprobs", "auto"), num_updates)
-    update = _Update(trees, streams, method, report, num_dropped)
-    if is_dry:
-        return update
-    scored = None if held is None else _held_scores(held, config, dataset, update)
-    if scored is None:
-        scored = rollouts.fill_streams(
-            trees, streams, _engine(model, arguments), _reference(config, arguments, streams), _batch_size(arguments)
-        )
-    return _Update(scored, streams, method, report, num_dropped)
+    num_updates = num_optimizer_steps(arguments, len(update.trees))
+    old = config.more.get("old_logprobs", "auto")
+    streams = rollouts.choose_streams(objective, update.trees, old, num_updates)
+    if config.more.get("reference") is not None and streams.ref != "reference":
+        why = "the rows hold ref_logprobs already" if streams.ref else "the objective has no KL to it (--beta)"
+        raise ConfigError(f"reference is given, but {why}; leave one of them out.")
+    return replace(update, streams=streams)
+
+
+def _scored(
+    config: RunConfig,
+    arguments: "TreeTrainingArguments",
+    dataset: "TreeDataset",
+    model: Any,
+    update: _Update,
+    held: Path | None,
+) -> _Update:
+    """The same with the log-probs in place. `held`: the folder of a run that goes on."""
+    from treewise.cli.pretrained import load_weights
+    from treewise.trainer import rollouts
+
+    trees = None if held is None else _held_scores(held, config, dataset, update)
+    if trees is None:
+        name = config.more.get("reference")
+        reference = None if name is None else _engine(load_weights(name, None, config.dtype), arguments)
+        batch_size = int(arguments.per_device_train_batch_size)
+        trees = rollouts.fill_streams(update.trees, _streams(update), _engine(model, arguments), reference, batch_size)
+    return replace(update, trees=trees)
 
 
 def _method(config: RunConfig, trees: "Trees") -> str:
@@ -225,22 +244,9 @@ def _engine(model: Any, arguments: "TreeTrainingArguments") -> Any:
     )
 
 
-def _reference(config: RunConfig, arguments: "TreeTrainingArguments", streams: "Streams") -> Any:
-    """The engine of another reference model, where one is named and needed."""
-    from treewise.cli.pretrained import load_weights
-
-    name = config.more.get("reference")
-    if name is None:
-        return None
-    if streams.ref is None:
-        raise ConfigError("reference is given, but the objective has no KL to it; give --beta, or leave it out.")
-    if streams.ref == "given":
-        raise ConfigError("reference is given, but the rows hold ref_logprobs already; remove one of them.")
-    return _engine(load_weights(name, None, config.dtype), arguments)
-
-
-def _batch_size(arguments: "TreeTrainingArguments") -> int:
-    return int(arguments.per_device_train_batch_size)
+def _streams(update: _Update) -> "Streams":
+    assert update.streams is not None
+    return update.streams
 
 
 # -- log-probs of a run that goes on ----------------------------------------------------------------------------------
@@ -248,7 +254,7 @@ def _batch_size(arguments: "TreeTrainingArguments") -> int:
 
 def _score_facts(config: RunConfig, dataset: "TreeDataset", update: _Update) -> dict[str, str]:
     facts = [dataset.fingerprint, config.model, config.more.get("reference"), config.dtype, update.num_dropped]
-    return {"treewise": json.dumps([*facts, update.streams.old, update.streams.ref, sum(map(len, update.trees))])}
+    return {"treewise": json.dumps([*facts, _streams(update).old, _streams(update).ref, sum(map(len, update.trees))])}
 
 
 def _save_scores(folder: Path, config: RunConfig, dataset: "TreeDataset", update: _Update) -> None:
@@ -270,8 +276,6 @@ def _save_scores(folder: Path, config: RunConfig, dataset: "TreeDataset", update
 
 def _held_scores(folder: Path, config: RunConfig, dataset: "TreeDataset", update: _Update) -> "Trees | None":
     """The trees with the log-probs that the run began with; None where there are none of this data and model."""
-    from dataclasses import replace
-
     import numpy as np
     from safetensors import SafetensorError, safe_open
 
@@ -293,8 +297,8 @@ def _held_scores(folder: Path, config: RunConfig, dataset: "TreeDataset", update
 
 
 def _computed(update: _Update) -> list[str]:
-    found = ["old_logprobs"] if update.streams.old == "policy" else []
-    return [*found, "ref_logprobs"] if update.streams.ref == "reference" else found
+    found = ["old_logprobs"] if _streams(update).old == "policy" else []
+    return [*found, "ref_logprobs"] if _streams(update).ref == "reference" else found
 
 
 # -- what is printed --------------------------------------------------------------------------------------------------
@@ -329,9 +333,9 @@ def _summary(config: RunConfig, update: _Update) -> str:
             lines.append(("groups of one rollout", f"{len(report.groups_of_one):,} (compared with nothing)"))
         lines += [("", note) for note in report.notes]
     if update.method is not None:
-        lines.append(("old log-probs", _OLD[update.streams.old]))
+        lines.append(("old log-probs", _OLD[_streams(update).old]))
         name = config.more.get("reference") or ("the policy without adapters" if config.lora else "the starting policy")
-        lines.append(("reference log-probs", _REF.get(update.streams.ref, f"computed with {name}")))
+        lines.append(("reference log-probs", _REF.get(_streams(update).ref, f"computed with {name}")))
         lines.append(("logprob gap", _gap(items)))
     return "\n".join(f"{name:<24} {value}" for name, value in lines)
 

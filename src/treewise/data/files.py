@@ -102,7 +102,8 @@ def _expand(path: Path) -> Iterable[Path]:
     if not path.exists():
         raise DataError(f"{path}: no such file or folder.")
     if not path.name.endswith(SUFFIXES):
-        raise DataError(f"{path}: unknown kind of file; supported are {', '.join(SUFFIXES)}.")
+        hint = " A dump of torch.save becomes rows by `treewise import`." if path.suffix in (".pt", ".pth") else ""
+        raise DataError(f"{path}: unknown kind of file; supported are {', '.join(SUFFIXES)}.{hint}")
     return [path]
 
 
