@@ -380,13 +380,14 @@ def test_a_budget_changes_the_plan_and_the_picture(open_page: Any) -> None:
     page.select_option("#colour-choice", "micro-batch")
     shown = page.locator(".plan:visible")
     before, facts = pixels(page), shown.inner_text()
-    assert page.locator("#plan-choice input:checked").get_attribute("value") == "0"
-    page.locator("#plan-choice label", has_text="100 tokens").click()
+    assert page.locator("#plan-choice label:has(:checked)").inner_text() == "100 tokens"  # the one asked for
+    assert page.locator("#budget-choice option:checked").inner_text() == "100 tokens"
+    page.locator("#plan-choice label", has_text="512 tokens").click()
     assert shown.count() == 1
     assert shown.inner_text() != facts
     assert abs(pixels(page) - before).max() > 30
-    assert page.locator("#budget-choice option:checked").inner_text() == "100 tokens"
-    page.select_option("#budget-choice", "0")
+    assert page.locator("#budget-choice option:checked").inner_text() == "512 tokens"
+    page.select_option("#budget-choice", label="100 tokens")
     assert shown.inner_text() == facts
     np.testing.assert_array_equal(pixels(page), before)
 

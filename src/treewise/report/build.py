@@ -71,7 +71,10 @@ class DrawnPlan:
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """Everything about some data. `pictures` and `vocabulary` are for the page, `segments` for the twin."""
+    """Everything about some data. `pictures` and `vocabulary` are for the page, `segments` for the twin.
+
+    max_tokens: the budget that was asked for.
+    """
 
     sources: tuple[str, ...]
     tokenizer: str | None
@@ -83,6 +86,13 @@ class DataReport:
     vocabulary: dict[str, Any]
     segments: tuple[dict[str, Any], ...]
     num_without_room: int
+    max_tokens: int | None = None
+
+    @property
+    def first_plan(self) -> int:
+        """Index of the plan that is shown first: the one of the budget that was asked for."""
+        budgets = [each.facts.max_tokens for each in self.plans]
+        return budgets.index(self.max_tokens) if self.max_tokens in budgets else 0
 
     def to_dict(self) -> dict[str, Any]:
         """The part of the twin that speaks about data."""
@@ -163,6 +173,7 @@ def build_data_report(
         vocabulary=vocabulary.to_dict(),
         segments=tuple(segment_table(name, forest) for name, forest in drawn[: len(pictures)]),
         num_without_room=without_room,
+        max_tokens=max_tokens,
     )
 
 

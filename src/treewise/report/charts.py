@@ -113,7 +113,8 @@ def histogram_chart(values: Sequence[float], title: str, x_label: str, what: str
         what,
         tuple((to_x(tick), _short(tick)) for tick in ticks),
         tuple((to_y(tick), f"{tick:,.0f}") for tick in y_ticks),
-        f"{title}: median {median:.2f}, from {min(values):.2f} to {max(values):.2f}, over {len(values):,} {what}.",
+        f"{title}: median {_plain(median)}, from {_plain(min(values))} to {_plain(max(values))}, "
+        f"over {len(values):,} {what}.",
         (float(edges[0]), float(edges[-1])),
         (0.0, top),
         bars=tuple(bars),
@@ -224,6 +225,10 @@ def _labelled(ticks: Sequence[float], place: Callable[[float], float]) -> tuple[
         labels = [f"{tick:,.{digits}g}" for tick in ticks]
         digits += 1
     return tuple((place(tick), label) for tick, label in zip(ticks, labels, strict=True))
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def _short(value: float) -> str:

@@ -20,8 +20,8 @@ from treewise.report.build import DRAWN_RULE, DataReport, memory_chart, run_char
 from treewise.report.charts import Chart
 from treewise.report.runs import RunReport
 
-SCRIPTS = ("arrays.js", "tree.js", "colours.js", "draw.js", "detail.js", "picture.js", "page.js")
-STYLE = "report.css"
+SCRIPTS = ("arrays.js", "tree.js", "colours.js", "draw.js", "detail.js", "picture.js", "input.js", "page.js")
+STYLES = ("sections.css", "picture.css", "report.css")  # the last has the rules of narrow screens
 
 
 def write_page(path: str | Path, data: DataReport | None, run: RunReport | None, version: str) -> tuple[Path, Path]:
@@ -59,7 +59,7 @@ def render_page(data: DataReport | None, run: RunReport | None, version: str) ->
         charts |= {f"run-{number}": chart for number, chart in enumerate(run_charts(run))}
     static = resources.files("treewise.report") / "static"
     script = "\n".join((static / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    style = (static / STYLE).read_text(encoding="utf-8")
+    style = "\n".join((static / name).read_text(encoding="utf-8") for name in STYLES)
     return (
         _environment()
         .get_template("report.html.j2")
@@ -99,7 +99,13 @@ def _page_data(data: DataReport | None, charts: dict[str, Chart]) -> dict[str, A
         }
         for each in data.plans
     ]
-    return {"charts": reading, "trees": data.pictures, "vocabulary": data.vocabulary, "plans": plans}
+    return {
+        "charts": reading,
+        "trees": data.pictures,
+        "vocabulary": data.vocabulary,
+        "plans": plans,
+        "first_plan": data.first_plan,
+    }
 
 
 def _title(data: DataReport | None, run: RunReport | None) -> str:

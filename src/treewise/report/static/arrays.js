@@ -18,10 +18,12 @@ window.TW = {};
 
   // The last index whose value is at most `wanted`, in an ascending array; -1 for none.
   TW.lastAtMost = function (ascending, wanted) {
-    let low = 0, high = ascending.length;
+    let low = 0,
+      high = ascending.length;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (ascending[middle] <= wanted) low = middle + 1; else high = middle;
+      if (ascending[middle] <= wanted) low = middle + 1;
+      else high = middle;
     }
     return low - 1;
   };

@@ -3,12 +3,36 @@
 // people who do not see red and green, and each is drawn in the legend with its numbers.
 (function (TW) {
   const SEQUENTIAL = {
-    light: [[214, 236, 228], [122, 196, 183], [43, 148, 143], [14, 98, 110], [13, 52, 77]],
-    dark: [[26, 66, 72], [27, 110, 112], [52, 158, 148], [128, 206, 178], [214, 243, 214]],
+    light: [
+      [214, 236, 228],
+      [122, 196, 183],
+      [43, 148, 143],
+      [14, 98, 110],
+      [13, 52, 77],
+    ],
+    dark: [
+      [26, 66, 72],
+      [27, 110, 112],
+      [52, 158, 148],
+      [128, 206, 178],
+      [214, 243, 214],
+    ],
   };
   const DIVERGING = {
-    light: [[170, 66, 8], [236, 166, 104], [252, 246, 228], [112, 167, 214], [22, 86, 158]],
-    dark: [[250, 150, 74], [158, 92, 46], [96, 92, 76], [46, 106, 160], [112, 184, 250]],
+    light: [
+      [170, 66, 8],
+      [236, 166, 104],
+      [252, 246, 228],
+      [112, 167, 214],
+      [22, 86, 158],
+    ],
+    dark: [
+      [250, 150, 74],
+      [158, 92, 46],
+      [96, 92, 76],
+      [46, 106, 160],
+      [112, 184, 250],
+    ],
   };
   const CATEGORIES = {
     light: ["#7fb8ad", "#e3b07a", "#a99bd8", "#8cb9e0", "#d99fb4", "#b5bf77", "#8fa3b0", "#d8c26a"],
@@ -43,7 +67,11 @@
         colour: (value) => colours[order.get(value) % colours.length],
         isHatched: (value) => plan.kinds[value] !== "closed",
         words: (value) => `micro-batch ${TW.format(value + 1)}, ${plan.kinds[value]}`,
-        legend: { kind: "categories", colours, text: `${TW.format(order.size)} micro-batches in this tree; hatched: open, a gateway for those below` },
+        legend: {
+          kind: "categories",
+          colours,
+          text: `${TW.format(order.size)} micro-batches in this tree; hatched: open, a gateway for those below`,
+        },
       };
     }
     if (mode === "multiplicity") {
@@ -53,7 +81,12 @@
         perSegment: tree.multiplicity,
         colour: (value) => mixed(SEQUENTIAL[theme], share(value)),
         words: (value) => `${TW.format(value)} trajectories`,
-        legend: { kind: "ramp", stops: SEQUENTIAL[theme], low: "1", high: `${TW.format(most)} trajectories through it, logarithmic` },
+        legend: {
+          kind: "ramp",
+          stops: SEQUENTIAL[theme],
+          low: "1",
+          high: `${TW.format(most)} trajectories through it, logarithmic`,
+        },
       };
     }
     if (mode === "advantage" || mode === "reward") {
@@ -61,26 +94,51 @@
       let most = 0;
       for (const value of stream.values) if (!Number.isNaN(value)) most = Math.max(most, Math.abs(value));
       most = most || 1;
-      const legend = mode === "advantage" ? "mean advantage of the trajectories that train it" : "mean reward of the trajectories through it";
+      const legend =
+        mode === "advantage"
+          ? "mean advantage of the trajectories that train it"
+          : "mean reward of the trajectories through it";
       return {
         stream,
         colour: (value) => (Number.isNaN(value) ? context : mixed(DIVERGING[theme], 0.5 + value / most / 2)),
         words: (value) => (Number.isNaN(value) ? "not trained" : `${mode} ${value.toPrecision(3)}`),
-        legend: { kind: "ramp", stops: DIVERGING[theme], low: (-most).toPrecision(3), high: `${most.toPrecision(3)}, ${legend}`, none: mode === "advantage" ? "not trained" : null },
+        legend: {
+          kind: "ramp",
+          stops: DIVERGING[theme],
+          low: (-most).toPrecision(3),
+          high: `${most.toPrecision(3)}, ${legend}`,
+          none: mode === "advantage" ? "not trained" : null,
+        },
       };
     }
     const stream = tree.streams.weight;
-    let least = Infinity, most = 0;
-    for (const value of stream.values) if (value > 0) { least = Math.min(least, value); most = Math.max(most, value); }
+    let least = Infinity,
+      most = 0;
+    for (const value of stream.values)
+      if (value > 0) {
+        least = Math.min(least, value);
+        most = Math.max(most, value);
+      }
     const spread = most > least ? Math.log(most / least) : 0;
-    const share = (value) => (spread ? 0.25 + 0.75 * Math.log(value / least) / spread : 0.55);
+    const share = (value) => (spread ? 0.25 + (0.75 * Math.log(value / least)) / spread : 0.55);
     return {
       stream,
       colour: (value) => (value > 0 ? mixed(SEQUENTIAL[theme], share(value)) : context),
       words: (value) => (value > 0 ? `loss weight ${Number(value.toPrecision(4))}` : "context, not trained"),
       legend: spread
-        ? { kind: "ramp", stops: SEQUENTIAL[theme].slice(1), low: `${Number(least.toPrecision(3))}`, high: `${Number(most.toPrecision(4))}, loss weight summed over trajectories, logarithmic`, none: "context, not trained" }
-        : { kind: "categories", colours: [mixed(SEQUENTIAL[theme], 0.55)], text: `trained, weight ${Number((most || 1).toPrecision(3))}`, none: "context, not trained" },
+        ? {
+            kind: "ramp",
+            stops: SEQUENTIAL[theme].slice(1),
+            low: `${Number(least.toPrecision(3))}`,
+            high: `${Number(most.toPrecision(4))}, loss weight summed over trajectories, logarithmic`,
+            none: "context, not trained",
+          }
+        : {
+            kind: "categories",
+            colours: [mixed(SEQUENTIAL[theme], 0.55)],
+            text: `trained, weight ${Number((most || 1).toPrecision(3))}`,
+            none: "context, not trained",
+          },
       swatchOfContext: context,
     };
   };
@@ -100,9 +158,13 @@
       const item = document.createElement("span");
       item.className = "ramp";
       const ramp = document.createElement("canvas");
-      ramp.width = 130; ramp.height = 12;
+      ramp.width = 130;
+      ramp.height = 12;
       const pen = ramp.getContext("2d");
-      for (let x = 0; x < 130; x++) { pen.fillStyle = mixed(legend.stops, x / 129); pen.fillRect(x, 0, 1, 12); }
+      for (let x = 0; x < 130; x++) {
+        pen.fillStyle = mixed(legend.stops, x / 129);
+        pen.fillRect(x, 0, 1, 12);
+      }
       item.append(legend.low, ramp, legend.high);
       element.append(item);
     } else {

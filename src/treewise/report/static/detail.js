@@ -1,7 +1,9 @@
 "use strict";
 // What is said about a segment: facts and text, written as text and never as markup.
 (function (TW) {
-  const HEAD = 360, TAIL = 120, AROUND = 60; // tokens shown
+  const HEAD = 360,
+    TAIL = 120,
+    AROUND = 60; // tokens shown
 
   TW.element = function (tag, className, text) {
     const made = document.createElement(tag);
@@ -28,7 +30,15 @@
   TW.showDetail = function (panel, tree, s, token, plan, budget) {
     panel.replaceChildren();
     if (s < 0) {
-      panel.append(TW.element("p", "note", `${TW.format(tree.size)} segments, ${TW.format(tree.numTokens)} tokens, ${TW.format(tree.endSegment.length)} trajectories. Choose a segment to see its tokens and text.`));
+      panel.append(
+        TW.element(
+          "p",
+          "note",
+          `${TW.format(tree.size)} segments, ${TW.format(tree.numTokens)} tokens, ` +
+            `${TW.format(tree.endSegment.length)} trajectories. ` +
+            "Choose a segment to see its tokens and text.",
+        ),
+      );
       return;
     }
     panel.append(TW.element("h3", "", `Segment ${TW.format(s + 1)} of ${TW.format(tree.size)}`));
@@ -53,30 +63,43 @@
     add("trained", trained ? `${TW.format(trained)}, weight ${Number(total.toPrecision(5))}` : "none");
     add("trajectories", TW.format(tree.multiplicity[s]));
     if (tree.numEnds[s]) add("end here", TW.format(tree.numEnds[s]));
-    if (tree.after[s] > s + 1) add("below", `${TW.format(tree.after[s] - s - 1)} segments${tree.folded[s] ? ", folded" : ""}`);
+    if (tree.after[s] > s + 1)
+      add("below", `${TW.format(tree.after[s] - s - 1)} segments${tree.folded[s] ? ", folded" : ""}`);
     if (tree.streams.reward) add("mean reward", Number(tree.value(tree.streams.reward, tree.start[s]).toPrecision(4)));
     const runs = tree.microBatches[budget];
     if (runs && plan) {
       const first = TW.lastAtMost(runs.starts, tree.start[s]);
       const last = TW.lastAtMost(runs.starts, tree.start[s] + tree.length[s] - 1);
       const number = runs.values[first];
-      add("micro-batch", first === last ? `${TW.format(number + 1)}, ${plan.kinds[number]}` : `${TW.format(last - first + 1)} stretches from ${TW.format(number + 1)} on`);
+      add(
+        "micro-batch",
+        first === last
+          ? `${TW.format(number + 1)}, ${plan.kinds[number]}`
+          : `${TW.format(last - first + 1)} stretches from ${TW.format(number + 1)} on`,
+      );
     }
-    if (token != null && tree.tokens.length) add("token", `depth ${TW.format(tree.depth[s] + token - tree.start[s])}, id ${tree.tokenId(token)}`);
+    if (token != null && tree.tokens.length)
+      add("token", `depth ${TW.format(tree.depth[s] + token - tree.start[s])}, id ${tree.tokenId(token)}`);
     return list;
   }
 
   // The text, trained runs marked; of a long segment its ends, and what lies around the token pointed at.
   function words(tree, s, token) {
-    const begin = tree.start[s], end = begin + tree.length[s];
+    const begin = tree.start[s],
+      end = begin + tree.length[s];
     let parts = [[begin, end]];
-    if (tree.length[s] > HEAD + TAIL) parts = [[begin, begin + HEAD], [end - TAIL, end]];
+    if (tree.length[s] > HEAD + TAIL)
+      parts = [
+        [begin, begin + HEAD],
+        [end - TAIL, end],
+      ];
     if (token != null) parts.push([Math.max(begin, token - AROUND), Math.min(end, token + AROUND)]);
     parts.sort((a, b) => a[0] - b[0]);
     const joined = [];
     for (const part of parts) {
       const before = joined[joined.length - 1];
-      if (before && part[0] <= before[1]) before[1] = Math.max(before[1], part[1]); else joined.push(part.slice());
+      if (before && part[0] <= before[1]) before[1] = Math.max(before[1], part[1]);
+      else joined.push(part.slice());
     }
     const box = TW.element("pre", "text-of");
     box.tabIndex = 0;
@@ -93,11 +116,15 @@
   function runs(tree, from, to, token, box) {
     const { starts, values } = tree.streams.weight;
     for (let run = TW.lastAtMost(starts, from); run < starts.length && starts[run] < to; run++) {
-      const low = Math.max(from, starts[run]), high = Math.min(to, run + 1 < starts.length ? starts[run + 1] : tree.numTokens);
+      const low = Math.max(from, starts[run]),
+        high = Math.min(to, run + 1 < starts.length ? starts[run + 1] : tree.numTokens);
       const cuts = token != null && token >= low && token < high ? [low, token, token + 1, high] : [low, high];
       for (let i = 0; i + 1 < cuts.length; i++) {
         if (cuts[i] === cuts[i + 1]) continue;
-        const classes = [values[run] > 0 ? "trained" : "", cuts[i] === token && cuts[i + 1] === token + 1 ? "token-here" : ""];
+        const classes = [
+          values[run] > 0 ? "trained" : "",
+          cuts[i] === token && cuts[i + 1] === token + 1 ? "token-here" : "",
+        ];
         box.append(TW.element("span", classes.join(" ").trim(), tree.read(cuts[i], cuts[i + 1])));
       }
     }
@@ -109,7 +136,10 @@
     const value = scale.perSegment ? scale.perSegment[s] : tree.value(scale.stream, position);
     const depth = tree.depth[s] + position - tree.start[s];
     tip.append(TW.element("b", "", `depth ${TW.format(depth)}`));
-    tip.append(` · ${TW.format(tree.multiplicity[s])} traj. · segment of ${TW.format(tree.length[s])} tokens · ${scale.words(value)}`);
+    tip.append(
+      ` · ${TW.format(tree.multiplicity[s])} traj. · segment of ${TW.format(tree.length[s])} tokens` +
+        ` · ${scale.words(value)}`,
+    );
     if (tree.tokens.length) {
       const end = tree.start[s] + tree.length[s];
       const line = TW.element("span", "tip-text");

@@ -2,12 +2,17 @@
 // Drawing with level of detail: what is smaller than a pixel is drawn once and not gone into, what lies outside of the
 // view is not visited, and a segment is never drawn in more pieces than it has pixels.
 (function (TW) {
-  const TEXT_HEIGHT = 12, MIN_TEXT_WIDTH = 30, TOKEN_WIDTH = 22, LETTER = 6.7;
+  const TEXT_HEIGHT = 12,
+    MIN_TEXT_WIDTH = 30,
+    TOKEN_WIDTH = 22,
+    LETTER = 6.7;
   TW.AXIS = 20; // pixels of the depth axis at the bottom
 
   TW.draw = function (canvas, tree, view, options) {
     const ratio = window.devicePixelRatio || 1;
-    const width = canvas.clientWidth, full = canvas.clientHeight, height = full - TW.AXIS;
+    const width = canvas.clientWidth,
+      full = canvas.clientHeight,
+      height = full - TW.AXIS;
     if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(full * ratio)) {
       canvas.width = Math.round(width * ratio);
       canvas.height = Math.round(full * ratio);
@@ -15,10 +20,21 @@
     const pen = canvas.getContext("2d", { alpha: false });
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     const job = {
-      pen, tree, view, options, width, height,
-      sx: width / (view.x1 - view.x0), sy: height / (view.y1 - view.y0),
-      paper: TW.cssColour("--picture"), ink: TW.cssColour("--ink"), accent: TW.cssColour("--warm"), muted: TW.cssColour("--muted"),
-      onPath: options.path ? new Set(options.path) : null, covered: new Float64Array(Math.ceil(height) + 1).fill(-1), drawn: 0,
+      pen,
+      tree,
+      view,
+      options,
+      width,
+      height,
+      sx: width / (view.x1 - view.x0),
+      sy: height / (view.y1 - view.y0),
+      paper: TW.cssColour("--picture"),
+      ink: TW.cssColour("--ink"),
+      accent: TW.cssColour("--warm"),
+      muted: TW.cssColour("--muted"),
+      onPath: options.path ? new Set(options.path) : null,
+      covered: new Float64Array(Math.ceil(height) + 1).fill(-1),
+      drawn: 0,
     };
     pen.fillStyle = job.paper;
     pen.fillRect(0, 0, width, full);
@@ -75,7 +91,13 @@
     const { tree, view } = job;
     let s = 0;
     while (s < tree.size) {
-      if (tree.isHidden[s] || tree.bottom[s] <= view.y0 || tree.top[s] >= view.y1 || tree.depth[s] >= view.x1 || tree.reach[s] <= view.x0) {
+      if (
+        tree.isHidden[s] ||
+        tree.bottom[s] <= view.y0 ||
+        tree.top[s] >= view.y1 ||
+        tree.depth[s] >= view.x1 ||
+        tree.reach[s] <= view.x0
+      ) {
         s = tree.after[s];
         continue;
       }
@@ -111,7 +133,8 @@
 
   function box(job, s) {
     const { tree, view } = job;
-    const x = (tree.depth[s] - view.x0) * job.sx, y = (tree.top[s] - view.y0) * job.sy;
+    const x = (tree.depth[s] - view.x0) * job.sx,
+      y = (tree.top[s] - view.y0) * job.sy;
     const h = (tree.bottom[s] - tree.top[s]) * job.sy;
     return { x, y, w: tree.length[s] * job.sx, h, gap: h > 5 ? 1 : 0 };
   }
@@ -120,15 +143,23 @@
     const { pen, tree } = job;
     if (tree.isHidden[s]) return;
     let { x, y, w, h, gap } = box(job, s);
-    if (isOnPath && h < 3) { y -= (3 - h) / 2; h = 3; }
+    if (isOnPath && h < 3) {
+      y -= (3 - h) / 2;
+      h = 3;
+    }
     const height = Math.max(1, h - gap);
-    const left = Math.max(0, x), right = Math.min(job.width, x + Math.max(1, w));
+    const left = Math.max(0, x),
+      right = Math.min(job.width, x + Math.max(1, w));
     pen.globalAlpha = job.onPath && !isOnPath ? 0.22 : 1;
     if (right > left && y < job.height && y + h > 0) {
       stretches(job, s, x, y, height, left, right);
-      if (w > 3) { pen.fillStyle = job.paper; pen.fillRect(x, y, 1, height); } // where a segment begins
+      if (w > 3) {
+        pen.fillStyle = job.paper;
+        pen.fillRect(x, y, 1, height);
+      } // where a segment begins
       if (isOnPath) edge(job, left, right, y, height);
-      if (tree.numEnds[s] && tree.firstChild[s] >= 0 && height > 3) { // a trajectory ends inside the tree
+      if (tree.numEnds[s] && tree.firstChild[s] >= 0 && height > 3) {
+        // a trajectory ends inside the tree
         pen.fillStyle = job.ink;
         pen.fillRect(x + w - 2, y, 2, height);
       }
@@ -152,7 +183,8 @@
     };
     if (scale.perSegment) return paint(left, right, scale.perSegment[s]);
     const { starts, values } = scale.stream;
-    const begin = tree.start[s], end = begin + tree.length[s];
+    const begin = tree.start[s],
+      end = begin + tree.length[s];
     const first = TW.lastAtMost(starts, begin + Math.max(0, Math.floor((left - x) / job.sx)));
     const last = TW.lastAtMost(starts, Math.min(end - 1, begin + Math.ceil((right - x) / job.sx)));
     if (last - first + 1 > right - left) {
@@ -179,7 +211,10 @@
     pen.lineWidth = 1.5;
     pen.beginPath();
     const reach = Math.min(height, 4000);
-    for (let at = Math.floor((x - reach) / 7) * 7; at < x + width; at += 7) { pen.moveTo(at, y + reach); pen.lineTo(at + reach, y); }
+    for (let at = Math.floor((x - reach) / 7) * 7; at < x + width; at += 7) {
+      pen.moveTo(at, y + reach);
+      pen.lineTo(at + reach, y);
+    }
     pen.stroke();
     pen.restore();
   }
@@ -224,15 +259,22 @@
     pen.textBaseline = "middle";
     pen.font = "11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
     pen.fillStyle = legible(run.colour);
-    const top = Math.max(0, y), bottom = Math.min(job.height, y + height);
+    const top = Math.max(0, y),
+      bottom = Math.min(job.height, y + height);
     const middle = (top + bottom) / 2;
-    const begin = tree.start[s], end = Math.min(begin + tree.length[s], begin + Math.round((to - x) / job.sx));
+    const begin = tree.start[s],
+      end = Math.min(begin + tree.length[s], begin + Math.round((to - x) / job.sx));
     const first = Math.max(begin, begin + Math.round((from - x) / job.sx));
     if (job.sx >= TOKEN_WIDTH) {
       for (let t = Math.max(begin, first - 1); t < end; t++) {
         const place = x + (t - begin) * job.sx;
         pen.globalAlpha = alpha;
-        pen.fillText(oneLine(tree.read(t, t + 1)).slice(0, Math.ceil(job.sx / LETTER) + 1), place + 4, middle, job.sx - 6);
+        pen.fillText(
+          oneLine(tree.read(t, t + 1)).slice(0, Math.ceil(job.sx / LETTER) + 1),
+          place + 4,
+          middle,
+          job.sx - 6,
+        );
         pen.globalAlpha = alpha * 0.3;
         pen.fillRect(place, y, 1, height);
       }
@@ -246,7 +288,8 @@
 
   // Dark text on pale colours, pale text on deep ones.
   function legible(colour) {
-    const parts = colour[0] === "#" ? [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16)) : colour.match(/\d+/g).map(Number);
+    const parts =
+      colour[0] === "#" ? [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16)) : colour.match(/\d+/g).map(Number);
     return 0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2] > 125 ? "#0d1418" : "#f8fbfc";
   }
 
@@ -256,8 +299,10 @@
     if (s == null || s < 0 || job.tree.isHidden[s]) return;
     const { pen } = job;
     const { x, y, w, h } = box(job, s);
-    const left = Math.max(-4, x), right = Math.min(job.width + 4, x + Math.max(2, w));
-    const top = Math.max(-4, y), bottom = Math.min(job.height + 4, y + Math.max(2, h));
+    const left = Math.max(-4, x),
+      right = Math.min(job.width + 4, x + Math.max(2, w));
+    const top = Math.max(-4, y),
+      bottom = Math.min(job.height + 4, y + Math.max(2, h));
     if (right < left || bottom < top) return;
     pen.strokeStyle = job.ink;
     pen.lineWidth = thickness;

@@ -1,18 +1,26 @@
 "use strict";
 // What brings the page to life: the theme, the charts, the choice of a budget, and the picture.
 (function (TW) {
-  const LEFT = 58, RIGHT = 446, TOP = 12, FLOOR = 190;
+  const LEFT = 58,
+    RIGHT = 446,
+    TOP = 12,
+    FLOOR = 190;
   const page = JSON.parse(document.getElementById("page-data").textContent);
   let picture = null;
 
   // -- theme: as the system, light, dark
   const button = document.getElementById("theme");
-  const themes = [["", "◐", "auto", "as the system"], ["light", "○", "light", "light"], ["dark", "●", "dark", "dark"]];
+  const themes = [
+    ["", "◐", "auto", "as the system"],
+    ["light", "○", "light", "light"],
+    ["dark", "●", "dark", "dark"],
+  ];
   let theme = 0;
   button.addEventListener("click", () => {
     theme = (theme + 1) % themes.length;
     const [value, sign, word, name] = themes[theme];
-    if (value) document.documentElement.dataset.theme = value; else delete document.documentElement.dataset.theme;
+    if (value) document.documentElement.dataset.theme = value;
+    else delete document.documentElement.dataset.theme;
     button.replaceChildren(`${sign} `, TW.element("span", "", word));
     button.setAttribute("aria-label", `Colour theme: ${name}`);
     if (picture) picture.recolour();
@@ -27,7 +35,9 @@
   }
 
   function chart(figure, reading) {
-    const svg = figure.querySelector("svg"), cross = figure.querySelector(".cross"), output = figure.querySelector("output");
+    const svg = figure.querySelector("svg"),
+      cross = figure.querySelector(".cross"),
+      output = figure.querySelector("output");
     const [low, high] = reading.x_range;
     const longest = reading.lines.reduce((a, b) => (b.xs.length > a.xs.length ? b : a));
     let at = -1;
@@ -42,7 +52,11 @@
       });
       output.textContent = `${reading.x_label} ${readable(x)}: ${values.join(", ")}`;
     };
-    const hide = () => { cross.setAttribute("visibility", "hidden"); output.textContent = ""; at = -1; };
+    const hide = () => {
+      cross.setAttribute("visibility", "hidden");
+      output.textContent = "";
+      at = -1;
+    };
     const nearest = (event) => {
       const box = svg.getBoundingClientRect();
       const share = (((event.clientX - box.left) / box.width) * 460 - LEFT) / (RIGHT - LEFT);
@@ -51,7 +65,10 @@
       const next = Math.min(longest.xs.length - 1, index + 1);
       return x - longest.xs[index] > longest.xs[next] - x ? next : index;
     };
-    const pointed = (event) => { at = nearest(event); show(longest.xs[at]); };
+    const pointed = (event) => {
+      at = nearest(event);
+      show(longest.xs[at]);
+    };
     svg.addEventListener("pointermove", pointed);
     svg.addEventListener("pointerdown", pointed);
     svg.addEventListener("pointerleave", hide);

@@ -18,7 +18,10 @@
       for (const [name, runs] of Object.entries(data.streams)) {
         this.streams[name] = { starts: TW.unpack(runs.starts), values: TW.unpack(runs.values) };
       }
-      this.microBatches = data.micro_batches.map((runs) => ({ starts: TW.unpack(runs.starts), values: TW.unpack(runs.values) }));
+      this.microBatches = data.micro_batches.map((runs) => ({
+        starts: TW.unpack(runs.starts),
+        values: TW.unpack(runs.values),
+      }));
       this.shape();
       this.folded = new Uint8Array(this.size);
       this.layOut();
@@ -41,8 +44,10 @@
       const last = new Int32Array(n + 1).fill(-1); // the child of each segment seen last; at n, of the whole forest
       for (let s = 0; s < n; s++) {
         const above = this.parent[s] < 0 ? n : this.parent[s];
-        if (last[above] >= 0) { this.nextSibling[last[above]] = s; this.previousSibling[s] = last[above]; }
-        else if (above < n) this.firstChild[above] = s;
+        if (last[above] >= 0) {
+          this.nextSibling[last[above]] = s;
+          this.previousSibling[s] = last[above];
+        } else if (above < n) this.firstChild[above] = s;
         last[above] = s;
       }
       this.reach = new Uint32Array(n); // the deepest depth below
@@ -74,11 +79,15 @@
       let next = 0;
       for (let s = 0; s < n; s++) {
         const above = this.parent[s];
-        if (above >= 0 && (this.isHidden[above] || this.folded[above])) { this.isHidden[s] = 1; continue; }
+        if (above >= 0 && (this.isHidden[above] || this.folded[above])) {
+          this.isHidden[s] = 1;
+          continue;
+        }
         const own = this.folded[s] ? 1 : rows[s];
         this.top[s] = above < 0 ? next : cursor[above];
         this.bottom[s] = this.top[s] + own;
-        if (above < 0) next += own; else cursor[above] += own;
+        if (above < 0) next += own;
+        else cursor[above] += own;
         cursor[s] = this.top[s];
       }
       this.numRows = Math.max(1, next);
@@ -103,12 +112,18 @@
       this.layOut();
     }
 
-    unfoldAll() { this.folded.fill(0); this.layOut(); }
+    unfoldAll() {
+      this.folded.fill(0);
+      this.layOut();
+    }
 
     // The visible segment at a depth and a row; -1 for none.
     at(depth, row) {
-      for (let s = 0; s >= 0; ) {
-        if (row < this.top[s] || row >= this.bottom[s]) { s = this.nextSibling[s]; continue; }
+      for (let s = 0; s >= 0;) {
+        if (row < this.top[s] || row >= this.bottom[s]) {
+          s = this.nextSibling[s];
+          continue;
+        }
         const end = this.folded[s] ? this.reach[s] : this.depth[s] + this.length[s];
         if (depth < end) return depth >= this.depth[s] ? s : -1;
         if (this.folded[s]) return -1;
@@ -132,23 +147,31 @@
     }
 
     // The value of a stream at a tree position.
-    value(stream, position) { return stream.values[TW.lastAtMost(stream.starts, position)]; }
+    value(stream, position) {
+      return stream.values[TW.lastAtMost(stream.starts, position)];
+    }
 
     read(from, to) {
       return this.tokens.length ? this.vocabulary.read(this.tokens, from, to) : "";
     }
 
-    tokenId(position) { return this.tokens.length ? this.vocabulary.ids[this.tokens[position]] : null; }
+    tokenId(position) {
+      return this.tokens.length ? this.vocabulary.ids[this.tokens[position]] : null;
+    }
 
     // How many tokens of a segment are trained, and what they weigh.
     weights(s) {
       const { starts, values } = this.streams.weight;
       const end = this.start[s] + this.length[s];
-      let trained = 0, total = 0;
+      let trained = 0,
+        total = 0;
       for (let r = TW.lastAtMost(starts, this.start[s]); r < starts.length && starts[r] < end; r++) {
         const until = Math.min(end, r + 1 < starts.length ? starts[r + 1] : this.numTokens);
         const count = until - Math.max(starts[r], this.start[s]);
-        if (values[r] > 0) { trained += count; total += count * values[r]; }
+        if (values[r] > 0) {
+          trained += count;
+          total += count * values[r];
+        }
       }
       return { trained, total };
     }
