@@ -67,7 +67,7 @@ def prompts() -> Dataset:
 def build(tmp_path: Any):
     """`build(SFTTrainer, SFTConfig, data, beta=0.1, ...)` makes a function that builds the same trainer each time.
 
-    model: a path; a tiny model where not given. more: further arguments of the trainer.
+    model: a path, or what makes one; a tiny model where not given. more: further arguments of the trainer.
     """
 
     def prepare(trainer: Any, config: Any, data: Dataset, *, model=None, peft=None, more=None, **changes):
@@ -76,7 +76,7 @@ def build(tmp_path: Any):
             if peft is not None:
                 extra["peft_config"] = peft()
             return trainer(
-                model=model or model_for_trl(),
+                model=model if isinstance(model, str) else (model or model_for_trl)(),
                 args=config(**settings(tmp_path, **changes)),
                 train_dataset=data,
                 processing_class=tiny_tokenizer(),

@@ -103,6 +103,20 @@ def test_shifted_labels():
     assert_served(fused(), inputs)
 
 
+@pytest.mark.parametrize("max_tokens", [None, 12])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_routing_losses(family, max_tokens):
+    """Of all real tokens, whether or not a label depends on them, and part of the loss."""
+    assert_served(fused(family), batch("left") | {"output_router_logits": True}, max_tokens=max_tokens)
+
+
+def test_routing_losses_that_the_configuration_asks_for():
+    model = fused("qwen3_moe")
+    model.config.output_router_logits = True
+    sharing = assert_served(model, batch())
+    assert sharing.counts.num_tree_tokens == sharing.counts.num_flat_tokens - 4 * 5
+
+
 def test_loss_by_the_number_of_items():
     assert_served(fused(), batch() | {"num_items_in_batch": torch.tensor(40)})
 
@@ -145,10 +159,6 @@ def assert_left(model, inputs, caplog, message, **options):
 
 def test_unknown_arguments_are_left(caplog):
     assert_left(fused(), batch() | {"token_type_ids": torch.zeros(6, 9)}, caplog, "'token_type_ids'")
-
-
-def test_routing_losses_are_left(caplog):
-    assert_left(fused("qwen3_moe"), batch() | {"output_router_logits": True}, caplog, "'output_router_logits'")
 
 
 def test_padding_inside_a_row_is_left(caplog):

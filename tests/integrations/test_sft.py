@@ -7,7 +7,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
-from integrations.helpers import CHECKPOINTING, Run, assert_same_training, words
+from integrations.helpers import CHECKPOINTING, Run, assert_same_training, model_for_trl, words
 
 # PEFT and TRL still use names that transformers deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -92,6 +92,20 @@ def test_packed_rows(build, conversations):
         SFTTrainer, SFTConfig, conversations, packing=True, max_length=64, per_device_train_batch_size=2, max_steps=2
     )
     assert_same_training(make, min_ratio=0)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 24])
+def test_routing_loss_of_a_mixture_of_experts(build, conversations, max_tokens):
+    make = build(
+        SFTTrainer,
+        SFTConfig,
+        conversations,
+        model=lambda: model_for_trl("qwen3_moe"),
+        router_aux_loss_coef=0.1,
+        **ORDERED,
+    )
+    run = assert_same_training(make, max_tokens=max_tokens)
+    assert run.logs[0]["aux_loss"] > 0.5
 
 
 def test_evaluation_is_shared_too(build, conversations):

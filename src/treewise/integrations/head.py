@@ -50,16 +50,16 @@ class FusedHead:
 
     def _output(self, hidden_EM: torch.Tensor, labels_E: torch.Tensor, seen: Callable[[], None] | None = None) -> Any:
         stand_in = _StandIn(self._model, hidden_EM[None], seen)
-        return self._forward.__func__(stand_in, fused_lm_head=True, shift_labels=labels_E[None])
+        inputs = {"shift_labels": labels_E[None], "output_router_logits": False}
+        return self._forward.__func__(stand_in, fused_lm_head=True, **inputs)
 
     @torch.no_grad()
     def _try_out(self) -> tuple[tuple[str, ...], Autocast | None]:
         """One row through the head: does it do what we know, and does a wrapper around it switch autocast on?"""
         weight = self._model.get_output_embeddings().weight  # type: ignore[operator]
-        width = self._model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
         device_type = weight.device.type
         inside: list[Autocast] = []
-        row = torch.zeros(1, width, dtype=weight.dtype, device=weight.device)
+        row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
         label = torch.zeros(1, dtype=torch.long, device=weight.device)
         with torch.autocast(device_type, enabled=False):
             try:

@@ -44,6 +44,7 @@ def rows_to_forest(
     attention_mask: np.ndarray | None = None,
     position_ids: np.ndarray | None = None,
     is_relative: bool = True,
+    keeps_all: bool = False,
 ) -> Rows | None:
     """Merges the rows' shared prefixes. None where no label is scored.
 
@@ -51,7 +52,7 @@ def rows_to_forest(
     where nothing is. attention_mask: [B, L], zero for padding, on either side. position_ids: [B, L]; without an
     attention mask a row in which they start anew holds several sequences that do not see one another, as in
     transformers. is_relative: whether the model knows only differences of positions; otherwise a sequence that does not
-    begin at position 0 is refused.
+    begin at position 0 is refused. keeps_all: whether every real token is computed, scored or not.
 
     Raises:
         NotShareable: padding inside a sequence, positions that jump, or a label predicted by padding.
@@ -70,7 +71,8 @@ def rows_to_forest(
     source_F = flat_of[row, column]
     flat_ids = token_ids[is_real]
     starts = flat_of[is_first]
-    kept, lengths = _kept_lengths(starts, source_F, len(flat_ids))
+    last_F = np.append(starts[1:], len(flat_ids)) - 1 if keeps_all else source_F
+    kept, lengths = _kept_lengths(starts, last_F, len(flat_ids))
     first = starts[kept]
     forest = Forest.from_trajectories(
         [Trajectory(flat_ids[start : start + length]) for start, length in zip(first, lengths, strict=True)]
@@ -114,14 +116,14 @@ def _refuse_offsets(is_first: np.ndarray, position_ids: np.ndarray | None) -> No
         raise NotShareable("the model has absolute positions, and a row does not begin at position 0 (left padding)")
 
 
-def _kept_lengths(starts: np.ndarray, source_F: np.ndarray, num_flat: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which sequences have a scored label, and how many of their tokens are needed: up to the last that predicts."""
-    sequence = np.searchsorted(starts, source_F, side="right") - 1
+def _kept_lengths(starts: np.ndarray, needed_F: np.ndarray, num_flat: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which sequences have a needed token (ascending places), and how many of their tokens: up to the last of these."""
+    sequence = np.searchsorted(starts, needed_F, side="right") - 1
     last = np.full(len(starts), -1)
-    last[sequence] = source_F  # ascending, so the last one stays
+    last[sequence] = needed_F  # ascending, so the last one stays
     kept = np.flatnonzero(last >= 0)
     ends = np.append(starts[1:], num_flat)[kept]
     lengths = np.maximum(last[kept] - starts[kept] + 1, 2)  # a trajectory has at least two tokens
     if (starts[kept] + lengths > ends).any():
-        raise NotShareable("a sequence of one token has a scored label")
+        raise NotShareable("a sequence has one token only")
     return kept, lengths

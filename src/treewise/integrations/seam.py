@@ -9,7 +9,7 @@ once, and the fields are restored to the rows' shape. All losses and metrics are
 import functools
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -20,18 +20,17 @@ from torch import nn
 from treewise.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.gathering import Part, Read, gather
+from treewise.integrations.calls import rows_of_call
 from treewise.integrations.head import Fields, FusedHead, has_fused_head
-from treewise.integrations.rows import IGNORED, NotShareable, Rows, rows_to_forest
+from treewise.integrations.rows import IGNORED, NotShareable, Rows
 from treewise.memory import is_out_of_memory
 from treewise.models import refuse_dropout
 from treewise.planner import Plan
+from treewise.routed import gather_routed
+from treewise.routing import Routing, RoutingRule, rule_of
 from treewise.walk import Walk
 
 logger = logging.getLogger("treewise")
-
-# Arguments of a forward that rows are made from, or that do not change what a fused head returns.
-_UNDERSTOOD = {"input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"}
-_UNDERSTOOD |= {"max_length_k", "seq_idx", "use_cache", "return_dict", "logits_to_keep"}
 
 
 @dataclass
@@ -137,42 +136,44 @@ class Sharing:
     def _serve(self, *args: Any, **kwargs: Any) -> Any:
         assert self._before is not None
         try:
-            rows, labels = self._rows(args, kwargs)
+            rule = self._routing_rule(kwargs)
+            rows, labels = self._rows(args, kwargs, keeps_all=rule is not None)
         except NotShareable as reason:
             self._say_once(logging.WARNING, f"a batch is left to the model's own forward: {reason}.")
             rows = None
         if rows is None or not self._is_worth_it(rows, labels):
             self.counts.num_left += 1
             return self._before(*args, **kwargs)
-        fields, run = self._fields(rows)
+        fields, aux_loss, run = self._fields(rows, rule)
         self._count(rows, labels, run)
-        return _output(fields, rows, labels, kwargs.get("num_items_in_batch"))
+        output = _output(fields, rows, labels, kwargs.get("num_items_in_batch"))
+        if aux_loss is not None:
+            output.aux_loss = aux_loss
+            output.loss = output.loss + getattr(self._text_config, "router_aux_loss_coef", 0.0) * aux_loss
+        return output
 
-    def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rows | None, torch.Tensor]:
-        """The batch as a forest (None where nothing is scored), and the labels, aligned with what predicts them."""
-        given = _arguments(args, kwargs)
-        labels: Any = kwargs.get("labels")
-        shifted: Any = kwargs.get("shift_labels")
-        if labels is None and shifted is None:
-            raise ConfigError("a fused head scores labels, and this call has none: pass labels= or shift_labels=.")
-        if shifted is not None and _num_ranks() > 1:
-            raise NotShareable("context and sequence parallelism cut sequences over ranks (shift_labels)")
+    def _routing_rule(self, kwargs: dict[str, Any]) -> RoutingRule | None:
+        """How to compute the load-balancing loss where this call asks for it, as TRL does: without its factor."""
+        wanted = kwargs.get("output_router_logits")
+        if not (getattr(self._text_config, "output_router_logits", False) if wanted is None else wanted):
+            return None
+        try:
+            rule = rule_of(self.model, True, 0.0)
+        except UnsupportedModelError as error:
+            raise NotShareable(str(error).rstrip(".")) from None
+        assert rule is not None
+        return replace(rule, aux_coefficient=1.0)
+
+    @property
+    def _text_config(self) -> Any:
+        return self.model.config.get_text_config()  # type: ignore[operator, union-attr]
+
+    def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_all: bool) -> tuple[Rows | None, torch.Tensor]:
         try:
             refuse_dropout(self.model)
         except UnsupportedModelError as error:
             raise NotShareable(f"every row would drop out differently. {str(error).rstrip('.')}") from None
-        token_ids = given["input_ids"]
-        labels = labels[:, 1:] if shifted is None else shifted
-        if token_ids.shape[0] != labels.shape[0] or token_ids.shape[1] - labels.shape[1] not in (0, 1):
-            raise NotShareable(f"labels of shape {tuple(labels.shape)} do not fit {tuple(token_ids.shape)} tokens")
-        rows = rows_to_forest(
-            _numpy(token_ids),
-            _numpy(labels),
-            _numpy(given.get("attention_mask")),
-            _numpy(_expanded(given.get("position_ids"), token_ids)),
-            self._is_relative,
-        )
-        return rows, labels
+        return rows_of_call(args, kwargs, self._is_relative, keeps_all)
 
     def _is_worth_it(self, rows: Rows, labels: torch.Tensor) -> bool:
         """Whether the tree is smaller than the rows by enough, or the rows would not fit the budget."""
@@ -187,15 +188,15 @@ class Sharing:
         )
         return False
 
-    def _fields(self, rows: Rows) -> tuple[Fields, Plan]:
-        """[E] values of the edges by name, and the plan that they were computed by."""
+    def _fields(self, rows: Rows, rule: RoutingRule | None) -> tuple[Fields, torch.Tensor | None, Plan]:
+        """[E] values of the edges by name, the routing loss where there is a rule, and the plan behind them."""
         assert self._head is not None
         autocast = self._head.autocast
         while True:
             try:
                 run = self.engine.plan(rows.forest)
                 with nullcontext() if autocast is None else autocast.again():
-                    return self._gather(rows, run, self._head), run
+                    return *self._gather(rows, run, self._head, rule), run
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -203,11 +204,13 @@ class Sharing:
             # No gradient has been touched yet, so the same batch may be tried again in smaller parts.
             self.engine._budget._shrink(rows.forest.num_tokens, can_retry=True, reason=reason)
 
-    def _gather(self, rows: Rows, run: Plan, head: FusedHead) -> Fields:
+    def _gather(
+        self, rows: Rows, run: Plan, head: FusedHead, rule: RoutingRule | None
+    ) -> tuple[Fields, torch.Tensor | None]:
         def new_read(walk: Walk) -> Read:
             def read(number: int, hidden_TM: torch.Tensor) -> Part | None:
                 edges, source = _edges_of(rows, walk.positions(number))
-                if len(edges) == 0:
+                if len(edges) == 0 and rule is None:
                     return None
                 device = hidden_TM.device
                 labels_E = torch.as_tensor(rows.label[edges], device=device)
@@ -215,7 +218,10 @@ class Sharing:
 
             return read
 
-        return gather(lambda: self.engine._walk(run), new_read, head.names, len(rows.source))
+        if rule is None:
+            return gather(lambda: self.engine._walk(run), new_read, head.names, len(rows.source)), None
+        routing = Routing(rule, run.forest.multiplicity)
+        return gather_routed(lambda: self.engine._walk(run, routing), new_read, head.names, len(rows.source), routing)
 
     def _count(self, rows: Rows, labels: torch.Tensor, run: Plan) -> None:
         counts = self.counts
@@ -260,14 +266,10 @@ def share_prefixes(
     if not min_ratio >= 0:
         raise ConfigError(f"min_ratio={min_ratio} must not be negative.")
     outer = _unwrapped(model)
-    engine = TreeEngine(outer, max_tokens, attention, check=False)  # refuses what PEFT adds around the base model
-    if engine.routing_rule is not None:
-        raise UnsupportedModelError(
-            f"{type(outer).__name__} asks for its routing loss (output_router_logits=True), which share_prefixes does "
-            "not hand to TRL; turn it off, or train with TreeTrainer."
-        )
+    # Refuses what PEFT adds around the base model. A loss on routers is TRL's to ask for.
+    TreeEngine(outer, max_tokens, attention, check=False, router_aux_loss=False)
     base: nn.Module = outer.get_base_model() if _is_peft(outer) else outer  # type: ignore[operator]
-    sharing = Sharing(base, TreeEngine(base, max_tokens, attention), min_ratio)
+    sharing = Sharing(base, TreeEngine(base, max_tokens, attention, router_aux_loss=False), min_ratio)
     if has_fused_head(base.forward):
         base.forward = sharing.install(base.forward)  # type: ignore[arg-type]
     else:
@@ -300,47 +302,6 @@ def _output(fields: Fields, rows: Rows, labels: torch.Tensor, num_items_in_batch
     # FusedCausalLMOutput documents the loss: the sum over scored labels by num_items_in_batch, or by their count.
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     return FusedCausalLMOutput(loss=-restored["log_probs"].sum() / count, label_mask=mask.to(device), **restored)
-
-
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that rows are made from.
-
-    Raises:
-        NotShareable: one of them is unknown, so it may change what the model computes.
-    """
-    given = dict(zip(("input_ids", "attention_mask"), args, strict=False))
-    if len(args) > 2:
-        raise NotShareable(f"its forward has {len(args)} arguments without names")
-    given |= {name: value for name, value in kwargs.items() if name not in _SEAM and value is not None}
-    for name, value in given.items():
-        if name not in _UNDERSTOOD and not (value is False and name.startswith("output_")):
-            raise NotShareable(f"treewise does not know what the argument {name!r} changes")
-    for name in ("input_ids", "attention_mask"):
-        if name in given and given[name].dim() != 2:
-            raise NotShareable(f"{name} has {given[name].dim()} dimensions")
-    if "input_ids" not in given:
-        raise NotShareable("it has no input_ids")
-    return given
-
-
-_SEAM = {"fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}
-
-
-def _expanded(position_ids: torch.Tensor | None, token_ids: torch.Tensor) -> torch.Tensor | None:
-    if position_ids is None:
-        return None
-    if position_ids.dim() != 2:
-        raise NotShareable(f"position_ids has {position_ids.dim()} dimensions")
-    return position_ids.expand(token_ids.shape)
-
-
-def _numpy(tensor: torch.Tensor | None) -> Any:
-    return None if tensor is None else np.asarray(tensor.detach().cpu())
-
-
-def _num_ranks() -> int:
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if is_distributed else 1
 
 
 def _has_absolute_positions(engine: TreeEngine) -> bool:
