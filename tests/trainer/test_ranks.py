@@ -1,72 +1,155 @@
-"""Data-parallel ranks together are one process: the same losses, gradients and parameters."""
+"""Processes together are one process: the same losses, gradients and parameters, sharded or not, resumed or not.
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+SGD, whose updates are gradients: Adam would blow up rounding where a gradient is all but zero.
+"""
 
 import pytest
 import torch
 
-from trainer.helpers import losses, some_trees, tiny_model
+from trainer.ranks import launch, outcome, train
+from treewise.errors import ConfigError
+from treewise.trainer import TreeTrainingArguments
+from treewise.trainer import checkpoint as seals
 
-WORKER = """
-import os
-import sys
-import torch
-from trainer.helpers import losses, some_trees, tiny_model
-from treewise.trainer import TreeTrainer, TreeTrainingArguments
+pytestmark = pytest.mark.slow
 
-folder = sys.argv[1]
-args = TreeTrainingArguments(
-    output_dir=folder, per_device_train_batch_size=1, max_steps=5, learning_rate=0.5, optim="sgd",
-    seed=3, lr_scheduler_type="cosine", report_to="none", use_cpu=True, disable_tqdm=True,
-    save_strategy="steps", save_steps=4, eval_strategy="steps", eval_steps=5, gradient_accumulation_steps=2,
+SGD = {"optim": "sgd", "learning_rate": 0.5}
+EVALUATED = {"evaluates": True, "eval_strategy": "steps", "eval_steps": 5}
+CUT = {"max_tokens": 14}  # trunks that are computed twice, trunks that are held, and pieces
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": 3}
+RECOMPUTE = "activation_checkpointing"
+if RECOMPUTE not in TreeTrainingArguments.__dataclass_fields__:  # its name in earlier versions of transformers
+    RECOMPUTE = "gradient_checkpointing"
+LORA = {"model": {"lora": True}, RECOMPUTE: True, **CUT}
+EXPERTS = {"model": {"family": "mixtral"}, "max_tokens": None}  # and a budget of none: each batch is one micro-batch
+TIED = {"model": {"family": "gemma"}, "max_tokens": None, "gradient_accumulation_steps": 2}
+UNEVEN = {"num_trees": 3, **CUT}  # the last step of an epoch has no tree for one rank
+NESTED = {"weighting": "once", "merge_across_trees": False, **CUT}
+
+# name: (settings of all, settings of several processes alone, settings of one process alone), for two processes
+TWO = {
+    "ddp": ({**SGD, **CUT, **EVALUATED, **CHECKPOINTS}, {}, {}),
+    "sharded": ({**SGD, **CUT, **EVALUATED, **CHECKPOINTS}, {"sharded": True}, {}),
+    "adapters": ({**SGD, **LORA, **CHECKPOINTS}, {"sharded": True}, {}),
+    "experts": ({**SGD, **EXPERTS}, {"sharded": True}, {}),
+    "tied": ({**SGD, **TIED}, {"sharded": True, "shard_config": {"reshard_after_forward": False}}, {}),
+    "uneven": ({**SGD, **UNEVEN}, {"fsdp": "full_shard"}, {}),
+    "weighted": ({**SGD, **NESTED}, {"sharded": True}, {}),
+}
+
+
+def batch_of(trees_per_step, num_ranks, settings):
+    num_parts = num_ranks * settings.get("gradient_accumulation_steps", 1)
+    return {"per_device_train_batch_size": trees_per_step // num_parts}
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    """The folder and the outcomes of both ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    runs = {name: {**both, **several, **batch_of(4, 2, both)} for name, (both, several, _) in TWO.items()}
+    return folder, launch(2, folder, runs)
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory):
+    """Outcomes of one process, by the settings that they were made with."""
+    made = {}
+
+    def run(settings):
+        key = repr(settings)
+        if key not in made:
+            made[key] = outcome(train(tmp_path_factory.mktemp("one"), **settings))
+        return made[key]
+
+    return run
+
+
+def assert_same(found, expected, atol=1e-6):
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+    assert found["eval"] == pytest.approx(expected["eval"], rel=1e-5)
+    for name, value in expected["model"].items():
+        assert torch.allclose(found["model"][name], value, rtol=0, atol=atol), name
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes_train_like_one(of_two, of_one, name):
+    first, second = (outcomes[name] for outcomes in of_two[1])
+    both, _, alone = TWO[name]
+    assert_same(first, of_one({**both, **alone, **batch_of(4, 1, both), "save_strategy": "no"}))
+    assert first["losses"] == second["losses"]
+    for key, value in first["model"].items():
+        assert torch.equal(value, second["model"][key])
+    assert first["kinds"] == (["Tensor"] if name == "ddp" else ["DTensor"])
+
+
+# -- checkpoints of several processes ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resumed(of_two, tmp_path_factory):
+    """Four processes that go on from the third step of two: outcomes of rank 0."""
+    folder, runs = tmp_path_factory.mktemp("four"), {}
+    for name in ("ddp", "sharded"):
+        both, several, _ = TWO[name]
+        runs[name] = {**both, **several, **batch_of(4, 4, both), "resume": str(of_two[0] / name / "checkpoint-3")}
+    # From shards to whole parameters, and back.
+    runs["to ddp"] = {**runs["ddp"], "resume": runs["sharded"]["resume"]}
+    runs["to shards"] = {**runs["sharded"], "resume": runs["ddp"]["resume"]}
+    return folder, launch(4, folder, runs)[0]
+
+
+@pytest.mark.parametrize("name", ["ddp", "sharded", "to ddp", "to shards"])
+def test_four_processes_go_on_where_two_stopped(resumed, of_one, name):
+    both = TWO["ddp"][0]
+    expected = of_one({**both, **batch_of(4, 1, both), "save_strategy": "no"})
+    assert_same(resumed[1][name], expected)
+    assert resumed[1][name]["kinds"] == (["Tensor"] if name in ("ddp", "to ddp") else ["DTensor"])
+
+
+@pytest.mark.parametrize("name", ["ddp", "sharded", "adapters"])
+def test_one_process_goes_on_where_two_stopped(of_two, of_one, tmp_path, name):
+    both = TWO[name][0]
+    expected = of_one({**both, **batch_of(4, 1, both), "save_strategy": "no"})
+    checkpoint = of_two[0] / name / "checkpoint-3"
+    found = outcome(train(tmp_path, **{**both, **batch_of(4, 1, both), "resume": str(checkpoint)}))
+    assert_same(found, expected)
+
+
+def test_a_sharded_checkpoint_is_sealed_and_holds_nothing_pickled(of_two):
+    folder = of_two[0] / "sharded" / "checkpoint-3"
+    seals.read_seal(folder)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    assert len(list((folder / "weights").iterdir())) == 2
+    assert not list(folder.glob("model*.safetensors"))
+
+
+# -- faults of several processes --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dead(tmp_path_factory):
+    """What torchrun says of runs in which rank 1 dies, by how."""
+
+    def run(how):
+        folder = tmp_path_factory.mktemp("dead")
+        both, several, _ = TWO["sharded"]
+        return launch(2, folder, {"dead": {**both, **several, **batch_of(4, 2, both), "dies": how}}, check=False)
+
+    return {how: run(how) for how in ("kill", "raise")}
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("kill", "rank 1 failed: its process was gone"), ("raise", "rank 1 failed: RuntimeError: the moon is full")],
 )
-trees = some_trees()
-model = tiny_model(seed=int(os.environ["RANK"]))  # rank 0's parameters must win
-trainer = TreeTrainer(model, args, train_dataset=trees, eval_dataset=trees)
-trainer.train()
-evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-state = {"losses": losses(trainer), "eval": evaluated, "model": trainer.model.state_dict()}
-torch.save(state, f"{folder}/rank{args.process_index}.pt")
-torch.distributed.barrier()
-os._exit(0)  # torch 2.13 aborts now and then while it takes gloo's threads down, after all work is done
-"""
+def test_one_dead_process_ends_the_others_with_its_reason(dead, how, reason):
+    assert dead[how].returncode != 0
+    assert reason in dead[how].stdout, dead[how].stdout[-4000:]
 
 
-@pytest.mark.slow
-def test_two_ranks_train_like_one(make_trainer, tmp_path):
-    root = Path(__file__).parents[2]
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER)
-    # The rendezvous picks a free port itself, so tests that run beside this one cannot take it.
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", *launch, str(worker), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "tests"), *sys.path])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
-    one = make_trainer(
-        some_trees(),
-        model=tiny_model(),
-        eval_dataset=some_trees(),
-        per_device_train_batch_size=4,
-        max_steps=5,
-        learning_rate=0.5,
-        optim="sgd",
-        eval_strategy="steps",
-        eval_steps=5,
-    )
-    one.train()
-    assert first["losses"] == second["losses"] == pytest.approx(losses(one), rel=1e-5)
-    assert first["eval"] == second["eval"] == pytest.approx([one.state.log_history[-2]["eval_loss"]], rel=1e-5)
-    for name, value in one.model.state_dict().items():
-        assert torch.equal(first["model"][name], second["model"][name])
-        assert torch.allclose(first["model"][name], value, atol=1e-6)
+def test_sharding_without_processes_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="needs a process group; start the run with torchrun"):
+        train(tmp_path, sharded=True)

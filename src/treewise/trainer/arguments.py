@@ -1,6 +1,9 @@
 """Settings of a run: transformers' own, a few of ours, and a refusal of those that cannot hold on trees."""
 
+import json
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
@@ -9,6 +12,7 @@ from treewise.attention import IMPLEMENTATIONS
 from treewise.budget import Budget
 from treewise.errors import ConfigError
 from treewise.objectives import SFT
+from treewise.trainer.sharding import ShardSettings, shard_settings
 
 # What transformers offers and a tree cannot follow, or would follow in a way that its user does not expect.
 _REFUSED = {
@@ -21,8 +25,7 @@ _REFUSED = {
     "dataloader_drop_last": "no tree is dropped in silence; the last step of an epoch holds what is left.",
     "ignore_data_skip": "a resumed run would train on other trees than an uninterrupted one.",
     "average_tokens_across_devices": "the loss is always the mean over the whole step, on all ranks; leave it on.",
-    "fsdp": "sharded parameters are not supported yet; use data-parallel ranks, or one process.",
-    "deepspeed": "sharded parameters are not supported yet; use data-parallel ranks, or one process.",
+    "deepspeed": "use sharded=True (PyTorch's FSDP2).",
     "enable_jit_checkpoint": "a run is always saved at SIGTERM and SIGINT; leave it off.",
     "parallelism_config": "tensor and context parallelism are not supported yet.",
 }
@@ -48,6 +51,10 @@ class TreeTrainingArguments(TrainingArguments):
         constant: the divisor of `normalization="constant"`.
         merge_across_trees: compute prefixes that trees of one batch have in common (system prompts) once. Changes no
             loss; has no effect with `weighting="once"`, where a token counts once per tree.
+        sharded: shard parameters, gradients and the optimizer's state over the processes, by FSDP2. `fsdp` and
+            `accelerate launch --use_fsdp` set it, too.
+        shard_config: `reshard_after_forward`, `cpu_offload`, `state_dict_type`, `transformer_layer_cls_to_wrap`, as in
+            transformers' `fsdp_config`.
         nonfinite: what follows a loss or gradient that is not finite: `stop`, or `skip` the update. Its trees are named
             and written to `nonfinite.jsonl` in the run's folder.
         max_skipped_steps: updates skipped in a row, after which the run stops all the same.
@@ -70,6 +77,8 @@ class TreeTrainingArguments(TrainingArguments):
     max_skipped_steps: int = field(default=5, metadata={"help": "nonfinite=skip: stop after so many in a row."})
     spike_factor: float = field(default=10.0, metadata={"help": "Say gradient norms beyond so many medians; 0: never."})
     on_save_failure: str = field(default="stop", metadata={"help": "stop or continue where a checkpoint fails."})
+    sharded: bool = field(default=False, metadata={"help": "Shard parameters over the processes, by FSDP2."})
+    shard_config: dict[str, Any] | None = field(default=None, metadata={"help": "How; as transformers' fsdp_config."})
     merge_across_trees: bool = field(default=True, metadata={"help": "Compute prefixes common to several trees once."})
 
     # Other defaults than transformers'.
@@ -101,7 +110,36 @@ class TreeTrainingArguments(TrainingArguments):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose {' or '.join(choices)}.")
         self.objective()
+        self._take_over_fsdp()
+        self.shard_settings()
         super().__post_init__()
+
+    def _take_over_fsdp(self) -> None:
+        """Makes wishes for FSDP our own: accelerate leaves parameters whole on a CPU, without a word."""
+        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+            known = {"reshard_after_forward", "offload_params", "state_dict_type", "version"}
+            told = {name: os.environ[f"FSDP_{name.upper()}"] for name in known if f"FSDP_{name.upper()}" in os.environ}
+            self.shard_config = {**told, **(self.shard_config or {})}
+            self.sharded = True
+            os.environ["ACCELERATE_USE_FSDP"] = "false"
+        asked: Any = getattr(self, "fsdp", None)
+        if asked:
+            config: Any = getattr(self, "fsdp_config", None)
+            if isinstance(config, str):
+                config = json.loads(Path(config).read_text(encoding="utf-8"))
+            settings = shard_settings(asked, config)
+            if settings is not None:
+                self.sharded, self.shard_config = True, settings.as_config()
+            self.fsdp, self.fsdp_config = None, None
+
+    def shard_settings(self) -> ShardSettings | None:
+        """How parameters are sharded; None where they are not."""
+        return shard_settings(self.sharded, self.shard_config)
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """A model that will be sharded waits where it is; its shards are moved."""
+        return False if self.sharded else super().place_model_on_device
 
     @property
     def n_gpu(self) -> int:

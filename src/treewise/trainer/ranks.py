@@ -43,6 +43,15 @@ def on_every_rank(work: Callable[[], T]) -> list[T]:
     return _unpack(outcomes)
 
 
+def gather_texts(own_text: str) -> list[str]:
+    """A short text of every rank, in their order."""
+    texts: list[Any] = [own_text]
+    if _is_started():
+        texts = [None] * count()
+        distributed.all_gather_object(texts, own_text)
+    return texts
+
+
 def sum_over(device: torch.device, *values: float) -> list[float]:
     """Each value added up over the ranks, in float64 where the device has it."""
     if count() == 1:

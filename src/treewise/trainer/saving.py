@@ -13,15 +13,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 
 from treewise.errors import CheckpointError
 from treewise.trainer import checkpoint as seals
 from treewise.trainer import ranks, states
+from treewise.trainer.shards import load_shards, save_shards
 
 ARGUMENTS = "training_args.json"
 STATE = "trainer_state.json"
+SHARDS = "weights"  # the folder of a sharded checkpoint's weights
 
 
 def save(trainer: Any, run_dir: Path, facts: dict[str, Any]) -> Path:
@@ -59,14 +62,32 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any) -> int:
 
 
 def _write(trainer: Any, folder: Path) -> None:
-    trainer.save_model(str(folder), _internal_call=True)
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    if is_sharded:
+        _write_shards(trainer, folder)
+    else:
+        trainer.save_model(str(folder), _internal_call=True)
     states.save_random_state(folder, ranks.own())
+    if not trainer.args.save_only_model:
+        states.save_optimizer(folder, trainer.optimizer, trainer.model, is_sharded)
     if trainer.args.should_save:
         if not trainer.args.save_only_model:
-            states.save_optimizer(folder, trainer.optimizer, trainer.model)
             states.save_schedule(folder, trainer.lr_scheduler)
         _note_callbacks(trainer)
         trainer.state.save_to_json(str(folder / STATE))
+
+
+def _write_shards(trainer: Any, folder: Path) -> None:
+    """What every rank holds of the weights (with adapters: of those that are trained), and what describes the model."""
+    has_adapters = hasattr(trainer.model, "peft_config")
+    named = trainer.model.named_parameters()
+    save_shards(folder / SHARDS, {name: each.data for name, each in named if each.requires_grad or not has_adapters})
+    if trainer._shard_settings.whole_checkpoints:
+        trainer.save_model(str(folder), _internal_call=True)
+    elif trainer.args.should_save:
+        for part in trainer.model.peft_config.values() if has_adapters else [trainer.model.config]:
+            part.save_pretrained(str(folder))
+        trainer._save_beside(folder)
 
 
 def _note_callbacks(trainer: Any) -> None:
@@ -104,6 +125,13 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     Raises:
         CheckpointError: parameters that the checkpoint does not hold.
     """
+    if (folder / SHARDS).is_dir():
+        has_adapters = hasattr(model, "peft_config")
+        kept = ((name, each) for name, each in model.named_parameters() if each.requires_grad or not has_adapters)
+        load_shards(folder / SHARDS, {name: each.data for name, each in kept})
+        return
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise CheckpointError(f"{folder}: a whole checkpoint is loaded before a model is sharded; start a new process.")
     files = sorted(folder.glob("model*.safetensors"))
     wanted = {name: parameter.data for name, parameter in model.named_parameters()}  # a tied parameter has one name
     held: set[str] = set()

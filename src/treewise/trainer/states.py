@@ -13,9 +13,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from treewise.errors import CheckpointError
+from treewise.trainer import ranks
 from treewise.trainer.plain import from_plain, to_plain
+from treewise.trainer.sharding import like_shard
+from treewise.trainer.shards import load_shards, save_shards
 
 OPTIMIZER = "optimizer"  # .safetensors and .json
 SCHEDULE = "schedule.json"
@@ -65,17 +69,39 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: 
     )
 
 
-def save_optimizer(folder: Path, optimizer: Any, model: nn.Module) -> None:
-    """Writes an optimizer whose tensors are whole in this process."""
+def save_optimizer(folder: Path, optimizer: Any, model: nn.Module, is_sharded: bool) -> None:
+    """Writes an optimizer's state: rank 0 all of it, or every rank its shards. Every rank calls this."""
     plain, tensors = optimizer_state(optimizer, model)
-    save_file({name: each.detach().cpu().contiguous() for name, each in tensors.items()}, _tensor_file(folder))
-    write_json(folder / f"{OPTIMIZER}.json", plain)
+    if is_sharded:
+        save_shards(folder / OPTIMIZER, tensors)
+    if ranks.own() == 0:
+        if not is_sharded:
+            save_file({name: each.detach().cpu().contiguous() for name, each in tensors.items()}, _tensor_file(folder))
+        shapes = {name: _kind(each) for name, each in tensors.items()}
+        write_json(folder / f"{OPTIMIZER}.json", {**plain, "shapes": shapes})
 
 
 def load_optimizer(folder: Path, optimizer: Any, model: nn.Module) -> None:
-    """Reads what `save_optimizer` wrote."""
+    """Reads what `save_optimizer` wrote, sharded or not, into an optimizer that is sharded or not."""
     plain = json.loads((folder / f"{OPTIMIZER}.json").read_text(encoding="utf-8"))
-    load_optimizer_state(optimizer, model, plain, load_file(_tensor_file(folder)))
+    parameters = dict(model.named_parameters())
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (shape, dtype) in plain["shapes"].items():
+        owner = parameters.get(name.rsplit("/", 1)[0])
+        empty = torch.empty(shape, dtype=getattr(torch, dtype))
+        is_shard = owner is not None and isinstance(owner.data, DTensor) and list(owner.shape) == shape
+        tensors[name] = torch.empty_like(owner.data, dtype=empty.dtype) if is_shard and owner is not None else empty
+    if (folder / OPTIMIZER).is_dir():
+        load_shards(folder / OPTIMIZER, tensors)
+    else:
+        for name, whole in load_file(_tensor_file(folder)).items():
+            held = tensors[name]
+            tensors[name] = like_shard(whole, held) if isinstance(held, DTensor) else whole
+    load_optimizer_state(optimizer, model, plain, tensors)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[list[int], str]:
+    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 def save_schedule(folder: Path, scheduler: Any) -> None:

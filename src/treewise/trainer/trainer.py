@@ -15,7 +15,7 @@ import math
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,12 @@ from treewise.objectives import SFT, Objective
 from treewise.trainer import checkpoint as seals
 from treewise.trainer import ranks, saving, states
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.batches import DataFacts, TreeLoader, TreeSampler, survey
+from treewise.trainer.batches import DataFacts, TreeLoader, TreeSampler, forest_of, survey
 from treewise.trainer.describe import describe, make_sampler, num_optimizer_steps, steps_per_epoch
 from treewise.trainer.faults import Faults, drop_gradients, sources, unsound
 from treewise.trainer.lock import RunLock
 from treewise.trainer.means import MetricMeans
+from treewise.trainer.sharding import Ends, ShardedModel, ShardSettings, gradient_norm, shard, whole_state
 from treewise.trainer.stop import StepAbandoned, StopSignals
 from treewise.trainer.throughput import Throughput
 from treewise.trainer.watch import RankWatch
@@ -107,6 +108,8 @@ class TreeTrainer(Trainer):
         )
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
+        self._shard_settings = args.shard_settings()
+        self._ends: Ends | None = None
         self._model_facts = saving.fingerprint(self.model) if self.model is not None else ""
         _ = self.engine
 
@@ -121,8 +124,43 @@ class TreeTrainer(Trainer):
                 self.args.attention,
                 temperature=self.args.temperature,
                 reserve_bytes=self._optimizer_bytes(),
+                check=self._ends is None,  # a model that is sharded was probed before
             )
+            if self._ends is not None:
+                self._engine.keep_pace(ranks.gather_texts)
         return self._engine
+
+    # -- sharding ---------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer of the shards, where parameters are to be sharded: this is the last moment before it."""
+        if self._shard_settings is not None and self._ends is None:
+            self._shard(self._shard_settings)
+        return super().create_optimizer(*args, **kwargs)
+
+    def _shard(self, settings: ShardSettings) -> None:
+        first = forest_of(self.train_dataset[0])
+        self.engine.check(first)  # on the whole model
+        dtype = torch.bfloat16 if self.args.bf16 else None
+        self._ends = shard(self.model, self.engine.parts, self.args.device, settings, dtype)
+        self._engine = None
+        with self._together(trains=False), self.accelerator.autocast():
+            self.engine.plan(first)  # measures the budget, where it is to be measured: all ranks at once
+
+    @contextmanager
+    def _together(self, trains: bool) -> Iterator[None]:
+        """Around the walks of one batch: all ranks enter and leave, and run the same forwards and backwards."""
+        if self._ends is None:
+            yield
+            return
+        with self._ends.whole(trains):
+            yield
+            self.engine.finish_pace()
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if self._ends is None:
+            return super()._wrap_model(model, training, dataloader)
+        return model if isinstance(model, ShardedModel) else ShardedModel(model)
 
     def _optimizer_bytes(self) -> int:
         """What an Adam will take for two moments of every trained parameter, where no optimizer has run yet."""
@@ -200,21 +238,23 @@ class TreeTrainer(Trainer):
         with self._signals.computing():
             loss = self._compute(inputs, num_items_in_batch)
         self._is_loss_finite &= math.isfinite(loss)
-        if self.args.world_size > 1 and self.accelerator.sync_gradients:
+        if self.args.world_size > 1 and self.accelerator.sync_gradients and self._ends is None:
             self._sum_gradients()
         return torch.tensor(loss * self.args.world_size, device=self.args.device)
 
     def _compute(self, inputs: list[Forest], denominator: float | None) -> float:
-        trained = [forest for forest in inputs if self.objective.denominator(forest) > 0]
-        if not trained:
-            return 0.0
         if denominator is None:
             denominator = self._denominator(inputs, self.objective)
-        with self.accelerator.autocast():
-            out = self.engine.step(trained, self.objective, denominator=denominator)
-        self._throughput.add(out)
-        self._means.add(out)
-        return out.loss
+        trained = [forest for forest in inputs if self.objective.denominator(forest) > 0]
+        loss = 0.0
+        with self._together(trains=True):
+            if trained:
+                with self.accelerator.autocast():
+                    out = self.engine.step(trained, self.objective, denominator=denominator)
+                self._throughput.add(out)
+                self._means.add(out)
+                loss = out.loss
+        return loss
 
     def _sum_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -225,13 +265,20 @@ class TreeTrainer(Trainer):
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The last look at the gradients before the optimizer takes them."""
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = grad_norm if self._ends is not None else super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is None:
+            norm = self._clip_grad_norm(model, max_norm=0.0)
         (num_faulty,) = self._sum_over_ranks(float(not (self._is_loss_finite and math.isfinite(float(norm)))))
-        suspects = self._suspects() if num_faulty and self.args.world_size == 1 else []
+        suspects = self._suspects() if num_faulty and self.args.world_size == 1 and self._ends is None else []
         step = self.state.global_step + 1
         if not self._faults.judge(step, float(norm), not num_faulty, self._forests, suspects):
             drop_gradients(self.model.parameters())
         return norm
+
+    def _clip_grad_norm(self, model: torch.nn.Module, max_norm: float | None = None) -> Any:
+        if self._ends is None:
+            return super()._clip_grad_norm(model)
+        return gradient_norm(list(model.parameters()), self.args.max_grad_norm if max_norm is None else max_norm)
 
     def _suspects(self) -> list[str]:
         """Trajectories of the step whose log-probs are not finite, each computed alone."""
@@ -256,10 +303,10 @@ class TreeTrainer(Trainer):
         self.callback_handler.eval_dataloader = dataloader
         loss = denominator = 0.0
         for forests in dataloader:
-            if forests:
-                with self.accelerator.autocast(), self._signals.computing():
+            with self._together(trains=False), self.accelerator.autocast(), self._signals.computing():
+                if forests:
                     loss += self.engine.evaluate(forests, objective, denominator=1.0).loss
-                denominator += math.fsum(objective.denominator(forest) for forest in forests)
+            denominator += math.fsum(objective.denominator(forest) for forest in forests)
             self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         loss, denominator = self._sum_over_ranks(loss, denominator)
         metrics = {f"{metric_key_prefix}_loss": loss / denominator}
@@ -389,22 +436,36 @@ class TreeTrainer(Trainer):
             seals.prune(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The model as `from_pretrained` reads it; the settings as JSON, where transformers would pickle them."""
-        folder = Path(output_dir or self.args.output_dir)
-        if not self.args.should_save:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(folder, state_dict=state_dict)
+        """The model as `from_pretrained` reads it, gathered where it is sharded; the settings as JSON, where
+        transformers would pickle them.
+        """
+        if self._ends is not None and state_dict is None:
+            state_dict = whole_state(self.model)
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.model.save_pretrained(folder, state_dict=state_dict)
+            self._save_beside(folder)
+
+    def _save_beside(self, folder: Path) -> None:
+        """Tokenizer and settings."""
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         saving.write_arguments(folder, self.args)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Adapters are loaded as transformers loads them; weights by `saving.load_weights`, which leaves none out."""
-        if hasattr(self.model, "peft_config"):
+        folder = Path(resume_from_checkpoint)
+        if hasattr(self.model, "peft_config") and not (folder / saving.SHARDS).is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            saving.load_weights(self.model, Path(resume_from_checkpoint))
+            saving.load_weights(self.model, folder)
+
+    def _load_best_model(self) -> None:
+        if self._ends is None:
+            super()._load_best_model()
+        else:
+            saving.load_weights(self.model, Path(self.state.best_model_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

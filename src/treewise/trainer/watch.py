@@ -27,6 +27,7 @@ logger = logging.getLogger("treewise")
 LOST_EXIT_CODE = 3
 GRACE_SECONDS = 2.0
 _CONNECT_SECONDS = 10.0
+_REASON_SECONDS = 0.5
 
 
 class RankWatch:
@@ -34,7 +35,8 @@ class RankWatch:
 
     def __init__(self) -> None:
         self._sockets: dict[int, socket.socket] = {}  # rank -> connection
-        self._is_over = threading.Event()
+        self._is_over, self._has_reason = threading.Event(), threading.Event()
+        self._own_end: str | None = None
 
     def __enter__(self) -> "RankWatch":
         if ranks.count() > 1:
@@ -44,11 +46,15 @@ class RankWatch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._own_end = None if error is None else f"{type(error).__name__}: {error}"
+        message = {"rank": ranks.own(), "end": self._own_end}
         self._is_over.set()
-        message = {"rank": ranks.own(), "end": None if error is None else f"{type(error).__name__}: {error}"}
         for connection in self._sockets.values():
             with suppress(OSError):
                 connection.sendall(json.dumps(message).encode() + b"\n")
+        if error is not None and self._sockets:
+            # A collective that fails because another process died fails first; its reason is on the way.
+            self._has_reason.wait(_REASON_SECONDS)
         # The connections stay open until the process ends: closing them here would look like a death.
 
     # -- connections ----------------------------------------------------------------------------------------------
@@ -126,12 +132,14 @@ class RankWatch:
             if ranks.own() == 0 and rank != message["rank"]:
                 with suppress(OSError):
                     connection.sendall(json.dumps(message).encode() + b"\n")
-        if self._is_over.wait(GRACE_SECONDS):  # this process is leaving by itself
-            return
-        reason = f"treewise: rank {message['rank']} failed: {message['end']}; rank {ranks.own()} ends, too\n"
-        sys.stderr.write(reason)
-        sys.stderr.flush()
-        os._exit(LOST_EXIT_CODE)
+        if message["end"] != self._own_end:  # else all fail alike, and say so themselves
+            sys.stderr.write(
+                f"treewise: rank {message['rank']} failed: {message['end']}; rank {ranks.own()} ends, too\n"
+            )
+            sys.stderr.flush()
+        self._has_reason.set()
+        if not self._is_over.wait(GRACE_SECONDS):  # else this process is leaving by itself
+            os._exit(LOST_EXIT_CODE)
 
 
 def _line(connection: socket.socket) -> bytes:

@@ -1,0 +1,49 @@
+"""Sharded checkpoints: every rank writes what it holds, by PyTorch's distributed checkpoint (DCP) as safetensors.
+
+DCP's usual form keeps its index in a pickle. This one keeps it in the headers of the safetensors files, so nothing is
+unpickled; and any number of ranks, one included, reads what any other number wrote.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from treewise.errors import CheckpointError
+
+
+def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes tensors, sharded (`DTensor`) or the same on all ranks; every rank calls this.
+
+    Raises:
+        CheckpointError: a rank could not write.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        save(dict(tensors), storage_writer=writer, no_dist=not distributed.is_initialized())
+    except CheckpointException as error:
+        raise CheckpointError(_reason(error)) from error
+
+
+def load_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Reads into the given tensors, in place; every rank calls this.
+
+    Raises:
+        CheckpointError: a tensor that the checkpoint does not hold in this shape.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        load(dict(tensors), storage_reader=reader, no_dist=not distributed.is_initialized())
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder}: {_reason(error)}") from error
+    except (RuntimeError, ValueError) as error:  # what the planner says without a process group
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def _reason(error: CheckpointException) -> str:
+    rank, (failure, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {failure}"

@@ -1,0 +1,139 @@
+"""Runs a trainer in several processes, and in one to compare with.
+
+As a script, under torchrun: `ranks.py FOLDER`, where `runs.json` says what to train.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+from families import tiny_model as family_model
+from trainer.helpers import losses, some_trees, tiny_model
+from treewise.errors import StoppedError
+from treewise.trainer import TreeTrainer, TreeTrainingArguments
+
+ROOT = Path(__file__).parents[2]
+
+
+def model_of(family="llama", lora=False, **changes):
+    """The same model in every process, apart from what rank 0 must win: other ranks start from other numbers."""
+    model = tiny_model() if family == "llama" else family_model(family, **changes)
+    if lora:
+        import peft
+
+        torch.manual_seed(1)
+        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, settings)
+    if os.environ.get("RANK", "0") != "0":
+        for parameter in model.parameters():
+            parameter.data += 0.1
+    return model
+
+
+class DieAt(TrainerCallback):
+    """Ends rank 1 in a step: `kill` as the system does when memory is gone, `raise` as a bug does."""
+
+    def __init__(self, how, step=2):
+        self.how, self.step = how, step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step and args.process_index == 1:
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("the moon is full")
+
+
+class SignalAt(TrainerCallback):
+    """Sends this process a signal on one rank alone."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2 and args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(folder, model=None, resume=None, num_trees=7, evaluates=False, dies=None, is_signalled=False, **settings):
+    """One run; returns its trainer."""
+    args = TreeTrainingArguments(
+        output_dir=str(folder),
+        **{
+            "max_steps": 5,
+            "learning_rate": 1e-2,
+            "seed": 3,
+            "lr_scheduler_type": "cosine",
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            **settings,
+        },
+    )
+    trees = some_trees(num_trees)
+    trainer = TreeTrainer(
+        model_of(**(model or {})),
+        args,
+        train_dataset=trees,
+        eval_dataset=trees if evaluates else None,
+        callbacks=[*([DieAt(dies)] if dies else []), *([SignalAt()] if is_signalled else [])],
+    )
+    with contextlib.suppress(StoppedError):
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def outcome(trainer):
+    """What runs are compared by: losses, evaluations, gradient norms, whole parameters."""
+    history = trainer.state.log_history
+    named = list(trainer.model.named_parameters())
+    return {
+        "losses": losses(trainer),
+        "norms": [float(entry["grad_norm"]) for entry in history if "grad_norm" in entry],
+        "eval": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "kinds": sorted({type(each.data).__name__ for _, each in named}),
+        "model": {
+            name: (each.data.full_tensor() if hasattr(each.data, "full_tensor") else each.data).clone()
+            for name, each in named
+        },
+    }
+
+
+def launch(num_ranks, folder, runs, timeout=240, check=True):
+    """Trains one run after the other under torchrun; returns the outcomes of each rank by the name of the run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "runs.json").write_text(json.dumps(runs))
+    # The rendezvous picks a free port itself, so tests that run beside this one cannot take it.
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    program = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+    result = subprocess.run(
+        [*program, *rendezvous, __file__, str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    if not check:
+        return result
+    assert result.returncode == 0, result.stdout[-6000:]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(num_ranks)]
+
+
+def main():
+    folder = Path(sys.argv[1])
+    outcomes = {}
+    for name, settings in json.loads((folder / "runs.json").read_text()).items():
+        outcomes[name] = outcome(train(folder / name, **settings))
+    torch.save(outcomes, folder / f"rank{torch.distributed.get_rank()}.pt")
+    torch.distributed.barrier()
+    os._exit(0)  # torch 2.13 aborts now and then while it takes gloo's threads down, after all work is done
+
+
+if __name__ == "__main__":
+    main()
