@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/performance.md, and the plot of docs/memory.md, from the committed results.
+"""Writes the tables of README.md and docs, and the plot of docs/memory.md, from the committed results.
 
 python benchmarks/tables.py
 """
@@ -19,6 +19,8 @@ def main() -> None:
     _fill(page, "steps", "\n\n".join(_steps(path, record, "../benchmarks/results") for path, record in steps))
     _fill(page, "memory", "\n\n".join(_memory(path, record) for path, record in memory))
     _fill(ROOT / "README.md", "steps", "\n\n".join(_short(path, record) for path, record in steps))
+    balance = [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("balance-*.json"))]
+    _fill(ROOT / "docs" / "balance.md", "balance", "\n\n".join(_balance(path, record) for path, record in balance))
     if memory:
         (ROOT / "docs" / "memory.svg").write_text(_plot(memory[0][1]))
 
@@ -68,6 +70,47 @@ def _memory(path: Path, record: dict[str, Any]) -> str:
         budget = "none" if row["max_tokens"] is None else f"{row['max_tokens']:,}"
         counts = f"{row['num_micro_batches']} | {row['computed_tokens']:,} | {row['gateway_mib']} | {row['peak_mib']:,}"
         lines.append(f"| {row['tree']} | {row['tree_tokens']:,} | {budget} | {counts} |")
+    return "\n".join(lines)
+
+
+def _balance(path: Path, record: dict[str, Any]) -> str:
+    """Placements where at least one draw is not bound by a single path, and steps of mixed lengths."""
+    names = ("round robin", "flat, longest first", "tree, longest first", "contiguous cut", "treewise")
+    lines = [
+        "Slowest rank over the lower bound, median of five draws; the last column is treewise's slowest rank over the "
+        "mean of all, the worst of the draws that no single path bounds "
+        f"([{path.name}](../benchmarks/results/{path.name})):",
+        "",
+        f"| trees | batch | ranks | {' | '.join(names)} | draws bound by a path | slowest / mean |",
+        "|---|---:|---:|" + "---:|" * (len(names) + 2),
+    ]
+    for row in record["rows"]:
+        if row["part"] == "placement" and row["slowest_over_mean_where_no_path_bounds"]:
+            ratios = [f"{row['slowest_over_bound'][name]['median']:.3f}" for name in names]
+            worst = max(row["slowest_over_mean_where_no_path_bounds"])
+            lines.append(
+                f"| {row['trees']} | {row['num_trees']} | {row['num_ranks']} | {' | '.join(ratios)} | "
+                f"{row['draws_bound_by_one_path']} of 5 | {worst:.3f} |"
+            )
+    large = next(row for row in record["rows"] if row["part"] == "large step")
+    lines += [
+        "",
+        f"{large['num_trees']:,} trees over {large['num_ranks']:,} ranks: placed in "
+        f"{large['seconds_of_placing']:.1f} s ({record['processor']}), "
+        f"slowest / mean {large['slowest_over_mean']:.4f}.",
+        "",
+        "Mixed lengths, 256 samples on 8 ranks, predicted seconds of a step where ranks wait for one another at every "
+        "pass / of the slowest rank alone, and micro-batches over the limit:",
+        "",
+        "| longest | limit | sorted | packed | treewise | over the limit |",
+        "|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in record["rows"]:
+        if row["part"] == "mixed lengths":
+            found = [row[name] for name in ("sorted", "packed", "treewise")]
+            cells = [f"{each['seconds_in_lockstep']:.2f} / {each['seconds_of_slowest']:.2f}" for each in found]
+            over = " / ".join(str(each["steps_over_limit"]) for each in found)
+            lines.append(f"| {row['longest']:,} | {row['limit']:,} | {' | '.join(cells)} | {over} |")
     return "\n".join(lines)
 
 

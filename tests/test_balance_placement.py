@@ -146,7 +146,7 @@ def test_local_search_never_makes_a_placement_slower(some, num_ranks):
         assert [begin for begin, _ in covered] == [0, *(end for _, end in covered[:-1])]
         assert covered[-1][1] == len(leaves.new)
         costs = [sum(leaves.again[begin] + leaves.new[begin:end].sum() for begin, end in own) for own in runs]
-        better = loads_of(leaves, improved(leaves, runs, 0), num_ranks)
+        better = loads_of(leaves, improved(leaves, runs, 0)[0], num_ranks)
         assert better.max() <= max(costs)
         assert better.max() >= lower_bound(leaves, num_ranks)
 

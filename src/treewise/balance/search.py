@@ -17,8 +17,10 @@ from treewise.balance.leaves import Leaves
 GOOD_ENOUGH = 1 / 500
 NUM_PARTNERS = 24  # least loaded ranks that an exchange is tried with
 MAX_PIECES = 128  # of the slowest rank, that an exchange is tried with
-NUM_SHUFFLED_LEAVES = 60_000  # leaves times shuffles of one search
+# Limits of one search: moves, and leaves times shuffles. A second or two for the largest steps.
+MOST_MOVES = 4_000
 MAX_SHUFFLES = 60
+NUM_SHUFFLED_LEAVES = 60_000
 NUM_EXHAUSTIVE_LEAVES = 20
 NUM_EXHAUSTIVE_STEPS = 30_000
 
@@ -28,22 +30,26 @@ def best_owners(leaves: Leaves, num_ranks: int) -> np.ndarray:
     bound = lower_bound(leaves, num_ranks)
     at_most = bound + int(bound * GOOD_ENOUGH)
     # Whole trees where that will do: nothing is computed twice, and where one path takes longest, the rest is even.
-    uncut = improved(leaves, longest_first(leaves, num_ranks), at_most, most_moves=0)
-    if loads_of(leaves, uncut, num_ranks).max() <= at_most:
-        return uncut
-    best = improved(leaves, multifit(leaves, num_ranks), at_most)
+    best, _ = improved(leaves, longest_first(leaves, num_ranks), at_most, most_moves=0)
     score = _score(leaves, best, num_ranks)
     rng = np.random.default_rng(0)
-    num_tries = 1 + min(MAX_SHUFFLES, NUM_SHUFFLED_LEAVES // len(leaves.new))
-    for number in range(num_tries):
-        if score[0] <= at_most:
-            return best
-        start = _shuffled(leaves, best, num_ranks, rng) if number else longest_first(leaves, num_ranks)
-        tried = improved(leaves, start, at_most)
+    moves_left = MOST_MOVES
+    for number in range(2 + min(MAX_SHUFFLES, NUM_SHUFFLED_LEAVES // len(leaves.new))):
+        if score[0] <= at_most or moves_left <= 0:
+            break
+        if number < 2:
+            start = (multifit, longest_first)[number](leaves, num_ranks)
+        else:
+            start = _shuffled(leaves, best, num_ranks, rng)
+        tried, num_moves = improved(leaves, start, at_most, moves_left)
+        moves_left -= num_moves
         if (new_score := _score(leaves, tried, num_ranks)) < score:
             best, score = tried, new_score
-    if score[0] > at_most and len(leaves.new) <= NUM_EXHAUSTIVE_LEAVES:
-        return _Exhaustive(leaves, num_ranks, best, score[0], at_most).owners
+        if number == 1 and score[0] > at_most and len(leaves.new) <= NUM_EXHAUSTIVE_LEAVES:
+            exhaustive = _Exhaustive(leaves, num_ranks, best, score[0], at_most)
+            best, score = exhaustive.owners, _score(leaves, exhaustive.owners, num_ranks)
+            if exhaustive.steps_left:
+                break  # nothing is left to find
     return best
 
 
@@ -92,13 +98,16 @@ def loads_of(leaves: Leaves, owners: np.ndarray, num_ranks: int) -> np.ndarray:
     return loads
 
 
-def improved(leaves: Leaves, runs: Runs, at_most: int, most_moves: int | None = None) -> np.ndarray:
-    """[L] int64, owners after local search from a first placement; ends where the slowest rank is at `at_most`."""
+def improved(leaves: Leaves, runs: Runs, at_most: int, most_moves: int = MOST_MOVES) -> tuple[np.ndarray, int]:
+    """Owners after local search from a first placement ([L] int64), and the number of moves that it took.
+
+    Ends where no move helps, where the slowest rank is at `at_most`, or after `most_moves`.
+    """
     search = _Search(leaves, runs)
-    moves_left = 400 + 8 * len(runs) if most_moves is None else most_moves
-    while moves_left and search.loads.max() > at_most and search.improve_slowest():
-        moves_left -= 1
-    return search.owners
+    num_moves = 0
+    while num_moves < most_moves and search.loads.max() > at_most and search.improve_slowest():
+        num_moves += 1
+    return search.owners, num_moves
 
 
 @dataclass(frozen=True, slots=True)
