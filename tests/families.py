@@ -204,6 +204,10 @@ def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float32, **chan
     config._attn_implementation = "eager" if family in _EAGER else None
     builder = AutoModelForCausalLM if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
     model = builder.from_config(config)
+    embedding = model.get_input_embeddings()
+    if getattr(embedding, "padding_idx", None) is not None:  # an ordinary token here
+        embedding.padding_idx = None
+        torch.nn.init.normal_(embedding.weight.data[0], std=float(embedding.weight.data.std()))
     for name, parameter in model.named_parameters():
         if "sink" in name:  # zero at first, which would hide a mistake
             torch.nn.init.normal_(parameter)

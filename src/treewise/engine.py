@@ -256,8 +256,7 @@ class TreeEngine:
 
     def _walk(self, run: Plan, routing: Routing | None = None) -> Walk:
         self._check(run.forest)
-        impl, may_fall_back = self._implementation()
-        walk = Walk(self.parts, run, impl, may_fall_back, self.offload, self._pace)
+        walk = Walk(self.parts, run, self._implementation(), self.offload, self._pace)
         walk.wants_router_logits = routing is not None
         return walk
 
@@ -284,7 +283,7 @@ class TreeEngine:
         chain = plan(Forest.from_trajectories([Trajectory(np.zeros(2, dtype=np.int32))]))
 
         def empty_rows() -> torch.Tensor:
-            return Walk(self.parts, chain, *self._implementation()).whole_rows()
+            return Walk(self.parts, chain, self._implementation()).whole_rows()
 
         self._pace = Pace(exchange, empty_rows)
         self._budget.recovers = False
@@ -305,17 +304,17 @@ class TreeEngine:
                 f"model's {vocabulary} embeddings; was the data tokenised for another model?"
             )
         if not self._is_probed:
-            probe(self.parts, *self._implementation(), forest.token_ids)
+            probe(self.parts, self._implementation(), forest.token_ids)
             self._is_probed = True
 
-    def _implementation(self) -> tuple[str, bool]:
-        """The attention to use, and whether single layers may fall back to the reference."""
+    def _implementation(self) -> str:
+        """The attention to use."""
         if self.attention != "auto":
-            return self.attention, False
+            return self.attention
         device = self.parts.device.type
         if device == "cuda":
-            return "flex", True
-        return ("cascade" if device == "cpu" and kernel_takes_groups() else "reference"), True
+            return "flex"
+        return "cascade" if device == "cpu" and kernel_takes_groups() else "reference"
 
 
 def tree_logprobs(engine: TreeEngine, run: Plan) -> torch.Tensor:

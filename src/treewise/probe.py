@@ -28,7 +28,7 @@ _MAX_PARTS_GAP = 1e-3
 _HELP = "Supported models: docs/models.md."
 
 
-def probe(parts: ModelParts, impl: str, may_fall_back: bool, token_ids: np.ndarray) -> None:
+def probe(parts: ModelParts, impl: str, token_ids: np.ndarray) -> None:
     """Raises if the model leaks between branches, or if its logits are not what decoder and head give.
 
     token_ids: some of the user's own; on tokens that a model never saw, low precision alone moves log-probs by several
@@ -42,13 +42,13 @@ def probe(parts: ModelParts, impl: str, may_fall_back: bool, token_ids: np.ndarr
     trunk, left, right = ids[:4], ids[4:8], ids[8:12]
     other = (right + 1) % vocabulary
     with torch.no_grad():
-        rows = _hidden(parts, impl, may_fall_back, trunk, left, right)
+        rows = _hidden(parts, impl, trunk, left, right)
         for name, changed, kept in (
-            ("second", _hidden(parts, impl, may_fall_back, trunk, left, other), slice(0, 8)),
-            ("first", _hidden(parts, impl, may_fall_back, trunk, other, right), [0, 1, 2, 3, 8, 9, 10, 11]),
+            ("second", _hidden(parts, impl, trunk, left, other), slice(0, 8)),
+            ("first", _hidden(parts, impl, trunk, other, right), [0, 1, 2, 3, 8, 9, 10, 11]),
         ):
             _check_leak(parts, rows[kept], changed[kept], name)
-        in_parts = _hidden(parts, impl, may_fall_back, trunk, left, right, budget=4)
+        in_parts = _hidden(parts, impl, trunk, left, right, budget=4)
         _check_parts(parts, rows, in_parts)
         _check_logprobs(parts, rows, np.concatenate([trunk, left]))
 
@@ -56,7 +56,6 @@ def probe(parts: ModelParts, impl: str, may_fall_back: bool, token_ids: np.ndarr
 def _hidden(
     parts: ModelParts,
     impl: str,
-    may_fall_back: bool,
     trunk: np.ndarray,
     left: np.ndarray,
     right: np.ndarray,
@@ -65,7 +64,7 @@ def _hidden(
     """[12, M] hidden rows of trunk, left branch and right branch."""
     branches = [Trajectory(np.concatenate([trunk, branch])) for branch in (left, right)]
     forest = Forest.from_trajectories(branches)
-    walk = Walk(parts, plan(forest, budget, hold="never"), impl, may_fall_back)
+    walk = Walk(parts, plan(forest, budget, hold="never"), impl)
     by_position: dict[int, torch.Tensor] = {}
 
     def keep(number: int, rows: torch.Tensor) -> None:
@@ -101,11 +100,12 @@ def _check_parts(parts: ModelParts, whole: torch.Tensor, in_parts: torch.Tensor)
     wide = torch.promote_types(whole.dtype, torch.float32)
     gaps = (whole.to(wide) - in_parts.to(wide)).abs()
     is_exact = _is_exact(whole)
-    gap = ((gaps.max() if is_exact else gaps.mean()) / whole.to(wide).abs().max()).item()
-    if not gap <= _MAX_PARTS_GAP:
+    gap = (gaps.max() if is_exact else gaps.mean()).item()
+    largest = whole.abs().max().item()
+    if not gap <= _MAX_PARTS_GAP * largest:
         raise UnsupportedModelError(
-            f"{type(parts.decoder).__name__} computes other rows in parts than whole (a relative {gap:.3g}). Its "
-            f"layers hand on more than keys and values. {_HELP}"
+            f"{type(parts.decoder).__name__} computes other rows in parts than whole ({gap:.3g} beside {largest:.3g}). "
+            f"Its layers hand on more than keys and values. {_HELP}"
         )
 
 

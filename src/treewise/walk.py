@@ -49,12 +49,11 @@ class Walk:
         parts: ModelParts,
         plan: Plan,
         impl: str,
-        may_fall_back: bool,
         offload: bool = False,
         pace: Pace | None = None,
     ) -> None:
         self.parts, self.plan, self.offload, self.pace = parts, plan, offload, pace
-        self.impl, self.may_fall_back = impl, may_fall_back
+        self.impl = impl
         self._layouts: dict[int, tuple[Layout, TreeMask]] = {}
         self._tree_rows: dict[int, TreeRows] = {}
         self._gateways: dict[int, Gateway] = {}
@@ -154,7 +153,7 @@ class Walk:
             injects = self._gateways[number]
         reads = tuple(self._read(above, rows) for above, rows in layout.gateway)
         tree_rows = self._tree_rows.setdefault(number, TreeRows(self.plan, number, layout))
-        context = TreeContext(mask, self.impl, self.may_fall_back, reads, writes, injects, tree_rows)
+        context = TreeContext(mask, self.impl, reads, writes, injects, tree_rows)
         context.wants_router_logits = self.wants_router_logits
         found = decoder_rows(self.parts, layout.token_ids, layout.depth, context)
         self.router_logits = context.router_logits

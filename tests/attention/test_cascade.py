@@ -26,6 +26,8 @@ RULES = {
     "window": LayerRule(SCALING, window=4),
     "chunk": LayerRule(SCALING, chunk=5),
     "both": LayerRule(SCALING, window=6, chunk=4),
+    "cap": LayerRule(SCALING, softcap=0.8),
+    "cap and window": LayerRule(SCALING, window=4, softcap=0.8),
 }
 HEADS = [(2, 2, 8, 8), (4, 2, 8, 8), (3, 1, 8, 8), (2, 2, 8, 5), (4, 2, 6, 16)]  # H, Hkv, D, D of the values
 # Small constants, so that small trees give full rectangles, tiles with gaps and causal squares.

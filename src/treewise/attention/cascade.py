@@ -4,6 +4,7 @@ Each row block (see `blocks`) takes one causal call over its own rows and one fu
 return their log-sum-exp, so the two results add up exactly. The backward calls the kernel's backward per part with the
 *merged* output and log-sum-exp, which gives each part its exact share; nothing is saved but queries, own keys and
 values, output and log-sum-exp. Gradients of keys that many blocks read are accumulated in float32, or in float64.
+Layers that cap their scores take tiles of plain torch instead of the kernel (see `capped`).
 """
 
 from functools import cache
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from treewise.attention.blocks import Block, Runs, plan_blocks
+from treewise.attention.capped import capped_attention, capped_attention_backward
 from treewise.attention.gateway import GatewayRead, Rows, Slot, take
 from treewise.attention.mask import LayerRule, TreeMask
 
@@ -32,7 +34,7 @@ def cascade_attention(
 ) -> torch.Tensor:
     """Attention of [1, H, T, D] queries over their own [1, Hkv, T, D] keys and values and those read from gateways.
 
-    Returns [1, H, T, D of the values]. Windows, chunks and sinks are exact; a softcap is not supported.
+    Returns [1, H, T, D of the values]. Windows, chunks, sinks and score caps are exact.
     """
     num_groups = query.shape[1] // key.shape[1]
     if num_groups > 1 and not kernel_takes_groups():
@@ -73,7 +75,7 @@ class _Cascade(torch.autograd.Function):
         padded_query = _padded(query, keys.width)
         for block, tile in blocks:
             rows = slice(block.start, block.end)
-            _attend(padded_query[:, :, rows], keys, values, block, tile, rule.scaling, out[:, :, rows], lse[:, :, rows])
+            _attend(padded_query[:, :, rows], keys, values, block, tile, rule, out[:, :, rows], lse[:, :, rows])
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
             out *= torch.exp(lse - total).unsqueeze(-1)
@@ -94,9 +96,7 @@ class _Cascade(torch.autograd.Function):
         for block, tile in ctx.blocks:
             rows = slice(block.start, block.end)
             saved = (grad[:, :, rows], query[:, :, rows], out[:, :, rows], lse[:, :, rows])
-            _attend_backward(
-                saved, keys, values, block, tile, ctx.rule.scaling, query_grad[:, :, rows], key_grads, value_grads
-            )
+            _attend_backward(saved, keys, values, block, tile, ctx.rule, query_grad[:, :, rows], key_grads, value_grads)
         sink_grad = None
         if sinks is not None:
             taken = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
@@ -120,19 +120,17 @@ def _attend(
     values: "_KeyAxis",
     block: Block,
     tile: torch.Tensor | None,
-    scaling: float,
+    rule: LayerRule,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
     """Attention of one block's rows, written into `out` and `lse`."""
-    rest, rest_lse = _forward_kernel(
-        query, keys.read(block.rest), values.read(block.rest), 0.0, tile is None, attn_mask=tile, scale=scaling
-    )
+    rest, rest_lse = _forward_part(query, keys.read(block.rest), values.read(block.rest), tile is None, tile, rule)
     if not block.full:
         out.copy_(rest)
         lse.copy_(rest_lse)
         return
-    full, full_lse = _forward_kernel(query, keys.read(block.full), values.read(block.full), 0.0, False, scale=scaling)
+    full, full_lse = _forward_part(query, keys.read(block.full), values.read(block.full), False, None, rule)
     total = torch.logaddexp(rest_lse, full_lse)
     lse.copy_(total)
     rest_share = torch.exp(rest_lse - total).unsqueeze(-1)
@@ -146,7 +144,7 @@ def _attend_backward(
     values: "_KeyAxis",
     block: Block,
     tile: torch.Tensor | None,
-    scaling: float,
+    rule: LayerRule,
     query_grad: torch.Tensor,
     key_grads: list[torch.Tensor],
     value_grads: list[torch.Tensor],
@@ -155,17 +153,8 @@ def _attend_backward(
     grad, query, out, lse = saved
     parts = [(block.rest, tile is None, tile)] + ([(block.full, False, None)] if block.full else [])
     for number, (runs, is_causal, attn_mask) in enumerate(parts):
-        part_query, part_key, part_value = _backward_kernel(
-            grad,
-            query,
-            keys.read(runs),
-            values.read(runs),
-            out,
-            lse,
-            0.0,
-            is_causal,
-            attn_mask=attn_mask,
-            scale=scaling,
+        part_query, part_key, part_value = _backward_part(
+            grad, query, keys.read(runs), values.read(runs), out, lse, is_causal, attn_mask, rule
         )
         if number == 0:
             query_grad.copy_(part_query)
@@ -173,6 +162,37 @@ def _attend_backward(
             query_grad.add_(part_query)
         keys.add(key_grads, runs, part_key)
         values.add(value_grads, runs, part_value)
+
+
+def _forward_part(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    mask: torch.Tensor | None,
+    rule: LayerRule,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of some rows over some keys."""
+    if rule.softcap is not None:
+        return capped_attention(query, key, value, is_causal, mask, rule.scaling, rule.softcap)
+    return _forward_kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=rule.scaling)
+
+
+def _backward_part(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    mask: torch.Tensor | None,
+    rule: LayerRule,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values from some rows over some keys."""
+    if rule.softcap is not None:
+        return capped_attention_backward(grad, query, key, value, out, lse, is_causal, mask, rule.scaling, rule.softcap)
+    return _backward_kernel(grad, query, key, value, out, lse, 0.0, is_causal, attn_mask=mask, scale=rule.scaling)
 
 
 class _KeyAxis:

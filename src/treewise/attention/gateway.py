@@ -20,8 +20,8 @@ Slot = Hashable
 
 @dataclass(eq=False)
 class Gateway:
-    """Per slot (a call of a layer): keys and values [1, Hkv, n, D] of an open micro-batch's n tokens; gradients, float32
-    or wider.
+    """Per slot (a call of a layer): keys and values [1, Hkv, n, D] of an open micro-batch's n tokens; gradients, in
+    float32 or wider.
 
     states, state_grads: per recurrent function of a layer, [P, ...] states after the P rows `cut_rows` ([P] int64,
     ascending).

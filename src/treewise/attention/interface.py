@@ -7,7 +7,6 @@ name stays installed: a forward without a tree (generation, evaluation) goes to 
 before, which the name itself carries.
 """
 
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ NAME = "treewise"
 IMPLEMENTATIONS = ("reference", "cascade", "flex")
 # Arguments that models hand to attention and that change nothing here: positions are already in queries and keys.
 _HARMLESS = {"position_ids", "position_embeddings", "cache_position", "output_attentions", "use_cache", "cu_seq_lens_q"}
-logger = logging.getLogger("treewise")
 
 
 class AttentionName(str):
@@ -54,16 +52,14 @@ class AttentionName(str):
 class TreeContext:
     """What the layers of one micro-batch need, handed to the model's forward as `treewise=`.
 
-    impl: `reference`, `cascade` or `flex`. may_fall_back: layers that `impl` cannot run use the reference, said once.
-    reads: gateway rows in front of the own keys. writes: the gateway to fill. injects: the gateway whose collected
-    gradients join the backward. is_done: the forward is over; what calls attention now recomputes.
-    router_logits: where wanted, what the forward's routers gave, a tensor [T, E] for each layer that has one.
-    rows: what recurrent layers follow; needed by models that have some.
+    impl: `reference`, `cascade` or `flex`. reads: gateway rows in front of the own keys. writes: the gateway to fill.
+    injects: the gateway whose collected gradients join the backward. rows: what recurrent layers follow; needed by
+    models that have some. is_done: the forward is over; what calls attention now recomputes. router_logits: where
+    wanted, what the forward's routers gave, a tensor [T, E] for each layer that has one.
     """
 
     mask: TreeMask
     impl: str
-    may_fall_back: bool = False
     reads: tuple[GatewayRead, ...] = ()
     writes: Gateway | None = None
     injects: Gateway | None = None
@@ -156,13 +152,12 @@ def _attend(
         context.writes.write(slot, key, value)
     if context.injects is not None:
         key, value = inject(key, value, context.injects, slot)
-    impl = _implementation(context, rule, module)
-    if impl == "cascade":
+    if context.impl == "cascade":
         out = cascade_attention(query, key, value, context.mask, rule, sinks, context.reads, slot)
         return out.transpose(1, 2).contiguous()
     if context.reads:
         key, value = extend(key, value, context.reads, slot)
-    if impl == "flex":
+    if context.impl == "flex":
         from treewise.attention.flex import flex_attention_tree
 
         out = flex_attention_tree(query, key, value, context.mask, rule, sinks)
@@ -213,26 +208,6 @@ def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -
         chunk=chunk,
         softcap=kwargs.get("softcap"),
     )
-
-
-def _implementation(context: TreeContext, rule: LayerRule, module: nn.Module) -> str:
-    if context.impl == "cascade" and rule.softcap is not None:
-        if not context.may_fall_back:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} caps its scores, which 'cascade' cannot; use 'reference'."
-            )
-        _say_once("layers with a softcap run with the dense reference attention on this device.")
-        return "reference"
-    return context.impl
-
-
-_said: set[str] = set()
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        logger.info(message)
 
 
 def _previous_attention(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
