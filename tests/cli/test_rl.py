@@ -144,6 +144,28 @@ def test_log_probs_come_from_where_they_are_said_to(rl, folder, model_folder):
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("objective", ["grpo", "dapo", "gspo", "reinforce"])
+def test_a_rollout_counts_once_however_its_rows_are_cut(rl, objective):
+    random = np.random.default_rng(3)
+    whole, cut = [], []
+    for number in range(4):
+        parts = [random.integers(1, 97, size=size).tolist() for size in (5, 2 + number, 3, 4)]
+        prompt, first, result, second = parts if number == 0 else (whole[0]["token_ids"][:5], *parts[1:])
+        label = {"group": "g", "rollout": number, "reward": float(number % 2) + 0.1 * number}
+        ids = [*prompt, *first, *result, *second]
+        weights = [0] * 5 + [1] * len(first) + [0] * 3 + [1] * 4
+        whole.append({"token_ids": ids, "loss_weights": weights, **label})
+        end = 5 + len(first)  # one row per call, as engines log them
+        cut.append({"token_ids": ids[:end], "loss_weights": weights[:end], **label})
+        cut.append({"token_ids": ids, "loss_weights": [0] * (end + 3) + [1] * 4, **label})
+    flags = ["--objective", objective, "--epochs", 2, *FAST[2:], "--learning_rate", 0.1]
+    assert "4 in 1 groups, 4 rows" in rl(whole, *flags)[1]
+    assert "4 in 1 groups, 8 rows" in rl(cut, *flags, output="cut")[1]
+    first, second = parameters("out"), parameters("cut")
+    for name, value in first.items():
+        assert torch.allclose(value, second[name], atol=2e-6), name
+
+
 def test_one_update_needs_no_old_log_probs_and_is_the_same_with_them(rl):
     rows = make_rows()
     _, out, _ = rl(rows, "--objective", "grpo", *FAST)

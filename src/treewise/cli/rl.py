@@ -48,7 +48,10 @@ DEFAULTS = {
 }
 SCORES = "scored.safetensors"
 # Metrics of the line that ends an epoch.
-SHOWN = ("loss", "clip_fraction", "approx_kl", "kl", "entropy", "ratio", "sampler_weight", "logprob_gap")
+SHOWN = (
+    *("loss", "clip_fraction", "approx_kl", "kl", "entropy", "ratio", "sampler_weight", "logprob_gap"),
+    *("student_mass", "teacher_mass"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,10 @@ def _objective(config: RunConfig) -> Any:
     name = config.more.get("objective")
     if name is None:
         raise ConfigError("give --objective: grpo, dr_grpo, dapo, gspo, cispo, ppo, reinforce, ... (docs/rl.md).")
-    return objective_named(name, **(config.more.get("objective_settings") or {}))
+    settings = dict(config.more.get("objective_settings") or {})
+    if name not in ("sft", "distillation"):
+        settings.setdefault("measure_entropy", True)  # what everybody watches
+    return objective_named(name, **settings)
 
 
 def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":

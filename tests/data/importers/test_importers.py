@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from treewise.data import RenderOptions, load_trees
-from treewise.data.importers import FORMATS, detect_format, import_rollouts
+from treewise.data.importers import FORMATS, detect_format, import_rollouts, verifiers
+from treewise.data.importers.common import Context, Placed
 from treewise.errors import ConfigError, DataError
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -53,6 +56,46 @@ def test_verifiers_traces_train_a_shared_message_on_its_first_branch():
     assert [row["sampler_logprobs"][-1] for row in rows] == [-0.4, -0.5, -0.6]
     assert labels(rows) == [("g1", "t1", 1.1), ("g1", "t1", 1.1), ("g1", "t2", 0.1)]
     assert report.left_out[0][1].startswith("the trace did not complete (ProviderError")
+
+
+@st.composite
+def message_graphs(draw):
+    """Nodes of a trace: any tree of messages, each with tokens that no other has."""
+    nodes = []
+    for number in range(draw(st.integers(1, 9))):
+        parent = draw(st.none() | st.integers(0, number - 1)) if number else None
+        sampled = parent is not None and draw(st.booleans())
+        length = draw(st.integers(1, 3))
+        ids = list(range(10 * number, 10 * number + length))
+        mask = [sampled and position >= length - draw(st.integers(1, length)) for position in range(length)]
+        mask[-1] = sampled
+        logprobs = [-float(token) for token, is_sampled in zip(ids, mask, strict=True) if is_sampled]
+        role = "assistant" if sampled else "user"
+        nodes.append({"parent": parent, "message": {"role": role, "content": "x"}, "sampled": sampled, "mask": mask})
+        nodes[-1] |= {"token_ids": ids, "logprobs": logprobs}
+    return nodes
+
+
+@given(message_graphs())
+def test_every_sampled_token_of_a_graph_is_trained_once_in_its_context(nodes):
+    trace = {"id": "t", "task": {}, "agent": {}, "nodes": nodes, "rewards": {}, "ok": True}
+    context = Context()
+    rows = list(verifiers.read([Placed("a:1", trace)], context))
+    sampled = [token for node in nodes for token, mask in zip(node["token_ids"], node["mask"], strict=True) if mask]
+    assert sorted(token for row in rows for token in trained(row)) == sampled
+    paths = []
+    for number in range(len(nodes)):
+        path, above = [], number
+        while above is not None:
+            path = nodes[above]["token_ids"] + path
+            above = nodes[above]["parent"]
+        paths.append(path)
+    leaves = set(range(len(nodes))) - {node["parent"] for node in nodes}
+    assert {tuple(row["token_ids"]) for row in rows} <= {tuple(paths[leaf]) for leaf in leaves}
+    assert bool(context.left_out) == (len(rows) < len(leaves))
+    for row in rows:
+        pairs = zip(row["token_ids"], row["loss_weights"], row["sampler_logprobs"], strict=True)
+        assert all(logprob == -token for token, weight, logprob in pairs if weight)
 
 
 def test_one_of_several_rewards_is_chosen_by_name():
