@@ -317,6 +317,29 @@ def test_calls_that_continue_equal_conversations_are_shared_out_and_said(write):
     assert "name runs with a rollout id" in next(iter(rows.report.warnings))
 
 
+def test_a_log_of_requests_alone_trains_the_replies_that_later_requests_show(write):
+    def turn(role, content):
+        return {"role": role, "content": content}
+
+    start = [turn("user", "example"), turn("assistant", "given"), turn("user", "Q")]
+    first = [*start, turn("assistant", "A"), turn("user", "go")]
+    requests = [start, first, [*first, turn("assistant", "B"), turn("user", "on")]]
+    requests.append([*start, turn("assistant", "A"), turn("user", "other way")])  # the same reply, continued elsewhere
+    requests.append(requests[2])  # a retry
+    rows = import_rollouts(write(*[{"request": {"model": "m", "messages": each}} for each in requests]))
+    [row] = rows
+    contents = [message["content"] for message in row["messages"]]
+    calls = [([contents[i] for i in call["ctx"]], contents[call["out"]]) for call in row["calls"]]
+    assert calls == [(["example", "given", "Q"], "A"), (["example", "given", "Q", "A", "go"], "B")]
+    assert [reason for _, reason in rows.report.left_out] == ["a request whose reply no later request shows"] * 2
+    bare = import_rollouts(write(*[{"model": "m", "messages": each} for each in requests]), "openai")
+    assert [each["calls"] for each in bare] == [row["calls"]]
+    again = [{"request": {"messages": each}} for each in (start, start, first, first)]
+    rows = import_rollouts(write(*again))
+    assert [len(each["calls"]) for each in rows] == [1, 1]
+    assert "name runs with a rollout id" in next(iter(rows.report.warnings))
+
+
 def test_a_log_with_token_ids_is_not_tokenised_again():
     rows, report = rows_of("openai_tokens.jsonl")
     assert [trained(row) for row in rows] == [[4, 5], [7], [8]]

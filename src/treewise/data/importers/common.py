@@ -1,5 +1,7 @@
 """What all importers share: the record that comes in, the rows that go out, and what was left out and why."""
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -128,6 +130,14 @@ def token_row(
 def text_row(place: str, **fields: Any) -> Record:
     """A record of text or messages: tokenised when it is loaded, which may give other ids than were sampled."""
     return {**{name: value for name, value in fields.items() if value is not None}, "source": place}
+
+
+def prompt_at_step(prompt: Any, step: Any) -> str | None:
+    """A group for the samples of one prompt in one step; None where no step is known."""
+    if step is None:
+        return None
+    text = json.dumps(prompt, sort_keys=True, default=str)
+    return f"step {step}: prompt-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def openai_tools(value: Any, place: str) -> list[Record] | None:

@@ -15,7 +15,7 @@ FORMATS = {
     "areal": "trajectories (.pt), or rollout.dump_to_file (text; needs --tokenizer)",
     "art": "trajectories of OpenPipe ART, .jsonl or .parquet (text without ids)",
     "trl": "prompts, completions and rewards: what a rollout_func returns, or completions_N.parquet (text)",
-    "openai": "recorded chat calls, one {request, response} per line",
+    "openai": "recorded chat calls, one {request, response} per line; or requests alone",
 }
 
 # Each alternative: keys that must all be there. A record may fit several alternatives of one format.
@@ -53,7 +53,7 @@ _SIGNS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"prompt_ids", "completion_ids"}),
         frozenset({"prompt", "completion", "advantage", "step"}),
     ),
-    "openai": (frozenset({"request", "response"}),),
+    "openai": (frozenset({"request"}),),
 }
 
 

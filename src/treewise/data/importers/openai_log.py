@@ -7,6 +7,9 @@ each of them bare, under `body`, or as JSON text, with optional `rollout` (or `s
 
 Calls of one run belong together: those with the same id, or where lines have none, a call whose messages continue an
 earlier call and its reply. They form a tree by their message prefixes; each reply is trained once.
+
+A log of requests alone works, too: the reply to a request is what later requests of its run show after its messages.
+What nothing shows any more (the last reply of a run) cannot be trained.
 """
 
 import json
@@ -33,6 +36,7 @@ RUN_NAMES = ("rollout", "rollout_id", "session_id", "run_id", "trace_id")
 GROUP_NAMES = ("group", "task_id")
 # What belongs to a message when it is sent back; the rest of a reply (refusal, annotations, audio) is not.
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+AMBIGUOUS = "calls that continue several equal conversations; name runs with a rollout id per line"
 TOKEN_MARK = "token_id:"  # vLLM's return_tokens_as_token_ids
 
 
@@ -56,21 +60,26 @@ class _Run:
 def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
     """Records of the runs, in the order in which they began."""
     runs: dict[str, _Run] = {}
-    ends = _Ends()
+    ends, asked = _Ends(), _Asked()
     for record in records:
-        calls = list(_calls(record, context))
-        if not calls:
-            continue
         name = _named(record.value, RUN_NAMES)
-        if name is None:
-            name = ends.run_of(calls[0].history, context)
+        if record.value.get("response") is None:
+            name, calls = asked.calls_before(record, name, context)
+        else:
+            calls = list(_calls(record, context))
+            if not calls:
+                continue
+            name = ends.run_of(calls[0].history, context) if name is None else name
         run = runs.setdefault(str(name or record.place), _Run(str(name or record.place)))
         for call in calls:
             ends.add(call, run.name)
         run.calls += calls
         _label(run, record, context)
+    for place in asked.unanswered.values():
+        context.leave_out(place, "a request whose reply no later request shows")
     for run in runs.values():
-        yield from _rows(run, context)
+        if run.calls:
+            yield from _rows(run, context)
 
 
 def _rows(run: _Run, context: Context) -> Iterator[Record]:
@@ -115,6 +124,47 @@ def _pooled(calls: list[_Call], shared: Record) -> Record:
     return text_row(calls[0].place, messages=talk, calls=entries, tools=calls[0].tools, **shared)
 
 
+class _Asked:
+    """Requests without responses: which run asked with these messages, and which replies are known already."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, list[str]] = {}
+        self.known: set[tuple[str, str]] = set()
+        self.unanswered: dict[tuple[str, str], str] = {}
+
+    def calls_before(self, record: Placed, name: Any, context: Context) -> tuple[str, list[_Call]]:
+        """The run of a request, and the calls whose replies it shows: its assistant messages after the longest messages
+        that the run has asked with. What the first request of a run holds was given to it.
+        """
+        place = record.place
+        request = _body(record.value.get("request", record.value), f"{place}: request")
+        if not isinstance(request, dict) or "messages" not in request:
+            context.leave_out(place, "no chat call (its request has no messages)")
+            return str(name or place), []
+        history = [_plain(each) for each in messages(request["messages"], "messages", place)]
+        keys = list(_prefix_keys(history))
+        run, start = str(name or place), len(history)
+        for length in range(len(history) - 1, 0, -1):
+            held = [each for each in self.runs.get(keys[length - 1], ()) if name is None or each == str(name)]
+            if held:
+                waiting = [each for each in held if (each, keys[length - 1]) in self.unanswered]
+                run, start = (waiting or held)[0], length
+                if len(set(held)) > 1:
+                    context.warn(AMBIGUOUS)
+                break
+        tools = openai_tools(request.get("tools"), place)
+        calls = []
+        for index in range(start, len(history)):
+            self.unanswered.pop((run, keys[index - 1]), None)
+            if history[index].get("role") == "assistant" and (run, keys[index]) not in self.known:
+                self.known.add((run, keys[index]))
+                calls.append(_Call(place, history[:index], {"content": "", **history[index]}, tools, None))
+        if keys:
+            self.runs.setdefault(keys[-1], []).append(run)
+            self.unanswered[run, keys[-1]] = place
+        return run, calls
+
+
 class _Ends:
     """Where conversations stand: which run's reply ends with these messages."""
 
@@ -137,7 +187,7 @@ class _Ends:
                 continue
             fresh = [name for name in held if (key, name) not in self.continued] or held
             if len(held) > 1:
-                context.warn("calls that continue several equal conversations; name runs with a rollout id per line")
+                context.warn(AMBIGUOUS)
             if length < len(history) or len(held) == 1:
                 self.continued.add((key, fresh[0]))
             return fresh[0]

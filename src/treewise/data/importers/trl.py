@@ -9,7 +9,16 @@ text without special tokens.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from treewise.data.importers.common import Context, Placed, Record, integers, numbers, text_row, token_row
+from treewise.data.importers.common import (
+    Context,
+    Placed,
+    Record,
+    integers,
+    numbers,
+    prompt_at_step,
+    text_row,
+    token_row,
+)
 from treewise.errors import DataError
 
 MASKS = ("env_mask", "tool_mask", "completion_mask")
@@ -80,7 +89,10 @@ def _text(value: Record, place: str, context: Context) -> Record:
     context.warn(
         "TRL's logged completions are text without special tokens; they are tokenised anew, with an end token added"
     )
-    return text_row(place, prompt=value["prompt"], completion=value["completion"], **_labels(value, place, context))
+    labels = _labels(value, place, context)
+    if labels["group"] is None:
+        labels["group"] = prompt_at_step(value["prompt"], value.get("step"))
+    return text_row(place, prompt=value["prompt"], completion=value["completion"], **labels)
 
 
 def _labels(value: Record, place: str, context: Context) -> Record:

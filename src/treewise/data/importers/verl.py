@@ -9,7 +9,16 @@ special tokens: what was sampled cannot be had back from it.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from treewise.data.importers.common import Context, Placed, Record, integers, numbers, text_row, token_row
+from treewise.data.importers.common import (
+    Context,
+    Placed,
+    Record,
+    integers,
+    numbers,
+    prompt_at_step,
+    text_row,
+    token_row,
+)
 from treewise.errors import DataError
 
 STREAMS = {
@@ -40,7 +49,7 @@ def _generation(record: Placed, context: Context) -> Record:
         "are not what was sampled; save a batch's tensors where that matters (docs/rl.md)"
     )
     reward = value if context.reward_field else value.get("score")
-    group = f"step {value['step']}: {value['input']}" if "step" in value else None
+    group = prompt_at_step(value["input"], value.get("step"))
     return text_row(
         place, prompt=value["input"], completion=value["output"], reward=context.reward(reward, place), group=group
     )
