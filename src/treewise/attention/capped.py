@@ -32,20 +32,17 @@ def capped_attention(
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     lse = query.new_empty(query.shape[:-1])
     for rows in _ranges(query.shape[3], TILE_ROWS):
-        top = total = sums = None
+        shape = (*query.shape[:3], rows.stop - rows.start, 1)
+        top, total = query.new_full(shape, -torch.inf), query.new_zeros(shape)
+        sums = query.new_zeros(*shape[:-1], value.shape[-1])
         for keys in _keys_of(rows, key.shape[3], is_causal):
             scores = _scores(query, key, rows, keys, is_causal, mask, scaling, softcap)
-            new_top = scores.amax(-1, keepdim=True)
-            new_top = new_top if top is None else torch.maximum(top, new_top)
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             # A row that has seen no key yet must not compute inf - inf.
             safe = new_top.masked_fill(new_top == -torch.inf, 0.0)
-            weights = torch.exp(scores - safe)
-            if top is None:
-                total, sums = weights.sum(-1, keepdim=True), weights @ value[:, :, :, keys]
-            else:
-                shrink = torch.exp(top - safe)
-                total = total * shrink + weights.sum(-1, keepdim=True)
-                sums = sums * shrink + weights @ value[:, :, :, keys]
+            weights, shrink = torch.exp(scores - safe), torch.exp(top - safe)
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            sums = sums * shrink + weights @ value[:, :, :, keys]
             top = new_top
         out[:, :, :, rows] = sums / total
         lse[:, :, :, rows] = (top + torch.log(total))[..., 0]
