@@ -11,7 +11,10 @@ from treewise.errors import ConfigError
 from treewise.trainer import TreeTrainingArguments
 from treewise.trainer import checkpoint as seals
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft asks for it
+]
 
 SGD = {"optim": "sgd", "learning_rate": 0.5}
 EVALUATED = {"evaluates": True, "eval_strategy": "steps", "eval_steps": 5}

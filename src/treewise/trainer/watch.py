@@ -133,9 +133,8 @@ class RankWatch:
                 with suppress(OSError):
                     connection.sendall(json.dumps(message).encode() + b"\n")
         if message["end"] != self._own_end:  # else all fail alike, and say so themselves
-            sys.stderr.write(
-                f"treewise: rank {message['rank']} failed: {message['end']}; rank {ranks.own()} ends, too\n"
-            )
+            reason = f"rank {message['rank']} failed: {message['end']}"
+            sys.stderr.write(f"treewise: {reason}; rank {ranks.own()} ends, too\n")
             sys.stderr.flush()
         self._has_reason.set()
         if not self._is_over.wait(GRACE_SECONDS):  # else this process is leaving by itself
