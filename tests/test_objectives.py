@@ -100,19 +100,18 @@ def check(model, items, objective, max_tokens, tolerance: float, hold: str = "au
     assert out.loss == pytest.approx(loss, rel=tolerance, abs=tolerance)
 
 
-@settings(max_examples=8)
-@given(data=st.data(), seed=st.integers(0, MAX_SEED))
+@settings(max_examples=7)
+@given(data=st.data())
 @pytest.mark.parametrize("objective", POLICY.values(), ids=POLICY.keys())
-@pytest.mark.parametrize("with_old", [True, False], ids=["old", "on policy"])
-def test_policy_gradients(data: st.DataObject, objective: PolicyGradient, with_old: bool, seed: int) -> None:
-    items = data.draw(rollout_rows(with_old=with_old, max_sequences=6))
+def test_policy_gradients(data: st.DataObject, objective: PolicyGradient) -> None:
+    items = data.draw(rollout_rows(with_old=data.draw(st.booleans()), max_sequences=6))
     expected = flat(MODEL, items, objective)
     check(MODEL, items, objective, None, 1e-5, expected=expected)
     hold = data.draw(st.sampled_from(["never", "always"]))
     check(MODEL, items, objective, data.draw(st.integers(1, 16)), 1e-5, hold, expected)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data(), items=trajectories(vocab_size=5, max_sequences=5), seed=st.integers(0, MAX_SEED))
 @pytest.mark.parametrize("objective", DISTILLATION.values(), ids=DISTILLATION.keys())
 def test_distillation(data: st.DataObject, objective: Distillation, items: list[Trajectory], seed: int) -> None:
@@ -123,7 +122,7 @@ def test_distillation(data: st.DataObject, objective: Distillation, items: list[
     check(MODEL, items, objective, data.draw(st.integers(1, 16)), 1e-5, hold, expected)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(items=rollout_rows(EXACT, max_sequences=5), seed=st.integers(0, MAX_SEED))
 @pytest.mark.parametrize("objective", [*POLICY.values(), *DISTILLATION.values()], ids=[*POLICY, *DISTILLATION])
 def test_float64(objective: Objective, items: list[Trajectory], seed: int) -> None:

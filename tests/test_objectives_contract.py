@@ -136,7 +136,7 @@ def test_a_step_may_be_spread_over_calls(objective: Objective) -> None:
         assert mean == pytest.approx(value, rel=1e-5, abs=1e-6)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(items=rollout_rows(max_sequences=6), seed=st.integers(0, MAX_SEED))
 @pytest.mark.parametrize("normalization", ["token_mean", "rollout_mean", "rollout_sum"])
 def test_rows_of_a_rollout_may_lie_in_several_calls(items: list[Trajectory], normalization: str, seed: int) -> None:
@@ -158,7 +158,7 @@ def test_parts_of_a_rollout_are_refused_where_all_of_it_is_needed() -> None:
         objective.terms(Forest.from_trajectories(items))
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(items=rollout_lists(), seed=st.integers(0, MAX_SEED))
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "gspo with all", "reinforce truncated"])
 def test_cutting_rollouts_into_rows_changes_neither_loss_nor_gradient(name: str, items, seed: int) -> None:

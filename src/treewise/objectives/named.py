@@ -79,7 +79,7 @@ def GSPO(
 def CISPO(*, max_ratio: float = 5.0, **options: Any) -> PolicyGradient:
     """`-sg(min(r, max_ratio)) A log p`, averaged over all tokens of the step: a large ratio weighs less, and no token
     loses its gradient (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5, without its lower bound; TRL's `loss_type="cispo"`,
-    where `max_ratio` is called `epsilon_high`; 5 is what ScaleRL, arXiv 2510.13786, found).
+    where `max_ratio` is called `epsilon_high`, and 5 is recommended after ScaleRL, arXiv 2510.13786).
     """
     return PolicyGradient(surrogate="cispo", max_ratio=max_ratio, clip_low=None, clip_high=None, **options)
 
