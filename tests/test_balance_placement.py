@@ -74,6 +74,19 @@ def test_every_trajectory_goes_to_one_rank_and_loads_are_true(some, num_ranks, s
     assert found.seconds.max() >= found.bound_seconds * (1 - 1e-9)
 
 
+@given(st.lists(forests(), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 99), st.booleans())
+def test_loads_are_true_for_any_owners(some, num_ranks, seed, is_joined):
+    rng = np.random.default_rng(seed)
+    leaves = leaves_of(some, COST, None)
+    if is_joined:
+        leaves = leaves.joined(np.append(True, rng.random(len(leaves.new) - 1) < 0.6))
+    owners = rng.integers(0, num_ranks, len(leaves.new))
+    loads = loads_of(leaves, owners, num_ranks) * leaves.seconds_per_unit
+    placed = Placement(owners[leaves.of_trajectory], loads, 0.0)
+    expected = [true_seconds(share_of(some, placed, rank), COST) for rank in range(num_ranks)]
+    np.testing.assert_allclose(loads, expected, rtol=1e-6, atol=1e-6)
+
+
 @given(st.lists(forests(), min_size=1, max_size=3), st.integers(1, 4))
 def test_trees_stay_whole_where_asked(some, num_ranks):
     found = place(some, num_ranks, COST, split="never")
