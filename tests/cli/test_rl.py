@@ -252,7 +252,7 @@ MISTAKES = {
     "no objective": ([], {}, "give --objective"),
     "unknown objective": (["--objective", "grpa"], {}, "Did you mean 'grpo'"),
     "unknown setting": (["--objective", "grpo", "--objective_settings.bet", 1], {}, "Did you mean 'beta'"),
-    "missing setting": (["--objective", "dr_grpo"], {}, "needs max_length"),
+    "missing setting": (["--objective", "dr_grpo"], {}, "Give --objective_settings.max_length"),
     "unknown key": (["--objective", "grpo", "--bett", 1], {}, "Did you mean 'beta'"),
     "unknown advantages": (["--objective", "grpo", "--advantages", "gae"], {}, "advantages='gae' is unknown"),
     "advantage setting": (

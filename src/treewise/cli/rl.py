@@ -142,7 +142,14 @@ def _objective(config: RunConfig) -> Any:
     settings = dict(config.more.get("objective_settings") or {})
     if name not in ("sft", "distillation"):
         settings.setdefault("measure_entropy", True)  # what everybody watches
-    return objective_named(name, **settings)
+    try:
+        return objective_named(name, **settings)
+    except ConfigError as error:
+        if "needs max_length" in str(error):  # --max_length is another key: the longest trajectory allowed
+            raise ConfigError(
+                f"{error} Give --objective_settings.max_length, the most tokens that a rollout may sample."
+            ) from None
+        raise
 
 
 def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":

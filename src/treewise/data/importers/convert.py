@@ -90,8 +90,9 @@ class RolloutImport:
                     "see docs/rl.md, or name another format with --from."
                 ) from error
         if not self.report.num_rows:
-            why = f"; the first of {len(self.report.left_out)} left out: {self.report.left_out[0]}"
-            raise DataError(f"nothing to train on in {len(self.files)} file(s){why if self.report.left_out else ''}.")
+            left_out = self.report.left_out
+            why = f"; the first of {len(left_out)} left out: {': '.join(left_out[0])}" if left_out else ""
+            raise DataError(f"nothing to train on in {len(self.files)} file(s){why}.")
 
     def _records(self, path: Path) -> Iterator[Placed]:
         if path.name.endswith(torch_file.SUFFIXES):
