@@ -175,14 +175,14 @@ def large_step(pool: Sequence[Forest]) -> dict[str, Any]:
     chosen = [pool[index].segments for index in rng.choice(len(pool), 10_000)]
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.process_time()  # it is one thread, beside others in a real run
         found = place(chosen, 1024, COST, max_tokens=MAX_TOKENS)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     return {
         "part": "large step",
         "num_trees": 10_000,
         "num_ranks": 1024,
-        "seconds_of_placing": median(seconds),
+        "cpu_seconds_of_placing": median(seconds),
         "slowest_over_bound": float(found.seconds.max() / found.bound_seconds),
         "slowest_over_mean": found.imbalance,
     }

@@ -96,7 +96,7 @@ def _balance(path: Path, record: dict[str, Any]) -> str:
     lines += [
         "",
         f"{large['num_trees']:,} trees over {large['num_ranks']:,} ranks: placed in "
-        f"{large['seconds_of_placing']:.1f} s ({record['processor']}), "
+        f"{large['cpu_seconds_of_placing']:.1f} CPU seconds ({record['processor']}), "
         f"slowest / mean {large['slowest_over_mean']:.4f}.",
         "",
         "Mixed lengths, 256 samples on 8 ranks, predicted seconds of a step where ranks wait for one another at every "
