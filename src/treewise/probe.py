@@ -102,7 +102,7 @@ def _check_parts(parts: ModelParts, whole: torch.Tensor, in_parts: torch.Tensor)
     is_exact = _is_exact(whole)
     gap = (gaps.max() if is_exact else gaps.mean()).item()
     largest = whole.abs().max().item()
-    if not gap <= _MAX_PARTS_GAP * largest:
+    if not gap <= max(_MAX_PARTS_GAP, torch.finfo(whole.dtype).eps) * largest:
         raise UnsupportedModelError(
             f"{type(parts.decoder).__name__} computes other rows in parts than whole ({gap:.3g} beside {largest:.3g}). "
             f"Its layers hand on more than keys and values. {_HELP}"

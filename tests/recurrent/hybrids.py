@@ -91,7 +91,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 4, "time_step_rank": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "expand": 2, "chunk_size": 32},
     "falcon_mamba": {"state_size": 4, "time_step_rank": 4},
-    "minimax": {"layer_types": _ALTERNATING, "block_size": 16},
+    "minimax": {"layer_types": _ALTERNATING, "block_size": 16, "sliding_window": None},
     "recurrent_gemma": {"block_types": ["recurrent", "attention", "recurrent"], "lru_width": 32},
 }
 

@@ -26,6 +26,11 @@ def widened(model: PreTrainedModel) -> PreTrainedModel:
         if not wide.is_floating_point() or name in twin.state_dict():
             continue
         wide.copy_(value.double())  # made in float32 in both, such as inverse frequencies
+    for part in twin.modules():
+        if hasattr(part, "decay_factors"):  # MiniMax keeps what follows from its slopes
+            factors = part.decay_factors(part.slope_rate)
+            for name, factor in zip(("query_decay", "key_decay", "diagonal_decay"), factors, strict=True):
+                getattr(part, name).copy_(factor)
     return twin.train(model.training)
 
 

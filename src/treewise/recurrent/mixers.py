@@ -11,6 +11,7 @@ again.
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -165,13 +166,41 @@ def _content(cell: CellType) -> Any:
 
 
 def _lend(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for mixer in _mixers_in(layer):
-        mixer.__dict__["_treewise_lent"] = kwargs.get("treewise")
+    """Hook before a layer's forward. Gradient checkpointing calls it once, not when it recomputes, so what it
+    recomputes lends again.
+    """
+    context = kwargs.get("treewise")
+    _give(layer, context)
+    checkpoint = vars(layer).get("_gradient_checkpointing_func")
+    if context is not None and checkpoint is not None:
+        layer.__dict__["_treewise_checkpoint"] = checkpoint
+        layer.__dict__["_gradient_checkpointing_func"] = partial(_checkpoint, layer, context, checkpoint)
 
 
 def _take_back(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    _give(layer, None)
+    if "_treewise_checkpoint" in vars(layer):
+        layer.__dict__["_gradient_checkpointing_func"] = layer.__dict__.pop("_treewise_checkpoint")
+
+
+def _checkpoint(
+    layer: nn.Module, context: TreeContext, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any
+) -> Any:
+    def lending(*args: Any) -> Any:
+        before = [vars(mixer).get("_treewise_lent") for mixer in _mixers_in(layer)]
+        _give(layer, context)
+        try:
+            return function(*args)
+        finally:
+            for mixer, lent in zip(_mixers_in(layer), before, strict=True):
+                mixer.__dict__["_treewise_lent"] = lent
+
+    return checkpoint(lending, *args)
+
+
+def _give(layer: nn.Module, context: TreeContext | None) -> None:
     for mixer in _mixers_in(layer):
-        mixer.__dict__["_treewise_lent"] = None
+        mixer.__dict__["_treewise_lent"] = context
 
 
 def _mixers_in(layer: nn.Module) -> Iterator[nn.Module]:

@@ -12,7 +12,7 @@ import numpy as np
 from treewise.recurrent.segments import RowSegments, heights
 
 # Padded tokens that cost as much as one more call of a scan.
-CALL_TOKENS = 256
+CALL_TOKENS = 32
 NOTHING, GATEWAY = -1, -2
 
 
