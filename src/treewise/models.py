@@ -53,7 +53,7 @@ def take_apart(model: nn.Module) -> ModelParts:
     Raises:
         UnsupportedModelError: naming the model, layer or setting.
     """
-    base = base_model(model)
+    model, base = _unwrapped(model), base_model(model)
     name = type(base).__name__
     if isinstance(getattr(base, "pretrained_model", None), nn.Module) and hasattr(base, "v_head"):
         raise UnsupportedModelError(
@@ -137,14 +137,20 @@ def takes_any_argument(module: nn.Module) -> bool:
     return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in _parameters_of(type(module)).values())
 
 
+def _unwrapped(model: Any) -> Any:
+    """The model inside torch.compile and DistributedDataParallel: trees change shape at every step."""
+    while isinstance(model, nn.parallel.DistributedDataParallel | torch._dynamo.OptimizedModule):
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
+    return model
+
+
 def base_model(model: Any) -> nn.Module:
     """The transformers model inside torch.compile, PEFT and wrappers.
 
     Raises:
         UnsupportedModelError: an adapter that learns a prompt.
     """
-    while isinstance(model, nn.parallel.DistributedDataParallel | torch._dynamo.OptimizedModule):
-        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
+    model = _unwrapped(model)
     peft_config = getattr(model, "peft_config", None)
     if peft_config is not None and hasattr(model, "get_base_model"):
         for adapter, config in peft_config.items():

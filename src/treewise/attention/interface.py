@@ -85,6 +85,8 @@ class TreeContext:
             UnsupportedModelError: such a layer is recomputed by gradient checkpointing, in an order that nothing tells.
         """
         number = self._num_calls.get(module, 0)
+        if not (self.reads or self.writes or self.injects):
+            return module, 0  # nothing is kept under this name
         if not self.is_done:
             self._num_calls[module] = number + 1
             return module, number
