@@ -107,6 +107,14 @@ def test_a_near_match_wins_over_a_far_one() -> None:
     assert fork.num_common_tokens == len(body)
 
 
+def test_runs_that_cross_do_not_both_count() -> None:
+    """What one branch holds first and the other last is shared by no prefix, whatever is edited."""
+    first, second = list(range(100, 140)), list(range(200, 260))
+    forest = forest_of([1, 3, *first, *second, 4], [1, 2, *second, *first])
+    (fork,), _ = realigned_forks(forest.segments, forest.token_ids, ALL)
+    assert fork.num_common_tokens in (len(first), len(second))
+
+
 def test_only_the_longest_branches_are_compared_when_there_are_too_many() -> None:
     tail = list(range(100, 160))
     sequences = [[1, 2 + number, *tail[: 20 + number]] for number in range(10)]

@@ -70,10 +70,11 @@ def test_rewards_are_means_over_the_trajectories_through_a_segment(forest: Fores
     np.testing.assert_allclose(found, [np.mean(each) for each in through], rtol=1e-6)
 
 
-@given(case=forests_and_budgets(), budget_of_second=st.integers(1, 40))
-def test_micro_batches_of_side_by_side_trees(case: tuple[Forest, int], budget_of_second: int) -> None:
+@given(case=forests_and_budgets(), size=st.integers(1, 40), is_whole=st.booleans())
+def test_micro_batches_of_side_by_side_trees(case: tuple[Forest, int], size: int, is_whole: bool) -> None:
     first, budget = case
-    second = Forest.from_trajectories([Trajectory([9, 8, 7, *range(budget_of_second)])])
+    second = Forest.from_trajectories([Trajectory([9, 8, 7, *range(size)])])
+    budget = None if is_whole else budget
     made = plan([first, second], budget)
     bounds = [0, first.num_tokens, first.num_tokens + second.num_tokens]
     runs = micro_batch_runs(made, bounds)
