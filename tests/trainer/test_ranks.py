@@ -37,6 +37,7 @@ TWO = {
     "experts": ({**SGD, **EXPERTS}, {"sharded": True}, {}),
     "tied": ({**SGD, **TIED}, {"sharded": True, "shard_config": {"reshard_after_forward": False}}, {}),
     "uneven": ({**SGD, **UNEVEN}, {"fsdp": "full_shard"}, {}),
+    "strided": ({**SGD, **CUT}, {"sharded": True, "balance_ranks": False}, {}),
     "weighted": ({**SGD, **NESTED}, {"sharded": True}, {}),
 }
 

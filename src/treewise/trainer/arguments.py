@@ -55,6 +55,8 @@ class TreeTrainingArguments(TrainingArguments):
             `accelerate launch --use_fsdp` set it, too.
         shard_config: `reshard_after_forward`, `cpu_offload`, `state_dict_type`, `transformer_layer_cls_to_wrap`, as in
             transformers' `fsdp_config`.
+        balance_ranks: with several processes, place the trajectories of a step by predicted time (`treewise.balance`);
+            False hands out trees in turn. Changes no loss.
         nonfinite: what follows a loss or gradient that is not finite: `stop`, or `skip` the update. Its trees are named
             and written to `nonfinite.jsonl` in the run's folder.
         max_skipped_steps: updates skipped in a row, after which the run stops all the same.
@@ -79,6 +81,7 @@ class TreeTrainingArguments(TrainingArguments):
     on_save_failure: str = field(default="stop", metadata={"help": "stop or continue where a checkpoint fails."})
     sharded: bool = field(default=False, metadata={"help": "Shard parameters over the processes, by FSDP2."})
     shard_config: dict[str, Any] | None = field(default=None, metadata={"help": "How; as transformers' fsdp_config."})
+    balance_ranks: bool = field(default=True, metadata={"help": "Place trees on processes by predicted time."})
     merge_across_trees: bool = field(default=True, metadata={"help": "Compute prefixes common to several trees once."})
 
     # Other defaults than transformers'.
@@ -154,6 +157,11 @@ class TreeTrainingArguments(TrainingArguments):
     def merges_trees(self) -> bool:
         """Whether trees of one batch are merged."""
         return self.merge_across_trees and self.weighting == "per_trajectory"
+
+    @property
+    def places_trees(self) -> bool:
+        """Whether every rank sees all trees of a batch and takes a share by predicted time."""
+        return self.balance_ranks and int(self.world_size) > 1
 
     @property
     def trees_per_step(self) -> int:

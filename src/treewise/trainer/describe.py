@@ -11,15 +11,12 @@ from treewise.trainer.batches import DataFacts, TreeSampler, collate
 
 
 def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
-    """The order of the training trees, for this rank."""
+    """The order of the training trees: for this rank, or for all where trees are placed on ranks later."""
     facts = args.order_facts()
-    return TreeSampler(
-        num_trees,
-        args.per_device_train_batch_size,
-        facts["seed"] if facts["shuffle"] else None,
-        args.process_index,
-        args.world_size,
-    )
+    seed = facts["seed"] if facts["shuffle"] else None
+    if args.places_trees:
+        return TreeSampler(num_trees, args.per_device_train_batch_size * args.world_size, seed)
+    return TreeSampler(num_trees, args.per_device_train_batch_size, seed, args.process_index, args.world_size)
 
 
 def steps_per_epoch(args: TreeTrainingArguments, num_trees: int) -> int:
@@ -54,6 +51,8 @@ def describe(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -> str
     computed = sum(each.num_computed_tokens for each in first)
     work = f", {num_micro_batches:,} micro-batches, {computed:,} tokens computed"
     rank = f" on rank {args.process_index} of {args.world_size}" if args.world_size > 1 else ""
+    if args.places_trees:
+        rank = f" on {args.world_size} ranks together"
     per_step = facts.num_tree_tokens * min(args.trees_per_step, facts.num_trees) / facts.num_trees
     lines = [
         ("trees", f"{facts.num_trees:,}"),

@@ -15,7 +15,7 @@ import math
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from treewise.budget import AUTO
 from treewise.engine import TreeEngine
 from treewise.errors import CheckpointError, ConfigError, DataError, StoppedError
+from treewise.flops import flop_model
 from treewise.forest import Forest
 from treewise.objectives import SFT, Objective
 from treewise.trainer import checkpoint as seals
@@ -37,6 +38,7 @@ from treewise.trainer.describe import describe, make_sampler, num_optimizer_step
 from treewise.trainer.faults import Faults, drop_gradients, sources, unsound
 from treewise.trainer.lock import RunLock
 from treewise.trainer.means import MetricMeans
+from treewise.trainer.placement import Placing, prior_of
 from treewise.trainer.sharding import Ends, ShardedModel, ShardSettings, gradient_norm, shard, whole_state
 from treewise.trainer.stop import StepAbandoned, StopSignals
 from treewise.trainer.throughput import Throughput
@@ -110,8 +112,14 @@ class TreeTrainer(Trainer):
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         self._shard_settings = args.shard_settings()
         self._ends: Ends | None = None
+        self._placing: Placing | None = None
+        self._placed: tuple[Any, Iterator[list[Forest]]] | None = None  # an epoch's batches, and this rank's shares
         self._model_facts = saving.fingerprint(self.model) if self.model is not None else ""
         _ = self.engine
+        if args.places_trees:
+            budget = args.max_tokens if isinstance(args.max_tokens, int) else None
+            weighting = getattr(self.objective, "weighting", "per_trajectory")
+            self._placing = Placing(prior_of(flop_model(self.model)), budget, weighting)
 
     @property
     def engine(self) -> TreeEngine:
@@ -211,9 +219,18 @@ class TreeTrainer(Trainer):
     ) -> tuple[list[list[Forest]], float]:
         """The batches of one optimizer step, and what its sum of token losses is divided by, on all ranks."""
         self._throughput.start()
-        batches = list(islice(epoch_iterator, num_batches))
+        batches = list(islice(self._shares(epoch_iterator), num_batches))
         self._forests, self._is_loss_finite = [forest for batch in batches for forest in batch], True
         return batches, self._denominator(self._forests, self.objective)
+
+    def _shares(self, epoch_iterator: Iterator[list[Forest]]) -> Iterator[list[Forest]]:
+        if self._placing is None:
+            return epoch_iterator
+        if self._placed is None or self._placed[0] is not epoch_iterator:
+            batches_per_step = self.args.gradient_accumulation_steps
+            shares = self._placing.shares(epoch_iterator, self.state.global_step, batches_per_step)
+            self._placed = epoch_iterator, shares
+        return self._placed[1]
 
     def _denominator(self, forests: list[Forest], objective: Objective) -> float:
         if isinstance(objective, SFT) and objective.constant is not None:
@@ -249,12 +266,18 @@ class TreeTrainer(Trainer):
         loss = 0.0
         with self._together(trains=True):
             if trained:
-                with self.accelerator.autocast():
+                with self.accelerator.autocast(), self._measured(trained):
                     out = self.engine.step(trained, self.objective, denominator=denominator)
                 self._throughput.add(out)
                 self._means.add(out)
                 loss = out.loss
         return loss
+
+    def _measured(self, forests: list[Forest]) -> AbstractContextManager[None]:
+        """Measures a step for the prices of placements; not of shards, whose passes wait for other ranks."""
+        if self._placing is None or self._ends is not None or self._placing.is_fitted:
+            return nullcontext()
+        return self._placing.measured([self.engine.plan(forests)])
 
     def _sum_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -393,6 +416,8 @@ class TreeTrainer(Trainer):
         if self.args.max_tokens == AUTO and seal.get("max_tokens"):
             # The same cuts as before, whatever is free now: another budget rounds differently.
             self._resumed_budget, self._engine = int(seal["max_tokens"]), None
+        if self._placing is not None and seal.get("prices"):
+            self._placing.restore(seal["prices"])
         return found
 
     def _judged_checkpoint(self, wanted: str | bool) -> tuple[str, dict[str, Any]]:
@@ -422,6 +447,10 @@ class TreeTrainer(Trainer):
         if best and (best == self.state.global_step or (run_dir / f"checkpoint-{best}").is_dir()):
             self.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         facts = {"step": self.state.global_step, "max_tokens": self.engine.max_tokens, **self._run_facts()}
+        if self._placing is not None:
+            if self._ends is None:
+                self._placing.fit(self.state.global_step)
+            facts |= {"prices": self._placing.facts(), "num_ranks": ranks.count()}
         try:
             checkpoint = saving.save(self, run_dir, facts)
         except CheckpointError as error:
