@@ -100,10 +100,12 @@ def read_config(
             seen[name] = key
             _put(values, name, value, place, known, names)
     checked = {key: _checked(key, value, known, place) for key, (value, place) in values.items()}
-    for key in _REQUIRED:
-        if checked.get(key) is None:
-            short = next((alias for alias, name in names.items() if name == key), key)
-            raise ConfigError(f"{path}: no {key}; add it to the file, or give --{key}." if path else f"give --{short}.")
+    missing = [key for key in _REQUIRED if checked.get(key) is None]
+    if missing and path is None:
+        short = {name: alias for alias, name in names.items()}
+        raise ConfigError(f"give {', '.join(f'--{short.get(key, key)}' for key in missing)}.")
+    if missing:
+        raise ConfigError(f"{path}: no {missing[0]}; add it to the file, or give --{missing[0]}.")
     return _config(checked, more or {}, tuple(name for name in names if name in known))
 
 

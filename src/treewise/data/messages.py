@@ -44,6 +44,10 @@ def clean_message(value: Any, place: str) -> tuple[Message, float]:
     """One message without its weight, and the weight: what was given, else 1 for an assistant and 0 for others."""
     if not isinstance(value, dict):
         raise DataError(f"{place} must be an object with role and content, found {type(value).__name__}.")
+    if "trainable" in value:
+        raise DataError(
+            f"{place} has trainable; write weight (0: not trained), or let `treewise import` read the dump."
+        )
     role = value.get("role")
     if role not in ROLES:
         raise DataError(f"{place} has role {shown(role)}; supported are {', '.join(ROLES)}.")

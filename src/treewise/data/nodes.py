@@ -162,6 +162,7 @@ def _check_order(nodes: Sequence[PlacedNode], parents: Sequence[int]) -> None:
 
 
 def _ids(node: PlacedNode) -> np.ndarray:
+    values.refuse_other_names(node.value, node.place)
     value = node.value.get("token_ids")
     if value is None:
         raise DataError(f"{node.place}: no token_ids; all nodes of a tree need token_ids, or all a message.")

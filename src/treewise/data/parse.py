@@ -80,6 +80,9 @@ def detect_form(record: Record, place: str) -> str:
         forms.append("prompt_completion")
     if "token_ids" in record and "calls" in record:
         forms.append("calls")
+    missing = [name for name in ("prompt", "completion") if name not in record]
+    if forms == ["prompt_completion"] and missing:
+        raise DataError(f"{place}: a prompt/completion record without {missing[0]}{_foreign(record)}.")
     if len(forms) == 1:
         return forms[0]
     keys = ", ".join(shown(key) for key in list(record)[:12]) or "no keys"

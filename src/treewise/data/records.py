@@ -105,9 +105,6 @@ class RecordReader:
         return chat.render_calls(self._template, chat.conversation_calls(talk, train_on, place, first), tools, place)
 
     def _pair(self, record: Record, group: Any, data_file: Path, place: str) -> tuple[list[Row], Any]:
-        missing = [name for name in ("prompt", "completion") if name not in record]
-        if missing:
-            raise DataError(f"{place}: a prompt/completion record without {missing[0]}.")
         prompt, completion = record["prompt"], record["completion"]
         if group is None:
             group = "prompt-" + hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:16]

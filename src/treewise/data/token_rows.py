@@ -9,24 +9,9 @@ from treewise.data.encode import Encoder, joined
 from treewise.data.escape import shown
 from treewise.data.parse import Record
 from treewise.data.rows import Row, row_from_trajectory
-from treewise.data.values import flat_list, number_list
+from treewise.data.values import flat_list, number_list, refuse_other_names
 from treewise.errors import DataError
 from treewise.trajectory import Trajectory
-
-# Names of the same thing elsewhere. Passed over, they would change what is trained.
-OTHER_NAMES = {
-    "loss_mask": "loss_weights",
-    "mask": "loss_weights",
-    "labels": "loss_weights",
-    "advantage": "advantages",
-    "logprobs": "sampler_logprobs",
-    "inference_logprobs": "sampler_logprobs",
-    "rollout_log_probs": "sampler_logprobs",
-    "old_log_probs": "old_logprobs",
-    "ref_log_prob": "ref_logprobs",
-    "rewards": "reward",
-    "rollout_id": "rollout",
-}
 
 
 def token_row(record: Record, group: Any, rollout: Any, place: str) -> Row:
@@ -37,11 +22,7 @@ def token_row(record: Record, group: Any, rollout: Any, place: str) -> Row:
     Raises:
         DataError: what `Trajectory` refuses; a missing log-prob of a trained token.
     """
-    for name, ours in OTHER_NAMES.items():
-        if name in record and ours not in record:
-            raise DataError(
-                f"{place}: {name} is no key of a token row; write it as {ours}, or let `treewise import` read the dump."
-            )
+    refuse_other_names(record, place)
     ids = flat_list(record["token_ids"], "token_ids", place)
     weights = record.get("loss_weights")
     if isinstance(weights, int | float):

@@ -1,6 +1,7 @@
 """Single values and flat lists of records, checked where they come in."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,22 @@ from treewise.data.escape import shown
 from treewise.errors import DataError
 
 MAX_FLOAT = float(np.finfo(np.float32).max)  # streams are float32
+# Names of the same thing elsewhere. Passed over, they would change what is trained.
+OTHER_NAMES = {
+    "loss_mask": "loss_weights",
+    "mask": "loss_weights",
+    "sampled": "loss_weights",
+    "sampled_mask": "loss_weights",
+    "labels": "loss_weights",
+    "advantage": "advantages",
+    "logprobs": "sampler_logprobs",
+    "inference_logprobs": "sampler_logprobs",
+    "rollout_log_probs": "sampler_logprobs",
+    "old_log_probs": "old_logprobs",
+    "ref_log_prob": "ref_logprobs",
+    "rewards": "reward",
+    "rollout_id": "rollout",
+}
 
 
 def label(value: Any, name: str, place: str) -> Any:
@@ -67,3 +84,16 @@ def weight(value: Any, place: str) -> float:
     if not good or not 0 <= value <= MAX_FLOAT:
         raise DataError(f"{place}: weight {shown(value)} must be a finite number of at least 0 (0: not trained).")
     return float(value)
+
+
+def refuse_other_names(record: Mapping[str, Any], place: str) -> None:
+    """Refuses token ids beside streams under a name that treewise would pass over.
+
+    Raises:
+        DataError: with the name that it should have.
+    """
+    for name, ours in OTHER_NAMES.items():
+        if name in record and ours not in record:
+            raise DataError(
+                f"{place}: {name} is no key here; write it as {ours}, or let `treewise import` read the dump."
+            )
