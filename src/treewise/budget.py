@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from treewise.attention import Gateway, TreeContext, TreeMask
 from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.forest import Forest
+from treewise.layout import lay_out
 from treewise.memory import (
     choose_budget,
     free_bytes,
@@ -21,7 +24,10 @@ from treewise.memory import (
     measure_token_bytes,
     missing_gradient_bytes,
 )
-from treewise.models import ModelParts
+from treewise.models import ModelParts, decoder_rows
+from treewise.planner import plan
+from treewise.recurrent import TreeRows, kinds_of
+from treewise.trajectory import Trajectory
 
 logger = logging.getLogger("treewise")
 
@@ -103,10 +109,26 @@ class Budget:
 def gateway_bytes(parts: ModelParts) -> int:
     """Bytes of one gateway token over all layers: keys and values in the model's dtype, their gradients in float32."""
     config = parts.decoder.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    query_heads = getattr(config, "num_attention_heads", None)
+    if query_heads is None:
+        return 1  # no attention; never 0, so that other gateway memory can be counted in tokens
+    heads = getattr(config, "num_key_value_heads", None) or query_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // query_heads
     element = next(parts.decoder.parameters()).element_size()
     return int(2 * heads * size * config.num_hidden_layers * (element + 4))
+
+
+@torch.no_grad()
+def state_bytes(parts: ModelParts) -> int:
+    """Bytes that recurrent layers keep in a gateway for one token that is continued elsewhere, gradients included; 0
+    without such layers. Seen on a tree of two tokens."""
+    if not kinds_of(parts.decoder):
+        return 0
+    run = plan(Forest.from_trajectories([Trajectory(np.zeros(2, dtype=np.int32))]), 1, hold="never")
+    layout, gateway = lay_out(run, 0), Gateway()
+    context = TreeContext(TreeMask.from_layout(layout), "reference", writes=gateway, rows=TreeRows(run, 0, layout))
+    decoder_rows(parts, layout.token_ids, layout.depth, context)
+    return sum(each.numel() * (each.element_size() + max(4, each.element_size())) for each in gateway.states.values())
 
 
 @contextmanager

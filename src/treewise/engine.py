@@ -15,7 +15,7 @@ from torch import nn
 
 from treewise.attention import IMPLEMENTATIONS
 from treewise.attention.cascade import kernel_takes_groups
-from treewise.budget import Budget
+from treewise.budget import Budget, gateway_bytes, state_bytes
 from treewise.errors import ConfigError, DataError
 from treewise.forest import LOGPROB_STREAMS, Forest
 from treewise.gathering import Read, gather
@@ -24,6 +24,7 @@ from treewise.objectives import SFT, Objective
 from treewise.pacing import Exchange, Pace
 from treewise.planner import Plan, plan
 from treewise.probe import probe
+from treewise.recurrent import peak_cuts
 from treewise.routed import count, gather_routed, with_router_loss
 from treewise.routing import Routing, RoutingReport, RoutingRule, rule_of
 from treewise.scoring import ObjectiveLoss, Scorer, Wanted
@@ -249,8 +250,12 @@ class TreeEngine:
             walk = self._walk(plan(chain))
             walk.train(ObjectiveLoss(chain, SFT(), None).reader(walk, self.temperature))
 
+        state_size, token_size = state_bytes(self.parts), gateway_bytes(self.parts)
+
         def gateway_tokens(budget: int) -> int:
-            return plan(forest, budget, hold=self.hold).peak_gateway_tokens
+            run = plan(forest, budget, hold=self.hold)
+            # States of recurrent layers, as many tokens as take their memory.
+            return run.peak_gateway_tokens + (peak_cuts(run) * state_size // token_size if state_size else 0)
 
         self._budget.measure(self.parts, train, gateway_tokens, self.reserve_bytes)
 

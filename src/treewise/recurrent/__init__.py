@@ -2,5 +2,6 @@
 
 from treewise.recurrent.mixers import install, kinds_of, refuse_unknown, supports
 from treewise.recurrent.rows import TreeRows
+from treewise.recurrent.segments import peak_cuts
 
-__all__ = ["TreeRows", "install", "kinds_of", "refuse_unknown", "supports"]
+__all__ = ["TreeRows", "install", "kinds_of", "peak_cuts", "refuse_unknown", "supports"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from treewise.forest import Forest
 from treewise.layout import Layout
-from treewise.planner import Plan
+from treewise.planner import FORWARD, HOLD, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def row_segments(plan: Plan, number: int, layout: Layout) -> RowSegments:
     """The row segments of micro-batch `number`."""
     forest, positions, batch = plan.forest, layout.positions, plan.micro_batches[number]
     above = forest.parent[positions]
-    fork_rows, fork_children = _branches(forest, positions)
+    fork_rows, _ = _branches(forest, positions)
     begins = np.ones(len(positions), dtype=bool)
     begins[1:] = above[1:] != positions[:-1]
     begins[fork_rows[fork_rows + 1 < len(positions)] + 1] = True
@@ -61,13 +61,33 @@ def row_segments(plan: Plan, number: int, layout: Layout) -> RowSegments:
         row, is_there = _find(above[start], plan.micro_batches[other].positions())
         gateway[is_there] = np.searchsorted(layout.gateway_batches, other)
         gateway_row[is_there] = row[is_there]
-    cut_rows = np.zeros(0, dtype=np.int64)
-    if batch.is_open:
-        _, is_here = _find(fork_children, positions)
-        cut_rows = np.unique(np.concatenate([_rows_cut_behind(forest, positions), fork_rows[~is_here]]))
-    cuts = np.searchsorted(end, cut_rows, side="right")
-    assert np.array_equal(end[cuts] - 1, cut_rows), "a token above tokens of other micro-batches ends its segment"
+    behind = cut_rows(plan, number) if batch.is_open else np.zeros(0, dtype=np.int64)
+    cuts = np.searchsorted(end, behind, side="right")
+    assert np.array_equal(end[cuts] - 1, behind), "a token above tokens of other micro-batches ends its segment"
     return RowSegments(start, end, parent, gateway, gateway_row, cuts)
+
+
+def peak_cuts(plan: Plan) -> int:
+    """The most states alive in gateways at one time: one per layer for each token that other micro-batches continue."""
+    number_of = {
+        number: len(cut_rows(plan, number)) for number, batch in enumerate(plan.micro_batches) if batch.is_open
+    }
+    alive = peak = 0
+    for step in plan.schedule:
+        if step.action in (FORWARD, HOLD):
+            alive += number_of[step.micro_batch]
+        peak = max(peak, alive)
+        if step.action not in (FORWARD, HOLD):
+            alive -= number_of.get(step.micro_batch, 0)
+    return peak
+
+
+def cut_rows(plan: Plan, number: int) -> np.ndarray:
+    """[P] int64 ascending, rows of a micro-batch that are the parent of a token of another one."""
+    forest, positions = plan.forest, plan.micro_batches[number].positions()
+    fork_rows, fork_children = _branches(forest, positions)
+    _, is_here = _find(fork_children, positions)
+    return np.unique(np.concatenate([_rows_cut_behind(forest, positions), fork_rows[~is_here]]))
 
 
 def heights(parent: np.ndarray) -> np.ndarray:
