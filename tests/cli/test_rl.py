@@ -59,7 +59,7 @@ def rl(folder, model_folder, capsys):
     def run(rows, *flags, output="out"):
         if rows is not None:
             write_rows(folder / "rows.jsonl", rows)
-        words = ["--data", "rows.jsonl", "--model", model_folder, "--output", output, "--max_tokens", 64, *flags]
+        words = ["--data", "rows.jsonl", "--model", model_folder, "--output", output, "--max_tokens", 12, *flags]
         code = main(["rl", *map(str, words)])
         return code, *capsys.readouterr()
 
