@@ -118,6 +118,13 @@ def test_a_step_without_a_trained_token_is_an_error_not_a_nan(make_trainer):
         make_trainer(trees, max_steps=1).train()
 
 
+def test_a_path_beyond_the_models_positions_is_named_and_not_cut(make_trainer, trees, caplog):
+    long = Trajectory(np.arange(200) % 50 + 3, source="long.jsonl:7")
+    trainer = make_trainer([*trees, [long]], max_steps=1)
+    trainer.train()
+    assert "long.jsonl:7 has 200 tokens, the model was made for 128" in caplog.text
+
+
 # -- signals ----------------------------------------------------------------------------------------------------------
 
 

@@ -130,7 +130,10 @@ def _trajectories(item: Any) -> Sequence[Trajectory] | None:
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What a data set holds. `fingerprint` changes whenever the trained content or its order does."""
+    """What a data set holds. `fingerprint` changes whenever the trained content or its order does.
+
+    num_longest_tokens, longest_source: length of the longest trajectory, and where it came from.
+    """
 
     fingerprint: str
     num_trees: int
@@ -138,6 +141,8 @@ class DataFacts:
     num_tree_tokens: int
     num_flat_tokens: int
     num_leaf_tokens: int
+    num_longest_tokens: int = 0
+    longest_source: str = ""
 
 
 def survey(dataset: Any) -> DataFacts:
@@ -145,13 +150,18 @@ def survey(dataset: Any) -> DataFacts:
     known = getattr(dataset, "fingerprint", None)
     digest = hashlib.sha256()
     counts = np.zeros(4, dtype=np.int64)
+    longest, source = 0, ""
     for index in range(len(dataset)):
         forest = forest_of(dataset[index])
         counts += (forest.num_trajectories, forest.num_tokens, forest.num_flat_tokens, forest.num_leaf_tokens)
+        number = int(forest.path_lengths.argmax())
+        if forest.path_lengths[number] > longest:
+            longest = int(forest.path_lengths[number])
+            source = forest.trajectories[number].source if forest.trajectories else f"item {index}"
         if not isinstance(known, str):
             _hash_forest(digest, forest)
     fingerprint = known if isinstance(known, str) else digest.hexdigest()
-    return DataFacts(fingerprint, len(dataset), *(int(count) for count in counts))
+    return DataFacts(fingerprint, len(dataset), *counts.tolist(), num_longest_tokens=longest, longest_source=source)
 
 
 def _hash_forest(digest: Any, forest: Forest) -> None:

@@ -179,6 +179,17 @@ class TreeTrainer(Trainer):
 
     # -- which trees ------------------------------------------------------------------------------------------------
 
+    def _warn_of_length(self) -> None:
+        """A path beyond the positions that a model was made for is trained whole, and said."""
+        facts, limit = self.data_facts, getattr(self.model.config, "max_position_embeddings", None)
+        if limit and facts.num_longest_tokens > limit:
+            logger.warning(
+                "%s has %d tokens, the model was made for %d (max_position_embeddings); nothing is cut",
+                facts.longest_source or "the longest trajectory",
+                facts.num_longest_tokens,
+                limit,
+            )
+
     @property
     def data_facts(self) -> DataFacts:
         """Sizes and fingerprint of the training data, from one pass over it."""
@@ -375,6 +386,7 @@ class TreeTrainer(Trainer):
                 said = f"resuming from {resume_from}\n" if resume_from else ""
                 sys.stdout.write(said + describe(self.args, self.train_dataset, self.data_facts) + "\n")
                 sys.stdout.flush()
+                self._warn_of_length()
             if resume_from and self._resumed_step >= num_optimizer_steps(self.args, len(self.train_dataset)):
                 return self._already_trained(resume_from)
             try:
