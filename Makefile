@@ -4,6 +4,7 @@
 #   make test     everything that must hold before a commit: `make check`, then the tests
 #   make check    lint, format, spelling, types, import layers
 #   make bench    the benchmarks
+#   make models   the capability table again, for the transformers that is installed
 #   make format   mend what ruff can mend
 #   make clean    remove .venv, caches and builds (not runs/)
 #
@@ -11,7 +12,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench format clean
+.PHONY: help demo test check bench models format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,6 +44,9 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+models: $(VENV)/.dev
+	$(BIN)/python tests/capability.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix $(PATHS_TO_CHECK)

@@ -95,7 +95,7 @@ def layers_of(model: nn.Module) -> tuple[str, ...]:
         "latent attention": any("kv_a_proj" in name for name in names),
         "experts": any("expert" in name for name in names),
     }
-    kinds = sorted({kind.replace("_", " ") for kind in map(str, recurrent.kinds_of(decoder))})
+    kinds = sorted({kind for each in recurrent.kinds_of(decoder).values() for kind in each.split(", ")})
     return (*(word for word, is_there in found.items() if is_there), *kinds)
 
 

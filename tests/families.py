@@ -104,9 +104,18 @@ _IS_DECODER = {"is_decoder": True}
 # Positions with three components, over the 4 (or 2) frequencies of a head.
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _MROPE_2 = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
+_ALTERNATING = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 # What a family needs beyond the rules.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": _ALTERNATING,
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": _ALTERNATING,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _ALTERNATING,
+    "qwen3_5_moe_text": _ALTERNATING,
+    "qwen3_5_text": _ALTERNATING,
+    "qwen3_next": _ALTERNATING,
     "bert": _IS_DECODER,
     "bert-generation": _IS_DECODER,
     "big_bird": _IS_DECODER,
@@ -154,6 +163,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "moshi": {"audio_vocab_size": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "megatron-bert": _IS_DECODER,
+    "minimax": {"sliding_window": None},
     "modernbert-decoder": {"local_attention": 8},
     "mpt": {"attn_config": {"attn_pdrop": 0}},
     "phi3": {"sliding_window": None},

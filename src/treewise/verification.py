@@ -77,7 +77,7 @@ def verify(
     objective = SFT() if objective is None else objective
     forest = Forest.from_trajectories(items)
     weights = flat_weights(items, objective)
-    engine = TreeEngine(model, max_tokens, attention)
+    engine = TreeEngine(model, max_tokens, attention, router_aux_loss=False)  # the flat side has the tokens' loss alone
     dtype = _lowest_dtype(model)
     with _as_found(model):
         flat = _run_flat(model, items, weights)
