@@ -149,6 +149,21 @@ def test_rows_of_a_rollout_may_lie_in_several_calls(items: list[Trajectory], nor
     assert all(torch.allclose(summed[name], value, rtol=1e-4, atol=1e-6) for name, value in gradient.items())
 
 
+@pytest.mark.parametrize("name", ["gspo with all", "grpo per rollout"])
+def test_a_rollout_reaches_across_the_forests_of_one_call(name: str) -> None:
+    """Sub-agents have other prompts, so rows of one rollout lie in different trees, and train no token in common."""
+    objective = replace(POLICY[name], weighting="per_trajectory")
+    items = [replace(item, loss_weights=np.where(np.arange(len(item)) < 4, 0, item.loss_weights)) for item in sample()]
+    loss, gradient, _ = step([items], objective)
+    forests = [Forest.from_trajectories(items[1::2]), Forest.from_trajectories(items[0::2])]
+    MODEL.zero_grad()
+    out = TreeEngine(MODEL, 9, check=False).step(forests, objective)
+    assert out.loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert gradient_error(gradients_of(MODEL), gradient) < 1e-5
+    with_one_each = objective.denominator(forests[0]) + objective.denominator(forests[1])
+    assert with_one_each > objective.denominator(Forest.concatenate(forests))  # which is why one call has to see them
+
+
 def test_parts_of_a_rollout_are_refused_where_all_of_it_is_needed() -> None:
     items = with_rollout_weights([Trajectory([1, 2, 3], advantages=1.0, group="g", rollout=5)] * 2)
     part = Forest.from_trajectories(items[:1])
