@@ -296,6 +296,17 @@ def test_a_stream_on_some_rows_only_is_an_error(rl):
     assert "rows.jsonl:2: no ref_logprobs, but 1 of 12 rows have them" in err
 
 
+def test_the_samplers_log_probs_on_some_rows_only_are_left_out_or_refused(rl):
+    rows = make_rows()
+    del rows[3]["sampler_logprobs"], rows[4]["sampler_logprobs"]
+    code, out, _ = rl(rows, "--objective", "grpo", *FAST)
+    assert code == 0
+    assert "logprob gap              unknown (2 of 12 rows have no sampler_logprobs)" in out
+    code, _, err = rl(None, "--objective", "grpo", "--sampler_correction", "truncate", output="b")
+    assert code == 2
+    assert "rows.jsonl:4: no sampler_logprobs, but 10 of 12 rows have them" in err
+
+
 def test_flags_alone_need_data_and_a_model(folder, capsys):
     assert main(["rl", "--objective", "grpo", "--output", "out"]) == 2
     assert "give --model" in capsys.readouterr().err

@@ -63,6 +63,7 @@ class _Update:
     report: "AdvantageReport | None" = None
     num_dropped: int = 0
     streams: "Streams | None" = None
+    num_without_sampler: int = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -207,7 +208,8 @@ def _with_streams(config: RunConfig, arguments: "TreeTrainingArguments", objecti
     if config.more.get("reference") is not None and streams.ref != "reference":
         why = "the rows hold ref_logprobs already" if streams.ref else "the objective has no KL to it (--beta)"
         raise ConfigError(f"reference is given, but {why}; leave one of them out.")
-    return replace(update, streams=streams)
+    trees, num_without = rollouts.without_partial_sampler(objective, update.trees)
+    return replace(update, trees=trees, streams=streams, num_without_sampler=num_without)
 
 
 def _scored(
@@ -349,16 +351,16 @@ def _summary(config: RunConfig, update: _Update) -> str:
         lines.append(("old log-probs", _OLD[_streams(update).old]))
         name = config.more.get("reference") or ("the policy without adapters" if config.lora else "the starting policy")
         lines.append(("reference log-probs", _REF.get(_streams(update).ref, f"computed with {name}")))
-        lines.append(("logprob gap", _gap(items)))
+        lines.append(("logprob gap", _gap(items, update.num_without_sampler)))
     return "\n".join(f"{name:<24} {value}" for name, value in lines)
 
 
-def _gap(items: Sequence[Any]) -> str:
+def _gap(items: Sequence[Any], num_without: int) -> str:
     """How far the policy's log-probs are from those that the sampler reported, where both are known."""
     from treewise.objectives import logprob_gap
 
-    if any(item.sampler_logprobs is None for item in items):
-        return "unknown (rows without sampler_logprobs)"
+    if num_without:
+        return f"unknown ({num_without:,} of {len(items):,} rows have no sampler_logprobs)"
     if any(item.old_logprobs is None for item in items):
         return "measured in the first step"
     return f"{logprob_gap(items):.4f} (1: none)"

@@ -105,6 +105,22 @@ def choose_streams(objective: Any, trees: Trees, old: str, num_updates: int) -> 
     return Streams(found, ref)
 
 
+def without_partial_sampler(objective: Any, trees: Trees) -> tuple[Trees, int]:
+    """The trees without `sampler_logprobs` where some rows lack them, and how many do.
+
+    Raises:
+        DataError: the objective corrects for the sampler, so it needs them on every row.
+    """
+    num_without = sum(item.sampler_logprobs is None for tree in trees for item in tree)
+    if getattr(objective, "sampler_correction", None) is not None:
+        if num_without and not has_all(trees, "sampler_logprobs"):
+            raise DataError("sampler_correction needs sampler_logprobs, and the rows have none.")
+        return trees, 0
+    if 0 < num_without < sum(map(len, trees)):
+        trees = [[replace(item, sampler_logprobs=None) for item in tree] for tree in trees]
+    return trees, num_without
+
+
 def fill_streams(
     trees: Trees, streams: Streams, engine: TreeEngine, reference: TreeEngine | None, batch_size: int
 ) -> Trees:
