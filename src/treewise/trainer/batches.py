@@ -161,7 +161,8 @@ def survey(dataset: Any) -> DataFacts:
         if not isinstance(known, str):
             _hash_forest(digest, forest)
     fingerprint = known if isinstance(known, str) else digest.hexdigest()
-    return DataFacts(fingerprint, len(dataset), *counts.tolist(), num_longest_tokens=longest, longest_source=source)
+    trajectories, tree_tokens, flat_tokens, leaf_tokens = map(int, counts)
+    return DataFacts(fingerprint, len(dataset), trajectories, tree_tokens, flat_tokens, leaf_tokens, longest, source)
 
 
 def _hash_forest(digest: Any, forest: Forest) -> None:
