@@ -22,7 +22,18 @@ from treewise.recurrent import kinds_of
 # float32 against flat float32. Both are this far or farther from float64 (see the test of the oracle): states add up
 # rounding along a path, and a chunk of a scan begins where a segment begins instead of every 64th token of a path.
 TOLERANCE = 1e-5
-ONE_OF_EACH_KIND = ["lfm2", "qwen3_next", "kimi_linear", "nemotron_h", "jamba", "minimax", "recurrent_gemma"]
+# Their scans' chunks of 64 (delta rules), 32 (Mamba2) and 16 (lightning) are crossed; the others share code with these.
+LONG = {"lfm2", "lfm3", "qwen3_next", "qwen3_5_text", "nemotron_h", "falcon_h1", "zamba2", "minimax", "jamba"}
+ONE_OF_EACH_KIND = [
+    "lfm2",
+    "qwen3_next",
+    "kimi_linear",
+    "bailing_hybrid",
+    "nemotron_h",
+    "jamba",
+    "minimax",
+    "recurrent_gemma",
+]
 
 
 def conversations(longest: int = 90) -> list[Trajectory]:
@@ -43,10 +54,10 @@ def tree_gradients(model, items, max_tokens=None, **options):
     return out, gradients_of(model)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+# Flat training alone is 1e-4 from float64 in Bailing: it is compared in float64 only.
+@pytest.mark.parametrize("family", [each for each in HYBRIDS if each != "bailing_hybrid"])
 def test_every_hybrid_equals_flat_training(family: str) -> None:
-    model, items = hybrid(family), conversations(30 if family in ("kimi_linear", "bailing_hybrid") else 90)
+    model, items = hybrid(family), conversations(90 if family in LONG else 30)
     loss, logprobs, expected = flat_sft(model, items)
     forest = Forest.from_trajectories(items)
     for max_tokens in (None, 40):
@@ -63,7 +74,7 @@ def test_against_a_float64_oracle(family: str) -> None:
 
     Factor 2: the two round the same sums in another order, so their distances are of one size but not the same.
     """
-    model, items = hybrid(family), conversations(30 if family == "kimi_linear" else 90)
+    model, items = hybrid(family), conversations(90 if family in LONG else 30)
     wide = widened(model)
     _, _, exact = flat_sft(wide, items)
     for max_tokens, hold in ((None, "auto"), (70, "always"), (40, "never")):
@@ -93,7 +104,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("family", SMALL)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data(), items=trajectories(vocab_size=5, max_sequences=5))
 def test_random_forests_at_random_budgets(family: str, data: st.DataObject, items: list[Trajectory]) -> None:
     model = SMALL[family]
@@ -146,7 +157,7 @@ def test_a_mixer_sees_each_token_of_a_micro_batch_once() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("family", ["qwen3_next", "jamba", "falcon_mamba"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "jamba", "falcon_mamba"])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_gradient_checkpointing(family: str, use_reentrant: bool) -> None:
@@ -223,6 +234,15 @@ def test_a_copy_and_a_saved_model_follow_trees_with_their_own_weights() -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)  # written two lines above
     assert gradient_error(tree_gradients(loaded, items)[1], expected) < TOLERANCE
+
+
+def test_compiled_layers() -> None:
+    model, items = hybrid("lfm2"), conversations(30)
+    _, _, expected = flat_sft(model, items)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    for max_tokens in (None, 40):
+        assert gradient_error(tree_gradients(model, items, max_tokens)[1], expected) < TOLERANCE
 
 
 def test_refusals() -> None:
