@@ -67,12 +67,13 @@ def prompts() -> Dataset:
 def build(tmp_path: Any):
     """`build(SFTTrainer, SFTConfig, data, beta=0.1, ...)` makes a function that builds the same trainer each time.
 
-    model: a path, or what makes one; a tiny model where not given. more: further arguments of the trainer.
+    model: a path, or what makes one; a tiny model where not given. more: makes further arguments
+    of the trainer.
     """
 
     def prepare(trainer: Any, config: Any, data: Dataset, *, model=None, peft=None, more=None, **changes):
         def make() -> Any:
-            extra = dict(more or {})
+            extra = more() if more else {}
             if peft is not None:
                 extra["peft_config"] = peft()
             return trainer(

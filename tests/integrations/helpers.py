@@ -54,7 +54,7 @@ def settings(tmp_path: Any, **changes: Any) -> dict[str, Any]:
         "save_strategy": "no",
         "logging_steps": 1,
         "max_steps": 3,
-        "learning_rate": 0.5,
+        "learning_rate": 0.05,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
         "optim": "sgd",

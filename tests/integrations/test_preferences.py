@@ -1,6 +1,7 @@
 """DPOTrainer and KTOTrainer with and without the line: same losses, metrics and steps."""
 
 import pytest
+import torch
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
@@ -33,12 +34,12 @@ def lora():
 
 def reference():
     """Another model than the one in training, so that a mistake in either shows."""
-    return model_for_trl(initializer_range=0.05)
+    return {"ref_model": model_for_trl(initializer_range=0.05)}
 
 
 @pytest.mark.parametrize("max_tokens", [None, 24])
 def test_dpo_ten_steps(build, pairs, max_tokens):
-    make = build(DPOTrainer, DPOConfig, pairs, more={"ref_model": reference()}, max_steps=10)
+    make = build(DPOTrainer, DPOConfig, pairs, more=reference, max_steps=10)
     run = assert_same_training(make, max_tokens=max_tokens)
     assert len(run.sharings) == 2
     assert all(sharing.counts.share_ratio > 1.2 for sharing in run.sharings)
@@ -48,7 +49,7 @@ def test_dpo_ten_steps(build, pairs, max_tokens):
 def test_dpo_losses(build, pairs, loss_type):
     label_smoothing = 0.1 if loss_type in ("exo_pair", "robust") else 0.0
     changes = {"loss_type": loss_type, "label_smoothing": label_smoothing, "max_steps": 2}
-    assert_same_training(build(DPOTrainer, DPOConfig, pairs, more={"ref_model": reference()}, **changes))
+    assert_same_training(build(DPOTrainer, DPOConfig, pairs, more=reference, **changes))
 
 
 @pytest.mark.parametrize("max_tokens", [None, 24])
@@ -72,14 +73,15 @@ def test_dpo_with_the_adapter_off_as_reference(build, pairs, checkpointing, max_
 )
 def test_dpo_settings(build, pairs, changes):
     # Reference log-probs that are computed beforehand leave nothing for a reference model in training.
-    more = {} if "precompute_ref_log_probs" in changes else {"ref_model": reference()}
+    more = None if "precompute_ref_log_probs" in changes else reference
     assert_same_training(build(DPOTrainer, DPOConfig, pairs, more=more, **changes))
 
 
 def test_dpo_in_mixed_precision(build, pairs):
     """Here accelerate wraps the reference model before the line is called, and the trained one after it."""
-    make = build(DPOTrainer, DPOConfig, pairs, more={"ref_model": reference()}, bf16=True, max_steps=2)
+    make = build(DPOTrainer, DPOConfig, pairs, more=reference, bf16=True, max_steps=2)
     assert_same_training(make, tolerance=0.03)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("max_tokens", [None, 24])
@@ -88,7 +90,7 @@ def test_kto_ten_steps(build, unpaired, max_tokens):
         KTOTrainer,
         KTOConfig,
         unpaired,
-        more={"ref_model": reference()},
+        more=reference,
         max_steps=10,
         train_sampling_strategy="sequential",
     )
@@ -99,6 +101,6 @@ def test_kto_ten_steps(build, unpaired, max_tokens):
 @pytest.mark.parametrize("peft", [None, lora])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_kto_losses(build, unpaired, loss_type, peft, checkpointing):
-    more = {} if peft else {"ref_model": reference()}
+    more = None if peft else reference
     changes = {"loss_type": loss_type, CHECKPOINTING: checkpointing, "max_steps": 2}
     assert_same_training(build(KTOTrainer, KTOConfig, unpaired, peft=peft, more=more, **changes), min_ratio=0)

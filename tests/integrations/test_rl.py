@@ -27,7 +27,7 @@ ROLLOUTS = {
     "num_generations": 4,
     "per_device_train_batch_size": 8,
     "max_completion_length": 6,
-    "more": {"reward_funcs": small_ids},
+    "more": lambda: {"reward_funcs": small_ids},
     "learning_rate": 0.02,
 }
 

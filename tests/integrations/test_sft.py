@@ -110,7 +110,12 @@ def test_routing_loss_of_a_mixture_of_experts(build, conversations, max_tokens):
 
 def test_evaluation_is_shared_too(build, conversations):
     make = build(
-        SFTTrainer, SFTConfig, conversations, more={"eval_dataset": conversations}, eval_strategy="steps", eval_steps=1
+        SFTTrainer,
+        SFTConfig,
+        conversations,
+        more=lambda: {"eval_dataset": conversations},
+        eval_strategy="steps",
+        eval_steps=1,
     )
     run = assert_same_training(make, max_tokens=16)
     assert run.sharings[0].counts.num_calls > 3

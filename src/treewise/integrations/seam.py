@@ -19,6 +19,7 @@ from torch import nn
 
 from treewise.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.forest import Forest
 from treewise.gathering import Part, Read, gather
 from treewise.integrations.calls import rows_of_call
 from treewise.integrations.head import Fields, FusedHead, has_fused_head
@@ -64,7 +65,7 @@ class Sharing:
         self._head: FusedHead | None = None
         self._before: MethodType | None = None
         self._installed: MethodType | None = None
-        self._is_active = True
+        self._is_active, self._is_checked = True, False
         self._class: type[nn.Module] | None = None
         self._is_relative = not _has_absolute_positions(engine)
         self._said: set[str] = set()
@@ -194,8 +195,9 @@ class Sharing:
         autocast = self._head.autocast
         while True:
             try:
-                run = self.engine.plan(rows.forest)
                 with nullcontext() if autocast is None else autocast.again():
+                    self._check_once(rows.forest)
+                    run = self.engine.plan(rows.forest)
                     return *self._gather(rows, run, self._head, rule), run
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -203,6 +205,20 @@ class Sharing:
                 reason = str(error).splitlines()[0]
             # No gradient has been touched yet, so the same batch may be tried again in smaller parts.
             self.engine._budget._shrink(rows.forest.num_tokens, can_retry=True, reason=reason)
+
+    def _check_once(self, forest: Forest) -> None:
+        """Lets the engine probe the model, whose own forward it calls for that, without what is around this call.
+
+        accelerate enters one autocast object around every call; a call inside a call would leave autocast switched on.
+        """
+        if self._is_checked:
+            return
+        outermost, self.model.forward = self.model.forward, self._before  # type: ignore[assignment]
+        try:
+            self.engine.check(forest)
+        finally:
+            self.model.forward = outermost
+        self._is_checked = True
 
     def _gather(
         self, rows: Rows, run: Plan, head: FusedHead, rule: RoutingRule | None
