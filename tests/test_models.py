@@ -43,6 +43,7 @@ def test_a_compiled_model_is_trained_through_the_model_inside() -> None:
     check(torch.compile(model), model)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_layers_compiled_in_place() -> None:
     model = tiny_model(num_hidden_layers=1)
@@ -91,6 +92,14 @@ def test_a_quantised_head_is_refused() -> None:
 def test_classifiers_and_reward_heads_are_refused(kind: type) -> None:
     with pytest.raises(UnsupportedModelError, match="no language-model head"):
         TreeEngine(kind.from_config(tiny_model().config))
+
+
+@pytest.mark.filterwarnings("default")  # of building the model: transformers' own
+def test_rows_with_image_tokens_are_refused() -> None:
+    model = tiny_model("llava", image_token_index=60)
+    TreeEngine(model).step(Forest.from_trajectories(ROLLOUTS))
+    with pytest.raises(UnsupportedModelError, match="position 2 holds token 60, the image_token_"):
+        TreeEngine(model).step(Forest.from_trajectories([Trajectory([3, 4, 60, 5])]))
 
 
 def test_value_heads_are_refused() -> None:

@@ -194,6 +194,24 @@ def test_a_model_without_routers_is_refused():
         TreeEngine(tiny_model("llama"), router_aux_loss=True)
 
 
+@pytest.mark.parametrize("family", ["dots1", "mimo_v2_flash", "hunyuan_v1_moe"])
+def test_models_whose_forward_adds_no_such_loss_are_refused(family):
+    model = tiny_model(family)
+    model.config.router_aux_loss_coef = 0.1
+    with pytest.raises(UnsupportedModelError, match="no load-balancing loss of its own"):
+        TreeEngine(model, router_aux_loss=True).step(Forest.from_trajectories(sample_trajectories()))
+
+
+def test_another_formula_is_refused():
+    model = tiny_model("mixtral", output_router_logits=True)
+    model.num_experts_per_tok = 1  # what it passes to its formula, while its routers choose two
+    model.config.num_experts_per_tok = 2
+    engine = TreeEngine(model)
+    engine.routing_rule = RoutingRule(2, 1.0)
+    with pytest.raises(UnsupportedModelError, match="another one than Mixtral's"):
+        engine.step(Forest.from_trajectories(sample_trajectories()))
+
+
 def test_without_asking_there_is_no_router_loss():
     out = TreeEngine(tiny_model("mixtral")).step(Forest.from_trajectories(sample_trajectories()), SFT())
     assert out.routing is None

@@ -19,14 +19,14 @@ from treewise.budget import Budget, gateway_bytes, state_bytes
 from treewise.errors import ConfigError, DataError
 from treewise.forest import LOGPROB_STREAMS, Forest
 from treewise.gathering import Read, gather
-from treewise.models import base_model, refuse_dropout, take_apart
+from treewise.models import base_model, refuse_dropout, refuse_placeholders, take_apart
 from treewise.objectives import SFT, Objective
 from treewise.pacing import Exchange, Pace
 from treewise.planner import Plan, plan
 from treewise.probe import probe
 from treewise.recurrent import peak_cuts
 from treewise.routed import count, gather_routed, with_router_loss
-from treewise.routing import Routing, RoutingReport, RoutingRule, rule_of
+from treewise.routing import Routing, RoutingReport, RoutingRule, check_rule, rule_of
 from treewise.scoring import ObjectiveLoss, Scorer, Wanted
 from treewise.trajectory import Trajectory
 from treewise.walk import Walk
@@ -308,8 +308,12 @@ class TreeEngine:
                 f"token id {largest} at tree position {position} (depth {forest.depth[position]}) is beyond the "
                 f"model's {vocabulary} embeddings; was the data tokenised for another model?"
             )
+        refuse_placeholders(self.parts, forest.token_ids)
         if not self._is_probed:
             probe(self.parts, self._implementation(), forest.token_ids)
+            if self.routing_rule is not None and self.routing_rule.aux_coefficient:
+                some = torch.as_tensor(forest.token_ids[:12], dtype=torch.long, device=self.parts.device)
+                check_rule(self.parts.model, self.routing_rule, some)
             self._is_probed = True
 
     def _implementation(self) -> str:

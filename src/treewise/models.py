@@ -97,6 +97,26 @@ def refuse_dropout(model: nn.Module) -> None:
                 )
 
 
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+
+
+def refuse_placeholders(parts: ModelParts, token_ids: np.ndarray) -> None:
+    """Raises if tokens stand for pictures, videos or sounds, which trees do not compute: rows are text alone.
+
+    Raises:
+        UnsupportedModelError: with the token and its place.
+    """
+    config = base_model(parts.model).config
+    for name in _PLACEHOLDERS if config.get_text_config() is not config else ():
+        token = getattr(config, name, None)
+        found = np.flatnonzero(token_ids == token) if isinstance(token, int) else ()
+        if len(found):
+            raise UnsupportedModelError(
+                f"tree position {found[0]} holds token {token}, the {name} of {type(parts.model).__name__}; rows with "
+                f"images, videos or sounds are not supported, text alone is. {_HELP}"
+            )
+
+
 def decoder_rows(parts: ModelParts, token_ids: np.ndarray, depth: np.ndarray, context: TreeContext) -> torch.Tensor:
     """[T, M] hidden rows of one micro-batch."""
     device = parts.device

@@ -147,6 +147,33 @@ def rule_of(base: Any, wants_aux: bool | None, z_coefficient: float) -> RoutingR
     return RoutingRule(int(num_chosen), float(coefficient or 0.0) if wants_aux else 0.0, z_coefficient)
 
 
+@torch.no_grad()
+def check_rule(model: Any, rule: RoutingRule, token_ids: torch.Tensor) -> None:
+    """Compares the load-balancing loss with that of the model's own forward, on a few tokens ([n]).
+
+    Raises:
+        UnsupportedModelError: the model adds none, or another one.
+    """
+    name = type(model).__name__
+    out = model(input_ids=token_ids[None], output_router_logits=True, use_cache=False)
+    own = getattr(out, "aux_loss", None)
+    if not isinstance(own, torch.Tensor):
+        raise UnsupportedModelError(
+            f"{name} adds no load-balancing loss of its own; set output_router_logits=False (router_aux_loss=False)."
+        )
+    logits = tuple(each.reshape(-1, each.shape[-1]) for each in out.router_logits)
+    everywhere = np.arange(len(token_ids))
+    routing = Routing(RoutingRule(rule.num_chosen, 1.0), np.ones(len(token_ids)))
+    routing.count(logits, everywhere)
+    routing.is_counted = True
+    ours = float(routing.loss(logits, everywhere))
+    if not abs(ours - float(own)) <= 1e-2 * abs(float(own)):
+        raise UnsupportedModelError(
+            f"{name} computes a load-balancing loss of {float(own):.4g} where treewise finds {ours:.4g}; it is another "
+            "one than Mixtral's. Set output_router_logits=False (router_aux_loss=False)."
+        )
+
+
 def _first(base: Any, config: Any, names: tuple[str, ...]) -> Any:
     for owner in (base, config):
         for name in names:
