@@ -106,11 +106,11 @@ def refuse_placeholders(parts: ModelParts, token_ids: np.ndarray) -> None:
     Raises:
         UnsupportedModelError: with the token and its place.
     """
-    config = base_model(parts.model).config
+    config: Any = base_model(parts.model).config
     for name in _PLACEHOLDERS if config.get_text_config() is not config else ():
         token = getattr(config, name, None)
-        found = np.flatnonzero(token_ids == token) if isinstance(token, int) else ()
-        if len(found):
+        found = np.flatnonzero(token_ids == token) if isinstance(token, int) else np.zeros(0)
+        if len(found) > 0:
             raise UnsupportedModelError(
                 f"tree position {found[0]} holds token {token}, the {name} of {type(parts.model).__name__}; rows with "
                 f"images, videos or sounds are not supported, text alone is. {_HELP}"
