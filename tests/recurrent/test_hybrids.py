@@ -7,6 +7,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -236,6 +237,8 @@ def test_a_copy_and_a_saved_model_follow_trees_with_their_own_weights() -> None:
     assert gradient_error(tree_gradients(loaded, items)[1], expected) < TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
 def test_compiled_layers() -> None:
     model, items = hybrid("lfm2"), conversations(30)
     _, _, expected = flat_sft(model, items)
@@ -243,6 +246,23 @@ def test_compiled_layers() -> None:
         layer.compile(backend="eager")
     for max_tokens in (None, 40):
         assert gradient_error(tree_gradients(model, items, max_tokens)[1], expected) < TOLERANCE
+
+
+def test_layers_that_run_several_times() -> None:
+    """As in looped models: each pass has states of its own in the gateways."""
+    model, items = hybrid("qwen3_5_text"), conversations(30)
+    model.model.layers[2] = model.model.layers[0]
+    _, _, expected = flat_sft(model, items)
+    for max_tokens, hold in ((None, "auto"), (40, "never"), (40, "always")):
+        _, found = tree_gradients(model, items, max_tokens, hold=hold)
+        assert gradient_error(found, expected) < TOLERANCE
+
+
+def test_layers_with_hooks_of_accelerate() -> None:
+    model, items = hybrid("qwen3_5_text"), conversations(30)
+    _, _, expected = flat_sft(model, items)
+    add_hook_to_module(model.model.layers[0].linear_attn, ModelHook())
+    assert gradient_error(tree_gradients(model, items, 40)[1], expected) < TOLERANCE
 
 
 def test_refusals() -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -115,11 +115,11 @@ def forward(self: nn.Module, *args: Any, treewise: TreeContext | None = None, **
 def _on_tree(mixer: nn.Module, context: TreeContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of a mixer over the tree of `context`: the same code, other functions behind the names in it."""
     calls: Counter[str] = Counter()
+    _, number = cast(tuple[nn.Module, int], context.slot(mixer))  # some models run a layer several times
 
     def place_of(name: str) -> Place:
         calls[name] += 1
-        suffix = f":{calls[name]}" if calls[name] > 1 else ""
-        return Place(context, f"{vars(mixer)['_treewise_name']}:{name}{suffix}")
+        return Place(context, f"{vars(mixer)['_treewise_name']}:{name}:{number}:{calls[name]}")
 
     if type(mixer).__name__ in MIXERS:
         return MIXERS[type(mixer).__name__][1](mixer, place_of, *args, **kwargs)
