@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from treewise import walk
+from treewise import engine, walk
 from treewise.attention.gateway import Gateway
 from treewise.engine import TreeEngine
 from treewise.errors import ConfigError, VerificationError
@@ -61,6 +61,7 @@ def test_siblings_that_see_one_another_fail(monkeypatch: pytest.MonkeyPatch) -> 
         layout = lay_out(*args)
         return replace(layout, hi=np.full_like(layout.hi, layout.num_tokens))
 
+    monkeypatch.setattr(engine, "probe", lambda *args: None)  # it would notice first
     monkeypatch.setattr(walk, "lay_out", leaky)
     report = verify(tiny_llama(), branching())
     assert {line.split()[0] for line in report.failures} == {"loss", "max_logprob", "gradient", "worst_parameter"}
@@ -71,6 +72,7 @@ def test_positions_of_the_layout_instead_of_depths_fail(monkeypatch: pytest.Monk
         layout = lay_out(*args)
         return replace(layout, depth=np.arange(layout.num_tokens, dtype=np.int32))
 
+    monkeypatch.setattr(engine, "probe", lambda *args: None)  # it would notice first
     monkeypatch.setattr(walk, "lay_out", misplaced)
     assert not verify(tiny_llama(), branching()).passed
 
