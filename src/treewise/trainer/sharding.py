@@ -181,7 +181,8 @@ def shard(
         "offload_policy": CPUOffloadPolicy() if settings.cpu_offload and device.type != "cpu" else OffloadPolicy(),
     }
     if dtype is not None:
-        policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        # Inputs are cast by autocast, as without shards; FSDP would cast copies of the tree that travels with them.
+        policy["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for layer in layers:
         _add_up(fully_shard(layer, **policy))
     # The root has no parameters of its own; it makes layers share their streams and gather ahead of one another.
