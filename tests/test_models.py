@@ -102,6 +102,28 @@ def test_rows_with_image_tokens_are_refused() -> None:
         TreeEngine(model).step(Forest.from_trajectories([Trajectory([3, 4, 60, 5])]))
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "limit"),
+    [
+        ("phi3", {**LONGROPE, "original_max_position_embeddings": 8}, 8),
+        ("llama", {"rope_type": "dynamic", "factor": 4.0}, 7),
+    ],
+)
+def test_positions_that_depend_on_the_length_of_a_sequence_are_refused_where_they_do(
+    family: str, rope: dict, limit: int
+) -> None:
+    rope = {"rope_theta": 10000.0, **rope}
+    model = tiny_model(family, rope_parameters=rope, max_position_embeddings=8, original_max_position_embeddings=8)
+    check(model)
+    long = [*ROLLOUTS, Trajectory([3, 4, *range(5, limit + 4)])]
+    assert len(long[-1].token_ids) == limit + 1
+    with pytest.raises(UnsupportedModelError, match=f"longest path has {limit + 1} tokens, but from {limit + 1} on"):
+        TreeEngine(model).step(Forest.from_trajectories(long))
+
+
 def test_value_heads_are_refused() -> None:
     class WithValueHead(nn.Module):
         def __init__(self) -> None:
@@ -186,9 +208,10 @@ def test_layers_that_hand_on_more_than_keys_are_found_by_the_probe() -> None:
         TreeEngine(model).step(Forest.from_trajectories(ROLLOUTS))
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 def test_a_layer_called_twice_refuses_checkpointing_with_a_budget() -> None:
     model = tiny_model("diffllama")
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     TreeEngine(model).step(Forest.from_trajectories(ROLLOUTS))
     with pytest.raises(UnsupportedModelError, match="attends 2 times in one forward"):
         TreeEngine(model, 4).step(Forest.from_trajectories(ROLLOUTS))

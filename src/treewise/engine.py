@@ -19,7 +19,7 @@ from treewise.budget import Budget, gateway_bytes, state_bytes
 from treewise.errors import ConfigError, DataError
 from treewise.forest import LOGPROB_STREAMS, Forest
 from treewise.gathering import Read, gather
-from treewise.models import base_model, refuse_dropout, refuse_placeholders, take_apart
+from treewise.models import base_model, refuse_dropout, refuse_lengths, refuse_placeholders, take_apart
 from treewise.objectives import SFT, Objective
 from treewise.pacing import Exchange, Pace
 from treewise.planner import Plan, plan
@@ -309,6 +309,7 @@ class TreeEngine:
                 f"model's {vocabulary} embeddings; was the data tokenised for another model?"
             )
         refuse_placeholders(self.parts, forest.token_ids)
+        refuse_lengths(self.parts, int(forest.depth.max()) + 1)
         if not self._is_probed:
             probe(self.parts, self._implementation(), forest.token_ids)
             if self.routing_rule is not None and self.routing_rule.aux_coefficient:

@@ -117,6 +117,33 @@ def refuse_placeholders(parts: ModelParts, token_ids: np.ndarray) -> None:
             )
 
 
+def refuse_lengths(parts: ModelParts, length: int) -> None:
+    """Raises if rotary frequencies depend on how long a sequence is, and the longest path (`length`) is long enough.
+
+    A shared token would need other frequencies for every trajectory (`dynamic`, `longrope`).
+
+    Raises:
+        UnsupportedModelError: with the length up to which the model can be trained on trees.
+    """
+    for module in parts.decoder.modules():
+        kinds = getattr(module, "rope_type", None)
+        if not isinstance(kinds, str | dict):
+            continue
+        all_rules: Any = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind != "longrope" and "dynamic" not in kind:
+                continue
+            rules = all_rules if layer is None else all_rules.get(layer, {})
+            fixed: Any = getattr(module, "original_max_seq_len", None)
+            limit = rules.get("original_max_position_embeddings") if kind == "longrope" else fixed and fixed - 1
+            if limit is not None and length > limit:
+                raise UnsupportedModelError(
+                    f"the longest path has {length} tokens, but from {limit + 1} on the {kind!r} position encoding of "
+                    f"{type(parts.decoder).__name__} depends on the length of a sequence, which shared tokens do not "
+                    "have. Shorten the trajectories, or fix the encoding's factor in the configuration."
+                )
+
+
 def decoder_rows(parts: ModelParts, token_ids: np.ndarray, depth: np.ndarray, context: TreeContext) -> torch.Tensor:
     """[T, M] hidden rows of one micro-batch."""
     device = parts.device
