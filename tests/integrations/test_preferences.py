@@ -48,12 +48,11 @@ def test_dpo_ten_steps(build, pairs, max_tokens):
 @pytest.mark.parametrize("loss_type", DPO_LOSSES)
 def test_dpo_losses(build, pairs, loss_type):
     label_smoothing = 0.1 if loss_type in ("exo_pair", "robust") else 0.0
-    changes = {"loss_type": loss_type, "label_smoothing": label_smoothing, "max_steps": 2}
+    changes = {"loss_type": loss_type, "label_smoothing": label_smoothing, "max_steps": 1}
     assert_same_training(build(DPOTrainer, DPOConfig, pairs, more=reference, **changes))
 
 
-@pytest.mark.parametrize("max_tokens", [None, 24])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("checkpointing", "max_tokens"), [(True, None), (False, 24)])
 def test_dpo_with_the_adapter_off_as_reference(build, pairs, checkpointing, max_tokens):
     make = build(DPOTrainer, DPOConfig, pairs, peft=lora, **{CHECKPOINTING: checkpointing})
     assert len(assert_same_training(make, max_tokens=max_tokens).sharings) == 1
@@ -97,9 +96,10 @@ def test_kto_ten_steps(build, unpaired, max_tokens):
     assert_same_training(make, max_tokens=max_tokens, min_ratio=0)
 
 
-@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
-@pytest.mark.parametrize("peft", [None, lora])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("loss_type", "peft", "checkpointing"),
+    [("kto", lora, True), ("kto", lora, False), ("apo_zero_unpaired", None, True), ("apo_zero_unpaired", lora, False)],
+)
 def test_kto_losses(build, unpaired, loss_type, peft, checkpointing):
     more = None if peft else reference
     changes = {"loss_type": loss_type, CHECKPOINTING: checkpointing, "max_steps": 2}

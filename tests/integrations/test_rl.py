@@ -38,8 +38,7 @@ def test_grpo_ten_steps(build, prompts, max_tokens):
     assert run.sharings[0].counts.share_ratio > 1.4
 
 
-@pytest.mark.parametrize("loss_type", GRPO_LOSSES)
-@pytest.mark.parametrize("max_tokens", [None, 20])
+@pytest.mark.parametrize(("loss_type", "max_tokens"), [*zip(GRPO_LOSSES, [None, 20] * 4, strict=True)])
 def test_grpo_losses_over_several_updates_of_the_same_rollouts(build, prompts, loss_type, max_tokens):
     level = "sequence" if loss_type == "luspo" else "token"
     changes = {"loss_type": loss_type, "importance_sampling_level": level, "num_iterations": 2, "beta": 0.0}
@@ -60,11 +59,11 @@ def test_grpo_losses_over_several_updates_of_the_same_rollouts(build, prompts, l
     ids=lambda changes: next(iter(changes)),
 )
 def test_grpo_settings(build, prompts, changes):
-    assert_same_training(build(GRPOTrainer, GRPOConfig, prompts, **{**ROLLOUTS, "num_iterations": 2, **changes}))
+    changes = {**ROLLOUTS, "num_iterations": 2, "max_steps": 2, **changes}
+    assert_same_training(build(GRPOTrainer, GRPOConfig, prompts, **changes))
 
 
-@pytest.mark.parametrize("max_tokens", [None, 20])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("checkpointing", "max_tokens"), [(True, None), (False, 20)])
 def test_grpo_with_kl_to_the_model_without_its_adapter(build, prompts, checkpointing, max_tokens):
     changes = {"beta": 0.1, CHECKPOINTING: checkpointing, "num_iterations": 2}
     make = build(GRPOTrainer, GRPOConfig, prompts, peft=lora, **ROLLOUTS, **changes)

@@ -27,15 +27,15 @@ def test_ten_steps_on_conversations(build, conversations):
     assert counts.num_computed_tokens == counts.num_tree_tokens
 
 
-@pytest.mark.parametrize("max_tokens", [3, 30])
-def test_small_budgets(build, conversations, max_tokens):
-    run = assert_same_training(build(SFTTrainer, SFTConfig, conversations, **ORDERED), max_tokens=max_tokens)
-    assert run.sharings[0].counts.num_computed_tokens >= run.sharings[0].counts.num_tree_tokens
+def test_a_budget_far_below_one_row(build, conversations):
+    run = assert_same_training(build(SFTTrainer, SFTConfig, conversations, max_steps=2, **ORDERED), max_tokens=4)
+    assert run.sharings[0].counts.num_computed_tokens > run.sharings[0].counts.num_tree_tokens
 
 
-@pytest.mark.parametrize("max_tokens", [None, 12])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("peft", [None, lora])
+@pytest.mark.parametrize(
+    ("peft", "checkpointing", "max_tokens"),
+    [(None, False, None), (None, True, 12), (lora, True, None), (lora, False, 12)],
+)
 def test_assistant_only_loss(build, conversations, peft, checkpointing, max_tokens):
     changes = {"assistant_only_loss": True, CHECKPOINTING: checkpointing}
     assert_same_training(build(SFTTrainer, SFTConfig, conversations, peft=peft, **changes), max_tokens=max_tokens)

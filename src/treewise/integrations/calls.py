@@ -31,7 +31,7 @@ def rows_of_call(
     shifted: Any = kwargs.get("shift_labels")
     if labels is None and shifted is None:
         raise ConfigError("a fused head scores labels, and this call has none: pass labels= or shift_labels=.")
-    if shifted is not None and _num_ranks() > 1:
+    if shifted is not None and num_ranks() > 1:
         raise NotShareable("context and sequence parallelism cut sequences over ranks (shift_labels)")
     token_ids = given["input_ids"]
     labels = labels[:, 1:] if shifted is None else shifted
@@ -81,6 +81,7 @@ def _numpy(tensor: torch.Tensor | None) -> Any:
     return None if tensor is None else np.asarray(tensor.detach().cpu())
 
 
-def _num_ranks() -> int:
+def num_ranks() -> int:
+    """Ranks of the process group; 1 without one."""
     is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if is_distributed else 1

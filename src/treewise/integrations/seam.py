@@ -21,7 +21,7 @@ from treewise.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.forest import Forest
 from treewise.gathering import Part, Read, gather
-from treewise.integrations.calls import rows_of_call
+from treewise.integrations.calls import num_ranks, rows_of_call
 from treewise.integrations.head import Fields, FusedHead, has_fused_head
 from treewise.integrations.rows import IGNORED, NotShareable, Rows
 from treewise.memory import is_out_of_memory
@@ -198,6 +198,7 @@ class Sharing:
                 with nullcontext() if autocast is None else autocast.again():
                     self._check_once(rows.forest)
                     run = self.engine.plan(rows.forest)
+                    _refuse_parts_on_several_ranks(run)
                     return *self._gather(rows, run, self._head, rule), run
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -318,6 +319,16 @@ def _output(fields: Fields, rows: Rows, labels: torch.Tensor, num_items_in_batch
     # FusedCausalLMOutput documents the loss: the sum over scored labels by num_items_in_batch, or by their count.
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     return FusedCausalLMOutput(loss=-restored["log_probs"].sum() / count, label_mask=mask.to(device), **restored)
+
+
+def _refuse_parts_on_several_ranks(run: Plan) -> None:
+    """Parts of a batch run their own backwards and, sharded, their own gathering of parameters, which no other rank
+    would join."""
+    if not run.is_whole and num_ranks() > 1:
+        raise ConfigError(
+            f"a batch of {run.forest.num_tokens:,} tree tokens exceeds max_tokens={run.max_tokens:,}, and on several "
+            "ranks share_prefixes computes a batch whole. Leave max_tokens=None and lower per_device_train_batch_size."
+        )
 
 
 def _has_absolute_positions(engine: TreeEngine) -> bool:
