@@ -18,7 +18,10 @@ from recurrent.hybrids import HYBRIDS, hybrid
 from recurrent.wide import widened
 from strategies import budgets, trajectories
 from treewise import Forest, Trajectory, TreeEngine, UnsupportedModelError
+from treewise.layout import lay_out
+from treewise.planner import plan
 from treewise.recurrent import kinds_of
+from treewise.recurrent.segments import row_segments
 
 # float32 against flat float32. Both are this far or farther from float64 (see the test of the oracle): states add up
 # rounding along a path, and a chunk of a scan begins where a segment begins instead of every 64th token of a path.
@@ -114,6 +117,25 @@ def test_random_forests_at_random_budgets(family: str, data: st.DataObject, item
     max_tokens = data.draw(budgets(Forest.from_trajectories(items)))
     out, found = tree_gradients(model, items, max_tokens, hold=hold, check=False)
     assert out.loss == pytest.approx(loss, rel=1e-12)
+    assert gradient_error(found, expected) < 1e-11
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_branches_of_several_cuts_in_one_micro_batch(family: str) -> None:
+    rng = np.random.default_rng(2)
+    trunk = rng.integers(3, 64, 14)
+    items = [Trajectory(np.concatenate([trunk[:cut], rng.integers(3, 64, 2)])) for cut in (2, 3, 7, 11, 12, 14)]
+    model, forest = SMALL[family], Forest.from_trajectories(items)
+    run = plan(forest, 9, hold="never")
+    read = [
+        set(zip(segments.gateway[is_cut].tolist(), segments.gateway_row[is_cut].tolist(), strict=True))
+        for number in range(run.num_micro_batches)
+        for segments in [row_segments(run, number, lay_out(run, number))]
+        for is_cut in [segments.gateway >= 0]
+    ]
+    assert max(map(len, read)) >= 3
+    _, _, expected = flat_sft(model, items)
+    _, found = tree_gradients(model, items, 9, hold="never", check=False)
     assert gradient_error(found, expected) < 1e-11
 
 
