@@ -145,6 +145,9 @@ class SignalAt(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._maybe(state, "optimizer")
 
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._maybe(state, "updated")
+
     def on_save(self, args, state, control, **kwargs):
         self._maybe(state, "save")
 
@@ -161,9 +164,10 @@ def signal_in_backward(trainer, number, step):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["begin", "end", "optimizer", "save", "backward"])
+@pytest.mark.parametrize("moment", ["begin", "end", "optimizer", "updated", "save", "backward"])
 def test_a_signal_saves_the_run_which_then_ends_like_an_undisturbed_one(make_trainer, trees, number, moment):
-    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    # Saved at step 5 alone, so that what the signal saves is all that there is.
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2 if moment == "save" else 5}
     whole = make_trainer(trees, folder="whole", **settings)
     whole.train()
     callbacks = [] if moment == "backward" else [SignalAt(number, 2, moment)]
@@ -268,6 +272,19 @@ def test_without_locks_of_the_file_system_a_dead_holder_is_stale_and_a_live_or_r
         (tmp_path / NAME).write_text(json.dumps({**holder, **change}))
         with pytest.raises(ConfigError, match="If that run is gone, remove"):
             RunLock(tmp_path).take()
+
+
+def test_a_lock_whose_file_is_removed_in_the_very_moment_is_taken_anew(tmp_path, monkeypatch):
+    lock = RunLock._lock
+
+    def after_the_last_holder_left(self, descriptor):
+        monkeypatch.setattr(RunLock, "_lock", lock)
+        (tmp_path / NAME).unlink()
+        lock(self, descriptor)
+
+    monkeypatch.setattr(RunLock, "_lock", after_the_last_holder_left)
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
 
 
 def test_one_process_may_hold_a_folder_twice(tmp_path):
