@@ -4,6 +4,7 @@
 #   make test     everything that must hold before a commit: `make check`, then the tests
 #   make check    lint, format, spelling, types, import layers
 #   make bench    the benchmarks
+#   make docs     the pages as a site, in build/site
 #   make models   the capability table again, for the transformers that is installed
 #   make format   mend what ruff can mend
 #   make clean    remove .venv, caches and builds (not runs/)
@@ -12,7 +13,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench models format clean
+.PHONY: help demo test check bench docs models format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +25,7 @@ CPU_TORCH ?= torch==2.13.0
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
-PATHS_TO_CHECK := $(wildcard src tests examples benchmarks)
+PATHS_TO_CHECK := $(wildcard src tests examples benchmarks docs)
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -38,12 +39,16 @@ test: check
 check: $(VENV)/.dev
 	$(BIN)/ruff check $(PATHS_TO_CHECK)
 	$(BIN)/ruff format --check $(PATHS_TO_CHECK)
-	$(BIN)/codespell --quiet-level 2 $(PATHS_TO_CHECK) $(wildcard *.md docs)
+	$(BIN)/codespell --quiet-level 2 $(PATHS_TO_CHECK) $(wildcard *.md)
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo --no-cache
 
 bench: $(VENV)/.dev
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+docs: $(VENV)/.dev
+	$(BIN)/python docs/figures/draw.py
+	$(BIN)/python -m mkdocs build --strict
 
 models: $(VENV)/.dev
 	$(BIN)/python tests/capability.py
@@ -89,5 +94,5 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "== installing treewise with all extras"
-	@$(PIP) --editable '.[dev,test,lora,trl,hybrid,demo]'
+	@$(PIP) --editable '.[dev,docs,test,lora,trl,hybrid,demo]'
 	@touch $@

@@ -28,7 +28,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "numpy")
 _OPTIONAL = {
     "peft": "adapters: pip install 'treewise[lora]'",
     "trl": "TRL's trainers: pip install 'treewise[trl]'",
-    "tree_recurrence": "faster recurrent layers on GPUs: pip install 'treewise[hybrid]'",
+    "tree_recurrence": "a contestant of the benchmarks of hybrids: pip install 'treewise[hybrid]'",
     "gguf": "models from GGUF files: pip install 'treewise[gguf]'",
 }
 # Relative error of the whole gradient that float32 may have between flat and tree.

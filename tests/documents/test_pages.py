@@ -1,0 +1,102 @@
+"""The pages: links lead somewhere, figures are current, and what is marked as runnable runs as it stands.
+
+A block below `<!-- run -->` is run in a folder that is empty before the page's first one: Python blocks share one
+namespace, console blocks are `treewise` commands.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treewise.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"])
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(?:#([^)\s]*))?\)")
+FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+RUNNABLE = re.compile(r"^<!-- run -->\n```(python|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+RUN_PAGES = [page for page in PAGES if RUNNABLE.search(page.read_text(encoding="utf-8"))]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of headings, as GitHub and mkdocs make them."""
+    headings = HEADING.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", text).strip().lower().replace(" ", "-") for text in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        linked = (page.parent / target).resolve() if target else page
+        assert linked.exists(), f"{target} does not exist"
+        assert linked.is_relative_to(ROOT)
+        assert not anchor or anchor in anchors_of(linked), f"{target}#{anchor}: no such heading"
+
+
+@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.name)
+def test_runnable_blocks_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "page"}
+    for kind, block in RUNNABLE.findall(page.read_text(encoding="utf-8")):
+        if kind == "python":
+            exec(compile(block, str(page), "exec"), namespace)
+            continue
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            assert words[:2] == ["$", "treewise"], line
+            assert main(words[2:]) == 0, f"{line}\n{capsys.readouterr().err}"
+
+
+def test_the_readme_has_runnable_blocks_of_both_kinds() -> None:
+    kinds = [kind for kind, _ in RUNNABLE.findall((ROOT / "README.md").read_text(encoding="utf-8"))]
+    assert kinds.count("python") >= 3
+    assert "console" in kinds
+
+
+def test_python_blocks_that_are_not_run_are_python() -> None:
+    for page in PAGES:
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+            if ">>>" not in block:
+                compile(block, str(page), "exec")
+
+
+def test_commands_in_pages_exist() -> None:
+    for page in PAGES:
+        for command in re.findall(r"^\$ treewise (\w+)", page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert command in COMMANDS, f"{page.name}: treewise {command}"
+
+
+def test_the_index_and_the_site_list_every_page() -> None:
+    names = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert names == {target for target, _ in LINK.findall(index) if "/" not in target}
+    assert all(f"{name}" in site for name in names)
+
+
+def test_figures_are_what_their_code_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ROOT / "docs" / "figures"
+    monkeypatch.syspath_prepend(str(folder))
+    import draw
+
+    drawn = {f"{name}.svg": make().svg() for name, make in draw.FIGURES.items()}
+    assert drawn == {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="needs mkdocs-material: pip install 'treewise[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    start = (tmp_path / "start.html").read_text(encoding="utf-8")
+    assert "One interval per key" in (tmp_path / "concepts.html").read_text(encoding="utf-8")
+    assert 'href="benchmarks/results/' in start
+    assert 'src="figures/overview.svg"' in start
