@@ -25,7 +25,7 @@ CPU_TORCH ?= torch==2.13.0
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
-PATHS_TO_CHECK := $(wildcard src tests examples benchmarks docs)
+PATHS_TO_CHECK := $(wildcard src tests examples benchmarks docs/*.py docs/figures)
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
