@@ -10,9 +10,9 @@ from families import tiny_model
 from oracle import gradient_error, gradients_of
 from strategies import budgets, trajectories
 from treewise import Forest, Trajectory, TreeEngine
-from treewise.engine import scores, tree_values
 from treewise.logprobs import CONSTANT, OUTPUTS
 from treewise.scoring import Wanted
+from treewise.values import scores, tree_values
 
 # See test_families: differences of independent float32 summation orders.
 TOLERANCE = 5e-6

@@ -16,9 +16,9 @@ from strategies import forests_and_budgets
 from strategies import trajectories as random_trajectories
 from treewise import SFT, Forest, TreeEngine
 from treewise.capabilities import CapabilityTable
-from treewise.engine import tree_values_and_router_loss
 from treewise.errors import UnsupportedModelError
 from treewise.routing import Routing, RoutingRule
+from treewise.values import tree_values_and_router_loss
 
 COEFFICIENT = 0.7  # large, so that a mistake shows beside the loss of the tokens
 TOLERANCE = 1e-5

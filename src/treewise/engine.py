@@ -1,12 +1,11 @@
 """The engine: losses and gradients of a forest, equal to training each trajectory alone.
 
 An objective that is separable takes one walk over the plan. Any other loss takes two: values of all its tokens first,
-then the loss, then the walk with the loss's gradients on these values. The second form is one differentiable function,
-`scores` (`tree_logprobs`, `tree_values`), whose backward is the walk.
+then the loss, then the walk with the loss's gradients on these values (see `values`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,41 +17,22 @@ from treewise.attention.cascade import kernel_takes_groups
 from treewise.budget import Budget, gateway_bytes, state_bytes
 from treewise.errors import ConfigError, DataError
 from treewise.forest import LOGPROB_STREAMS, Forest
-from treewise.gathering import Read, gather
 from treewise.models import base_model, refuse_dropout, refuse_lengths, refuse_placeholders, take_apart
 from treewise.objectives import SFT, Objective
+from treewise.outputs import StepOutput, output_of
 from treewise.pacing import Exchange, Pace
 from treewise.planner import Plan, plan
 from treewise.probe import probe
 from treewise.recurrent import peak_cuts
-from treewise.routed import count, gather_routed, with_router_loss
-from treewise.routing import Routing, RoutingReport, RoutingRule, check_rule, rule_of
-from treewise.scoring import ObjectiveLoss, Scorer, Wanted
+from treewise.routed import count, with_router_loss
+from treewise.routing import Routing, RoutingRule, check_rule, rule_of
+from treewise.scoring import ObjectiveLoss
 from treewise.trajectory import Trajectory
+from treewise.values import hidden_rows, restore, routed_scores, routed_values, tree_logprobs, tree_values
 from treewise.walk import Walk
 
 Loss = Callable[[list[torch.Tensor]], torch.Tensor]
 Forests = Forest | Sequence[Forest]
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step computed.
-
-    loss: the sum of token losses divided by the denominator. metrics: means that the objective reports, over `weight`,
-    the sum of the loss weights of its trained tokens; so metrics of several steps are combined by their weights.
-    routing: where a loss on routers was added, which `loss` then holds, what they did.
-    """
-
-    loss: float
-    num_trained_tokens: int
-    num_tree_tokens: int
-    num_flat_tokens: int
-    num_computed_tokens: int
-    num_micro_batches: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    weight: float = 0.0
-    routing: RoutingReport | None = None
 
 
 class TreeEngine:
@@ -146,20 +126,20 @@ class TreeEngine:
         run = self.plan(forest)
         if not isinstance(objective, Objective):
             return self._step_any_loss(run, objective, denominator)
-        losses, routing = ObjectiveLoss(forest, objective, denominator), self._routing(run)
+        losses, routing = ObjectiveLoss(forest, objective, denominator), self.routing(run)
         is_separable = objective.is_separable(forest)
         if not is_separable:
-            values, router_loss = _routed_scores(self, run, losses.wanted, routing)
+            values, router_loss = routed_scores(self, run, losses.wanted, routing)
             (losses.share(None, values) + router_loss).backward()
         elif routing is None:
-            walk = self._walk(run)
+            walk = self.new_walk(run)
             walk.train(losses.reader(walk, self.temperature))
         else:
             if not run.is_whole:
-                count(self._walk(run, routing), routing)
-            walk = self._walk(run, routing)
+                count(self.new_walk(run, routing), routing)
+            walk = self.new_walk(run, routing)
             walk.train(with_router_loss(losses.reader(walk, self.temperature), walk, routing))
-        return _output(run, losses, is_separable and routing is None, routing)
+        return output_of(run, losses, is_separable and routing is None, routing)
 
     @torch.no_grad()
     def evaluate(
@@ -172,13 +152,13 @@ class TreeEngine:
         """The loss and the metrics alone, without gradients."""
         run = self.plan(forests)
         chosen = SFT() if objective is None else objective
-        losses, routing = ObjectiveLoss(run.forest, chosen, denominator), self._routing(run)
+        losses, routing = ObjectiveLoss(run.forest, chosen, denominator), self.routing(run)
         if routing is None and chosen.is_separable(run.forest):
-            walk = self._walk(run)
+            walk = self.new_walk(run)
             walk.visit(losses.reader(walk, self.temperature))
         else:
-            losses.share(None, _routed_scores(self, run, losses.wanted, routing)[0])
-        return _output(run, losses, True, routing)
+            losses.share(None, routed_scores(self, run, losses.wanted, routing)[0])
+        return output_of(run, losses, True, routing)
 
     @torch.no_grad()
     def scored(
@@ -211,7 +191,7 @@ class TreeEngine:
         """
         run = self.plan(forests)
         logprobs_T = tree_logprobs(self, run)
-        return _restore(logprobs_T, run.forest)
+        return restore(logprobs_T, run.forest)
 
     def hidden_states(self, forests: Forests) -> list[torch.Tensor]:
         """Final hidden states of every trajectory, restored: `result[i][j]` ([M], the model's dtype) has seen tokens
@@ -222,23 +202,20 @@ class TreeEngine:
         """
         run = self.plan(forests)
 
-        def read_of(walk: Walk) -> Read:
-            return lambda number, rows: (walk.positions(number), {"rows": rows})
-
-        rows_TM = gather(lambda: self._walk(run), read_of, ("rows",), run.forest.num_tokens)["rows"]
+        rows_TM = hidden_rows(self, run)
         index = torch.as_tensor(run.forest.path_index, device=rows_TM.device)
         return list(rows_TM[index].split(run.forest.path_lengths.tolist()))
 
     def _step_any_loss(self, run: Plan, objective: Loss, denominator: float | None) -> StepOutput:
         if denominator is not None:
             raise ConfigError("a function's loss is taken as it is; denominator= belongs to an objective.")
-        routing = self._routing(run)
-        values, router_loss = _routed_values(self, run, ("log_probs",), None, routing)
-        loss = objective(_restore(values["log_probs"], run.forest))
+        routing = self.routing(run)
+        values, router_loss = routed_values(self, run, ("log_probs",), None, routing)
+        loss = objective(restore(values["log_probs"], run.forest))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise ConfigError("an objective must return a scalar tensor.")
         (loss + router_loss).backward()
-        return _output(run, float(loss.detach()), False, routing)
+        return output_of(run, float(loss.detach()), False, routing)
 
     def _measure(self, forest: Forest) -> None:
         """Chooses the budget of `max_tokens="auto"` for forests like this one."""
@@ -247,7 +224,7 @@ class TreeEngine:
         @torch.enable_grad()
         def train(num_tokens: int) -> None:
             chain = Forest.from_trajectories([Trajectory(np.resize(forest.token_ids[:2], num_tokens))])
-            walk = self._walk(plan(chain))
+            walk = self.new_walk(plan(chain))
             walk.train(ObjectiveLoss(chain, SFT(), None).reader(walk, self.temperature))
 
         state_size, token_size = state_bytes(self.parts), gateway_bytes(self.parts)
@@ -259,13 +236,15 @@ class TreeEngine:
 
         self._budget.measure(self.parts, train, gateway_tokens, self.reserve_bytes)
 
-    def _walk(self, run: Plan, routing: Routing | None = None) -> Walk:
+    def new_walk(self, run: Plan, routing: Routing | None = None) -> Walk:
+        """A walk over a plan; the first one checks model and tokens, see `check`."""
         self._check(run.forest)
         walk = Walk(self.parts, run, self._implementation(), self.offload, self._pace)
         walk.wants_router_logits = routing is not None
         return walk
 
-    def _routing(self, run: Plan, rule: RoutingRule | None = None) -> Routing | None:
+    def routing(self, run: Plan, rule: RoutingRule | None = None) -> Routing | None:
+        """What collects the losses on routers over a plan, by the engine's rule or another; None without one."""
         rule = self.routing_rule if rule is None else rule
         return None if rule is None else Routing(rule, run.forest.multiplicity)
 
@@ -325,112 +304,3 @@ class TreeEngine:
         if device == "cuda":
             return "flex"
         return "cascade" if device == "cpu" and kernel_takes_groups() else "reference"
-
-
-def tree_logprobs(engine: TreeEngine, run: Plan) -> torch.Tensor:
-    """[T] log-probs of the tree's tokens (0 for first tokens), as one differentiable function at any budget.
-
-    With one micro-batch this is an ordinary graph. With several, the forward runs without a graph, and the backward is
-    the walk, which adds parameter gradients into `.grad`; usable inside any loss, more than once in a graph, and under
-    autocast.
-    """
-    return tree_values(engine, run)["log_probs"]
-
-
-def tree_values(
-    engine: TreeEngine, run: Plan, outputs: tuple[str, ...] = ("log_probs",), is_needed: np.ndarray | None = None
-) -> dict[str, torch.Tensor]:
-    """[T] values of the tree's tokens by name (see `logprobs.edge_values`), differentiable as `tree_logprobs` is.
-
-    is_needed: [T] bool; others, and first tokens, are 0 and cost no projection.
-    """
-    return _routed_values(engine, run, outputs, is_needed, None)[0]
-
-
-def tree_values_and_router_loss(
-    engine: TreeEngine,
-    run: Plan,
-    outputs: tuple[str, ...] = ("log_probs",),
-    is_needed: np.ndarray | None = None,
-    rule: RoutingRule | None = None,
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What `tree_values` gives, and the loss on the model's routers, a scalar that is differentiable as they are.
-
-    Both come from the same walks. rule: the factors of both router losses; the engine's own where not given.
-
-    Raises:
-        ConfigError: no rule, here or in the engine.
-    """
-    routing = engine._routing(run, rule)
-    if routing is None:
-        raise ConfigError("no loss on routers is asked for; give a rule, or router_aux_loss=True to the engine.")
-    return _routed_values(engine, run, outputs, is_needed, routing)
-
-
-def _routed_values(
-    engine: TreeEngine, run: Plan, outputs: tuple[str, ...], is_needed: np.ndarray | None, routing: Routing | None
-) -> tuple[dict[str, torch.Tensor], Any]:
-    """[T] values by name, and the router losses (0 without)."""
-    wanted = Wanted.every_token(run.forest, outputs)
-    if is_needed is not None:
-        wanted = Wanted(wanted.positions[is_needed[wanted.positions]], None, outputs)
-    values, router_loss = _routed_scores(engine, run, wanted, routing)
-    index = torch.as_tensor(wanted.positions, device=engine.parts.device)
-    scattered = {
-        name: torch.zeros(run.forest.num_tokens, dtype=value.dtype, device=value.device).index_copy(0, index, value)
-        for name, value in values.items()
-    }
-    return scattered, router_loss
-
-
-def scores(engine: TreeEngine, run: Plan, wanted: Wanted) -> dict[str, torch.Tensor]:
-    """[P] values of the wanted tokens by name, in their order, differentiable as `tree_logprobs` is."""
-    return _routed_scores(engine, run, wanted, None)[0]
-
-
-def _routed_scores(
-    engine: TreeEngine, run: Plan, wanted: Wanted, routing: Routing | None
-) -> tuple[dict[str, torch.Tensor], Any]:
-    def read_of(walk: Walk) -> Read:
-        return Scorer(walk, wanted, engine.temperature)
-
-    def new_walk() -> Walk:
-        return engine._walk(run, routing)
-
-    length = len(wanted.positions)
-    if routing is None:
-        return gather(new_walk, read_of, wanted.outputs, length), 0.0
-    return gather_routed(new_walk, read_of, wanted.outputs, length, routing)
-
-
-def _restore(logprobs_T: torch.Tensor, forest: Forest) -> list[torch.Tensor]:
-    """Per-trajectory log-probs. The transpose of this gather is gradient restoration."""
-    index = torch.as_tensor(forest.path_index, device=logprobs_T.device)
-    flat_F = logprobs_T[index]
-    return [part[1:] for part in flat_F.split(forest.path_lengths.tolist())]
-
-
-def _output(
-    run: Plan, losses: ObjectiveLoss | float, is_single_walk: bool = False, routing: Routing | None = None
-) -> StepOutput:
-    """losses: of an objective, or the value of any other loss, which is a function of all log-probs."""
-    forest = run.forest
-    if isinstance(losses, ObjectiveLoss):
-        (loss, metrics), weight, num_trained = losses.totals(), losses.terms.weight, losses.num_trained_tokens
-    else:
-        loss, metrics, weight = losses, {}, 0.0
-        num_trained = forest.num_flat_tokens - forest.num_trajectories
-    if routing is not None:
-        loss += float(routing.total())
-    first_walk = 0 if run.is_whole or is_single_walk else forest.num_tokens
-    return StepOutput(
-        loss=loss,
-        num_trained_tokens=num_trained,
-        num_tree_tokens=forest.num_tokens,
-        num_flat_tokens=forest.num_flat_tokens,
-        num_computed_tokens=run.num_computed_tokens + first_walk,
-        num_micro_batches=run.num_micro_batches,
-        metrics=metrics,
-        weight=weight,
-        routing=None if routing is None else routing.report(),
-    )

@@ -235,10 +235,11 @@ class Sharing:
 
             return read
 
+        length = len(rows.source)
         if rule is None:
-            return gather(lambda: self.engine._walk(run), new_read, head.names, len(rows.source)), None
+            return gather(lambda: self.engine.new_walk(run), new_read, head.names, length), None
         routing = Routing(rule, run.forest.multiplicity)
-        return gather_routed(lambda: self.engine._walk(run, routing), new_read, head.names, len(rows.source), routing)
+        return gather_routed(lambda: self.engine.new_walk(run, routing), new_read, head.names, length, routing)
 
     def _count(self, rows: Rows, labels: torch.Tensor, run: Plan) -> None:
         counts = self.counts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from treewise.engine import StepOutput
+from treewise.outputs import StepOutput
 
 
 class MetricMeans:

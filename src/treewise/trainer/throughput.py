@@ -7,7 +7,7 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
-from treewise.engine import StepOutput
+from treewise.outputs import StepOutput
 
 
 class Throughput(TrainerCallback):
