@@ -22,6 +22,7 @@ COMMANDS = {
     "inspect": "what the data holds, and what training on trees can gain on it",
     "plan": "how trees are cut into micro-batches",
     "verify": "flat against tree on your own model and rows",
+    "bench": "treewise against flat training and tree rows, measured on this machine",
     "doctor": "what this machine has, which attention will run, and a check that it is right",
     "models": "which families of models are supported, and why others are not",
 }

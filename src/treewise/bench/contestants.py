@@ -1,0 +1,253 @@
+"""Who takes part: flat training, TRL's tree rows, path rescans, and treewise whole and at budgets.
+
+Names: `flat` (every trajectory, packed), `merged` (contained ones folded into the longer ones), `trl`,
+`tree-recurrence` (TRL's rows with its recurrent layers), `tree` (treewise, one micro-batch), `tree@N` (under a budget
+of N tokens, held or recomputed as the planner finds cheaper), `held@N` and `recomputed@N` where that choice differs,
+`trl@N` (rows of at most N tokens). `-ckpt`: with gradient checkpointing.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from treewise.attention.blocks import plan_blocks
+from treewise.attention.mask import LayerRule, TreeMask
+from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajectories
+from treewise.bench.trl_rows import TrlRows, packing_module
+from treewise.engine import TreeEngine
+from treewise.errors import ConfigError, OutOfMemoryError, TreewiseError
+from treewise.flops import flop_model
+from treewise.forest import Forest
+from treewise.layout import lay_out
+from treewise.memory import free_bytes
+from treewise.models import ModelParts, take_apart
+from treewise.planner import Plan
+from treewise.recurrent import kinds_of
+from treewise.trajectory import Trajectory
+
+AGAINST = ("flat", "merged", "trl", "tree-recurrence")
+# Tokens of a packed row of flat training, where memory allows: more at a time is no faster.
+ROW_TOKENS = {"cpu": 2_048, "cuda": 16_384}
+# Of the free memory, what a contestant's activations may be estimated to take before it is left out on a CPU, where
+# running out of memory ends the process.
+USABLE_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One way to make a training step.
+
+    step: forward and backward into `.grad`; returns the loss. host_seconds: what it prepares once per step on the host,
+    outside of `step` or in it. key_rows_per_token: key rows that the attention of a layer reads, per computed token.
+    """
+
+    step: Callable[[], float]
+    num_computed_tokens: int
+    host_seconds: float
+    key_rows_per_token: float | None = None
+    num_micro_batches: int = 1
+    num_held_tokens: int = 0
+    num_recomputed_tokens: int = 0
+
+
+Builders = dict[str, Callable[[], Contestant]]
+
+
+def builders(
+    model: nn.Module,
+    items: Sequence[Trajectory],
+    *,
+    against: Sequence[str] = AGAINST,
+    max_tokens: Sequence[int] = (),
+    attention: str = "auto",
+    with_checkpointing: bool = False,
+    row_tokens: int | None = None,
+) -> Builders:
+    """The contestants by name, each made when it is called. Those without treewise run on a twin of the model, which
+    shares its parameters and nothing else.
+
+    A builder raises a `TreewiseError` where its contestant cannot take part.
+
+    Raises:
+        ConfigError: an unknown name in `against`.
+    """
+    unknown = [name for name in against if name not in AGAINST]
+    if unknown:
+        raise ConfigError(f"--against {unknown[0]!r} is unknown; choose out of {', '.join(AGAINST)}.")
+    plain = plain_parts(model)
+    forest = Forest.from_trajectories(items)
+    merged = merged_trajectories(forest)
+    is_recurrent = bool(kinds_of(model))
+    found: Builders = {}
+    for suffix, is_checkpointed in (("", False), ("-ckpt", True)) if with_checkpointing else (("", False),):
+        if "flat" in against:
+            found["flat" + suffix] = partial(_flat, plain, items, row_tokens, is_checkpointed)
+        if "merged" in against and len(merged) < len(items):
+            found["merged" + suffix] = partial(_flat, plain, merged, row_tokens, is_checkpointed)
+        if "trl" in against and not is_recurrent:
+            found["trl" + suffix] = partial(_trl, plain, items, is_checkpointed=is_checkpointed)
+        if "tree-recurrence" in against and is_recurrent:
+            found["tree-recurrence" + suffix] = partial(
+                _trl, plain, items, is_checkpointed=is_checkpointed, follows_states=True
+            )
+        found["tree" + suffix] = partial(_tree, model, items, None, attention, is_checkpointed=is_checkpointed)
+    for budget in max_tokens:
+        if budget < forest.num_tokens:
+            found |= _at_budget(model, items, forest, budget, attention)
+            if "trl" in against and not is_recurrent and budget >= forest.path_lengths.max():
+                found[f"trl@{budget}"] = partial(_trl, plain, items, budget)
+    return found
+
+
+def twin(model: nn.Module) -> Any:
+    """A copy of a model with the same parameters and buffers, so that gradients meet in one place."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, memo={id(each): each for each in shared})
+
+
+def plain_parts(model: nn.Module) -> ModelParts:
+    """Decoder and head of a twin on which nothing of treewise is installed."""
+    touched, plain = twin(model), twin(model)
+    parts = take_apart(touched)
+    path_of = {id(module): path for path, module in touched.named_modules()}
+    decoder, output = (plain.get_submodule(path_of[id(module)]) for module in (parts.decoder, parts.output))
+    return ModelParts(plain, decoder, output, parts.scale, parts.softcap)
+
+
+def prepare(build: Callable[[], Contestant]) -> Contestant | str:
+    """The contestant, or why it does not take part."""
+    try:
+        return build()
+    except TreewiseError as error:
+        return str(error)
+
+
+# -- the ways ---------------------------------------------------------------------------------------------------------
+
+
+def _flat(parts: ModelParts, items: Sequence[Trajectory], row_tokens: int | None, is_checkpointed: bool) -> Contestant:
+    longest = max(len(item) for item in items)
+    room = _room(parts, is_checkpointed)
+    limit = row_tokens or max(longest, min(ROW_TOKENS.get(parts.device.type, ROW_TOKENS["cpu"]), room))
+    _refuse_beyond(room, longest, parts)
+    started = time.perf_counter()
+    packs = can_pack(parts.model)
+    rows = FlatRows(parts, items, max_row_tokens=limit, packs=packs, is_checkpointed=is_checkpointed)
+    seconds = time.perf_counter() - started
+    return Contestant(rows.step, rows.num_computed_tokens, seconds, 1.0, len(rows.rows))
+
+
+def _trl(
+    parts: ModelParts,
+    items: Sequence[Trajectory],
+    max_tokens: int | None = None,
+    *,
+    is_checkpointed: bool = False,
+    follows_states: bool = False,
+) -> Contestant:
+    packing_module()  # an import is no part of a step
+    started = time.perf_counter()
+    rows = TrlRows(parts, items, max_tokens, is_checkpointed=is_checkpointed, follows_states=follows_states)
+    seconds = time.perf_counter() - started
+    largest = max(len(row["input_ids"]) for row in rows.rows)
+    _refuse_beyond(_room(parts, is_checkpointed), largest, parts)
+    key_rows = rows.num_key_rows / rows.num_computed_tokens
+    return Contestant(rows.step, rows.num_computed_tokens, seconds, key_rows, len(rows.rows))
+
+
+def _tree(
+    model: nn.Module,
+    items: Sequence[Trajectory],
+    max_tokens: int | None,
+    attention: str,
+    hold: str = "auto",
+    is_checkpointed: bool = False,
+) -> Contestant:
+    engine = TreeEngine(model, max_tokens, attention, hold=hold, router_aux_loss=False)
+    started = time.perf_counter()
+    forest = Forest.from_trajectories(items)
+    run = engine.plan(forest)
+    key_rows = _key_rows(run, engine)
+    seconds = time.perf_counter() - started
+    live = max(tokens for _, tokens in run.timeline)
+    _refuse_beyond(_room(engine.parts, is_checkpointed), live, engine.parts)
+
+    def step() -> float:
+        if not is_checkpointed:
+            return engine.step(forest).loss
+        with checkpointing(engine.parts.model):
+            return engine.step(forest).loss
+
+    return Contestant(
+        step,
+        run.num_computed_tokens,
+        seconds,
+        key_rows / run.num_computed_tokens,
+        run.num_micro_batches,
+        run.num_held_tokens,
+        run.num_recomputed_tokens,
+    )
+
+
+def _at_budget(model: nn.Module, items: Sequence[Trajectory], forest: Forest, budget: int, attention: str) -> Builders:
+    def held(hold: str) -> int:
+        return TreeEngine(model, budget, attention, hold=hold, check=False).plan(forest).num_held_tokens
+
+    def build(hold: str) -> Callable[[], Contestant]:
+        return partial(_tree, model, items, budget, attention, hold)
+
+    found = {f"tree@{budget}": build("auto")}
+    if held("always") != held("auto"):
+        found[f"held@{budget}"] = build("always")
+    if held("auto"):
+        found[f"recomputed@{budget}"] = build("never")
+    return found
+
+
+def _key_rows(run: Plan, engine: TreeEngine) -> int:
+    """Key rows that attention reads in one forward: what its blocks ask for; recomputed micro-batches read twice."""
+    impl = engine._implementation()
+    total = 0
+    for number, batch in enumerate(run.micro_batches):
+        mask = TreeMask.from_layout(lay_out(run, number))
+        if impl == "flex":
+            rows = _flex_rows(mask, engine.parts.device)
+        elif impl == "cascade":
+            rows = sum(end - start for block in plan_blocks(mask, None, None) for start, end in block.full + block.rest)
+        else:
+            rows = mask.num_keys * mask.num_queries
+        total += rows * (2 if batch.is_open and not batch.is_held else 1)
+    return total
+
+
+def _flex_rows(mask: TreeMask, device: torch.device) -> int:
+    from treewise.attention.flex import BLOCK_SIZE, block_mask
+
+    blocks = block_mask(mask, LayerRule(1.0), device)
+    counts = [each for each in (blocks.kv_num_blocks, blocks.full_kv_num_blocks) if each is not None]
+    return int(sum(int(each.sum()) for each in counts)) * BLOCK_SIZE
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _room(parts: ModelParts, is_checkpointed: bool) -> int:
+    """Tokens whose activations fit in the free memory, by an estimate."""
+    config = parts.decoder.config
+    values = flop_model(parts.model).activation_values
+    if is_checkpointed:
+        values = values // config.num_hidden_layers + config.num_hidden_layers * config.hidden_size
+    size = next(parts.model.parameters()).element_size()
+    return int(USABLE_SHARE * free_bytes(parts.device) / max(1, values * size))
+
+
+def _refuse_beyond(room: int, num_tokens: int, parts: ModelParts) -> None:
+    """On a CPU; a GPU's own error is caught, so there it may try."""
+    if parts.device.type == "cpu" and num_tokens > room:
+        raise OutOfMemoryError(f"does not fit: activations of {num_tokens:,} tokens, room for about {room:,}")

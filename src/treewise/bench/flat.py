@@ -1,0 +1,196 @@
+"""Flat training in its strongest form: no padding, contained prefixes merged, only trained rows projected.
+
+Trajectories are packed into rows; token-wise layers run over a whole row, attention over each trajectory by itself
+(`varlen`). Models whose layers carry a state, look through windows or cap their scores take one trajectory at a time,
+through the model's own attention. The head is treewise's chunked one, so that no contestant holds all logits.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from treewise import recurrent
+from treewise.bench.varlen import varlen_attention
+from treewise.flops import LayerReach, flop_model, leaf_trajectories
+from treewise.forest import Forest
+from treewise.logprobs import edge_values
+from treewise.models import ModelParts
+from treewise.packing import best_fit
+from treewise.trajectory import Trajectory
+
+NAME = "treewise_bench_varlen"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Where the sequences of a packed row begin and end ([sequences + 1] int32), and the longest one."""
+
+    cu_seqlens: torch.Tensor
+    longest: int
+
+
+class FlatRows:
+    """All trajectories in packed rows of at most `max_row_tokens` (a longer one is alone); `step` trains them.
+
+    packs: several trajectories in a row; without it each is alone, through the attention the model has.
+    is_checkpointed: layers are computed again in the backward instead of kept.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        items: Sequence[Trajectory],
+        *,
+        max_row_tokens: int,
+        packs: bool,
+        is_checkpointed: bool = False,
+    ) -> None:
+        self.parts, self.is_checkpointed = parts, is_checkpointed
+        self.packs = packs
+        self.denominator = sum(float(_weights(item).sum()) for item in items)
+        self.rows = [_pack([items[index] for index in row]) for row in _rows(items, max_row_tokens if packs else 1)]
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+    def step(self) -> float:
+        """Forward and backward of every row; the loss is the weighted mean over all trained tokens."""
+        device = self.parts.device
+        shares = []
+        own_attention = attention(self.parts, NAME) if self.packs else nullcontext()
+        with own_attention, checkpointing(self.parts.model) if self.is_checkpointed else nullcontext():
+            for row in self.rows:
+                hidden = self._hidden(row)
+                source, target, weight = (torch.as_tensor(each, device=device) for each in row.edges)
+                logprobs = edge_values(hidden, self.parts.head(), source, target)["log_probs"]
+                loss = -(logprobs * weight.to(logprobs.dtype)).sum() / self.denominator
+                loss.backward()
+                shares.append(loss.detach())
+        return float(torch.stack(shares).double().sum())
+
+    def _hidden(self, row: "_Row") -> torch.Tensor:
+        device = self.parts.device
+        ids = torch.as_tensor(row.token_ids, dtype=torch.long, device=device)[None]
+        if not self.packs:
+            return self.parts.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+        bounds = Bounds(torch.as_tensor(row.bounds, dtype=torch.int32, device=device), row.longest)
+        depth = torch.as_tensor(row.depth, dtype=torch.long, device=device)[None]
+        out = self.parts.decoder(input_ids=ids, position_ids=depth, use_cache=False, bench_bounds=bounds)
+        return out.last_hidden_state[0]
+
+
+def can_pack(model: nn.Module) -> bool:
+    """Whether plain causal attention over each sequence is all that passes between the tokens of a model."""
+    if recurrent.kinds_of(model):
+        return False
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    reaches = {reach for reach, _ in flop_model(model).pair_forward}
+    return reaches == {LayerReach()} and getattr(config, "attn_logit_softcapping", None) is None
+
+
+def merged_trajectories(forest: Forest) -> list[Trajectory]:
+    """Only the trajectories that are not contained in another, with the loss weights of those that they contain.
+
+    The loss of these is the loss of all: what flat trainers do that merge the calls of an agent ("leafization" in
+    AReaL-DTA, arXiv 2602.00482).
+    """
+    assert forest.trajectories is not None
+    leaves = leaf_trajectories(forest)
+    end = forest.segments.end_segment
+    order = leaves[np.argsort(end[leaves])]
+    # Pre-order: the first leaf at or after the end of a trajectory is below it.
+    owner = order[np.searchsorted(end[order], end)]
+    weights = {leaf: np.zeros(len(forest.trajectories[leaf]), dtype=np.float32) for leaf in leaves.tolist()}
+    for item, leaf in zip(forest.trajectories, owner.tolist(), strict=True):
+        weights[leaf][: len(item)] += _weights(item)
+    return [replace(forest.trajectories[leaf], loss_weights=weight) for leaf, weight in weights.items()]
+
+
+@contextmanager
+def attention(parts: ModelParts, name: str) -> Iterator[None]:
+    """The decoder's attention function is another one inside: in the forward, and where the backward recomputes it."""
+    AttentionInterface.register(NAME, _packed_attention)
+    AttentionMaskInterface.register(NAME, lambda **_: None)
+    config = parts.decoder.config
+    before = config._attn_implementation_internal
+    config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
+
+
+@contextmanager
+def checkpointing(model: Any) -> Iterator[None]:
+    """transformers' checkpointing of every layer inside."""
+    # Earlier versions know the older name alone, which later ones warn about.
+    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{word}_checkpointing_enable")({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        getattr(model, f"{word}_checkpointing_disable")()
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    bench_bounds: Bounds,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention contract: [1, H, T, D] in, [1, T, H, D] out."""
+    rows = [x.transpose(1, 2)[0] for x in (query, key, value)]
+    cu, longest = bench_bounds.cu_seqlens, bench_bounds.longest
+    out = varlen_attention(rows[0], rows[1], rows[2], cu, cu, longest, longest, softmax_scale=scaling)
+    return out[None], None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Trajectories one after the other. edges: hidden row, target token and weight of each trained token."""
+
+    token_ids: np.ndarray
+    depth: np.ndarray
+    bounds: np.ndarray
+    longest: int
+    edges: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def _rows(items: Sequence[Trajectory], limit: int) -> list[list[int]]:
+    lengths = [len(item) for item in items]
+    fits = [index for index, length in enumerate(lengths) if length <= limit]
+    alone = [[index] for index, length in enumerate(lengths) if length > limit]
+    return alone + [[fits[index] for index in row] for row in best_fit([lengths[index] for index in fits], limit)]
+
+
+def _pack(items: Sequence[Trajectory]) -> _Row:
+    lengths = [len(item) for item in items]
+    ids, weights = (
+        np.concatenate([item.token_ids for item in items]),
+        np.concatenate([_weights(each) for each in items]),
+    )
+    trained = np.flatnonzero(weights)
+    return _Row(
+        token_ids=ids,
+        depth=np.concatenate([np.arange(length) for length in lengths]),
+        bounds=np.concatenate([[0], np.cumsum(lengths)]),
+        longest=max(lengths),
+        edges=(trained - 1, ids[trained].astype(np.int64), weights[trained]),
+    )
+
+
+def _weights(item: Trajectory) -> np.ndarray:
+    assert item.loss_weights is not None
+    return item.loss_weights

@@ -1,0 +1,178 @@
+"""Seconds, peak memory and gradients of contestants that take turns in one process."""
+
+import ctypes
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from treewise.memory import is_out_of_memory
+
+Gradients = dict[str, torch.Tensor]
+Contestants = dict[str, Callable[[], float]]
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one contestant did. peak_bytes: above what was in use before the step; None where nothing tells.
+
+    skipped: why it did not run, else None.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    loss: float = float("nan")
+    peak_bytes: int | None = None
+    gradient_error: float | None = None
+    skipped: str | None = None
+
+
+def measure(
+    model: nn.Module,
+    contestants: Contestants,
+    repetitions: int,
+    reference: Gradients | None = None,
+    max_seconds: float = math.inf,
+) -> dict[str, Measured]:
+    """Runs every contestant once to warm up, then all in turn, so that a machine that drifts hurts all alike.
+
+    The warm-up gives loss, peak memory and gradients. Those are compared with `reference`, or, without one, with the
+    gradients of the first contestant that ran. One that runs out of memory is left out from then on. No round begins
+    after `max_seconds`, but for the first.
+    """
+    started = time.perf_counter()
+    found = {name: Measured() for name in contestants}
+    for name, step in contestants.items():
+        reference = _warm_up(model, step, found[name], reference)
+    for repetition in range(repetitions):
+        if repetition and time.perf_counter() - started > max_seconds:
+            break
+        for name, step in contestants.items():
+            if found[name].skipped is None:
+                _clear(model)
+                _unless_out_of_memory(partial(_time, step, found[name], _device(model)), found[name])
+    _clear(model)
+    return found
+
+
+def _warm_up(
+    model: nn.Module, step: Callable[[], float], out: Measured, reference: Gradients | None
+) -> Gradients | None:
+    _clear(model)
+    before = peak_bytes(_device(model), reset=True)
+
+    def run() -> None:
+        out.loss = step()
+
+    _unless_out_of_memory(run, out)
+    if out.skipped is not None:
+        return reference
+    after = peak_bytes(_device(model))
+    out.peak_bytes = None if before is None or after is None else max(0, after - before)
+    if reference is None:
+        out.gradient_error = 0.0
+        return gradients(model)
+    out.gradient_error = gradient_error(model, reference)
+    return reference
+
+
+def _unless_out_of_memory(run: Callable[[], object], out: Measured) -> None:
+    """Runs, or says in `out` that memory did not suffice."""
+    try:
+        run()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        out.skipped = f"out of memory: {str(error).splitlines()[0][:120]}"
+    if out.skipped is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _time(step: Callable[[], float], out: Measured, device: torch.device) -> None:
+    gc.collect()
+    _synchronize(device)
+    started = time.perf_counter()
+    step()
+    _synchronize(device)
+    out.seconds.append(time.perf_counter() - started)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and extremes."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def gradients(model: nn.Module) -> Gradients:
+    """A copy of all gradients in host memory."""
+    return {name: each.grad.detach().cpu().clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def gradient_error(model: nn.Module, reference: Gradients) -> float:
+    """Norm of the difference of the whole gradient over the norm of the reference."""
+    difference = norm = 0.0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        expected = reference[name].to(parameter.device, torch.float64)
+        own = torch.zeros_like(expected) if parameter.grad is None else parameter.grad.double()
+        difference += float((own - expected).square().sum())
+        norm += float(expected.square().sum())
+    return float((difference / norm) ** 0.5)
+
+
+def _clear(model: nn.Module) -> None:
+    """Zeros that are really in memory, so that no contestant is the one to make them."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.zero_()
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def peak_bytes(device: torch.device, reset: bool = False) -> int | None:
+    """The most memory so far; with `reset` what is in use now, from where the peak counts again.
+
+    On CUDA that of torch's allocator, on Linux the resident set (freed memory is handed back first), else None.
+    """
+    if device.type == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+            return int(torch.cuda.memory_allocated(device))
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        if reset:
+            gc.collect()
+            _trim()
+            Path("/proc/self/clear_refs").write_text("5")  # the kernel's own reset of the peak
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    except OSError:
+        return None
+    return int(status["VmRSS" if reset else "VmHWM"].split()[0]) * 1024
+
+
+def _trim() -> None:
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):  # not the C library of GNU
+        return
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

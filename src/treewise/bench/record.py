@@ -1,0 +1,162 @@
+"""Results as JSON named by hardware, and the check of new ones against old ones by ratio.
+
+Seconds differ from machine to machine and from day to day; ratios of contestants that took turns do so far less. So a
+baseline is held against the ratios of a new run, in the workloads and contestants that both have.
+"""
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treewise.errors import ConfigError
+
+Rows = list[dict[str, Any]]
+# A speed-up may fall to this share of the baseline's, and a gradient error may grow by this factor.
+MIN_SHARE = 0.9
+MAX_ERROR_FACTOR = 3.0
+SMALLEST_ERROR = 1e-6  # errors below are rounding, whatever their ratio
+OURS = ("tree", "held", "recomputed")
+
+
+def record(rows: Rows, command: Sequence[str]) -> dict[str, Any]:
+    """Rows, each with its commit, and what is needed to read them later: command, hardware, versions."""
+    return {
+        "benchmark": "treewise bench",
+        "command": " ".join(command),
+        "hardware": hardware(),
+        "processor": processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "rows": [{**row, "commit": commit()} for row in rows],
+    }
+
+
+def hardware() -> str:
+    """A short name: the GPU, or the CPU's architecture and the number of threads."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name().lower().replace(" ", "-")
+    return f"cpu-{platform.machine()}-{torch.get_num_threads()}-threads"
+
+
+def processor() -> str:
+    """The CPU's model, as Linux names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def save(path: Path, found: dict[str, Any], name: str = "bench") -> Path:
+    """Writes a record; a folder gets `<name>-<hardware>.json`. Returns the file.
+
+    A file that is there already keeps its rows of other cases, so that several commands may fill one file.
+    """
+    if path.suffix != ".json":
+        path = path / f"{name}-{found['hardware']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        new = {_case(row) for row in found["rows"]}
+        kept = [row for row in load(path)["rows"] if _case(row) not in new]
+        found = {**found, "rows": [*kept, *found["rows"]]}
+    path.write_text(json.dumps(found, indent=2) + "\n")
+    return path
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A record that `save` wrote.
+
+    Raises:
+        ConfigError: no such file, or none of ours.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: no results of treewise bench: {error}") from error
+    if not isinstance(found, dict) or found.get("benchmark") != "treewise bench":
+        raise ConfigError(f"{path}: no results of treewise bench.")
+    return found
+
+
+def check(new: dict[str, Any], baseline: dict[str, Any], min_share: float = MIN_SHARE) -> tuple[list[str], int]:
+    """What became worse than the baseline, a line each, and how many ratios were compared.
+
+    Compared are treewise's contestants, in the cases (model, workload, dtype) that both records have: each speed-up
+    over another contestant must reach `min_share` of the baseline's, the gradient error may grow threefold, a case
+    that ran must run again.
+    """
+    before = {_case(row): row for row in baseline["rows"]}
+    worse: list[str] = []
+    count = 0
+    for row in new["rows"]:
+        old = before.get(_case(row))
+        if old is None or "contestants" not in old:
+            continue
+        if "contestants" not in row:
+            worse.append(f"{_name(row)}: skipped now: {row.get('skipped')}")
+            continue
+        count += _compare_speed(row, old, min_share, worse)
+        _compare_errors(row, old, worse)
+    return worse, count
+
+
+def _compare_speed(row: dict[str, Any], old: dict[str, Any], min_share: float, worse: list[str]) -> int:
+    count = 0
+    for base, ratios in old["speed_up"].items():
+        for name, expected in ratios.items():
+            if not is_ours(name) or base not in row["speed_up"]:
+                continue
+            found = row["speed_up"][base].get(name)
+            if found is None:
+                worse.append(f"{_name(row)}: {name} did not run")
+                continue
+            count += 1
+            if found < min_share * expected:
+                worse.append(f"{_name(row)}: {name} over {base} is {found:.2f}, the baseline's is {expected:.2f}")
+    return count
+
+
+def _compare_errors(row: dict[str, Any], old: dict[str, Any], worse: list[str]) -> None:
+    for name, was in old["contestants"].items():
+        now = row["contestants"].get(name, {})
+        before, after = was.get("gradient_error"), now.get("gradient_error")
+        if not is_ours(name) or before is None or after is None:
+            continue
+        if not after <= MAX_ERROR_FACTOR * max(before, SMALLEST_ERROR):
+            worse.append(f"{_name(row)}: gradient error of {name} is {after:.1e}, the baseline's is {before:.1e}")
+
+
+def is_ours(name: str) -> bool:
+    """Whether a contestant is one of treewise's."""
+    return name.partition("@")[0].removesuffix("-ckpt") in OURS
+
+
+def _case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row.get("model"), row.get("workload"), row.get("dtype"), row.get("flat_tokens"), row.get("tree_tokens")
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row.get('model')}, {row.get('workload')}"
+
+
+@cache
+def commit() -> str:
+    """Of the checkout that this file lies in; empty for an installed package."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    except OSError:
+        return ""
+
+
+def command_line() -> list[str]:
+    """The command that runs now."""
+    return ["treewise", *sys.argv[1:]]

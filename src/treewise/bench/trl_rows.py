@@ -1,0 +1,155 @@
+"""TRL's tree rows without its trainer: the `packing.py` of the installed package, with the best varlen attention.
+
+TRL gathers the keys of each segment's whole path and makes one call over all segments, aligned at the end. For models
+with recurrent layers, `tree-recurrence` gives the row's tree to these layers; where it finds no kernel that takes
+initial states it runs every path again from its beginning.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from treewise.bench.flat import attention, checkpointing
+from treewise.bench.varlen import varlen_attention
+from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.logprobs import edge_values
+from treewise.models import ModelParts
+from treewise.trajectory import Trajectory
+
+
+class TrlRows:
+    """Trajectories packed into tree rows; `step` trains them by the weighted token mean.
+
+    max_tokens: the most tokens of a row; None packs all into one. A sample goes into the first row that has room for
+    what it does not share, as TRL's planner does.
+
+    Raises:
+        ConfigError: TRL or `tree-recurrence` is not installed, or a trajectory is longer than a row.
+        UnsupportedModelError: recurrent layers that `tree-recurrence` does not know.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        items: Sequence[Trajectory],
+        max_tokens: int | None = None,
+        *,
+        follows_states: bool = False,
+        is_checkpointed: bool = False,
+    ) -> None:
+        self.parts, self.is_checkpointed, self.follows_states = parts, is_checkpointed, follows_states
+        self.packing = packing_module()
+        self.packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
+        self.packing.register_tree_attention()
+        samples = [_sample(item) for item in items]
+        self.denominator = sum(float(sample["old_log_probs"].sum()) for sample in samples)
+        self.rows = [row.pack() for row in self._rows(samples, max_tokens)]
+        with self._states():  # raises now what it would raise in the first step
+            pass
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return sum(len(row["input_ids"]) for row in self.rows)
+
+    @property
+    def num_key_rows(self) -> int:
+        """Key rows that the attention of a layer gathers."""
+        return sum(len(row["tree_kv_index"]) for row in self.rows)
+
+    def step(self) -> float:
+        """Forward and backward of every row; returns the loss."""
+        shares = []
+        memory = checkpointing(self.parts.model) if self.is_checkpointed else nullcontext()
+        with self._states(), attention(self.parts, self.packing.TREE_ATTENTION), memory:
+            for row in self.rows:
+                loss = self._loss({name: value.to(self.parts.device) for name, value in row.items()})
+                loss.backward()
+                shares.append(loss.detach())
+        return float(torch.stack(shares).double().sum())
+
+    def _loss(self, row: dict[str, torch.Tensor]) -> torch.Tensor:
+        longest_q, longest_k = row["tree_max_seqlens"].tolist()
+        hidden = self.parts.decoder(
+            input_ids=row["input_ids"][None],
+            position_ids=row["position_ids"][None],
+            use_cache=False,
+            tree_kv_index=row["tree_kv_index"],
+            tree_cu_seqlens_q=row["tree_cu_seqlens_q"],
+            tree_cu_seqlens_k=row["tree_cu_seqlens_k"],
+            tree_max_seqlen_q=longest_q,
+            tree_max_seqlen_k=longest_k,
+        ).last_hidden_state[0]
+        trained = torch.nonzero(row["shift_labels"] != -100)[:, 0]
+        logprobs = edge_values(hidden, self.parts.head(), trained, row["shift_labels"][trained])["log_probs"]
+        place = torch.full((len(hidden),), -1, device=hidden.device)
+        place = place.index_put_((trained,), torch.arange(len(trained), device=hidden.device))
+        weights = row["old_log_probs"].to(logprobs.dtype)
+        return -(logprobs[place[row["token_index"]]] * weights).sum() / self.denominator
+
+    def _rows(self, samples: Sequence[dict[str, Any]], max_tokens: int | None) -> list[Any]:
+        rows: list[Any] = []
+        for sample in samples:
+            length = len(sample["input_ids"])
+            if max_tokens is not None and length > max_tokens:
+                raise ConfigError(f"a trajectory of {length:,} tokens is longer than a row of {max_tokens:,}.")
+            fitting = (row for row in rows if max_tokens is None or row.fits(sample, max_tokens))
+            chosen = next(fitting, None)
+            if chosen is None:
+                chosen = self.packing.TreeRow()
+                rows.append(chosen)
+            chosen.add(sample)
+        return rows
+
+    @contextmanager
+    def _states(self) -> Iterator[None]:
+        """Recurrent layers follow the row inside; the hooks sit on transformers' modules, so they are taken off."""
+        if not self.follows_states:
+            yield
+            return
+        if find_spec("tree_recurrence") is None:
+            raise ConfigError("tree-recurrence is not installed: pip install tree-recurrence")
+        import tree_recurrence
+
+        logger = logging.getLogger("tree_recurrence")
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # it says at every step that it has no kernel
+        support = tree_recurrence.install(self.parts.model)
+        try:
+            if not support.shares_prefixes:
+                raise UnsupportedModelError(f"tree-recurrence refuses this model: {support.reason}")
+            yield
+        finally:
+            tree_recurrence.uninstall(self.parts.model)
+            logger.setLevel(level)
+
+
+def packing_module() -> Any:
+    """TRL's `packing.py`.
+
+    Raises:
+        ConfigError: TRL is not installed, or it is a version without tree rows.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that it is experimental
+            from trl.experimental.async_grpo import packing
+    except ImportError as error:
+        raise ConfigError(f"TRL's tree rows are not there (pip install 'trl>=1.16'): {error}") from error
+    if not hasattr(packing, "TreeRow"):
+        raise ConfigError("this TRL has no tree rows; install trl>=1.16.")
+    return packing
+
+
+def _sample(item: Trajectory) -> dict[str, Any]:
+    """A sample as TRL has it. Its old log-probs are not used here, so that stream carries the loss weights."""
+    assert item.loss_weights is not None
+    mask = (item.loss_weights > 0).astype(np.int64)
+    streams = {"input_ids": item.token_ids, "completion_mask": mask, "old_log_probs": item.loss_weights}
+    return {**streams, "advantage": 1.0, "group_id": 0}

@@ -1,0 +1,70 @@
+"""One row of results as a terminal table. Nothing is printed here."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+BASELINES = ("flat", "flat-ckpt", "merged", "merged-ckpt")
+
+
+def row_view(row: dict[str, Any]) -> RenderableType:
+    """The contestants of one workload, or why there are none."""
+    if "skipped" in row:
+        return Text(f"{row['model']}: {row['skipped']}\n")
+    first, second = baselines_of(row)
+    table = Table(title=_title(row), title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("contestant")
+    for name in ("seconds", "flat tokens/s", *(f"over {name}" for name in (first, second) if name), "efficiency"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("peak MiB", "gradient error", "computed", "key rows/token", "host s"):
+        table.add_column(name, justify="right")
+    for name, found in row["contestants"].items():
+        if "skipped" in found:
+            table.add_row(name, escape(found["skipped"]), end_section=False)
+        else:
+            table.add_row(name, *_cells(row, name, found, first, second))
+    return Group(table)
+
+
+def baselines_of(row: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The flat and the merged contestant that ran, those without checkpointing first."""
+    ran = [name for name in BASELINES if name in row["speed_up"]]
+    flat = next((name for name in ran if name.startswith("flat")), None)
+    return flat, next((name for name in ran if name.startswith("merged")), None)
+
+
+def efficiency(row: dict[str, Any], name: str) -> float | None:
+    """Speed-up over the first flat contestant that ran, over the FLOP bound."""
+    flat, _ = baselines_of(row)
+    ratio = None if flat is None else row["speed_up"][flat].get(name)
+    return None if ratio is None else ratio / row["flop_bound"]
+
+
+def _cells(row: dict[str, Any], name: str, found: dict[str, Any], first: str | None, second: str | None) -> list[str]:
+    seconds = found["seconds"]
+    ratios = [row["speed_up"][base].get(name) for base in (first, second) if base]
+    share = efficiency(row, name)
+    peak, error, key_rows = found["peak_bytes"], found["gradient_error"], found["key_rows_per_token"]
+    return [
+        f"{seconds['median']:.3f} ({seconds['min']:.3f}-{seconds['max']:.3f})",
+        f"{found['flat_tokens_per_second']:,.0f}",
+        *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+        "" if share is None else f"{share:.2f}",
+        "" if peak is None else f"{peak / 2**20:,.0f}",
+        "" if error is None else f"{error:.1e}",
+        f"{found['computed_tokens']:,}",
+        "" if key_rows is None else f"{key_rows:.1f}",
+        f"{found['host_seconds']:.3f}",
+    ]
+
+
+def _title(row: dict[str, Any]) -> str:
+    return (
+        f"{row['model']}, {row['workload']}, {row['dtype']} on {row['device']}: {row['flat_tokens']:,} flat and "
+        f"{row['tree_tokens']:,} tree tokens, ratios {row['share_ratio']:.2f} share and {row['leaf_ratio']:.2f} leaf, "
+        f"FLOP bound {row['flop_bound']:.2f}, against leaves {row['leaf_flop_bound']:.2f}"
+    )
