@@ -1,9 +1,10 @@
 """The pages: links lead somewhere, figures are current, and what is marked as runnable runs as it stands.
 
-A block below `<!-- run -->` is run in a folder that is empty before the page's first one: Python blocks share one
-namespace, console blocks are `treewise` commands.
+A block below `<!-- run -->` is run in a folder that is empty before the page's first one: Python blocks (of
+statements, or of `>>>` examples) share one namespace, console blocks are `treewise` commands.
 """
 
+import doctest
 import re
 import shlex
 import subprocess
@@ -46,10 +47,13 @@ def test_runnable_blocks_run(
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "page"}
     for kind, block in RUNNABLE.findall(page.read_text(encoding="utf-8")):
-        if kind == "python":
+        if ">>> " in block:
+            example = doctest.DocTestParser().get_doctest(block, namespace, page.name, str(page), 0)
+            runner = doctest.DocTestRunner()
+            assert runner.run(example, clear_globs=False).failed == 0, capsys.readouterr().out
+        elif kind == "python":
             exec(compile(block, str(page), "exec"), namespace)
-            continue
-        for line in block.splitlines():
+        for line in block.splitlines() if kind == "console" else ():
             words = shlex.split(line, comments=True)
             assert words[:2] == ["$", "treewise"], line
             assert main(words[2:]) == 0, f"{line}\n{capsys.readouterr().err}"
