@@ -1,0 +1,35 @@
+"""DESIGN.md names the layers that import-linter holds, in their order."""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def modules_in(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
+
+
+def test_the_layers_are_those_of_the_contract() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contract = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    text = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^    (\S.*)$", text.split("\n## Layers\n")[1].split("\n## ")[0], re.MULTILINE)
+    shown = [modules_in(re.split(r"\s{2,}", line)[0]) for line in lines]
+    assert shown == [modules_in(layer) for layer in contract]
+
+
+def test_files_that_are_named_exist() -> None:
+    text = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
+    files = {path.name for path in (ROOT / "src").rglob("*.*")} | {path.name for path in (ROOT / "tests").glob("*.py")}
+    named = {name.rsplit("/")[-1] for name in re.findall(r"`([\w/]+\.(?:py|json))`", text)}
+    assert len(named) > 8
+    assert named <= files
+
+
+def test_the_readme_names_every_module_of_the_package() -> None:
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("src/treewise/\n")[1].split("tests/")[0]
+    package = ROOT / "src" / "treewise"
+    folders = {path.name for path in package.iterdir() if (path / "__init__.py").is_file()}
+    assert {name for name in folders if f"{name}/" not in tree} == set()
