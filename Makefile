@@ -3,7 +3,11 @@
 #   make demo     fine-tune a real model on real trees of trajectories, flat and tree side by side
 #   make test     everything that must hold before a commit: `make check`, then the tests
 #   make check    lint, format, spelling, types, import layers
-#   make bench    the benchmarks
+#   make bench    treewise against flat training and tree rows on this machine's CPU, about six minutes
+#   make bench-check   the same, held against the committed results by ratio
+#   make bench-real    the same on real trees, with SmolLM2
+#   make bench-gpu     the same on a GPU, with Qwen3 shapes of 0.6B to 14B
+#   make bench-all     every other script in benchmarks/
 #   make docs     the pages as a site, in build/site
 #   make models   the capability table again, for the transformers that is installed
 #   make format   mend what ruff can mend
@@ -13,12 +17,20 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench docs models format clean
+.PHONY: help demo test check bench bench-check bench-real bench-gpu bench-all docs models format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST_ARGS ?= -n 2
+
+# What `treewise bench` gets besides, as in: make bench-gpu GPU_MODELS=qwen3-8b BENCH_ARGS="--repetitions 1"
+BENCH_ARGS ?=
+RESULTS := benchmarks/results
+REAL_TREES := examples/data/searches.jsonl.gz --thinking keep --max_flat_tokens 2400 \
+  --trees crosswords-8-first-20 game24-937-first-20 game24-904
+GPU_MODELS ?= qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b
+GPU_WORKLOADS ?= tau2 ratio-6.5 164k-83k grpo no-sharing
 
 # Without an NVIDIA GPU: this torch, as a CPU build. With one: any torch that pyproject.toml admits.
 CPU_TORCH ?= torch==2.13.0
@@ -44,6 +56,22 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports --no-logo --no-cache
 
 bench: $(VENV)/.dev
+	$(BIN)/treewise bench --device cpu --json $(RESULTS) $(BENCH_ARGS)
+	$(BIN)/python benchmarks/tables.py
+
+bench-check: $(VENV)/.dev
+	$(BIN)/treewise bench --device cpu --check $(RESULTS) $(BENCH_ARGS)
+
+bench-real: $(VENV)/.dev
+	$(BIN)/treewise bench $(REAL_TREES) --model smollm2-demo --device cpu --json $(RESULTS) --name real $(BENCH_ARGS)
+	$(BIN)/python benchmarks/tables.py
+
+bench-gpu: $(VENV)/.dev
+	$(BIN)/treewise bench --device cuda --model $(GPU_MODELS) --workload $(GPU_WORKLOADS) --checkpointing \
+	  --repetitions 2 --max_seconds 120 --json $(RESULTS) $(BENCH_ARGS)
+	$(BIN)/python benchmarks/tables.py
+
+bench-all: $(VENV)/.dev
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 docs: $(VENV)/.dev
@@ -94,5 +122,5 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "== installing treewise with all extras"
-	@$(PIP) --editable '.[dev,docs,test,lora,trl,hybrid,demo]'
+	@$(PIP) --editable '.[dev,docs,test,lora,trl,bench,demo]'
 	@touch $@

@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from common import bundled_trees, paired_seconds, save, smollm2, spread
 
+from treewise.bench.contestants import plain_parts
+from treewise.bench.trl_rows import TrlRows
 from treewise.engine import TreeEngine
+from treewise.errors import ConfigError
 from treewise.flops import flop_model, leaf_trajectories
 from treewise.forest import Forest
+from treewise.models import ModelParts
 from treewise.trajectory import Trajectory
 
 # Cut to what flat training does in a minute on two cores; the cut keeps whole trajectories.
@@ -44,6 +48,7 @@ def main() -> None:
 
 
 def measure(model: Any, name: str, items: Sequence[Trajectory], repetitions: int) -> dict[str, Any]:
+    plain = plain_parts(model)
     forest = Forest.from_trajectories(items)
     engine, flops = TreeEngine(model), flop_model(model)
     denominator = float(forest.token_weights().sum())
@@ -65,7 +70,7 @@ def measure(model: Any, name: str, items: Sequence[Trajectory], repetitions: int
         "whole": lambda: tree(engine),
         "half": lambda: tree(half),
         "quarter": lambda: tree(quarter),
-        **_trl(model, items),
+        **_trl(plain, items),
     }
     if len(leaves) < len(alone):
         contestants["leaves"] = lambda: flat([Forest.from_trajectories([items[index]]) for index in leaves])
@@ -91,16 +96,15 @@ def measure(model: Any, name: str, items: Sequence[Trajectory], repetitions: int
     }
 
 
-def _trl(model: Any, items: Sequence[Trajectory]) -> dict[str, Any]:
+def _trl(plain: ModelParts, items: Sequence[Trajectory]) -> dict[str, Any]:
     try:
-        from trl_rows import TrlRows
-    except ImportError:
+        rows = TrlRows(plain, items)
+    except ConfigError:
         return {}
-    rows = TrlRows(model, items)
 
     def step() -> None:
         rows.step()
-        model.zero_grad(set_to_none=False)
+        plain.model.zero_grad(set_to_none=False)
 
     return {"trl": step}
 

@@ -8,14 +8,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
+from treewise.bench.measure import spread
+from treewise.bench.record import hardware, processor
 from treewise.cli.pretrained import DEMO_MODEL, load_model
 from treewise.data import RenderOptions, load_trees
 from treewise.trajectory import Trajectory
+
+__all__ = ["bundled_trees", "paired_seconds", "save", "smollm2", "spread"]
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples" / "data"
@@ -59,17 +62,6 @@ def paired_seconds(contestants: Contestants, repetitions: int) -> dict[str, list
     return seconds
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": median(values), "min": min(values), "max": max(values)}
-
-
-def hardware() -> str:
-    """A short name: the GPU, or the CPU's model and the number of threads."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name().lower().replace(" ", "-")
-    return f"cpu-{platform.machine()}-{torch.get_num_threads()}-threads"
-
-
 def save(name: str, rows: list[dict[str, Any]]) -> Path:
     """Writes results/<name>-<hardware>.json with what is needed to read it later."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
@@ -78,7 +70,7 @@ def save(name: str, rows: list[dict[str, Any]]) -> Path:
         "command": " ".join(["python", *sys.argv]),
         "commit": commit.strip(),
         "hardware": hardware(),
-        "processor": _processor(),
+        "processor": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "rows": rows,
@@ -87,12 +79,3 @@ def save(name: str, rows: list[dict[str, Any]]) -> Path:
     path = RESULTS / f"{name}-{hardware()}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

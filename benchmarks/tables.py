@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import result_tables
+
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 
@@ -21,8 +23,25 @@ def main() -> None:
     _fill(ROOT / "README.md", "steps", "\n\n".join(_short(path, record) for path, record in steps))
     balance = [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("balance-*.json"))]
     _fill(ROOT / "docs" / "balance.md", "balance", "\n\n".join(_balance(path, record) for path, record in balance))
+    _benches(page)
     if memory:
         (ROOT / "docs" / "memory.svg").write_text(_plot(memory[0][1]))
+
+
+def _benches(page: Path) -> None:
+    """What `treewise bench` wrote: every record of that kind, whatever its name."""
+    parts = []
+    for path in sorted(RESULTS.glob("*.json")):
+        record = json.loads(path.read_text())
+        if record["benchmark"] == "treewise bench":
+            title = f"{_title(record)} ([{path.name}](../benchmarks/results/{path.name})), `{record['command']}`"
+            picture = result_tables.plot(record)
+            if picture:
+                (ROOT / "docs" / f"{path.stem}.svg").write_text(picture)
+                title += f"\n\n![speed-ups over flat training]({path.stem}.svg)"
+            parts.append(f"{title}\n\n{result_tables.tables(record)}")
+    if parts:
+        _fill(page, "bench", "\n\n".join(parts))
 
 
 def _steps(path: Path, record: dict[str, Any], folder: str) -> str:
@@ -144,7 +163,8 @@ def _plot(record: dict[str, Any]) -> str:
 
 
 def _title(record: dict[str, Any]) -> str:
-    dtype = f", {record['rows'][0]['dtype']}" if "dtype" in record["rows"][0] else ""
+    is_step = record["benchmark"].startswith("step")
+    dtype = f", {record['rows'][0]['dtype']}" if is_step else ""
     return f"{record['processor']}, {record['hardware']}, torch {record['torch']}{dtype}"
 
 

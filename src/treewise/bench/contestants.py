@@ -170,6 +170,7 @@ def _tree(
     is_checkpointed: bool = False,
 ) -> Contestant:
     engine = TreeEngine(model, max_tokens, attention, hold=hold, router_aux_loss=False)
+    engine._budget.recovers = False  # a smaller budget would be another contestant
     started = time.perf_counter()
     forest = Forest.from_trajectories(items)
     run = engine.plan(forest)
@@ -237,14 +238,20 @@ def _flex_rows(mask: TreeMask, device: torch.device) -> int:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+def values_per_token(model: nn.Module, is_checkpointed: bool) -> int:
+    """Values that a token keeps for the backward, by an estimate; with checkpointing the inputs of all layers, and one
+    layer's own."""
+    values = flop_model(model).activation_values
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    num_layers = config.num_hidden_layers
+    return values // num_layers + num_layers * config.hidden_size if is_checkpointed else values
+
+
 def _room(parts: ModelParts, is_checkpointed: bool) -> int:
-    """Tokens whose activations fit in the free memory, by an estimate."""
-    config = parts.decoder.config
-    values = flop_model(parts.model).activation_values
-    if is_checkpointed:
-        values = values // config.num_hidden_layers + config.num_hidden_layers * config.hidden_size
+    """Tokens whose activations fit in the free memory."""
     size = next(parts.model.parameters()).element_size()
-    return int(USABLE_SHARE * free_bytes(parts.device) / max(1, values * size))
+    token = max(1, values_per_token(parts.model, is_checkpointed) * size)
+    return int(USABLE_SHARE * free_bytes(parts.device) / token)
 
 
 def _refuse_beyond(room: int, num_tokens: int, parts: ModelParts) -> None:

@@ -126,6 +126,8 @@ def gradient_error(model: nn.Module, reference: Gradients) -> float:
         own = torch.zeros_like(expected) if parameter.grad is None else parameter.grad.double()
         difference += float((own - expected).square().sum())
         norm += float(expected.square().sum())
+    if norm == 0:
+        return 0.0 if difference == 0 else math.inf
     return float((difference / norm) ** 0.5)
 
 

@@ -55,13 +55,17 @@ def processor() -> str:
     return names[0] if names else platform.processor()
 
 
+def file_of(path: Path, name: str = "bench") -> Path:
+    """The file that a path means: itself, or `<name>-<hardware>.json` in a folder."""
+    return path if path.suffix == ".json" else path / f"{name}-{hardware()}.json"
+
+
 def save(path: Path, found: dict[str, Any], name: str = "bench") -> Path:
-    """Writes a record; a folder gets `<name>-<hardware>.json`. Returns the file.
+    """Writes a record to `file_of(path, name)` and returns that.
 
     A file that is there already keeps its rows of other cases, so that several commands may fill one file.
     """
-    if path.suffix != ".json":
-        path = path / f"{name}-{found['hardware']}.json"
+    path = file_of(path, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         new = {_case(row) for row in found["rows"]}
@@ -71,12 +75,13 @@ def save(path: Path, found: dict[str, Any], name: str = "bench") -> Path:
     return path
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, name: str = "bench") -> dict[str, Any]:
     """A record that `save` wrote.
 
     Raises:
         ConfigError: no such file, or none of ours.
     """
+    path = file_of(path, name)
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

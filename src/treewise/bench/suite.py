@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.bench.contestants import AGAINST, Contestant, builders, plain_parts, prepare, twin
+from treewise.bench.contestants import AGAINST, Contestant, builders, plain_parts, prepare, twin, values_per_token
 from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.bench.measure import Gradients, Measured, gradients, measure, spread
 from treewise.bench.record import is_ours
@@ -159,14 +159,18 @@ def _reference(model: nn.Module, forest: Forest, name: str) -> tuple[Gradients |
     size = torch.empty(0, dtype=dtype).element_size()
     longest = int(forest.path_lengths.max())
     flops = flop_model(model)
-    needed = size * (2 * flops.num_parameters + longest * flops.activation_values)
-    free = free_bytes(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    is_checkpointed = device.type == "cuda"  # where memory is scarcer than time
+    needed = size * (2 * flops.num_parameters + longest * values_per_token(model, is_checkpointed))
+    free = free_bytes(device)
     if needed > free:
         why = f"a {name} copy needs {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} are free"
         return None, f"the first contestant ({why})"
     wide = copy.deepcopy(model).to(dtype)
     wide.zero_grad(set_to_none=True)
-    rows = FlatRows(plain_parts(wide), merged_trajectories(forest), max_row_tokens=1, packs=False)
+    rows = FlatRows(
+        plain_parts(wide), merged_trajectories(forest), max_row_tokens=1, packs=False, is_checkpointed=is_checkpointed
+    )
     rows.step()
     return gradients(wide), f"flat training of a {name} copy"
 

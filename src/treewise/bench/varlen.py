@@ -93,13 +93,7 @@ def _loop(
         rows, columns = own.shape[2], keys.shape[2]
         mask = None if rows == columns else _aligned_at_end(rows, columns, query.device)
         out = F.scaled_dot_product_attention(
-            own,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            own, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
         )
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]

@@ -30,12 +30,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A generator with its arguments in each size. budgets: a budget for each size, where it is part of the kind."""
+    """A generator with its arguments in each size. budgets: those of each size, where they are part of the kind."""
 
     summary: str
     build: Build
     sizes: dict[str, dict[str, Any]]
-    budgets: dict[str, int] = field(default_factory=dict)
+    budgets: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def make(name: str, size: str, vocabulary: int, seed: int = 0) -> Workload:
@@ -50,7 +50,7 @@ def make(name: str, size: str, vocabulary: int, seed: int = 0) -> Workload:
         raise ConfigError(f"size {size!r} is unknown; choose out of {', '.join(SIZES)}.")
     kind = KINDS[name]
     items = kind.build(Tokens(vocabulary, seed), **kind.sizes[size])
-    return Workload(name, items, (kind.budgets[size],) if size in kind.budgets else ())
+    return Workload(name, items, kind.budgets.get(size, ()))
 
 
 class Tokens:
@@ -203,7 +203,7 @@ KINDS: dict[str, Kind] = {
             {"lengths": (289, 223), "forks": (8,)},
             {"lengths": (11_571, 8_929), "forks": (8,)},
         ),
-        {"tiny": 40, "cpu": 410, "full": 16_384},
+        {"tiny": (40,), "cpu": (410,), "full": (16_384,)},
     ),
     "tau2": Kind(
         "an agent behind a system prompt of 4.8k tokens, thinking dropped, 16k of context (as in arXiv 2602.00482)",
@@ -213,6 +213,6 @@ KINDS: dict[str, Kind] = {
             {"num_turns": 20, "system": 240, "think": 15, "answer": 8, "feedback": 17, "thinks": 0.7},
             {"num_turns": 20, "system": 4_800, "think": 300, "answer": 160, "feedback": 340, "thinks": 0.7},
         ),
-        {"tiny": 24, "cpu": 256, "full": 4_096},
+        {"tiny": (24,), "cpu": (256,), "full": (4_096, 16_384)},
     ),
 }

@@ -60,14 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("results")
     out.add_argument("--json", metavar="OUT", help="a file, or a folder for NAME-<hardware>.json; rows are added to it")
     out.add_argument("--name", default="bench", help="of the file (bench)")
-    out.add_argument("--check", metavar="BASELINE.json", help="exit code 1 where a speed-up fell below a baseline's")
+    out.add_argument("--check", metavar="BASELINE", help="results to compare with: exit code 1 where a speed-up fell")
     out.add_argument("--min_share", "--min-share", type=float, default=MIN_SHARE, help="of a baseline's speed-up (0.9)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints each workload as it is done, writes and checks; returns the exit code."""
     _check(args)
-    baseline = None if args.check is None else bench.load(Path(args.check))
+    baseline = None if args.check is None else bench.load(Path(args.check), args.name)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     console = Console(width=None if Console().is_terminal else 200)

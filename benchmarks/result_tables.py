@@ -1,0 +1,122 @@
+"""Tables and plots of what `treewise bench` measured; `tables.py` puts them into docs/performance.md."""
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from treewise.bench.record import is_ours
+from treewise.bench.view import baselines_of, efficiency
+
+WIDTH, LABELS, ROW, GAP = 720, 190, 14, 10
+COLOURS = {"merged": "darkgray", "trl": "darkorange", "tree-recurrence": "darkorange", "tree": "steelblue"}
+
+Row = dict[str, Any]
+
+
+def tables(record: dict[str, Any]) -> str:
+    """A table for each model: speed-ups of the contestants over flat training, and what they cost."""
+    parts = []
+    for model in dict.fromkeys(row["model"] for row in record["rows"]):
+        rows = [row for row in record["rows"] if row["model"] == model]
+        measured = [row for row in rows if "contestants" in row]
+        parts.append("\n".join([*_heading(model, rows), *_speeds(measured)]))
+        parts.append("\n".join(_costs(measured)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _heading(model: str, rows: list[Row]) -> Iterator[str]:
+    skipped = next((row["skipped"] for row in rows if "skipped" in row), None)
+    dtypes = ", ".join(dict.fromkeys(f"{row['dtype']} on {row['device']}" for row in rows if "dtype" in row))
+    yield f"**{model}**" + (f", {dtypes}" if dtypes else "") + (f": {skipped}" if skipped else "")
+    yield ""
+
+
+def _speeds(rows: list[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    yield (
+        "| workload | tokens flat : tree | share, leaf ratio | FLOP bound, leaves | merged | TRL | tree "
+        "| under budgets | efficiency of the fastest | the same over merged |"
+    )
+    yield "|---|---:|---:|---:|---:|---:|---:|---|---:|---:|"
+    for row in rows:
+        flat, merged = baselines_of(row)
+        over = row["speed_up"].get(flat, {})
+        budgets = ", ".join(f"{name.replace('tree@', '')} {ratio:.2f}" for name, ratio in over.items() if "@" in name)
+        others = next((over[name] for name in ("trl", "tree-recurrence") if name in over), None)
+        ours = [name for name in over if is_ours(name)]
+        best = max(ours, key=lambda name: over[name], default="tree")
+        share = efficiency(row, best)
+        bounds = f"{row['flop_bound']:.2f}, {row['leaf_flop_bound']:.2f}"
+        yield (
+            f"| {row['workload']} | {row['flat_tokens']:,} : {row['tree_tokens']:,} | "
+            f"{row['share_ratio']:.2f}, {row['leaf_ratio']:.2f} | {bounds} | "
+            f"{_number(over.get(merged))} | {_number(others)} | {_number(over.get('tree'))} | {budgets} | "
+            f"**{_number(share)}** | {_number(row['speed_up'].get(merged, {}).get(best))} |"
+        )
+
+
+def _costs(rows: list[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    yield (
+        "| workload | contestant | seconds | flat tokens/s | peak, MiB | gradient error | computed tokens | key rows "
+        "| host, s |"
+    )
+    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
+    for row in rows:
+        for name, found in row["contestants"].items():
+            if "skipped" in found:
+                yield f"| {row['workload']} | {name} | {found['skipped']} | | | | | | |"
+                continue
+            seconds, peak = found["seconds"], found["peak_bytes"]
+            error = found["gradient_error"]
+            yield (
+                f"| {row['workload']} | {name} | {seconds['median']:.2f} | {found['flat_tokens_per_second']:,.0f} | "
+                f"{'' if peak is None else f'{peak / 2**20:,.0f}'} | {'' if error is None else f'{error:.0e}'} | "
+                f"{found['computed_tokens']:,} | {_number(found['key_rows_per_token'])} | {found['host_seconds']:.3f} |"
+            )
+
+
+def plot(record: dict[str, Any]) -> str:
+    """Speed-ups over flat as bars, and the FLOP bound as a mark: one group for each model and workload."""
+    rows = [row for row in record["rows"] if "contestants" in row and baselines_of(row)[0]]
+    if not rows:
+        return ""
+    most = max(max(row["flop_bound"], *_bars(row).values(), 1.0) for row in rows)
+    scale = (WIDTH - LABELS - 60) / most
+    parts, top = [], GAP
+    for row in rows:
+        bars = _bars(row)
+        height = ROW * len(bars)
+        label = escape(f"{row['model']}, {row['workload']}")
+        parts.append(f'<text x="{LABELS - 6}" y="{top + height / 2 + 4:.0f}" text-anchor="end">{label}</text>')
+        for number, (name, ratio) in enumerate(bars.items()):
+            y = top + ROW * number
+            colour = COLOURS.get(name, COLOURS["tree"])
+            parts.append(
+                f'<rect x="{LABELS}" y="{y}" width="{ratio * scale:.1f}" height="{ROW - 2}" fill="{colour}"/>'
+                f'<text x="{LABELS + ratio * scale + 4:.1f}" y="{y + 10}">{name} {ratio:.2f}</text>'
+            )
+        x = LABELS + row["flop_bound"] * scale
+        parts.append(f'<path d="M{x:.1f} {top - 2}v{height + 2}" stroke="firebrick" stroke-width="2"/>')
+        top += height + GAP
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 20}" font-family="sans-serif" '
+        f'font-size="10"><rect width="100%" height="100%" fill="white"/>{"".join(parts)}'
+        f'<text x="{LABELS}" y="{top + 12}">times faster than flat training; red: the FLOP bound</text></svg>\n'
+    )
+
+
+def _bars(row: Row) -> dict[str, float]:
+    flat, _ = baselines_of(row)
+    over = row["speed_up"].get(flat, {})
+    bars = {name: over[name] for name in COLOURS if name in over}
+    ours = {name: ratio for name, ratio in over.items() if is_ours(name)}
+    if ours and "tree" not in bars:  # it did not fit: the fastest that did
+        bars[max(ours, key=lambda name: ours[name])] = max(ours.values())
+    return bars
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,135 @@
+"""Every contestant computes the loss and the gradients of flat training, so a comparison of seconds is fair."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from oracle import flat_sft
+from strategies import trajectories
+from treewise.attention.mask import LayerRule, TreeMask
+from treewise.attention.reference import reference_attention
+from treewise.bench import make, random_model
+from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
+from treewise.bench.flat import FlatRows, can_pack, merged_trajectories
+from treewise.bench.measure import gradient_error
+from treewise.bench.varlen import varlen_attention
+from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.forest import Forest
+from treewise.trajectory import Trajectory
+
+CPU = torch.device("cpu")
+# Rounding of these models in float32 makes 1e-7 to 3e-7.
+TOLERANCE = 2e-6
+
+pytest.importorskip("trl")
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return random_model("qwen3-tiny", torch.float32, CPU)
+
+
+def weighted(name: str) -> list[Trajectory]:
+    """A workload whose trained tokens weigh differently."""
+    rng = np.random.default_rng(1)
+    items = make(name, "tiny", 64).trajectories
+    return [
+        replace(item, loss_weights=item.loss_weights * rng.choice([0.5, 1.0, 2.0], len(item)).astype(np.float32))
+        for item in items
+    ]
+
+
+@pytest.mark.parametrize("name", ["search", "tau2"])
+def test_all_contestants_have_the_flat_gradients(model: torch.nn.Module, name: str) -> None:
+    items = weighted(name)
+    forest = Forest.from_trajectories(items)
+    loss, _, expected = flat_sft(twin(model), items)
+    budgets = [forest.num_tokens // 3, int(forest.path_lengths.max())]
+    made = builders(twin(model), items, max_tokens=budgets, with_checkpointing=True)
+    assert {"flat", "merged-ckpt", "trl", "trl-ckpt", "tree-ckpt", f"tree@{budgets[0]}", f"trl@{budgets[1]}"} <= set(
+        made
+    )
+    for key, build in made.items():
+        check(model, prepare(build), key, loss, expected)
+
+
+def test_hybrids_have_the_flat_gradients() -> None:
+    pytest.importorskip("tree_recurrence")
+    model = random_model("hybrid-tiny", torch.float32, CPU)
+    items = weighted("tau2")
+    loss, _, expected = flat_sft(twin(model), items)
+    made = builders(twin(model), items)
+    assert "trl" not in made
+    for key in ("flat", "tree-recurrence", "tree"):
+        check(model, prepare(made[key]), key, loss, expected)
+
+
+def check(model: torch.nn.Module, made: Contestant | str, key: str, loss: float, expected: dict) -> None:
+    assert isinstance(made, Contestant), made
+    model.zero_grad()
+    assert made.step() == pytest.approx(loss, rel=1e-5), key
+    assert gradient_error(model, expected) < TOLERANCE, key
+
+
+@given(trajectories())
+def test_merged_trajectories_weigh_every_token_as_all_do(items: list[Trajectory]) -> None:
+    forest, merged = Forest.from_trajectories(items), merged_trajectories(Forest.from_trajectories(items))
+    again = Forest.from_trajectories(merged)
+    assert again.share_ratio == pytest.approx(forest.leaf_ratio)
+    np.testing.assert_array_equal(again.token_ids, forest.token_ids)
+    np.testing.assert_allclose(again.token_weights(), forest.token_weights(), rtol=1e-6)
+
+
+def test_rows_hold_what_fits(model: torch.nn.Module) -> None:
+    items = make("no-sharing", "tiny", 64).trajectories
+    total = sum(map(len, items))
+    parts = plain_parts(model)
+    assert len(FlatRows(parts, items, max_row_tokens=total, packs=True).rows) == 1
+    rows = FlatRows(parts, items, max_row_tokens=max(map(len, items)), packs=True).rows
+    assert 1 < len(rows) <= len(items)
+    assert len(FlatRows(parts, items, max_row_tokens=total, packs=False).rows) == len(items)
+
+
+def test_only_plain_attention_is_packed() -> None:
+    assert can_pack(random_model("qwen3-tiny", torch.float32, CPU))
+    assert not can_pack(random_model("hybrid-tiny", torch.float32, CPU))
+
+
+def test_varlen_attention_is_aligned_at_the_end() -> None:
+    """Against the reference, where keys before the first query are a gateway's."""
+    torch.manual_seed(0)
+    lengths = [(3, 5), (4, 4), (1, 6)]
+    parts = [(torch.randn(q, 4, 8), torch.randn(k, 2, 8), torch.randn(k, 2, 8)) for q, k in lengths]
+    query, key, value = (torch.cat(each) for each in zip(*parts, strict=True))
+    cu_q, cu_k = (torch.tensor([0, *np.cumsum(each)], dtype=torch.int32) for each in zip(*lengths, strict=True))
+    found = varlen_attention(query, key, value, cu_q, cu_k, 4, 6, softmax_scale=0.3)
+    for (q, k), own, part in zip(lengths, parts, found.split([q for q, _ in lengths]), strict=True):
+        before = k - q
+        lo = np.concatenate([np.zeros(before), np.arange(q)]).astype(np.int32)
+        mask = TreeMask(lo, np.full(k, q, dtype=np.int32), np.arange(k, dtype=np.int32), q)
+        rows = [each.transpose(0, 1)[None] for each in own]
+        expected = reference_attention(*rows, mask, LayerRule(0.3))
+        torch.testing.assert_close(part.transpose(0, 1)[None], expected)
+
+
+def test_a_twin_shares_parameters_and_nothing_else(model: torch.nn.Module) -> None:
+    other = twin(model)
+    assert all(one is two for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    assert other is not model
+    assert other.config is not model.config
+
+
+def test_who_cannot_take_part_says_why(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = make("grpo", "tiny", 64).trajectories
+    with pytest.raises(ConfigError, match="'verl' is unknown"):
+        builders(model, items, against=["verl"])
+    monkeypatch.setattr("treewise.bench.contestants.free_bytes", lambda _: 300_000)
+    made = {key: prepare(build) for key, build in builders(twin(model), items).items()}
+    assert "does not fit: activations of 73 tokens" in str(made["tree"])
+    assert isinstance(made["flat"], Contestant)  # its rows shrink until they fit
+    monkeypatch.setattr("treewise.bench.shapes.free_bytes", lambda _: 1000)
+    with pytest.raises(OutOfMemoryError, match="qwen3-tiny: weights and gradients take"):
+        random_model("qwen3-tiny", torch.float32, CPU)

@@ -1,0 +1,160 @@
+"""Measuring in turns, and what is made of it: rows, files, the check against a baseline."""
+
+import copy
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from treewise.bench import check, load, make, measure_workload, random_model, record, run, save
+from treewise.bench.contestants import twin
+from treewise.bench.measure import Measured, measure
+from treewise.bench.suite import _refuse_different_losses, speed_ups
+from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
+
+CPU = torch.device("cpu")
+
+pytest.importorskip("trl")
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return random_model("qwen3-tiny", torch.float32, CPU)
+
+
+@pytest.fixture(scope="module")
+def row(model: torch.nn.Module) -> dict:
+    found = measure_workload(twin(model), make("search", "tiny", 64), repetitions=2, reference="float64")
+    return {"model": "qwen3-tiny", **found}
+
+
+def test_a_row_holds_what_is_promised(row: dict) -> None:
+    assert set(row["contestants"]) >= {"flat", "merged", "trl", "tree", "tree@11"}
+    assert row["reference"] == "flat training of a float64 copy"
+    for name, found in row["contestants"].items():
+        assert 0 < found["gradient_error"] < 2e-6, name
+        assert found["seconds"]["min"] <= found["seconds"]["median"] <= found["seconds"]["max"]
+        assert found["key_rows_per_token"] >= 1
+    assert row["contestants"]["flat"]["computed_tokens"] == row["flat_tokens"]
+    assert row["contestants"]["tree"]["computed_tokens"] == row["tree_tokens"]
+    assert row["contestants"]["tree@11"]["recomputed_tokens"] > 0
+    assert set(row["speed_up"]) == {"flat", "merged", "trl"}
+    seconds = {name: found["seconds"]["median"] for name, found in row["contestants"].items()}
+    assert row["speed_up"]["merged"]["tree"] == pytest.approx(seconds["merged"] / seconds["tree"])
+    assert row["flop_bound"] > row["leaf_flop_bound"] > 1
+    json.dumps(row)
+
+
+def test_contestants_take_turns(model: torch.nn.Module) -> None:
+    turns: list[str] = []
+    contestants = {name: lambda name=name: turns.append(name) or 1.0 for name in ("one", "two")}
+    found = measure(model, contestants, repetitions=2)
+    assert turns == ["one", "two"] * 3
+    assert all(len(each.seconds) == 2 for each in found.values())
+    assert len(measure(model, contestants, repetitions=5, max_seconds=0)["one"].seconds) == 1
+
+
+def test_who_runs_out_of_memory_is_left_out(model: torch.nn.Module) -> None:
+    calls = itertools.count()
+
+    def fails_later() -> float:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+        return 1.0
+
+    def fails() -> float:
+        raise MemoryError("no room")
+
+    found = measure(model, {"a": fails, "b": lambda: 1.0, "c": fails_later}, repetitions=3)
+    assert found["a"].skipped == "out of memory: no room"
+    assert found["b"].skipped is None
+    assert len(found["b"].seconds) == 3
+    assert "Tried to allocate" in str(found["c"].skipped)
+    assert set(speed_ups(found)) == {"b"}
+    with pytest.raises(ValueError, match="a mistake"):
+        measure(model, {"a": lambda: float("a mistake")}, repetitions=1)
+
+
+def test_gradients_are_compared_with_the_first_that_ran(model: torch.nn.Module) -> None:
+    weight = next(model.parameters())
+
+    def step(factor: float) -> float:
+        weight.grad.fill_(factor)
+        return 1.0
+
+    found = measure(model, {"one": lambda: step(1.0), "two": lambda: step(1.5)}, repetitions=1)
+    assert found["one"].gradient_error == 0
+    assert found["two"].gradient_error == pytest.approx(0.5)
+
+
+def test_different_losses_end_the_comparison() -> None:
+    found = {"flat": Measured(loss=2.0), "gone": Measured(skipped="no room"), "tree": Measured(loss=2.05)}
+    with pytest.raises(VerificationError, match=r"tree has loss 2.050000, flat 2.000000"):
+        _refuse_different_losses(found, torch.float32)
+    _refuse_different_losses(found, torch.bfloat16)
+    found["tree"].loss = math.nan
+    with pytest.raises(VerificationError, match="nan"):
+        _refuse_different_losses(found, torch.bfloat16)
+
+
+def test_a_model_without_room_is_a_row_that_says_so() -> None:
+    def too_large() -> torch.nn.Module:
+        raise OutOfMemoryError("takes 55 GiB")
+
+    rows: list[dict] = []
+    run(too_large, "qwen3-14b", lambda _: [], rows.append)
+    assert rows == [{"model": "qwen3-14b", "skipped": "takes 55 GiB"}]
+
+
+def test_a_reference_without_room_is_the_first_contestant(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treewise.bench.suite.free_bytes", lambda _: 0)
+    how = {"repetitions": 1, "against": ["flat"], "max_tokens": [], "reference": "float64"}
+    found = measure_workload(twin(model), make("grpo", "tiny", 64), **how)
+    assert found["reference"].startswith("the first contestant (a float64 copy needs")
+    assert found["contestants"]["flat"]["gradient_error"] == 0
+    with pytest.raises(ConfigError, match="'exact' is unknown"):
+        measure_workload(twin(model), make("grpo", "tiny", 64), reference="exact")
+
+
+def test_files_collect_rows(row: dict, tmp_path: Path) -> None:
+    path = save(tmp_path, record([row], ["treewise", "bench"]), "trial")
+    assert path.name.startswith("trial-")
+    other = {**row, "workload": "another"}
+    save(path, record([other], ["treewise", "bench"]))
+    save(path, record([{**row, "flop_bound": 7.0}], ["treewise", "bench"]))
+    rows = load(tmp_path, "trial")["rows"]
+    assert [each["workload"] for each in rows] == ["another", "search"]
+    assert rows[1]["flop_bound"] == 7.0
+    (tmp_path / "other.json").write_text('{"benchmark": "step"}')
+    for name in ("other.json", "none.json"):
+        with pytest.raises(ConfigError, match="no results of treewise bench"):
+            load(tmp_path / name)
+
+
+def test_what_became_worse_is_named(row: dict) -> None:
+    baseline = {"rows": [row]}
+    worse, count = check({"rows": [row]}, baseline)
+    assert worse == []
+    assert count == 6  # tree and tree@11 over flat, merged and trl
+
+    slower = copy.deepcopy(row)
+    slower["speed_up"]["flat"]["tree"] *= 0.8
+    slower["speed_up"]["flat"]["trl"] *= 0.1  # not ours
+    assert [line.partition(" is ")[0] for line in check({"rows": [slower]}, baseline)[0]] == [
+        "qwen3-tiny, search: tree over flat"
+    ]
+    assert check({"rows": [slower]}, baseline, min_share=0.7)[0] == []
+
+    wrong = copy.deepcopy(row)
+    wrong["contestants"]["tree"]["gradient_error"] = 1e-3
+    assert "gradient error of tree is 1.0e-03" in check({"rows": [wrong]}, baseline)[0][0]
+
+    gone = copy.deepcopy(row)
+    del gone["speed_up"]["flat"]["tree"]
+    assert check({"rows": [gone]}, baseline)[0] == ["qwen3-tiny, search: tree did not run"]
+    assert check({"rows": [{**row, "workload": "another"}]}, baseline) == ([], 0)
