@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from treewise.cli.main import COMMANDS, main
+from treewise.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"])
@@ -70,12 +70,6 @@ def test_python_blocks_that_are_not_run_are_python() -> None:
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
             if ">>>" not in block:
                 compile(block, str(page), "exec")
-
-
-def test_commands_in_pages_exist() -> None:
-    for page in PAGES:
-        for command in re.findall(r"^\$ treewise (\w+)", page.read_text(encoding="utf-8"), re.MULTILINE):
-            assert command in COMMANDS, f"{page.name}: treewise {command}"
 
 
 def test_the_index_and_the_site_list_every_page() -> None:

@@ -1,0 +1,88 @@
+"""Names, keywords and flags that pages use exist, also in blocks that are not run."""
+
+import argparse
+import ast
+import importlib
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import treewise
+from treewise.cli import main as command_line
+from treewise.cli import rl
+from treewise.cli.config import schema
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"])
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def code_of(page: Path) -> Iterator[ast.AST]:
+    """Every node of every Python block."""
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        lines = block.splitlines()
+        if ">>> " in block:
+            lines = [line[4:] for line in lines if line.startswith((">>> ", "... "))]
+        yield from ast.walk(ast.parse("\n".join(lines)))
+
+
+def found(node: ast.AST) -> object | None:
+    """What an expression such as `tw.advantages.per_turn` names; None where it does not begin with the package."""
+    if isinstance(node, ast.Name):
+        return treewise if node.id in ("tw", "treewise") else None
+    if isinstance(node, ast.Attribute):
+        owner = found(node.value)
+        if owner is None:
+            return None
+        if owner is treewise and not hasattr(owner, node.attr):
+            return importlib.import_module(f"treewise.{node.attr}")
+        return getattr(owner, node.attr)
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_names_and_keywords_exist(page: Path) -> None:
+    for node in code_of(page):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("treewise"):
+            module = importlib.import_module(str(node.module))
+            assert all(hasattr(module, each.name) for each in node.names), ast.unparse(node)
+        if isinstance(node, ast.Attribute):
+            found(node)
+        if isinstance(node, ast.Call) and callable(called := found(node.func)):
+            names = {each.arg: None for each in node.keywords if each.arg}
+            positional = [None for each in node.args if not isinstance(each, ast.Starred | ast.Constant)]
+            inspect.signature(called).bind_partial(*positional, **names)
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """The words of every `treewise` command in blocks of a console, or of no language."""
+    text = page.read_text(encoding="utf-8")
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        for line in re.findall(r"^(?:\$ )?treewise (\w[^|\n]*)", block, re.MULTILINE):
+            if language in ("", "console"):
+                yield shlex.split(line.replace("[", "").replace("]", ""), comments=True)
+
+
+def flags_of(command: str) -> set[str]:
+    """Flags of a command; of those with a configuration, its keys."""
+    parser = command_line._parser(command)
+    (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    flags = {flag.lstrip("-") for action in commands.choices[command]._actions for flag in action.option_strings}
+    if command == "train":
+        flags |= set(schema())
+    if command == "rl":
+        flags |= set(schema(rl.KEYS)) | set(rl.ALIASES)
+    return flags
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_flags_exist(page: Path) -> None:
+    for command, *words in commands_of(page):
+        assert command in command_line.COMMANDS, f"treewise {command}"
+        flags = {word[2:].split("=")[0].split(".")[0] for word in words if word.startswith("--")}
+        unknown = flags - flags_of(command) - {"key"}  # `--key value` stands for any
+        assert not unknown, f"treewise {command}: {unknown}"
