@@ -1,8 +1,10 @@
-"""DESIGN.md names the layers that import-linter holds, in their order."""
+"""DESIGN.md names the layers that import-linter holds, in their order; README.md counts and names what there is."""
 
 import re
 import tomllib
 from pathlib import Path
+
+from treewise.capabilities import SUPPORTED, CapabilityTable
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +28,12 @@ def test_files_that_are_named_exist() -> None:
     named = {name.rsplit("/")[-1] for name in re.findall(r"`([\w/]+\.(?:py|json))`", text)}
     assert len(named) > 8
     assert named <= files
+
+
+def test_the_readme_counts_families_as_the_table_does() -> None:
+    table = CapabilityTable.load()
+    claim = f"{table.counts()[SUPPORTED]} of {len(table.rows)} families of transformers {table.transformers[:4]}"
+    assert claim in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_readme_names_every_module_of_the_package() -> None:
