@@ -1,6 +1,6 @@
 """Makes the capability table: every family of transformers as a tiny random model, its tree against its flat training.
 
-    python tests/capability.py            # all families; writes the table, docs/models.md, README's count; what `make models` runs
+    python tests/capability.py            # all families; writes the table and the pages; what `make models` runs
     python tests/capability.py llama ...  # these alone; prints, writes nothing
 
 A family is supported when loss and whole gradient equal flat training's to a relative 1e-5 in float32, as one
