@@ -41,3 +41,10 @@ def test_the_readme_names_every_module_of_the_package() -> None:
     package = ROOT / "src" / "treewise"
     folders = {path.name for path in package.iterdir() if (path / "__init__.py").is_file()}
     assert {name for name in folders if f"{name}/" not in tree} == set()
+
+
+def test_the_contributors_guide_lists_every_make_target() -> None:
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert targets is not None
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert not [target for target in targets[1].split() if target != "help" and f"`make {target}`" not in page]
