@@ -9,8 +9,10 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import UnionType
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treewise.errors import DataError
 
@@ -61,6 +63,25 @@ class Trajectory:
     teacher_ids: np.ndarray | None = None
     teacher_logprobs: np.ndarray | None = None
     rollout_weight: float | None = None
+
+    if TYPE_CHECKING:  # what is taken is wider than what is kept
+
+        def __init__(
+            self,
+            token_ids: ArrayLike,
+            loss_weights: ArrayLike | None = None,
+            advantages: ArrayLike | None = None,
+            old_logprobs: ArrayLike | None = None,
+            ref_logprobs: ArrayLike | None = None,
+            group: Hashable = None,
+            reward: float | None = None,
+            rollout: Hashable = None,
+            source: str = "",
+            sampler_logprobs: ArrayLike | None = None,
+            teacher_ids: ArrayLike | None = None,
+            teacher_logprobs: ArrayLike | None = None,
+            rollout_weight: float | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         place = self.source or "trajectory"
