@@ -24,6 +24,26 @@ def tables(record: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def short(record: dict[str, Any]) -> str:
+    """A table for the README: a row for each tree, treewise whole."""
+    lines = [
+        "| tree | share ratio | leaf ratio | speed-up | FLOP bound | efficiency | over merged | over TRL's rows |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in record["rows"]:
+        if "contestants" not in row:
+            continue
+        flat, merged = baselines_of(row)
+        over = {base: ratios.get("tree") for base, ratios in row["speed_up"].items()}
+        share = efficiency(row, "tree")
+        lines.append(
+            f"| {row['workload']} | {row['share_ratio']:.1f} | {row['leaf_ratio']:.1f} | {_times(over.get(flat))} | "
+            f"{row['flop_bound']:.1f} x | {_number(share)} | {_times(over.get(merged or flat))} | "
+            f"{_times(over.get('trl'))} |"
+        )
+    return "\n".join(lines)
+
+
 def _heading(model: str, rows: list[Row]) -> Iterator[str]:
     skipped = next((row["skipped"] for row in rows if "skipped" in row), None)
     dtypes = ", ".join(dict.fromkeys(f"{row['dtype']} on {row['device']}" for row in rows if "dtype" in row))
@@ -120,3 +140,7 @@ def _bars(row: Row) -> dict[str, float]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} x"

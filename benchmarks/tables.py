@@ -14,34 +14,88 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 
 
+Records = list[tuple[Path, dict[str, Any]]]
+
+
 def main() -> None:
-    steps = [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("step-*.json"))]
-    memory = [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("memory-*.json"))]
     page = ROOT / "docs" / "performance.md"
+    steps, memory = _records("step-"), _records("memory")
     _fill(page, "steps", "\n\n".join(_steps(path, record, "../benchmarks/results") for path, record in steps))
     _fill(page, "memory", "\n\n".join(_memory(path, record) for path, record in memory))
-    _fill(ROOT / "README.md", "steps", "\n\n".join(_short(path, record) for path, record in steps))
-    balance = [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("balance-*.json"))]
-    _fill(ROOT / "docs" / "balance.md", "balance", "\n\n".join(_balance(path, record) for path, record in balance))
+    real = [(path, record) for path, record in _records("treewise bench") if path.name.startswith("real-")]
+    short = [_short(path, record) for path, record in steps] if not real else [_short_real(*each) for each in real]
+    _fill(ROOT / "README.md", "steps", "\n\n".join(short))
+    balance = [_balance(path, record) for path, record in _records("balance")]
+    _fill(ROOT / "docs" / "balance.md", "balance", "\n\n".join(balance))
     _benches(page)
+    for name, table in {"memory-large": _large_memory, "trl-float32": _trl, "precision": _precision}.items():
+        found = _records(name)
+        if found:
+            _fill(page, name, "\n\n".join(f"{_source(*each)}:\n\n{table(each[1])}" for each in found))
     if memory:
         (ROOT / "docs" / "memory.svg").write_text(_plot(memory[0][1]))
 
 
+def _records(benchmark: str) -> Records:
+    """Files and contents of one benchmark; a name that ends in a hyphen means all that begin with it."""
+    found = [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json"))]
+    if benchmark.endswith("-"):
+        return [each for each in found if each[1]["benchmark"].startswith(benchmark)]
+    return [each for each in found if each[1]["benchmark"] == benchmark]
+
+
+def _source(path: Path, record: dict[str, Any]) -> str:
+    return f"{_title(record)} ([{path.name}](../benchmarks/results/{path.name}))"
+
+
 def _benches(page: Path) -> None:
-    """What `treewise bench` wrote: every record of that kind, whatever its name."""
+    """What `treewise bench` wrote, whatever the name of the file."""
     parts = []
-    for path in sorted(RESULTS.glob("*.json")):
-        record = json.loads(path.read_text())
-        if record["benchmark"] == "treewise bench":
-            title = f"{_title(record)} ([{path.name}](../benchmarks/results/{path.name})), `{record['command']}`"
-            picture = result_tables.plot(record)
-            if picture:
-                (ROOT / "docs" / f"{path.stem}.svg").write_text(picture)
-                title += f"\n\n![speed-ups over flat training]({path.stem}.svg)"
-            parts.append(f"{title}\n\n{result_tables.tables(record)}")
+    for path, record in _records("treewise bench"):
+        picture = result_tables.plot(record)
+        if picture:
+            (ROOT / "docs" / f"{path.stem}.svg").write_text(picture)
+        image = f"![speed-ups over flat training]({path.stem}.svg)\n\n" if picture else ""
+        parts.append(f"{_source(path, record)}, `{record['command']}`\n\n{image}{result_tables.tables(record)}")
     if parts:
         _fill(page, "bench", "\n\n".join(parts))
+
+
+def _short_real(path: Path, record: dict[str, Any]) -> str:
+    heading = f"{_title(record)} ([{path.name}](benchmarks/results/{path.name})):"
+    return f"{heading}\n\n{result_tables.short(record)}"
+
+
+def _large_memory(record: dict[str, Any]) -> str:
+    """A long path with branches under a budget, beside a flat step of as many tokens as the budget."""
+    lines = ["| step | tokens | budget | micro-batches | computed tokens | gateways, MiB | peak, MiB |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|")
+    for row in record["rows"]:
+        counts = [row.get(name) for name in ("max_tokens", "num_micro_batches", "computed_tokens", "gateway_mib")]
+        cells = " | ".join("" if each is None else f"{each:,}" for each in counts)
+        lines.append(f"| {row['tree']} | {row['tree_tokens']:,} | {cells} | {row['peak_mib']:,} |")
+    return "\n".join(lines)
+
+
+def _trl(record: dict[str, Any]) -> str:
+    """An update of TRL's trainers as they are, and with `share_prefixes`."""
+    lines = ["| update | tokens padded, flat, tree | TRL, s | shared, s | half, s | speed-up | bound | efficiency |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for row in record["rows"]:
+        tokens = f"{row['padded_tokens']:,}, {row['flat_tokens']:,}, {row['tree_tokens']:,}"
+        seconds = " | ".join(f"{row['seconds'][name]['median']:.2f}" for name in ("trl", "shared", "half"))
+        ratios = f"{row['speed_up']:.2f} | {row['flop_bound']:.2f} | **{row['efficiency']:.2f}**"
+        lines.append(f"| {row['case']} | {tokens} | {seconds} | {ratios} |")
+    return "\n".join(lines)
+
+
+def _precision(record: dict[str, Any]) -> str:
+    """Deviations of bfloat16 gradients from float32 flat training."""
+    names = [name for name in record["rows"][0] if name not in ("tree", "tree_tokens", "flat_tokens")]
+    lines = [f"| tree | {' | '.join(name.replace('_', ' ') for name in names)} |", "|---|" + "---:|" * len(names)]
+    for row in record["rows"]:
+        lines.append(f"| {row['tree']} | {' | '.join(f'{row[name]:.4f}' for name in names)} |")
+    return "\n".join(lines)
 
 
 def _steps(path: Path, record: dict[str, Any], folder: str) -> str:

@@ -59,7 +59,7 @@ class VerificationReport:
 
     @property
     def speed_up(self) -> float:
-        """Flat seconds / tree seconds, one cold run each; measure with benchmarks/bench_step.py."""
+        """Flat seconds / tree seconds, one cold run each; measure with `treewise bench`."""
         return self.seconds_flat / self.seconds_tree
 
     @property
