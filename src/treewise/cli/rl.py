@@ -3,12 +3,13 @@
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.cli import runs
 from treewise.cli.config import RunConfig, read_config
 from treewise.errors import ConfigError
 
@@ -73,61 +74,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "[--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
     )
     parser.epilog = "Keys, objectives and advantages: docs/rl.md"
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="newest",
-        metavar="CHECKPOINT",
-        help="go on from a checkpoint, by default the newest complete one",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="remove the run that the folder holds, and start anew")
-    parser.add_argument(
-        "--dry_run", "--dry-run", action="store_true", help="check everything, print the derived numbers, write nothing"
-    )
-    parser.set_defaults(overrides=[])
+    runs.add_flags(parser, "the folder")
 
 
 def run(args: argparse.Namespace) -> int:
     """Updates the model; returns the exit code."""
-    from treewise.cli import train
-
-    overrides, config_path = list(args.overrides), None
-    if overrides and not overrides[0].startswith("--"):
-        config_path = overrides.pop(0)
+    config_path, overrides = runs.split_words(args)
     config = read_config(config_path, overrides, KEYS, ALIASES)
     if config.eval_data is not None:
         raise ConfigError("eval_data is no key of treewise rl: a loss on rollouts of another policy says nothing.")
-    if not sys.stderr.isatty():
-        train._show_no_bars(config)
-    if args.resume and args.overwrite:
-        raise ConfigError("--resume and --overwrite contradict one another; choose one.")
+    runs.check_flags(args, config)
     for name, value in DEFAULTS.items():
         config.training.setdefault(name, value)
     objective = _objective(config)
-    folder = Path(config.training["output_dir"])
-    if not args.dry_run and train._is_first_rank():
-        train._check_folder(folder, args.resume, args.overwrite)
-    dataset, _, tokenizer = train._load_data(config)
+    if not args.dry_run and runs.is_first_rank():
+        runs.check_folder(Path(config.training["output_dir"]), args.resume, args.overwrite)
+    dataset, _, tokenizer = runs.load_data(config)
     update = _credited(config, objective, dataset)
     arguments = _arguments(config, len(update.trees))
-    model = train._load_model(config, arguments)
+    model = runs.load_model(config, arguments)
     dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
-    resume_from = train._checkpoint(folder, args.resume)
     update = _with_streams(config, arguments, objective, update)
-    if not args.dry_run:
-        update = _scored(config, arguments, dataset, model, update, folder if resume_from else None)
-    if train._is_first_rank():
-        print(_summary(config, update))
     if args.dry_run:
-        return train._dry_run(arguments, model, update.trees)
-    if train._is_first_rank():
-        train._write_resolved(folder, config, arguments, args.overwrite, resume_from is not None)
-        _save_scores(folder, config, dataset, update)
-    command = shlex.join(["treewise", "rl", *([str(config_path)] if config_path else []), *overrides])
-    from treewise.trainer.means import EpochMeans
+        if runs.is_first_rank():
+            print(_summary(config, update))
+        return runs.dry_run(arguments, model, update.trees)
+    command = shlex.join(["treewise", "rl", *args.overrides])
+    folder = Path(arguments.output_dir)
+    with ExitStack() as stack:
+        resume_from = runs.begin(stack, args, config, arguments)
+        update = _scored(config, arguments, dataset, model, update, folder if resume_from else None)
+        if runs.is_first_rank():
+            print(_summary(config, update))
+            _save_scores(folder, config, dataset, update)
+        from treewise.trainer.means import EpochMeans
 
-    callbacks = [EpochMeans(SHOWN)]
-    train._train(arguments, model, tokenizer, update.trees, None, resume_from, command, objective, callbacks)
+        callbacks = [EpochMeans(SHOWN)]
+        runs.train(arguments, model, tokenizer, update.trees, None, resume_from, command, objective, callbacks)
     return 0
 
 
@@ -155,7 +138,6 @@ def _objective(config: RunConfig) -> Any:
 
 def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
     """The trainer's settings; the size of a batch follows from the number of mini-batches."""
-    from treewise.cli import train
     from treewise.trainer.rollouts import trees_per_batch
 
     settings = config.more.get("objective_settings") or {}
@@ -166,7 +148,7 @@ def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
     if count is None and given is None:
         count = 1
     if count is not None:
-        arguments = train.training_arguments(config)
+        arguments = runs.training_arguments(config)
         accumulated = arguments.gradient_accumulation_steps
         size = trees_per_batch(num_trees, count * accumulated, arguments.world_size)
         if given not in (None, size):
@@ -175,7 +157,7 @@ def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
                 "give one of them."
             )
         config.training["per_device_train_batch_size"] = size
-    return train.training_arguments(config)
+    return runs.training_arguments(config)
 
 
 def _credited(config: RunConfig, objective: Any, dataset: "TreeDataset") -> _Update:

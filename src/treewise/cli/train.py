@@ -1,282 +1,39 @@
 """`treewise train CONFIG.yaml [--key value ...]`: a model, data and settings to a fine-tuned model."""
 
 import argparse
-import os
 import shlex
-import shutil
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from treewise.cli.config import RunConfig, differences, read_config, resolved_text
-from treewise.errors import CheckpointError, ConfigError, StoppedError
-
-if TYPE_CHECKING:
-    from treewise.data import TreeDataset
-    from treewise.trainer import TreeTrainingArguments
-
-RESOLVED = "resolved_config.yaml"
-FINISHED = "trainer_state.json"  # written into the run's folder when it ends
+from treewise.cli import runs
+from treewise.cli.config import read_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command. Every key of the configuration is a flag, too."""
-    parser.usage = "treewise train CONFIG.yaml [--key value ...] [--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
-    parser.add_argument("config", metavar="CONFIG.yaml", help="model, data, output_dir and settings: docs/training.md")
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="newest",
-        metavar="CHECKPOINT",
-        help="go on from a checkpoint, by default the newest complete one",
+    parser.usage = (
+        "treewise train [CONFIG.yaml] --model MODEL --data FILES --output_dir FOLDER [--key value ...] "
+        "[--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
     )
-    parser.add_argument("--overwrite", action="store_true", help="remove the run that output_dir holds, and start anew")
-    parser.add_argument(
-        "--dry_run", "--dry-run", action="store_true", help="check everything, print the derived numbers, write nothing"
-    )
-    parser.set_defaults(overrides=[])
+    parser.epilog = "Keys, in the file or as flags: docs/training.md"
+    runs.add_flags(parser, "output_dir")
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
-    config = read_config(args.config, args.overrides)
-    if not sys.stderr.isatty():
-        _show_no_bars(config)
-    if args.resume and args.overwrite:
-        raise ConfigError("--resume and --overwrite contradict one another; choose one.")
-    arguments = training_arguments(config)
-    folder = Path(arguments.output_dir)
-    if not args.dry_run and _is_first_rank():
-        _check_folder(folder, args.resume, args.overwrite)
-    train_data, eval_data, tokenizer = _load_data(config)
-    model = _load_model(config, arguments)
+    config = read_config(*runs.split_words(args))
+    runs.check_flags(args, config)
+    arguments = runs.training_arguments(config)
+    if not args.dry_run and runs.is_first_rank():
+        runs.check_folder(Path(arguments.output_dir), args.resume, args.overwrite)
+    train_data, eval_data, tokenizer = runs.load_data(config)
+    model = runs.load_model(config, arguments)
     for dataset in filter(None, (train_data, eval_data)):
         dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     if args.dry_run:
-        return _dry_run(arguments, model, train_data)
-    from treewise.trainer import ranks
-    from treewise.trainer.lock import RunLock
-
-    def begin(stack: ExitStack) -> str | bool | None:
-        stack.enter_context(RunLock(folder))
-        _check_folder(folder, args.resume, args.overwrite)  # again: another run may have been faster
-        resume_from = _checkpoint(folder, args.resume)
-        _write_resolved(folder, config, arguments, args.overwrite, resume_from is not None)
-        return resume_from
-
+        return runs.dry_run(arguments, model, train_data)
+    command = shlex.join(["treewise", "train", *args.overrides])
     with ExitStack() as stack:
-        resume_from = ranks.on_first_rank(lambda: begin(stack))
-        _train(arguments, model, tokenizer, train_data, eval_data, resume_from, _command(args))
+        resume_from = runs.begin(stack, args, config, arguments)
+        runs.train(arguments, model, tokenizer, train_data, eval_data, resume_from, command)
     return 0
-
-
-def training_arguments(config: RunConfig) -> "TreeTrainingArguments":
-    """The settings of a run. Raises `ConfigError` where transformers refuses a value."""
-    from treewise.trainer import TreeTrainingArguments
-
-    try:
-        return TreeTrainingArguments(**config.training)
-    except (ValueError, TypeError, ImportError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(str(error).strip().splitlines()[0]) from error
-
-
-def _command(args: argparse.Namespace) -> str:
-    return shlex.join(["treewise", "train", str(args.config), *args.overrides])
-
-
-def _show_no_bars(config: RunConfig) -> None:
-    """A log file holds lines, not progress bars."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    config.training.setdefault("disable_tqdm", True)
-
-
-def _load_data(config: RunConfig) -> tuple["TreeDataset", "TreeDataset | None", Any]:
-    from treewise.cli.pretrained import load_tokenizer
-    from treewise.data import load_trees
-
-    if config.tokenizer is not None:
-        tokenizer = load_tokenizer(config.tokenizer)
-    else:
-        tokenizer = load_tokenizer(config.model, config.gguf_file, required=False)
-    held: list[TreeDataset | None] = []
-    for name, paths in (("data", config.data), ("eval_data", config.eval_data)):
-        if paths is None:
-            held.append(None)
-            continue
-        dataset = load_trees(
-            paths,
-            tokenizer,
-            options=config.render,
-            num_workers=config.num_workers,
-            progress=_is_first_rank() and sys.stderr.isatty(),
-            on_bad_record=config.on_bad_record,  # type: ignore[arg-type]
-        )
-        if _is_first_rank():
-            _report(name, dataset)
-        held.append(dataset)
-    train_data, eval_data = held
-    assert train_data is not None
-    return train_data, eval_data, tokenizer
-
-
-def _report(name: str, dataset: "TreeDataset", limit: int = 5) -> None:
-    """What was left out and what looks like a mistake: never silence."""
-    report = dataset.report
-    for kind, lines in (
-        ("left out", [f"{place}: {reason}" for place, reason in report.dropped]),
-        ("warning", report.warnings),
-    ):
-        for line in lines[:limit]:
-            print(f"{name}: {kind}: {line}", file=sys.stderr)
-        if len(lines) > limit:
-            print(f"{name}: {kind}: {len(lines) - limit} more; see treewise inspect", file=sys.stderr)
-
-
-def _load_model(config: RunConfig, arguments: "TreeTrainingArguments") -> Any:
-    from transformers import set_seed
-
-    from treewise.cli.pretrained import load_weights
-
-    model = load_weights(config.model, config.gguf_file, config.dtype)
-    if config.lora is None:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    set_seed(arguments.seed)  # adapters start from random numbers
-    try:
-        return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **config.lora}))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"lora: {error}") from error
-
-
-def _dry_run(arguments: "TreeTrainingArguments", model: Any, dataset: Any) -> int:
-    from treewise.engine import TreeEngine
-    from treewise.trainer.batches import survey
-    from treewise.trainer.describe import describe
-
-    TreeEngine(model, arguments.max_tokens, arguments.attention)
-    if _is_first_rank():
-        print(describe(arguments, dataset, survey(dataset)))
-    return 0
-
-
-def _train(
-    arguments: "TreeTrainingArguments",
-    model: Any,
-    tokenizer: Any,
-    train_data: Any,
-    eval_data: "TreeDataset | None",
-    resume_from: str | bool | None,
-    command: str,
-    objective: Any = None,
-    callbacks: Any = None,
-) -> None:
-    import torch
-
-    from treewise.trainer import TreeTrainer
-
-    try:
-        trainer = TreeTrainer(
-            model,
-            arguments,
-            train_dataset=train_data,
-            eval_dataset=eval_data,
-            objective=objective,
-            processing_class=tokenizer,
-            callbacks=callbacks,
-        )
-    except RuntimeError as error:
-        if "to be installed" not in str(error):  # what transformers says of a tracker that is not there
-            raise
-        raise ConfigError(f"report_to: {error}") from error
-    try:
-        trainer.train(resume_from_checkpoint=resume_from)
-    except StoppedError as error:
-        if _is_first_rank():
-            print(f"{error} Go on with: {command} --resume", file=sys.stderr)
-        error.args = ()  # all is said
-        raise
-    except KeyboardInterrupt:
-        print(f"stopped at step {trainer.state.global_step}; go on with: {command} --resume", file=sys.stderr)
-        raise
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"out of memory in step {trainer.state.global_step + 1} with max_tokens={arguments.max_tokens}; "
-            "a lower max_tokens gives the same gradients in less memory."
-        ) from error
-    trainer.save_model()
-    trainer.save_state()
-    if _is_first_rank():
-        print(f"model saved to {arguments.output_dir}")
-
-
-# -- the run's folder -------------------------------------------------------------------------------------------------
-
-
-def _check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
-    from treewise.trainer import checkpoint as seals
-
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir {folder} is a file.")
-    if overwrite:
-        return
-    if (folder / FINISHED).exists():
-        raise ConfigError(f"output_dir {folder} holds a finished run; choose another, or --overwrite to train again.")
-    made = seals.checkpoints(folder)
-    if made and not resume:
-        raise ConfigError(
-            f"output_dir {folder} holds a run up to {made[-1].name}; choose another, --resume to go on, "
-            "or --overwrite to start anew."
-        )
-
-
-def _checkpoint(folder: Path, resume: str | None) -> str | bool | None:
-    """What to resume from: a path, True for the newest complete checkpoint, or None."""
-    from treewise.trainer import checkpoint as seals
-
-    if resume is None:
-        return None
-    if resume != "newest":
-        if resume.endswith((".yaml", ".yml")):
-            raise ConfigError(f"--resume {resume}: CONFIG.yaml comes first, then --resume.")
-        if not Path(resume).is_dir():
-            raise CheckpointError(f"{resume}: no such checkpoint.")
-        return resume
-    for line in seals.recover(folder):
-        print(line, file=sys.stderr)
-    if seals.checkpoints(folder):
-        return True
-    print(f"no complete checkpoint in {folder}: starting from step 0")
-    return None
-
-
-def _write_resolved(
-    folder: Path, config: RunConfig, arguments: "TreeTrainingArguments", overwrite: bool, is_resumed: bool
-) -> None:
-    from treewise.trainer import checkpoint as seals
-
-    resolved = folder / RESOLVED
-    try:
-        if overwrite:
-            seals.recover(folder)
-            for path in seals.checkpoints(folder):
-                shutil.rmtree(path)
-            for path in (resolved, folder / FINISHED):
-                path.unlink(missing_ok=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = resolved_text(config, arguments)
-        if is_resumed and resolved.exists():
-            for change in differences(resolved.read_text(encoding="utf-8"), text):
-                print(f"changed since this run began: {change}", file=sys.stderr)
-        seals.write_atomically(resolved, text)
-    except OSError as error:
-        raise ConfigError(f"output_dir {folder} cannot be written ({error.strerror}).") from error
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
