@@ -29,6 +29,7 @@ BENCH_ARGS ?=
 RESULTS := benchmarks/results
 REAL_TREES := examples/data/searches.jsonl.gz --thinking keep --max_flat_tokens 2400 \
   --trees crosswords-8-first-20 game24-937-first-20 game24-904
+HYBRID := --model hybrid-18m --workload ratio-6.5
 GPU_MODELS ?= qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b
 GPU_WORKLOADS ?= tau2 ratio-6.5 164k-83k grpo no-sharing
 
@@ -57,10 +58,12 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/treewise bench --device cpu --json $(RESULTS) $(BENCH_ARGS)
+	$(BIN)/treewise bench --device cpu $(HYBRID) --json $(RESULTS) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/tables.py
 
 bench-check: $(VENV)/.dev
 	$(BIN)/treewise bench --device cpu --check $(RESULTS) $(BENCH_ARGS)
+	$(BIN)/treewise bench --device cpu $(HYBRID) --check $(RESULTS) $(BENCH_ARGS)
 
 bench-real: $(VENV)/.dev
 	$(BIN)/treewise bench $(REAL_TREES) --model smollm2-demo --device cpu --json $(RESULTS) --name real $(BENCH_ARGS)

@@ -47,7 +47,8 @@ def short(record: dict[str, Any]) -> str:
 def _heading(model: str, rows: list[Row]) -> Iterator[str]:
     skipped = next((row["skipped"] for row in rows if "skipped" in row), None)
     dtypes = ", ".join(dict.fromkeys(f"{row['dtype']} on {row['device']}" for row in rows if "dtype" in row))
-    yield f"**{model}**" + (f", {dtypes}" if dtypes else "") + (f": {skipped}" if skipped else "")
+    commands = ", ".join(dict.fromkeys(f"`{row['command']}`" for row in rows))
+    yield f"**{model}**" + (f", {dtypes}" if dtypes else "") + (f": {skipped}" if skipped else "") + f" ({commands})"
     yield ""
 
 

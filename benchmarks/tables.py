@@ -56,7 +56,7 @@ def _benches(page: Path) -> None:
         if picture:
             (ROOT / "docs" / f"{path.stem}.svg").write_text(picture)
         image = f"![speed-ups over flat training]({path.stem}.svg)\n\n" if picture else ""
-        parts.append(f"{_source(path, record)}, `{record['command']}`\n\n{image}{result_tables.tables(record)}")
+        parts.append(f"{_source(path, record)}:\n\n{image}{result_tables.tables(record)}")
     if parts:
         _fill(page, "bench", "\n\n".join(parts))
 

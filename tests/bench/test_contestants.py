@@ -11,7 +11,7 @@ from oracle import flat_sft
 from strategies import trajectories
 from treewise.attention.mask import LayerRule, TreeMask
 from treewise.attention.reference import reference_attention
-from treewise.bench import make, random_model
+from treewise.bench import make, random_model, varlen
 from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, can_pack, merged_trajectories
 from treewise.bench.measure import gradient_error
@@ -113,6 +113,51 @@ def test_varlen_attention_is_aligned_at_the_end() -> None:
         rows = [each.transpose(0, 1)[None] for each in own]
         expected = reference_attention(*rows, mask, LayerRule(0.3))
         torch.testing.assert_close(part.transpose(0, 1)[None], expected)
+
+
+@pytest.mark.parametrize("name", ["flash_attn 2", "torch varlen"])
+def test_kernels_of_gpus_are_asked_for_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments only: stand-ins hand them to the loop, which is aligned at the end and causal."""
+    lengths_q, lengths_k = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0, 5, 9], dtype=torch.int32)
+    query, key, value = torch.randn(7, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    expected = varlen_attention(query, key, value, lengths_q, lengths_k, 4, 5, softmax_scale=0.3)
+
+    def flash(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale, causal):
+        assert (max_q, max_k, causal) == (4, 5, True)
+        return varlen._loop(q, k, v, tuple(cu_q.tolist()), tuple(cu_k.tolist()), softmax_scale), "log-sum-exp"
+
+    def varlen_attn(*args, scale, window_size, enable_gqa):
+        assert (window_size, enable_gqa) == ((-1, 0), True)
+        return flash(*args, softmax_scale=scale, causal=True)[0]
+
+    monkeypatch.setattr(varlen, "kernel", lambda *_: name)
+    monkeypatch.setattr(varlen, "_flash_function", lambda _: flash)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    found = varlen_attention(query, key, value, lengths_q, lengths_k, 4, 5, softmax_scale=0.3)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+def test_the_kernel_of_this_gpu_is_aligned_at_the_end() -> None:
+    torch.manual_seed(0)
+    lengths_q = torch.tensor([0, 30, 70], dtype=torch.int32, device="cuda")
+    lengths_k = torch.tensor([0, 50, 90], dtype=torch.int32, device="cuda")
+    tensors = [torch.randn(n, h, 64, device="cuda") for n, h in ((70, 4), (90, 2), (90, 2))]
+    expected = varlen_attention(*tensors, lengths_q, lengths_k, 40, 50)
+    half = [each.bfloat16() for each in tensors]
+    assert varlen.kernel("cuda", torch.bfloat16) != "sdpa"
+    found = varlen_attention(*half, lengths_q, lengths_k, 40, 50)
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("attention", ["flex", "reference"])
+def test_other_attention_is_counted_by_its_own_blocks(model: torch.nn.Module, attention: str) -> None:
+    items = make("grpo", "tiny", 64).trajectories
+    made = prepare(builders(twin(model), items, against=[], attention=attention)["tree"])
+    assert isinstance(made, Contestant)
+    # 73 tokens: flex reads one block of 128 keys, the reference every key for every query.
+    assert made.key_rows_per_token == pytest.approx(128 / 73 if attention == "flex" else 73)
+    made.step()
 
 
 def test_a_twin_shares_parameters_and_nothing_else(model: torch.nn.Module) -> None:

@@ -26,15 +26,14 @@ OURS = ("tree", "held", "recomputed")
 
 
 def record(rows: Rows, command: Sequence[str]) -> dict[str, Any]:
-    """Rows, each with its commit, and what is needed to read them later: command, hardware, versions."""
+    """Rows, each with its command and commit, and what is needed to read them later: hardware, versions."""
     return {
         "benchmark": "treewise bench",
-        "command": " ".join(command),
         "hardware": hardware(),
         "processor": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "rows": [{**row, "commit": commit()} for row in rows],
+        "rows": [{**row, "command": " ".join(command), "commit": commit()} for row in rows],
     }
 
 
