@@ -251,6 +251,37 @@ def test_a_folder_in_use_is_refused_with_its_holder(make_trainer, trees, other_r
         make_trainer(trees, max_steps=1).train()
 
 
+def test_a_killed_runs_workers_do_not_keep_its_lock(tmp_path):
+    read, write = os.pipe()
+
+    def hold():
+        with RunLock(tmp_path):
+            worker = in_child(signal.pause)
+            os.write(write, f"{worker}\n".encode())
+            signal.pause()
+
+    run = in_child(hold)
+    worker = int(os.read(read, 20))
+    try:
+        with pytest.raises(ConfigError, match=f"in use by process {run}"):
+            RunLock(tmp_path).take()  # the worker gave up its share alone
+        os.kill(run, signal.SIGKILL)
+        os.waitpid(run, 0)
+        os.kill(worker, 0)
+        with RunLock(tmp_path):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.close(read)
+        os.close(write)
+
+
+def test_a_forked_process_leaves_the_file_of_the_lock(tmp_path):
+    with RunLock(tmp_path) as lock:
+        os.waitpid(in_child(lock.release), 0)
+        assert (tmp_path / NAME).exists()
+
+
 def test_the_lock_of_a_killed_run_is_stale(make_trainer, trees, other_run, tmp_path):
     os.kill(other_run, signal.SIGKILL)
     os.waitpid(other_run, 0)

@@ -1,7 +1,9 @@
 """One run per folder: a file that says who has it, held by a lock that ends with its process.
 
-The lock is the operating system's (`flock`), so a killed run leaves none behind; the file is for people. Where a file
-system has no such locks, a holder on this machine is alive if its process is; one on another machine is believed.
+The lock is the operating system's (`flock`), so a killed run leaves none behind; the file is for people. A process that
+is forked while it is held (a loader's worker) would share it, and outlive a killed run by seconds: it gives it up at
+once. Where a file system has no such locks, a holder on this machine is alive if its process is; one on another
+machine is believed.
 """
 
 import json
@@ -53,7 +55,9 @@ class RunLock:
         self._held[self.folder] = descriptor, 1
 
     def release(self) -> None:
-        """Gives the folder back after the last `take`."""
+        """Gives the folder back after the last `take`; in a forked process there is nothing to give back."""
+        if self.folder not in self._held:
+            return
         descriptor, times = self._held.pop(self.folder)
         if times > 1:
             self._held[self.folder] = descriptor, times - 1
@@ -64,6 +68,14 @@ class RunLock:
         if self._is_new:
             with suppress(OSError):
                 self.folder.rmdir()  # only if nothing was written into it
+
+    @classmethod
+    def _forget(cls) -> None:
+        """In a forked process: closes what it shares with its parent, whose locks stay."""
+        for descriptor, _ in cls._held.values():
+            with suppress(OSError):
+                os.close(descriptor)
+        cls._held.clear()
 
     def _open(self) -> int:
         path = self.folder / NAME
@@ -98,6 +110,10 @@ class RunLock:
     def _refusal(self, holder: dict[str, Any]) -> str:
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} (since {holder.get('since', '?')})"
         return f"output_dir {self.folder} is in use by {who}; wait for it, stop it, or choose another folder."
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=RunLock._forget)
 
 
 def _is_same(descriptor: int, path: Path) -> bool:
