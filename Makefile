@@ -27,7 +27,7 @@ PYTEST_ARGS ?= -n 2
 # What `treewise bench` gets besides, as in: make bench-gpu GPU_MODELS=qwen3-8b BENCH_ARGS="--repetitions 1"
 BENCH_ARGS ?=
 RESULTS := benchmarks/results
-REAL_TREES := examples/data/searches.jsonl.gz --thinking keep --max_flat_tokens 2400 \
+REAL_TREES := examples/data/searches.jsonl.gz --thinking keep --max_flat_tokens 4400 \
   --trees crosswords-8-first-20 game24-937-first-20 game24-904
 HYBRID := --model hybrid-18m --workload ratio-6.5
 GPU_MODELS ?= qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b

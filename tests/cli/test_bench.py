@@ -56,8 +56,26 @@ def test_own_trees_on_an_own_model(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--max-tokens", "0"], "at least 1 token"),
         (["--row-tokens", "-1"], "--row_tokens is -1"),
         (["--check", "none.json"], "no results of treewise bench"),
+        (["--device", "abacus"], "--device 'abacus'"),
+        (["--device", "meta"], "cpu and cuda are measured"),
     ],
 )
 def test_settings_without_sense_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_models_without_room_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("treewise.bench.shapes.free_bytes", lambda _: 1000)
+    assert main(TINY) == 2
+    captured = capsys.readouterr()
+    assert "qwen3-tiny: weights and gradients take" in captured.out
+    assert "nothing was measured" in captured.err
+
+
+def test_a_gpu_that_is_not_there_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "--device", "cuda"]) == 2
+    assert "finds no GPU here" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def random_model(name: str, dtype: torch.dtype, device: torch.device) -> nn.Modu
     needed, free = 2 * number * torch.empty(0, dtype=dtype).element_size(), free_bytes(device)
     if needed > free:
         raise OutOfMemoryError(
-            f"{name}: weights and gradients take {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} are free."
+            f"weights and gradients take {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} are free."
         )
     torch.manual_seed(0)
     with device:
