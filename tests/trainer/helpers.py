@@ -74,7 +74,7 @@ def in_child(work):
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the child does not need them
         child = os.fork()
     if child == 0:
-        # A lock that another thread held at the fork is never given back here; then the child counts as killed.
+        # A lock that another thread held at the fork is never given back here; the alarm ends such a child.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(20)
         code = 1

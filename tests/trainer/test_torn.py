@@ -1,41 +1,20 @@
 """kill -9 at any moment of a save loses nothing that was published, and a killed run ends like an undisturbed one."""
 
+import json
 import os
-import random
 import shutil
-import signal
+import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from trainer.helpers import in_child, some_trees, tiny_model
+from trainer import torn
+from trainer.helpers import some_trees
+from trainer.torn import killed_at
 from treewise.trainer import checkpoint as seals
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-# What Python reports of its calls to the file system; between two of them a killed process leaves no new state behind,
-# apart from the length of a file that is not sealed yet.
-FILE_EVENTS = ("open", "os.", "shutil.")
-
-
-def killed_at(event_number, work):
-    """Whether `work` was killed at its n-th call to the file system, and had not ended before."""
-
-    left = iter(range(event_number, -1, -1))
-
-    def die(name, arguments):
-        if name.startswith(FILE_EVENTS) and next(left, 1) == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def run():
-        sys.addaudithook(die)
-        work()
-
-    _, status = os.waitpid(in_child(run), 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
 
 
 def save(run_dir, step, content):
@@ -91,21 +70,17 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(make_
     settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     whole = make_trainer(some_trees(), folder="whole", max_tokens=40, **settings)
     whole.train()
-    run_dir = tmp_path / "run"
-    random_moments = random.Random(1)
-
-    def train():
-        trainer = make_trainer(some_trees(), model=tiny_model(seed=9), max_tokens=40, **settings)
-        if not seals.checkpoints(run_dir):
-            trainer.model.load_state_dict(tiny_model().state_dict())
-        seals.recover(run_dir)
-        trainer.train(resume_from_checkpoint=bool(seals.checkpoints(run_dir)))
-        torch.save(trainer.model.state_dict(), tmp_path / "final.pt")
-
-    num_kills = 0
-    while killed_at(random_moments.randrange(50, 600), train):
-        num_kills += 1
-    assert num_kills > 3
-    weights = torch.load(Path(tmp_path) / "final.pt", weights_only=True)
+    (tmp_path / "settings.json").write_text(json.dumps(whole.args.to_dict(), default=str))
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", torn.__file__, str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert int((tmp_path / "kills.json").read_text()) > 3
+    weights = torch.load(tmp_path / "final.pt", weights_only=True)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(weights[name], value)
