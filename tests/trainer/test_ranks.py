@@ -43,6 +43,14 @@ TWO = {
     "weighted": ({**SGD, **NESTED}, {"sharded": True}, {}),
 }
 
+# The same for four processes, from the first step: plans that are cut, and whole ones.
+FOUR = {
+    "whole ddp": ({**SGD, "max_tokens": None}, {}, {}),
+    "whole sharded": ({**SGD, "max_tokens": None}, {"sharded": True}, {}),
+    "cut ddp": ({**SGD, **CUT}, {}, {}),
+    "cut sharded": ({**SGD, **CUT}, {"sharded": True}, {}),
+}
+
 
 def batch_of(trees_per_step, num_ranks, settings):
     num_parts = num_ranks * settings.get("gradient_accumulation_steps", 1)
@@ -100,9 +108,10 @@ def test_two_processes_train_like_one(of_two, of_one, name):
 
 
 @pytest.fixture(scope="module")
-def resumed(of_two, tmp_path_factory):
-    """Four processes that go on from the third step of two: outcomes of rank 0."""
-    folder, runs = tmp_path_factory.mktemp("four"), {}
+def of_four(of_two, tmp_path_factory):
+    """Four processes, from the start and from the third step of two: outcomes of rank 0."""
+    folder = tmp_path_factory.mktemp("four")
+    runs = {name: {**both, **several, **batch_of(4, 4, both)} for name, (both, several, _) in FOUR.items()}
     for name in ("ddp", "sharded"):
         both, several, _ = TWO[name]
         runs[name] = {**both, **several, **batch_of(4, 4, both), "resume": str(of_two[0] / name / "checkpoint-3")}
@@ -112,12 +121,19 @@ def resumed(of_two, tmp_path_factory):
     return folder, launch(4, folder, runs)[0]
 
 
+@pytest.mark.parametrize("name", FOUR)
+def test_four_processes_train_like_one(of_four, of_one, name):
+    both, several, _ = FOUR[name]
+    assert_same(of_four[1][name], of_one({**both, **batch_of(4, 1, both)}))
+    assert of_four[1][name]["kinds"] == (["DTensor"] if several else ["Tensor"])
+
+
 @pytest.mark.parametrize("name", ["ddp", "sharded", "to ddp", "to shards"])
-def test_four_processes_go_on_where_two_stopped(resumed, of_one, name):
+def test_four_processes_go_on_where_two_stopped(of_four, of_one, name):
     both = TWO["ddp"][0]
     expected = of_one({**both, **batch_of(4, 1, both), "save_strategy": "no"})
-    assert_same(resumed[1][name], expected)
-    assert resumed[1][name]["kinds"] == (["Tensor"] if name in ("ddp", "to ddp") else ["DTensor"])
+    assert_same(of_four[1][name], expected)
+    assert of_four[1][name]["kinds"] == (["Tensor"] if name in ("ddp", "to ddp") else ["DTensor"])
 
 
 @pytest.mark.parametrize("name", ["ddp", "sharded", "adapters"])
