@@ -33,6 +33,8 @@ def test_family_is_as_the_table_says(family: str) -> None:
         return  # the table belongs to another release; that nothing is wrong has been seen
     stored = TABLE.find(family)
     assert stored is not None, "run `make models`"
+    if found.status == UNTRIED and "No module named" in found.reason:
+        pytest.skip(found.reason)  # the model itself needs what this environment lacks
     assert (found.status, found.layers) == (stored.status, stored.layers)
     assert without_numbers(found.reason) == without_numbers(stored.reason)
 

@@ -95,8 +95,9 @@ def check(model, items, objective, max_tokens, tolerance: float, hold: str = "au
     found = gradients_of(model)
     norm = sum(float(each.double().square().sum()) for each in gradient.values()) ** 0.5
     error = sum(float((found[name].double() - each.double()).square().sum()) for name, each in gradient.items()) ** 0.5
-    # Where terms of opposite signs cancel, rounding is that of the terms, so very small gradients are held to 1e-3.
-    assert error <= tolerance * max(norm, 1e-3), (error, norm)
+    # Where terms cancel (a teacher's only candidate, renormalised), rounding is that of the terms, whose gradients are
+    # of order 1: so small gradients are held to what 0.1 would be.
+    assert error <= tolerance * max(norm, 0.1), (error, norm)
     assert out.loss == pytest.approx(loss, rel=tolerance, abs=tolerance)
 
 
