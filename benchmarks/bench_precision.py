@@ -68,7 +68,7 @@ def contestants(model: Any, forest: Forest, items: Sequence[Trajectory]) -> Any:
     model.set_attn_implementation("eager")
     yield "flat_eager", flat(model, items)
     model.set_attn_implementation("sdpa")
-    for key, max_tokens in (("tree", None), ("tree_third", forest.num_tokens // 3)):
+    for key, max_tokens in (("tree_whole", None), ("tree_third", forest.num_tokens // 3)):
         model.zero_grad()
         TreeEngine(model, max_tokens, check=False).step(forest)
         yield key, gradients(model)
