@@ -86,14 +86,15 @@ class Budget:
                     if not is_out_of_memory(error) or not self.recovers:
                         raise
                     reason = str(error).splitlines()[0]
-                self._shrink(num_tokens, can_retry=is_clean or self.setting == AUTO, reason=reason)
+                self.shrink(num_tokens, can_retry=is_clean or self.setting == AUTO, reason=reason)
                 for parameter in model.parameters():
                     parameter.grad = None
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
 
-    def _shrink(self, num_tokens: int, can_retry: bool, reason: str) -> None:
+    def shrink(self, num_tokens: int, can_retry: bool, reason: str) -> None:
+        """Halves the budget after a batch of `num_tokens` ran out of memory; raises where that cannot help."""
         used = num_tokens if self.tokens is None else min(self.tokens, num_tokens)
         if not can_retry:
             raise OutOfMemoryError(

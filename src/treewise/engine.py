@@ -81,7 +81,7 @@ class TreeEngine:
         self.model, self.attention = model, attention
         self.hold, self.temperature = hold, temperature
         self.offload, self.reserve_bytes = offload, reserve_bytes
-        self._budget = Budget(max_tokens)
+        self.budget = Budget(max_tokens)
         self.parts = take_apart(model)
         self.routing_rule = rule_of(base_model(model), router_aux_loss, router_z_coefficient)
         self._is_probed = not check
@@ -90,14 +90,14 @@ class TreeEngine:
     @property
     def max_tokens(self) -> int | None:
         """The budget in force; None while there is none."""
-        return self._budget.tokens
+        return self.budget.tokens
 
     def plan(self, forests: Forests) -> Plan:
         """The plan that `step` would run; measures the budget first where that is left to the engine."""
         whole = forests if isinstance(forests, Forest) else Forest.concatenate(list(forests))
-        if not self._budget.is_measured:
+        if not self.budget.is_measured:
             self._measure(whole)
-        return plan(whole, self._budget.tokens, hold=self.hold)
+        return plan(whole, self.budget.tokens, hold=self.hold)
 
     def step(
         self,
@@ -119,7 +119,7 @@ class TreeEngine:
         chosen = SFT() if objective is None else objective
         whole = forests if isinstance(forests, Forest) else Forest.concatenate(list(forests))
         out: list[StepOutput] = []
-        self._budget.run(self.model, whole.num_tokens, lambda: out.append(self._step(whole, chosen, denominator)))
+        self.budget.run(self.model, whole.num_tokens, lambda: out.append(self._step(whole, chosen, denominator)))
         return out[-1]
 
     def _step(self, forest: Forest, objective: Objective | Loss, denominator: float | None) -> StepOutput:
@@ -234,7 +234,7 @@ class TreeEngine:
             # States of recurrent layers, as many tokens as take their memory.
             return run.peak_gateway_tokens + (peak_cuts(run) * state_size // token_size if state_size else 0)
 
-        self._budget.measure(self.parts, train, gateway_tokens, self.reserve_bytes)
+        self.budget.measure(self.parts, train, gateway_tokens, self.reserve_bytes)
 
     def new_walk(self, run: Plan, routing: Routing | None = None) -> Walk:
         """A walk over a plan; the first one checks model and tokens, see `check`."""
@@ -270,7 +270,7 @@ class TreeEngine:
             return Walk(self.parts, chain, self._implementation()).whole_rows()
 
         self._pace = Pace(exchange, empty_rows)
-        self._budget.recovers = False
+        self.budget.recovers = False
 
     def finish_pace(self) -> None:
         """Keeps the other ranks company until all have done their walks."""

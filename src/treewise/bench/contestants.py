@@ -170,7 +170,7 @@ def _tree(
     is_checkpointed: bool = False,
 ) -> Contestant:
     engine = TreeEngine(model, max_tokens, attention, hold=hold, router_aux_loss=False)
-    engine._budget.recovers = False  # a smaller budget would be another contestant
+    engine.budget.recovers = False  # a smaller budget would be another contestant
     started = time.perf_counter()
     forest = Forest.from_trajectories(items)
     run = engine.plan(forest)

@@ -205,7 +205,7 @@ class Sharing:
                     raise
                 reason = str(error).splitlines()[0]
             # No gradient has been touched yet, so the same batch may be tried again in smaller parts.
-            self.engine._budget._shrink(rows.forest.num_tokens, can_retry=True, reason=reason)
+            self.engine.budget.shrink(rows.forest.num_tokens, can_retry=True, reason=reason)
 
     def _check_once(self, forest: Forest) -> None:
         """Lets the engine probe the model, whose own forward it calls for that, without what is around this call.
