@@ -27,8 +27,11 @@ PYTEST_ARGS ?= -n 2
 # What `treewise bench` gets besides, as in: make bench-gpu GPU_MODELS=qwen3-8b BENCH_ARGS="--repetitions 1"
 BENCH_ARGS ?=
 RESULTS := benchmarks/results
-REAL_TREES := examples/data/searches.jsonl.gz --thinking keep --max_flat_tokens 4400 \
+SEARCHES := examples/data/searches.jsonl.gz --thinking keep --max_flat_tokens 4400 \
   --trees crosswords-8-first-20 game24-937-first-20 game24-904
+TOOL_CALLS := examples/data/toolbench.jsonl.gz --thinking keep --chat_template chatml --trees toolbench-G3-15 \
+  --repetitions 2
+REAL := --model smollm2-demo --device cpu --json $(RESULTS) --name real
 HYBRID := --model hybrid-18m --workload ratio-6.5
 GPU_MODELS ?= qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b
 GPU_WORKLOADS ?= tau2 ratio-6.5 164k-83k grpo no-sharing
@@ -66,7 +69,8 @@ bench-check: $(VENV)/.dev
 	$(BIN)/treewise bench --device cpu $(HYBRID) --check $(RESULTS) $(BENCH_ARGS)
 
 bench-real: $(VENV)/.dev
-	$(BIN)/treewise bench $(REAL_TREES) --model smollm2-demo --device cpu --json $(RESULTS) --name real $(BENCH_ARGS)
+	$(BIN)/treewise bench $(SEARCHES) $(REAL) $(BENCH_ARGS)
+	$(BIN)/treewise bench $(TOOL_CALLS) $(REAL) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/tables.py
 
 bench-gpu: $(VENV)/.dev

@@ -19,12 +19,10 @@ Records = list[tuple[Path, dict[str, Any]]]
 
 def main() -> None:
     page = ROOT / "docs" / "performance.md"
-    steps, memory = _records("step-"), _records("memory")
-    _fill(page, "steps", "\n\n".join(_steps(path, record, "../benchmarks/results") for path, record in steps))
+    memory = _records("memory")
     _fill(page, "memory", "\n\n".join(_memory(path, record) for path, record in memory))
-    real = [(path, record) for path, record in _records("treewise bench") if path.name.startswith("real-")]
-    short = [_short(path, record) for path, record in steps] if not real else [_short_real(*each) for each in real]
-    _fill(ROOT / "README.md", "steps", "\n\n".join(short))
+    real = [each for each in _records("treewise bench") if each[0].name.startswith("real-")]
+    _fill(ROOT / "README.md", "steps", "\n\n".join(_short(*each) for each in real))
     balance = [_balance(path, record) for path, record in _records("balance")]
     _fill(ROOT / "docs" / "balance.md", "balance", "\n\n".join(balance))
     _benches(page)
@@ -37,10 +35,8 @@ def main() -> None:
 
 
 def _records(benchmark: str) -> Records:
-    """Files and contents of one benchmark; a name that ends in a hyphen means all that begin with it."""
+    """Files and contents of one benchmark."""
     found = [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json"))]
-    if benchmark.endswith("-"):
-        return [each for each in found if each[1]["benchmark"].startswith(benchmark)]
     return [each for each in found if each[1]["benchmark"] == benchmark]
 
 
@@ -61,7 +57,7 @@ def _benches(page: Path) -> None:
         _fill(page, "bench", "\n\n".join(parts))
 
 
-def _short_real(path: Path, record: dict[str, Any]) -> str:
+def _short(path: Path, record: dict[str, Any]) -> str:
     heading = f"{_title(record)} ([{path.name}](benchmarks/results/{path.name})):"
     return f"{heading}\n\n{result_tables.short(record)}"
 
@@ -95,40 +91,6 @@ def _precision(record: dict[str, Any]) -> str:
     lines = [f"| tree | {' | '.join(name.replace('_', ' ') for name in names)} |", "|---|" + "---:|" * len(names)]
     for row in record["rows"]:
         lines.append(f"| {row['tree']} | {' | '.join(f'{row[name]:.4f}' for name in names)} |")
-    return "\n".join(lines)
-
-
-def _steps(path: Path, record: dict[str, Any], folder: str) -> str:
-    lines = [
-        f"{_title(record)} ([{path.name}]({folder}/{path.name})), seconds:",
-        "",
-        "| tree | tokens flat : tree | flat | leaves | TRL | tree | half | quarter | speed-up | bound | efficiency |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in record["rows"]:
-        seconds = {name: f"{value['median']:.2f}" for name, value in row["seconds"].items()}
-        cells = [seconds.get(name, "same") for name in ("flat", "leaves", "trl", "whole", "half", "quarter")]
-        figures = f"{row['speed_up']:.2f} | {row['flop_bound']:.2f} | **{row['efficiency']:.2f}**"
-        sizes = f"{row['flat_tokens']:,} : {row['tree_tokens']:,}"
-        lines.append(f"| {row['tree']} | {sizes} | {' | '.join(cells)} | {figures} |")
-    return "\n".join(lines)
-
-
-def _short(path: Path, record: dict[str, Any]) -> str:
-    lines = [
-        f"{_title(record)} ([{path.name}](benchmarks/results/{path.name})):",
-        "",
-        "| tree | share ratio | leaf ratio | speed-up | FLOP bound | efficiency | over leaves only | over TRL's rows |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in record["rows"]:
-        seconds = {name: value["median"] for name, value in row["seconds"].items()}
-        leaves = seconds.get("leaves", seconds["flat"]) / seconds["whole"]
-        trl = f"{seconds['trl'] / seconds['whole']:.2f} x" if "trl" in seconds else ""
-        lines.append(
-            f"| {row['tree']} | {row['share_ratio']:.1f} | {row['leaf_ratio']:.1f} | {row['speed_up']:.1f} x | "
-            f"{row['flop_bound']:.1f} x | {row['efficiency']:.2f} | {leaves:.1f} x | {trl} |"
-        )
     return "\n".join(lines)
 
 
@@ -217,9 +179,7 @@ def _plot(record: dict[str, Any]) -> str:
 
 
 def _title(record: dict[str, Any]) -> str:
-    is_step = record["benchmark"].startswith("step")
-    dtype = f", {record['rows'][0]['dtype']}" if is_step else ""
-    return f"{record['processor']}, {record['hardware']}, torch {record['torch']}{dtype}"
+    return f"{record['processor']}, {record['hardware']}, torch {record['torch']}"
 
 
 def _fill(page: Path, name: str, text: str) -> None:
