@@ -21,12 +21,12 @@ TOLERANCE = 5e-6
 ROLLOUTS = [Trajectory([3, 4, 5, 6, 7, 8]), Trajectory([3, 4, 5, 9, 10]), Trajectory([3, 4, 11, 12, 13, 14, 15])]
 
 
-def check(model: nn.Module, flat_model: nn.Module | None = None) -> None:
+def check(model: nn.Module, flat_model: nn.Module | None = None, attention: str = "auto") -> None:
     _, _, expected = flat_sft(model if flat_model is None else flat_model, ROLLOUTS)
     forest = Forest.from_trajectories(ROLLOUTS)
     for max_tokens in (None, 4):
         model.zero_grad()
-        TreeEngine(model, max_tokens).step(forest)
+        TreeEngine(model, max_tokens, attention).step(forest)
         found = {name.removeprefix("_orig_mod."): grad for name, grad in gradients_of(model).items()}
         assert found.keys() == expected.keys()
         assert gradient_error(found, expected) < TOLERANCE
@@ -228,3 +228,13 @@ def test_the_probe_takes_tokens_that_are_all_the_same() -> None:
 def test_models_that_drop_keyword_arguments_still_follow() -> None:
     assert takes_any_argument(tiny_model("stablelm").model)
     check(tiny_model("stablelm"))
+
+
+@pytest.mark.parametrize("attention", ["auto", "flex"])
+def test_layers_that_count_rows_are_told_depths(attention: str) -> None:
+    # Llama 4's layers without rotary positions: nothing differs below position `floor_scale`.
+    model = tiny_model("llama4_text", no_rope_layers=[0, 1, 0], floor_scale=4, attn_scale=1.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+    check(model, attention=attention)

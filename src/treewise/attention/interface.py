@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from treewise.attention import audit
+from treewise.attention.by_row import at_depth
 from treewise.attention.cascade import cascade_attention
 from treewise.attention.gateway import Gateway, GatewayRead, Slot, extend, inject
 from treewise.attention.mask import LayerRule, TreeMask
@@ -149,7 +150,7 @@ def _attend(
     rule = layer_rule(module, query, kwargs)
     sinks = kwargs.get("s_aux")
     slot = context.slot(module)
-    query, key, value = _as_autocast(query, key, value)
+    query, key, value = _as_autocast(at_depth(module, query, context.mask), key, value)
     if context.writes is not None:
         context.writes.write(slot, key, value)
     if context.injects is not None:
