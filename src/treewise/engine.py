@@ -28,6 +28,7 @@ from treewise.routed import count, with_router_loss
 from treewise.routing import Routing, RoutingRule, check_rule, rule_of
 from treewise.scoring import ObjectiveLoss
 from treewise.trajectory import Trajectory
+from treewise.transfer import to_device
 from treewise.values import hidden_rows, restore, routed_scores, routed_values, tree_logprobs, tree_values
 from treewise.walk import Walk
 
@@ -203,7 +204,7 @@ class TreeEngine:
         run = self.plan(forests)
 
         rows_TM = hidden_rows(self, run)
-        index = torch.as_tensor(run.forest.path_index, device=rows_TM.device)
+        index = to_device(run.forest.path_index, rows_TM.device)
         return list(rows_TM[index].split(run.forest.path_lengths.tolist()))
 
     def _step_any_loss(self, run: Plan, objective: Loss, denominator: float | None) -> StepOutput:

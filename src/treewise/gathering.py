@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from treewise.logprobs import CONSTANT
+from treewise.transfer import to_device
 from treewise.walk import Autocast, Walk
 
 # What a micro-batch hands out: the numbers of its entries ([E]), and by name their values ([E, ...]).
@@ -66,7 +67,7 @@ class _Gather(torch.autograd.Function):
             part = read(number, rows)
             if part is None:
                 return None
-            entry = torch.as_tensor(part[0], device=rows.device)
+            entry = to_device(part[0], rows.device)
             shares = [
                 (part[1][name] * grad[entry].to(part[1][name].dtype)).sum()
                 for name, grad in grad_of.items()
@@ -101,7 +102,7 @@ def _filled(
         # Nothing was asked for; the result still hangs on the model, so that its backward is a zero and not an error.
         wide = torch.promote_types(rows.dtype, torch.float32)
         return {name: rows.sum().to(wide) * torch.zeros(length, device=rows.device, dtype=wide) for name in names}
-    index = torch.as_tensor(np.concatenate([entry for entry, _ in given]), device=rows.device)
+    index = to_device(np.concatenate([entry for entry, _ in given]), rows.device)
     filled = {}
     for name in names:
         values = torch.cat([part[name] for _, part in given])

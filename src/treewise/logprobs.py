@@ -8,11 +8,14 @@ Letters: R projected rows, E edges, M model width, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from treewise.errors import ConfigError
+from treewise.transfer import to_device
 
 # What can be had of an edge, differentiable ones first; the names are TRL's. See `edge_values`.
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -20,6 +23,8 @@ _PER_EDGE = ("log_probs", "is_top1")  # the others belong to the hidden row, wha
 CONSTANT = OUTPUTS[2:]  # without gradients
 # Logits alive at a time: 64 MiB of float32 on a CPU, where caches are small; 512 MiB on a GPU.
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}
+
+Bounds = tuple[tuple[int, int], tuple[int, int]]  # of a chunk: its rows, and its edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +82,15 @@ class HeadGradients:
 def edge_values(
     hidden: torch.Tensor,
     head: Head,
-    source: torch.Tensor,
+    source: np.ndarray | torch.Tensor,
     target: torch.Tensor,
     outputs: tuple[str, ...] = ("log_probs",),
     max_logits: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """What a model says about `target[e]`, predicted from hidden row `source[e]`; several targets may share a row.
 
-    hidden: [T, M]. source: [E] int64, ascending. target: [E] int64 token ids. outputs: names out of `OUTPUTS`:
+    hidden: [T, M]. source: [E] int64, ascending; best an array, since of a tensor on a GPU the host has to wait for the
+    values. target: [E] int64 token ids. outputs: names out of `OUTPUTS`:
 
     * `log_probs`: natural log-prob of the target; always computed, differentiable.
     * `entropy`: of the predicting distribution, in nats; differentiable.
@@ -100,12 +106,14 @@ def edge_values(
         wide = torch.promote_types(hidden.dtype, torch.float32)
         empty = hidden.sum() * torch.zeros(0, dtype=wide, device=hidden.device)
         return {name: empty.bool() if name == "is_top1" else empty for name in outputs}
-    rows, edge_row = torch.unique_consecutive(source, return_inverse=True)
+    source_E = source.cpu().numpy() if isinstance(source, torch.Tensor) else source
+    is_first_E = np.diff(source_E, prepend=-1) != 0
+    row_E = np.cumsum(is_first_E) - 1
     limit = max_logits or MAX_LOGITS.get(hidden.device.type, MAX_LOGITS["cpu"])
-    chunk = max(1, limit // head.weight.shape[0])
-    found = _EdgeValues.apply(
-        hidden.index_select(0, rows), head.weight, head.bias, edge_row, target, head, chunk, tuple(outputs)
-    )
+    bounds = _chunk_bounds(row_E, max(1, limit // head.weight.shape[0]))
+    edge_row = to_device(row_E, hidden.device)
+    projected = hidden.index_select(0, to_device(source_E[is_first_E], hidden.device))
+    found = _EdgeValues.apply(projected, head.weight, head.bias, edge_row, target, head, bounds, tuple(outputs))
     values = dict(zip(OUTPUTS, found, strict=True))
     return {name: values[name] if name in _PER_EDGE else values[name][edge_row] for name in outputs}
 
@@ -120,13 +128,12 @@ class _EdgeValues(torch.autograd.Function):
         edge_row: torch.Tensor,
         target: torch.Tensor,
         head: Head,
-        chunk: int,
+        bounds: list[Bounds],
         outputs: tuple[str, ...],
     ) -> Any:
         dtype = _compute_dtype(hidden)
         hidden = hidden.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        bounds = _chunk_bounds(edge_row, hidden.shape[0], chunk)
         values = _Values(hidden, len(target), outputs)
         cast_weight = weight.to(dtype)
         for (start, end), (low, high) in bounds:
@@ -245,12 +252,9 @@ def _finish(
     return logits, slope
 
 
-def _chunk_bounds(edge_row: torch.Tensor, num_rows: int, chunk: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Row ranges of at most `chunk` rows, each with the range of its edges; one host synchronisation in all."""
-    starts = list(range(0, num_rows, chunk))
-    edge_starts = torch.searchsorted(edge_row, torch.tensor(starts, device=edge_row.device)).tolist()
-    row_ends, edge_ends = [*starts[1:], num_rows], [*edge_starts[1:], len(edge_row)]
-    return [
-        ((start, end), (low, high))
-        for start, end, low, high in zip(starts, row_ends, edge_starts, edge_ends, strict=True)
-    ]
+def _chunk_bounds(row_E: np.ndarray, chunk: int) -> list[Bounds]:
+    """Row ranges of at most `chunk` rows, each with the range of its edges. row_E: the row of each edge, ascending."""
+    num_rows = int(row_E[-1]) + 1
+    row_bounds = [*range(0, num_rows, chunk), num_rows]
+    edge_bounds = np.searchsorted(row_E, row_bounds).tolist()
+    return list(zip(pairwise(row_bounds), pairwise(edge_bounds), strict=True))

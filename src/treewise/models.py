@@ -18,6 +18,7 @@ from treewise import recurrent
 from treewise.attention import TreeContext, install
 from treewise.errors import UnsupportedModelError
 from treewise.logprobs import Head
+from treewise.transfer import to_device
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers that mix no tokens.
@@ -149,14 +150,13 @@ def decoder_rows(parts: ModelParts, token_ids: np.ndarray, depth: np.ndarray, co
     device = parts.device
     arguments: dict[str, Any] = {"treewise": context} if takes_any_argument(parts.decoder) else {}
     if "position_ids" in _parameters_of(type(parts.decoder)):  # others have no attention, so no positions
-        arguments["position_ids"] = torch.as_tensor(depth, dtype=torch.long, device=device)[None]
+        arguments["position_ids"] = to_device(depth, device, torch.long)[None]
     if "attention_mask" in _parameters_of(type(parts.decoder)):
         arguments["attention_mask"] = context.empty_mask(device, parts.decoder.dtype)
     if context.wants_router_logits:
         arguments["output_router_logits"] = True
-    output = parts.decoder(
-        input_ids=torch.as_tensor(token_ids, dtype=torch.long, device=device)[None], use_cache=False, **arguments
-    )
+    input_ids = to_device(token_ids, device, torch.long)[None]
+    output = parts.decoder(input_ids=input_ids, use_cache=False, **arguments)
     context.is_done = True
     if context.wants_router_logits:
         context.router_logits = _router_logits(parts, output)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from treewise.errors import UnsupportedModelError
+from treewise.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Routing:
         assert self.is_counted
         terms = self._terms(self._row_sums(router_logits, positions))
         self._shares.append(terms.detach())
-        return terms @ terms.new_tensor([self.rule.aux_coefficient, self.rule.z_coefficient])
+        return self.rule.aux_coefficient * terms[0] + self.rule.z_coefficient * terms[1]
 
     def weigh_later(self, router_logits: tuple[torch.Tensor, ...], positions: np.ndarray) -> None:
         """Keeps a micro-batch's sums, for `total` once all is counted."""
@@ -80,7 +81,7 @@ class Routing:
     def total(self) -> torch.Tensor:
         """Both losses of the whole step with their factors, without a graph."""
         terms = torch.stack(self._shares).sum(0) if self._sums is None else self._terms(self._sums)
-        return terms @ terms.new_tensor([self.rule.aux_coefficient, self.rule.z_coefficient])
+        return self.rule.aux_coefficient * terms[0] + self.rule.z_coefficient * terms[1]
 
     def report(self) -> RoutingReport:
         """What the routers did, once every micro-batch was weighed."""
@@ -118,7 +119,7 @@ class Routing:
 
     def _weights(self, logits: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        return torch.as_tensor(self.multiplicity[positions], dtype=wide, device=logits.device)
+        return to_device(self.multiplicity[positions], logits.device, wide)
 
 
 def rule_of(base: Any, wants_aux: bool | None, z_coefficient: float) -> RoutingRule | None:

@@ -10,6 +10,7 @@ from treewise.errors import DataError
 from treewise.forest import Forest
 from treewise.logprobs import edge_values
 from treewise.objectives import Objective
+from treewise.transfer import to_device
 from treewise.walk import Walk
 
 
@@ -62,12 +63,12 @@ class Scorer:
         values = edge_values(
             rows,
             self.walk.head(self.temperature),
-            torch.as_tensor(edges.source if own else edges.source[edge], device=device),
-            torch.as_tensor(tokens, dtype=torch.long, device=device),
+            edges.source if own else edges.source[edge],
+            to_device(tokens, device, torch.long),
             self.wanted.outputs,
         )
         if own and len(entry) != len(edges.target):
-            index = torch.as_tensor(edge, device=device)
+            index = to_device(edge, device)
             values = {name: value[index] for name, value in values.items()}
         return entry, values
 
@@ -120,5 +121,4 @@ class ObjectiveLoss:
 
 
 def _as_tensor(stream: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    dtype = like.dtype if stream.dtype.kind == "f" else torch.long
-    return torch.as_tensor(stream, dtype=dtype, device=like.device)
+    return to_device(stream, like.device, like.dtype if stream.dtype.kind == "f" else torch.long)

@@ -18,6 +18,7 @@ from treewise.planner import Plan
 from treewise.routed import gather_routed
 from treewise.routing import Routing, RoutingRule
 from treewise.scoring import Scorer, Wanted
+from treewise.transfer import to_device
 from treewise.walk import Walk
 
 
@@ -75,7 +76,7 @@ def routed_values(
     if is_needed is not None:
         wanted = Wanted(wanted.positions[is_needed[wanted.positions]], None, outputs)
     values, router_loss = routed_scores(engine, run, wanted, routing)
-    index = torch.as_tensor(wanted.positions, device=engine.parts.device)
+    index = to_device(wanted.positions, engine.parts.device)
     scattered = {
         name: torch.zeros(run.forest.num_tokens, dtype=value.dtype, device=value.device).index_copy(0, index, value)
         for name, value in values.items()
@@ -116,6 +117,6 @@ def hidden_rows(engine: Engine, run: Plan) -> torch.Tensor:
 
 def restore(logprobs_T: torch.Tensor, forest: Forest) -> list[torch.Tensor]:
     """Per-trajectory log-probs. The transpose of this gather is gradient restoration."""
-    index = torch.as_tensor(forest.path_index, device=logprobs_T.device)
+    index = to_device(forest.path_index, logprobs_T.device)
     flat_F = logprobs_T[index]
     return [part[1:] for part in flat_F.split(forest.path_lengths.tolist())]

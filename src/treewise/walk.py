@@ -19,6 +19,7 @@ from treewise.models import ModelParts, decoder_rows, sparse_embedding_gradients
 from treewise.pacing import Pace
 from treewise.planner import BACKWARD, FORWARD, HOLD, Plan
 from treewise.recurrent import TreeRows
+from treewise.transfer import to_device
 
 LossOf = Callable[[int, torch.Tensor], torch.Tensor | None]
 
@@ -163,7 +164,7 @@ class Walk:
         first, last = int(rows[0]), int(rows[-1])
         if last - first + 1 == len(rows):
             return GatewayRead(self._gateways[above], slice(first, last + 1), len(rows))
-        return GatewayRead(self._gateways[above], torch.as_tensor(rows, device=self.parts.device), len(rows))
+        return GatewayRead(self._gateways[above], to_device(rows, self.parts.device), len(rows))
 
     def _root(self, number: int, rows: torch.Tensor, loss_of: LossOf) -> torch.Tensor:
         """What the backward of a micro-batch starts from."""

@@ -182,7 +182,7 @@ def _softcap(mask: TreeMask, softcap: float, query: torch.Tensor) -> torch.Tenso
     dtype = torch.promote_types(query.dtype, torch.float32)
     key = ("softcap", softcap, dtype, query.device)
     if key not in mask.cache:
-        mask.cache[key] = torch.tensor(softcap, dtype=dtype, device=query.device)
+        mask.cache[key] = torch.full((), softcap, dtype=dtype, device=query.device)
     return mask.cache[key]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from treewise.layout import Layout
+from treewise.transfer import to_device
 
 
 @dataclass(eq=False)
@@ -43,7 +44,7 @@ class TreeMask:
         key = ("tensors", device)
         if key not in self.cache:
             arrays = (self.lo, self.hi, self.key_depth)
-            self.cache[key] = tuple(torch.as_tensor(array, dtype=torch.int32, device=device) for array in arrays)
+            self.cache[key] = to_device(np.stack(arrays), device, torch.int32).unbind()
         return self.cache[key]
 
 

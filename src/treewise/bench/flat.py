@@ -23,6 +23,7 @@ from treewise.logprobs import edge_values
 from treewise.models import ModelParts
 from treewise.packing import best_fit
 from treewise.trajectory import Trajectory
+from treewise.transfer import to_device
 
 NAME = "treewise_bench_varlen"
 
@@ -68,7 +69,8 @@ class FlatRows:
         with own_attention, checkpointing(self.parts.model) if self.is_checkpointed else nullcontext():
             for row in self.rows:
                 hidden = self._hidden(row)
-                source, target, weight = (torch.as_tensor(each, device=device) for each in row.edges)
+                source, *streams = row.edges
+                target, weight = (to_device(each, device) for each in streams)
                 logprobs = edge_values(hidden, self.parts.head(), source, target)["log_probs"]
                 loss = -(logprobs * weight.to(logprobs.dtype)).sum() / self.denominator
                 loss.backward()
@@ -77,11 +79,11 @@ class FlatRows:
 
     def _hidden(self, row: "_Row") -> torch.Tensor:
         device = self.parts.device
-        ids = torch.as_tensor(row.token_ids, dtype=torch.long, device=device)[None]
+        ids = to_device(row.token_ids, device, torch.long)[None]
         if not self.packs:
             return self.parts.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
-        bounds = Bounds(torch.as_tensor(row.bounds, dtype=torch.int32, device=device), row.longest)
-        depth = torch.as_tensor(row.depth, dtype=torch.long, device=device)[None]
+        bounds = Bounds(to_device(row.bounds, device, torch.int32), row.longest)
+        depth = to_device(row.depth, device, torch.long)[None]
         out = self.parts.decoder(input_ids=ids, position_ids=depth, use_cache=False, bench_bounds=bounds)
         return out.last_hidden_state[0]
 

@@ -29,6 +29,7 @@ from treewise.models import refuse_dropout
 from treewise.planner import Plan
 from treewise.routed import gather_routed
 from treewise.routing import Routing, RoutingRule, rule_of
+from treewise.transfer import to_device
 from treewise.walk import Walk
 
 logger = logging.getLogger("treewise")
@@ -230,8 +231,8 @@ class Sharing:
                 if len(edges) == 0 and rule is None:
                     return None
                 device = hidden_TM.device
-                labels_E = torch.as_tensor(rows.label[edges], device=device)
-                return edges, head(hidden_TM[torch.as_tensor(source, device=device)], labels_E)
+                labels_E = to_device(rows.label[edges], device)
+                return edges, head(hidden_TM[to_device(source, device)], labels_E)
 
             return read
 
@@ -311,8 +312,8 @@ def _output(fields: Fields, rows: Rows, labels: torch.Tensor, num_items_in_batch
 
     mask = labels != IGNORED
     device = fields["log_probs"].device
-    place = torch.as_tensor(rows.place, device=device)
-    edge = torch.as_tensor(rows.edge, device=device)
+    place = to_device(rows.place, device)
+    edge = to_device(rows.edge, device)
     restored = {
         name: value.new_zeros(labels.numel()).index_copy(0, place, value[edge]).view(labels.shape)
         for name, value in fields.items()

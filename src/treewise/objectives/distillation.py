@@ -85,20 +85,23 @@ class Distillation:
         return Terms(forest.path_index[flat], streams, ids_Fk[flat, candidate], weight=float(plain_F.sum()))
 
     def token_losses(self, values: Values, streams: Streams) -> torch.Tensor:
-        """[Q] weighted losses of the tokens whose candidates are given (all candidates of a token come together)."""
-        _, first, token = _runs(streams["token"])
+        """[P] weighted losses: those of the Q tokens whose candidates are given, all of a token together, then zeros.
+
+        How many tokens there are the device knows, and the host would wait to hear it; so there are as many as terms.
+        """
+        token = _numbered(streams["token"])
         teacher, student = streams["teacher_logprobs"], values["log_probs"]
-        mass, student_mass = (_sum(token, torch.exp(each), len(first)) for each in (teacher, student))
+        mass, student_mass = (_sum(token, torch.exp(each)) for each in (teacher, student))
         if self.tail == "renormalize":
             teacher = teacher - torch.log(mass)[token]
             student = student - torch.log(student_mass)[token]
         shares = torch.exp(teacher)
-        losses = _sum(token, -shares * student, len(first))
+        losses = _sum(token, -shares * student)
         if self.divergence == "forward_kl":
-            losses = losses + _sum(token, shares * teacher, len(first))
+            losses = losses + _sum(token, shares * teacher)
         if self.tail == "bucket":
             losses = losses + self._rest(mass, student_mass)
-        return streams["weights"][first] * losses
+        return torch.zeros_like(losses).scatter(0, token, streams["weights"]) * losses
 
     def token_metrics(self, values: Values, streams: Streams) -> dict[str, torch.Tensor]:
         """Means over trained tokens: teacher_mass and student_mass, the probability that falls on the candidates."""
@@ -109,18 +112,18 @@ class Distillation:
         }
 
     def _rest(self, mass: torch.Tensor, student_mass: torch.Tensor) -> torch.Tensor:
-        """[Q] the term of all tokens that are no candidates. A rest below rounding counts as that rounding."""
+        """[P] the term of all tokens that are no candidates. A rest below rounding counts as that rounding."""
         smallest = torch.finfo(mass.dtype).eps
         rest = (1 - mass).clamp(min=0)
         losses = -rest * torch.log((1 - student_mass).clamp(min=smallest))
         return losses if self.divergence == "cross_entropy" else losses + torch.xlogy(rest, rest)
 
 
-def _runs(token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Runs of equal numbers: the numbers, where each begins, and for every entry its run."""
-    numbers, run, count = torch.unique_consecutive(token, return_inverse=True, return_counts=True)
-    return numbers, torch.cumsum(count, 0) - count, run
+def _numbered(token: torch.Tensor) -> torch.Tensor:
+    """[P] the same numbers from 0 on, without gaps; equal ones follow one another."""
+    return torch.cat([token.new_zeros(1), (token[1:] != token[:-1]).to(token.dtype)]).cumsum(0)
 
 
-def _sum(token: torch.Tensor, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    return torch.zeros(num_tokens, dtype=values.dtype, device=values.device).index_add(0, token, values)
+def _sum(token: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[P] the sum over the candidates of each token, then zeros."""
+    return torch.zeros_like(values).index_add(0, token, values)

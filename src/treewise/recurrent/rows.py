@@ -11,6 +11,7 @@ from treewise.layout import Layout
 from treewise.planner import Plan
 from treewise.recurrent.schedule import Schedule, make_schedule
 from treewise.recurrent.segments import RowSegments, row_segments, rows_before, rows_up_to_end
+from treewise.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class TreeRows:
     def tensor(self, name: object, array: np.ndarray, device: torch.device) -> torch.Tensor:
         """An index array as an int64 tensor, made once for each device."""
         if (name, device) not in self._tensors:
-            self._tensors[name, device] = torch.as_tensor(array, dtype=torch.long, device=device)
+            self._tensors[name, device] = to_device(array, device, torch.long)
         return self._tensors[name, device]
 
     def entering(self, gateway: int, cut_rows: np.ndarray) -> np.ndarray:
@@ -99,4 +100,4 @@ class TreeRows:
         behind = segments.start[:, None] + tail * np.arange(segments.num_segments)[:, None] + np.arange(tail)
         gather[behind] = on_axis(before)
         arrays = (gather, keep, on_axis(cut_tails))
-        return ConvIndex(*(torch.as_tensor(array, dtype=torch.long, device=device) for array in arrays))
+        return ConvIndex(*(to_device(array, device, torch.long) for array in arrays))

@@ -1,0 +1,320 @@
+"""A GPU that is not there: tensors that say `cuda` and are computed on the CPU, and a list of what would wait.
+
+Inside `PretendCuda` whatever is asked for on `cuda` is made on the CPU and marked; marks follow the storage of a tensor
+and the operations on it. So code for a GPU runs whole, with real values, and two mistakes show: operations on tensors
+of both devices (`RuntimeError`, as CUDA raises it), and places where the host waits for the device, which are noted in
+`waits` with the place in the code. What kernels do inside, and how they are timed, is not seen.
+
+torch's own fake tensors cannot do this: without a CUDA build, autograd ends the process at the first of them.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+MIXED = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+
+# Operations for which the host reads a result of the device. Names of aten, without overload.
+READS = {
+    "_local_scalar_dense",
+    "_unique2",
+    "allclose",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "repeat_interleave",
+    "unique_consecutive",
+    "unique_dim",
+}
+# Operations that may get tensors of both devices.
+CROSSING = {"copy_", "_to_copy"}
+# Operations that take indices from anywhere: those on the host are copied, boolean ones counted first.
+INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_"}
+
+
+class PretendCuda(TorchFunctionMode):
+    """Makes and follows tensors that say they are on `cuda:0`.
+
+    waits: how often the host waited, by (what, place): `read` of a result, a blocking copy `to the device`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self._marks: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._pinned: dict[int, StorageWeakRef] = {}
+        self._making: str | None = None  # the device of what the function that runs now makes from nothing
+        self._below = _Operations(self)
+
+    def __enter__(self) -> "PretendCuda":
+        super().__enter__()
+        self._below.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._below.__exit__(*error)
+        super().__exit__(*error)
+
+    def device_of(self, tensor: torch.Tensor) -> str:
+        """`cuda`, `cpu`, or `any`: made by autograd on the device of what it goes with."""
+        found = self._marks.get(_storage(tensor)._cdata)
+        return "cpu" if found is None else found[1]
+
+    def mark(self, tensor: torch.Tensor, device: str) -> None:
+        """Says where a tensor is."""
+        storage = _storage(tensor)
+        self._marks[storage._cdata] = StorageWeakRef(storage), device
+
+    def wait(self, what: str) -> None:
+        """Notes that the host waits, and where."""
+        self.waits[what, _place()] += 1
+
+    # -- functions, as Python calls them ------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if name == "__get__":
+            return self._attribute(func, args, kwargs)
+        if func is torch.Tensor.backward:
+            with self:
+                return torch.autograd.backward(*args, **kwargs)
+        special = _SPECIAL.get(name)
+        if special is not None and tensors:
+            return special(self, func, *args, **kwargs)
+        return self._call(func, args, kwargs, tensors)
+
+    def _attribute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found = func(*args, **kwargs)
+        owner = getattr(func, "__self__", None)
+        if owner is torch.Tensor.device:
+            return CUDA if self.device_of(args[0]) == "cuda" else found
+        if owner is torch.Tensor.is_cuda:
+            return self.device_of(args[0]) == "cuda"
+        if owner is torch.Tensor.is_cpu:
+            return self.device_of(args[0]) == "cpu"
+        return found
+
+    def _call(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """Runs a function on the CPU; what it makes from nothing is where it says, or where its tensors are."""
+        asked = _device_in(args, kwargs)
+        args, kwargs = tree_map(_on_cpu, (args, kwargs))
+        is_new = any(self.device_of(each) == "cuda" for each in tensors)
+        before, self._making = self._making, asked or ("cuda" if is_new else "cpu")
+        try:
+            found = func(*args, **kwargs)
+        finally:
+            self._making = before
+        made_from_host = getattr(func, "__name__", "") in ("tensor", "as_tensor", "asarray", "new_tensor")
+        if asked == "cuda" and made_from_host and not (tensors and self.device_of(tensors[0]) == "cuda"):
+            self.wait("to the device")
+            found = found.clone() if tensors else found
+        if asked is not None:
+            for each in tree_leaves(found):
+                if isinstance(each, torch.Tensor):
+                    self.mark(each, asked)
+        return found
+
+    # -- moving between devices ---------------------------------------------------------------------------------------
+
+    def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked = _device_in(args, kwargs)
+        others = [each for each in args if isinstance(each, torch.Tensor)]
+        if others:  # .to(other)
+            asked = self.device_of(others[0])
+        here = self.device_of(tensor)
+        if asked is None or asked == here:
+            args, kwargs = tree_map(_on_cpu, (args, kwargs))
+            return func(tensor, *args, **kwargs)
+        is_queued = bool(kwargs.get("non_blocking")) and (asked == "cpu" or self._is_pinned(None, tensor))
+        if not is_queued:
+            self.wait("to the device" if asked == "cuda" else "read")
+        args, kwargs = tree_map(_on_cpu, (args, kwargs))
+        before, self._making = self._making, "any"
+        try:
+            found = func(tensor, *args, **kwargs)
+            if _storage(found)._cdata == _storage(tensor)._cdata:
+                found = found.clone()
+        finally:
+            self._making = before
+        self.mark(found, asked)
+        return found
+
+    def _cuda(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._to(torch.Tensor.to, tensor, CUDA, **kwargs)
+
+    def _cpu(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._to(torch.Tensor.to, tensor, CPU, **kwargs)
+
+    def _pin(self, func: Any, tensor: torch.Tensor, *args: Any) -> Any:
+        if self.device_of(tensor) == "cuda":
+            raise RuntimeError("cannot pin a tensor of the device; only dense CPU tensors can be pinned")
+        found = tensor.clone()
+        self._pinned[_storage(found)._cdata] = StorageWeakRef(_storage(found))
+        return found
+
+    def _is_pinned(self, func: Any, tensor: torch.Tensor, *args: Any) -> bool:
+        return _storage(tensor)._cdata in self._pinned
+
+    def _numpy(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.device_of(tensor) == "cuda":
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        return func(tensor, *args, **kwargs)
+
+    def _tolist(self, func: Any, tensor: torch.Tensor) -> Any:
+        if self.device_of(tensor) == "cuda":
+            self.wait("read")
+        return func(tensor)
+
+
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "to": PretendCuda._to,
+    "cuda": PretendCuda._cuda,
+    "cpu": PretendCuda._cpu,
+    "pin_memory": PretendCuda._pin,
+    "is_pinned": PretendCuda._is_pinned,
+    "numpy": PretendCuda._numpy,
+    "__array__": PretendCuda._numpy,
+    "tolist": PretendCuda._tolist,
+}
+
+
+class _Operations(TorchDispatchMode):
+    """The operations below those functions, and those of autograd: follows marks, and refuses to mix devices."""
+
+    def __init__(self, outer: PretendCuda) -> None:
+        super().__init__()
+        self.outer = outer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        outer, name = self.outer, func.overloadpacket.__name__
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        where = {outer.device_of(each) for each in given if each.dim() > 0}
+        if not where:
+            where = {outer.device_of(each) for each in given}
+        is_cuda = "cuda" in where or any(outer.device_of(each) == "cuda" for each in given)
+        if is_cuda:
+            self._look(name, args, given, where)
+        found = func(*args, **kwargs)
+        self._mark(name, args, found, given, is_cuda)
+        return found
+
+    def _look(self, name: str, args: Any, given: list[torch.Tensor], where: set[str]) -> None:
+        outer = self.outer
+        if name in READS:
+            outer.wait("read")
+        elif name in INDEXING:
+            for index in args[1]:
+                if index is not None and index.dtype in (torch.bool, torch.uint8):
+                    outer.wait("read")
+                elif index is not None and outer.device_of(index) == "cpu":
+                    outer.wait("to the device")
+        elif name == "copy_":
+            to, source = outer.device_of(args[0]), outer.device_of(args[1])
+            if {to, source} == {"cuda", "cpu"} and not (len(args) > 2 and args[2]):
+                outer.wait("to the device" if to == "cuda" else "read")
+        elif "cpu" in where and name not in CROSSING:
+            raise RuntimeError(f"{MIXED} ({name}, at {_place()})")
+
+    def _mark(self, name: str, args: Any, found: Any, given: list[torch.Tensor], is_cuda: bool) -> None:
+        outer = self.outer
+        if name == "copy_":
+            return
+        if given:
+            device = "cuda" if is_cuda else "any" if all(outer.device_of(each) == "any" for each in given) else "cpu"
+        else:
+            device = outer._making or "any"
+        known = {_storage(each)._cdata for each in given}
+        for each in tree_leaves(found):
+            if isinstance(each, torch.Tensor) and _storage(each)._cdata not in known:
+                outer.mark(each, device)
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside vmap
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage()
+
+
+def _device_in(args: Any, kwargs: Any) -> str | None:
+    """The device that a call asks for; None where it names none."""
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, torch.device):
+            return each.type
+        if isinstance(each, str) and each.partition(":")[0] in ("cuda", "cpu"):
+            return each.partition(":")[0]
+    return None
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return CPU
+    return CPU if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
+
+
+def _place() -> str:
+    """The innermost function of a library that runs now, as `treewise/walk.py: _rows`; torch and tests aside."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        for library in ("treewise", "transformers", "trl", "peft", "accelerate"):
+            if library in path.parts[:-1]:
+                at = len(path.parts) - 1 - path.parts[::-1].index(library)
+                return f"{'/'.join(path.parts[at:])}: {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+@contextmanager
+def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
+    """A GPU as `PretendCuda` has it, with what torch.cuda says of one; FlexAttention runs uncompiled."""
+    from treewise.attention import flex
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**36, 2**37))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
+    monkeypatch.setattr(flex, "_compiled", _dense_flex)
+    with PretendCuda() as pretend:
+        yield pretend
+
+
+def _dense_flex(query, key, value, blocks, softcap, scaling, needs_lse, options):
+    """What the kernels compute, from the block mask that they get, over all pairs of blocks."""
+    num_groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(num_groups, dim=1) for each in (key, value))
+    rows = torch.arange(query.shape[2], device=query.device)[:, None]
+    columns = torch.arange(key.shape[2], device=query.device)[None]
+    wanted = _dense_blocks(blocks.kv_num_blocks, blocks.kv_indices)
+    whole = _dense_blocks(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    size = blocks.BLOCK_SIZE[0]
+    seen = wanted[rows // size, columns // size] & blocks.mask_mod(0, 0, rows, columns)
+    seen = seen | whole[rows // size, columns // size]
+    scores = torch.matmul(query, key.transpose(2, 3)).float() * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return torch.matmul(weights.to(value.dtype), value), lse
+
+
+def _dense_blocks(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """[Q, J] bool from FlexAttention's counts and columns."""
+    is_used = torch.arange(indices.shape[3], device=indices.device) < counts[0, 0, :, None]
+    found = torch.zeros(indices.shape[2:], dtype=torch.int32, device=indices.device)
+    return found.scatter_add(1, indices[0, 0].long(), is_used.to(torch.int32)) > 0
