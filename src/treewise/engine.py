@@ -15,9 +15,18 @@ from torch import nn
 from treewise.attention import IMPLEMENTATIONS
 from treewise.attention.cascade import kernel_takes_groups
 from treewise.budget import Budget, gateway_bytes, state_bytes
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError
 from treewise.forest import LOGPROB_STREAMS, Forest
-from treewise.models import base_model, refuse_dropout, refuse_lengths, refuse_placeholders, take_apart
+from treewise.models import (
+    base_model,
+    is_current,
+    refuse_candidates,
+    refuse_dropout,
+    refuse_lengths,
+    refuse_placeholders,
+    refuse_tokens,
+    take_apart,
+)
 from treewise.objectives import SFT, Objective
 from treewise.outputs import StepOutput, output_of
 from treewise.pacing import Exchange, Pace
@@ -85,7 +94,7 @@ class TreeEngine:
         self.budget = Budget(max_tokens)
         self.parts = take_apart(model)
         self.routing_rule = rule_of(base_model(model), router_aux_loss, router_z_coefficient)
-        self._is_probed = not check
+        self._is_checked, self._is_probed = check, not check
         self._pace: Pace | None = None
 
     @property
@@ -114,9 +123,10 @@ class TreeEngine:
 
         Raises:
             DataError: nothing to train, a stream that the objective misses, or a token id beyond the vocabulary.
-            ConfigError: a function that gives no scalar, or one beside a denominator.
+            ConfigError: a function that gives no scalar, or one beside a denominator; gradients that are switched off.
             UnsupportedModelError: active dropout, or a model that fails the probe.
         """
+        self._require_gradients()
         chosen = SFT() if objective is None else objective
         whole = forests if isinstance(forests, Forest) else Forest.concatenate(list(forests))
         out: list[StepOutput] = []
@@ -127,7 +137,7 @@ class TreeEngine:
         run = self.plan(forest)
         if not isinstance(objective, Objective):
             return self._step_any_loss(run, objective, denominator)
-        losses, routing = ObjectiveLoss(forest, objective, denominator), self.routing(run)
+        losses, routing = self._losses(forest, objective, denominator), self.routing(run)
         is_separable = objective.is_separable(forest)
         if not is_separable:
             values, router_loss = routed_scores(self, run, losses.wanted, routing)
@@ -153,7 +163,7 @@ class TreeEngine:
         """The loss and the metrics alone, without gradients."""
         run = self.plan(forests)
         chosen = SFT() if objective is None else objective
-        losses, routing = ObjectiveLoss(run.forest, chosen, denominator), self.routing(run)
+        losses, routing = self._losses(run.forest, chosen, denominator), self.routing(run)
         if routing is None and chosen.is_separable(run.forest):
             walk = self.new_walk(run)
             walk.visit(losses.reader(walk, self.temperature))
@@ -278,16 +288,26 @@ class TreeEngine:
         if self._pace is not None:
             self._pace.finish()
 
-    def _check(self, forest: Forest) -> None:
-        refuse_dropout(self.model)
-        vocabulary = self.parts.decoder.get_input_embeddings().weight.shape[0]
-        largest = int(forest.token_ids.max())
-        if largest >= vocabulary:
-            position = int(forest.token_ids.argmax())
-            raise DataError(
-                f"token id {largest} at tree position {position} (depth {forest.depth[position]}) is beyond the "
-                f"model's {vocabulary} embeddings; was the data tokenised for another model?"
+    def _require_gradients(self) -> None:
+        if not torch.is_grad_enabled():
+            raise ConfigError(
+                "step computes gradients, which are switched off here (torch.no_grad or inference_mode); for the loss "
+                "alone call evaluate."
             )
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigError("no parameter of the model requires a gradient, so a step would do nothing.")
+
+    def _losses(self, forest: Forest, objective: Objective, denominator: float | None) -> ObjectiveLoss:
+        losses = ObjectiveLoss(forest, objective, denominator)
+        if losses.wanted.tokens is not None:
+            refuse_candidates(self.parts, losses.wanted.tokens)
+        return losses
+
+    def _check(self, forest: Forest) -> None:
+        if not is_current(self.parts):
+            self.parts, self._is_probed = take_apart(self.model), not self._is_checked
+        refuse_dropout(self.model)
+        refuse_tokens(self.parts, forest)
         refuse_placeholders(self.parts, forest.token_ids)
         refuse_lengths(self.parts, int(forest.depth.max()) + 1)
         if not self._is_probed:

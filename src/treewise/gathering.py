@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from treewise.errors import ConfigError
 from treewise.logprobs import CONSTANT
 from treewise.transfer import to_device
 from treewise.walk import Autocast, Walk
@@ -51,6 +52,7 @@ class _Gather(torch.autograd.Function):
         walk = new_walk()
         ctx.new_walk, ctx.new_read, ctx.names = new_walk, new_read, names
         ctx.autocast = Autocast.now(walk.parts.device.type)
+        ctx.versions = [(each, each._version) for each in walk.parts.model.parameters()]
         found = _visited(walk, new_read(walk), names, length)
         ctx.mark_non_differentiable(*(found[name] for name in names if name in CONSTANT))
         ctx.set_materialize_grads(False)
@@ -60,6 +62,11 @@ class _Gather(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         grad_of = {name: grad for name, grad in zip(ctx.names, grads, strict=True) if grad is not None}
+        if any(each._version != version for each, version in ctx.versions):
+            raise ConfigError(
+                "weights were changed between the forward and the backward of values on a tree, which the backward "
+                "computes again. Call backward before the optimizer's step."
+            )
         walk = ctx.new_walk()
         read = ctx.new_read(walk)
 

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from treewise import recurrent
-from treewise.attention import TreeContext, install
-from treewise.errors import UnsupportedModelError
+from treewise.attention import TreeContext, install, is_installed
+from treewise.errors import DataError, UnsupportedModelError
+from treewise.forest import Forest
 from treewise.logprobs import Head
 from treewise.transfer import to_device
 
@@ -76,6 +77,15 @@ def take_apart(model: nn.Module) -> ModelParts:
     return ModelParts(model, decoder, output, _logit_scale(base.config), _softcap(base.config))
 
 
+def is_current(parts: ModelParts) -> bool:
+    """Whether a model is still put together as it was when it was taken apart.
+
+    Its head may have been replaced since (a resized vocabulary, adapters put around it), or its attention.
+    """
+    base: Any = base_model(parts.model)
+    return base.get_output_embeddings() is parts.output and is_installed(_attention_configs(parts.decoder))
+
+
 def refuse_dropout(model: nn.Module) -> None:
     """Raises if any dropout, layer drop or router noise is active: a shared token is computed once, so branches cannot
     differ.
@@ -96,6 +106,34 @@ def refuse_dropout(model: nn.Module) -> None:
                 raise UnsupportedModelError(
                     f"{name or 'model'}.{attribute} is {value} while training; set it to 0 or call model.eval()."
                 )
+
+
+def refuse_tokens(parts: ModelParts, forest: Forest) -> None:
+    """Raises `DataError` if a token of the tree has no embedding or no logit."""
+    limit = _vocabulary(parts)
+    largest = int(forest.token_ids.max())
+    if largest >= limit:
+        position = int(forest.token_ids.argmax())
+        raise DataError(
+            f"token id {largest} at tree position {position} (depth {forest.depth[position]}) is beyond the "
+            f"model's {limit} embeddings; was the data tokenised for another model?"
+        )
+
+
+def refuse_candidates(parts: ModelParts, token_ids: np.ndarray) -> None:
+    """Raises `DataError` if a token that a teacher names has no logit."""
+    limit, largest = _vocabulary(parts), int(token_ids.max())
+    if largest >= limit:
+        raise DataError(
+            f"teacher_ids hold token {largest}, which is beyond the model's {limit} tokens; a teacher with another "
+            "vocabulary needs its candidates translated."
+        )
+
+
+def _vocabulary(parts: ModelParts) -> int:
+    """Tokens that have both an embedding and a logit."""
+    rows: int = parts.decoder.get_input_embeddings().weight.shape[0]
+    return min(rows, getattr(parts.output, "out_features", rows))
 
 
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")

@@ -13,7 +13,7 @@ def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None
 
     On CUDA the copy is queued. torch's cache of pinned memory keeps the source until it is done.
     """
-    tensor = torch.as_tensor(array, dtype=dtype)
+    tensor = torch.as_tensor(array, dtype=dtype, device="cpu")  # whatever the default device
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

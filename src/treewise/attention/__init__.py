@@ -2,7 +2,7 @@
 
 from treewise.attention.audit import observed, refuse_other_masks
 from treewise.attention.gateway import Gateway, GatewayRead
-from treewise.attention.interface import IMPLEMENTATIONS, TreeContext, install
+from treewise.attention.interface import IMPLEMENTATIONS, TreeContext, install, is_installed
 from treewise.attention.mask import TreeMask
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "TreeContext",
     "TreeMask",
     "install",
+    "is_installed",
     "observed",
     "refuse_other_masks",
 ]

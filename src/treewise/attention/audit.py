@@ -69,7 +69,7 @@ def refuse_other_masks(observations: list[Observation]) -> None:
             continue
         distance = _distances(each.rule)
         key = _QUERY - distance
-        zero = torch.zeros((), dtype=torch.long)
+        zero = torch.zeros((), dtype=torch.long, device="cpu")
         try:
             shown = torch.as_tensor(each.mask_function(zero, zero, torch.full_like(key, _QUERY), key)).expand(len(key))
         except IndexError:  # it looks something up for every token (images), so it knows no positions beyond them
@@ -92,7 +92,7 @@ def _distances(rule: LayerRule) -> torch.Tensor:
     if rule.chunk is not None:
         ends.append(_QUERY % rule.chunk)
     near = {end + step for end in ends for step in (-1, 0, 1)}
-    return torch.tensor(sorted(each for each in near if 0 <= each <= _QUERY))
+    return torch.tensor(sorted(each for each in near if 0 <= each <= _QUERY), device="cpu")
 
 
 def _sees(rule: LayerRule, key: torch.Tensor) -> torch.Tensor:

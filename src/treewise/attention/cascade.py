@@ -45,7 +45,7 @@ def cascade_attention(
 @cache
 def kernel_takes_groups() -> bool:
     """Whether the kernel and its backward take fewer key heads than query heads (torch 2.13 does)."""
-    query, key = torch.zeros(1, 2, 1, 8), torch.zeros(1, 1, 1, 8)
+    query, key = torch.zeros(1, 2, 1, 8, device="cpu"), torch.zeros(1, 1, 1, 8, device="cpu")
     try:
         out, lse = _forward_kernel(query, key, key, 0.0, False)
         grads = _backward_kernel(out, query, key, key, out, lse, 0.0, False)
@@ -215,7 +215,7 @@ class _KeyAxis:
         for tensor, _, count in self.parts:
             _, heads, _, _ = tensor.shape
             dtype = torch.promote_types(tensor.dtype, torch.float32)
-            made.append(torch.zeros(1, count, heads, self.width, dtype=dtype).transpose(1, 2))
+            made.append(torch.zeros(1, count, heads, self.width, dtype=dtype, device=tensor.device).transpose(1, 2))
         return made
 
     def add(self, accumulators: list[torch.Tensor], runs: Runs, grad: torch.Tensor) -> None:
@@ -300,4 +300,4 @@ def _additive(block: Block, dtype: torch.dtype) -> torch.Tensor | None:
     if block.tile is None:
         return None
     seen = torch.from_numpy(block.tile)
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[None, None]
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[None, None]

@@ -109,6 +109,11 @@ def install(configs: list[Any]) -> None:
             config._attn_implementation_internal = AttentionName(current or "eager")
 
 
+def is_installed(configs: list[Any]) -> bool:
+    """Whether all configurations still hold the name."""
+    return all(isinstance(config._attn_implementation, AttentionName) for config in configs)
+
+
 def tree_attention_forward(
     module: nn.Module,
     query: torch.Tensor,

@@ -1,0 +1,99 @@
+"""Models that change after an engine was built, and calls that would silently do nothing."""
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from families import tiny_model
+from oracle import flat_sft, gradient_error, gradients_of
+from treewise import Distillation, Forest, Trajectory, TreeEngine
+from treewise.errors import ConfigError, DataError
+
+TOLERANCE = 5e-6
+ROLLOUTS = [Trajectory([3, 4, 5, 6, 7, 8]), Trajectory([3, 4, 5, 9, 10]), Trajectory([3, 4, 11, 12, 13, 14, 15])]
+FOREST = Forest.from_trajectories(ROLLOUTS)
+BUDGETS = pytest.mark.parametrize("max_tokens", [None, 4])
+
+
+def check(engine: TreeEngine, model: nn.Module) -> None:
+    model.zero_grad()
+    loss = engine.step(FOREST).loss
+    found = gradients_of(model)
+    expected_loss, _, expected = flat_sft(model, ROLLOUTS)
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    assert gradient_error(found, expected) < TOLERANCE
+
+
+@BUDGETS
+def test_a_head_that_was_replaced(max_tokens: int | None) -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    engine = TreeEngine(model, max_tokens)
+    engine.step(FOREST)
+    model.resize_token_embeddings(70)
+    check(engine, model)
+    model.lm_head = nn.Linear(32, 70)
+    check(engine, model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
+@BUDGETS
+def test_adapters_that_were_added(max_tokens: int | None) -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    engine = TreeEngine(model, max_tokens)
+    engine.step(FOREST)
+    targets = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    check(engine, get_peft_model(model, targets))
+
+
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+def test_an_attention_that_was_chosen_anew(before: str) -> None:
+    model = tiny_model()
+    engine = TreeEngine(model, 4)
+    engine.step(FOREST)
+    model.set_attn_implementation(before)
+    check(engine, model)
+
+
+def test_another_default_device_changes_nothing() -> None:
+    model = tiny_model("gemma2")
+    expected_loss, _, expected = flat_sft(model, ROLLOUTS)
+    model.zero_grad()
+    with torch.device("meta"):
+        engine = TreeEngine(model, 4, check=False)
+        loss = engine.step(FOREST).loss
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+
+
+@BUDGETS
+def test_weights_that_change_before_the_backward_are_an_error(max_tokens: int | None) -> None:
+    model = tiny_model()
+    loss = sum(each.sum() for each in TreeEngine(model, max_tokens).logprobs(FOREST))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-3)
+    # ConfigError in parts; autograd's own where it is one graph.
+    with pytest.raises((ConfigError, RuntimeError), match=r"changed between|modified by an inplace"):
+        loss.backward()
+
+
+def test_a_step_without_gradients_is_an_error() -> None:
+    model = tiny_model()
+    engine = TreeEngine(model, 4)
+    for off in (torch.no_grad(), torch.inference_mode()):
+        with off, pytest.raises(ConfigError, match="switched off"):
+            engine.step(FOREST)
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter"):
+        engine.step(FOREST)
+
+
+def test_a_teacher_of_another_vocabulary_is_named() -> None:
+    streams = {"teacher_ids": np.full((4, 1), 64), "teacher_logprobs": np.full((4, 1), -0.5)}
+    forest = Forest.from_trajectories([Trajectory([3, 4, 5, 6], **streams)])
+    engine = TreeEngine(tiny_model())
+    for call in (engine.step, engine.evaluate):
+        with pytest.raises(DataError, match="teacher_ids hold token 64"):
+            call(forest, Distillation())
