@@ -55,6 +55,7 @@ class PretendCuda(TorchFunctionMode):
         self._marks: dict[int, tuple[StorageWeakRef, str]] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
         self._making: str | None = None  # the device of what the function that runs now makes from nothing
+        self._is_moving = False  # whether a function that moves a tensor runs now
         self._below = _Operations(self)
 
     def __enter__(self) -> "PretendCuda":
@@ -89,8 +90,11 @@ class PretendCuda(TorchFunctionMode):
         if name == "__get__":
             return self._attribute(func, args, kwargs)
         if func is torch.Tensor.backward:
-            with self:
+            super().__enter__()  # as it was before this call
+            try:
                 return torch.autograd.backward(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         special = _SPECIAL.get(name)
         if special is not None and tensors:
             return special(self, func, *args, **kwargs)
@@ -142,13 +146,13 @@ class PretendCuda(TorchFunctionMode):
         if not is_queued:
             self.wait("to the device" if asked == "cuda" else "read")
         args, kwargs = tree_map(_on_cpu, (args, kwargs))
-        before, self._making = self._making, "any"
+        self._is_moving = True
         try:
             found = func(tensor, *args, **kwargs)
             if _storage(found)._cdata == _storage(tensor)._cdata:
                 found = found.clone()
         finally:
-            self._making = before
+            self._is_moving = False
         self.mark(found, asked)
         return found
 
@@ -178,6 +182,10 @@ class PretendCuda(TorchFunctionMode):
             self.wait("read")
         return func(tensor)
 
+    def _histc(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """CUDA counts integers; the CPU does not."""
+        return self._call(func, (tensor.double(), *args), kwargs, [tensor]).to(tensor.dtype)
+
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "to": PretendCuda._to,
@@ -188,6 +196,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "numpy": PretendCuda._numpy,
     "__array__": PretendCuda._numpy,
     "tolist": PretendCuda._tolist,
+    "histc": PretendCuda._histc,
 }
 
 
@@ -203,12 +212,14 @@ class _Operations(TorchDispatchMode):
         outer, name = self.outer, func.overloadpacket.__name__
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         where = {outer.device_of(each) for each in given if each.dim() > 0}
-        if not where:
-            where = {outer.device_of(each) for each in given}
         is_cuda = "cuda" in where or any(outer.device_of(each) == "cuda" for each in given)
         if is_cuda:
             self._look(name, args, given, where)
         found = func(*args, **kwargs)
+        if name == "_to_copy" and kwargs.get("device") is not None and not outer._is_moving:
+            if is_cuda:  # called beneath the functions, where a CPU is one
+                outer.wait("read")
+            is_cuda = False
         self._mark(name, args, found, given, is_cuda)
         return found
 
@@ -289,6 +300,8 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
     monkeypatch.setattr(flex, "_compiled", _dense_flex)
+    # What a backward runs shall be seen, and a function that is seen hides those that it calls.
+    monkeypatch.setattr(torch.autograd, "has_torch_function", lambda _: False)
     with PretendCuda() as pretend:
         yield pretend
 

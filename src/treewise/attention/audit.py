@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from treewise.attention.mask import LayerRule
 from treewise.errors import UnsupportedModelError
@@ -71,7 +73,9 @@ def refuse_other_masks(observations: list[Observation]) -> None:
         key = _QUERY - distance
         zero = torch.zeros((), dtype=torch.long, device="cpu")
         try:
-            shown = torch.as_tensor(each.mask_function(zero, zero, torch.full_like(key, _QUERY), key)).expand(len(key))
+            with _OnHost():
+                answer = each.mask_function(zero, zero, torch.full_like(key, _QUERY), key)
+            shown = torch.as_tensor(answer).expand(len(key))
         except IndexError:  # it looks something up for every token (images), so it knows no positions beyond them
             continue
         expected = _sees(each.rule, key)
@@ -82,6 +86,22 @@ def refuse_other_masks(observations: list[Observation]) -> None:
                 f"the model's mask {verb} {type(each.module).__name__} the key {int(distance[at])} tokens back, which "
                 f"the layer does not tell its attention ({each.rule}). A tree would compute something else."
             )
+
+
+class _OnHost(TorchDispatchMode):
+    """Operations inside run on the CPU, also those on tensors of a GPU that a mask function looks into.
+
+    Positions are far beyond these tensors. On the CPU that is an `IndexError`; on a GPU it would end the process's use
+    of the device.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self._copied, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _copied(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._to_copy(tensor, device=torch.device("cpu"))
 
 
 def _distances(rule: LayerRule) -> torch.Tensor:
