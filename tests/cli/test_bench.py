@@ -56,8 +56,8 @@ def test_own_trees_on_an_own_model(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--max-tokens", "0"], "at least 1 token"),
         (["--row-tokens", "-1"], "--row_tokens is -1"),
         (["--check", "none.json"], "no results of treewise bench"),
-        (["--device", "abacus"], "--device 'abacus'"),
-        (["--device", "meta"], "cpu and cuda are measured"),
+        (["--device", "abacus"], "--device is 'abacus'"),
+        (["--device", "meta"], "runs on cpu and cuda"),
     ],
 )
 def test_settings_without_sense_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,13 +139,20 @@ def test_a_script_without_a_main_guard_may_use_processes(write):
 
 
 @pytest.mark.slow
-def test_processes_give_what_one_process_gives(fixtures, tokenizer, tmp_path, capsys):
+def test_processes_give_what_one_process_gives(fixtures, tokenizer, tmp_path):
     files = [fixtures / name for name in ("gsm8k.jsonl.gz", "tau_airline.jsonl.gz", "whowhen.jsonl.gz")]
     options = RenderOptions(chat_template="chatml")
-    one = load_trees(files, tokenizer, options=options, num_workers=0, cache_dir=tmp_path / "a", progress=True)
+    one = load_trees(files, tokenizer, options=options, num_workers=0, cache_dir=tmp_path / "a")
     two = load_trees(files, tokenizer, options=options, num_workers=2, cache_dir=tmp_path / "b")
     same(one, two)
-    assert "11 records" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_and_nowhere_else(write, capsys, monkeypatch, is_terminal):
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
+    load_trees(write({"token_ids": [1, 2]}), progress=True)
+    assert ("reading" in capsys.readouterr().err) == is_terminal
 
 
 def test_a_tokenizer_may_be_given_by_its_folder(write, tokenizer, tokenizer_folder):

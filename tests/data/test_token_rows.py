@@ -153,3 +153,10 @@ def test_drift_between_ids_and_text_is_a_warning_and_the_ids_are_kept(write, tok
     assert "retokenisation drift" in dataset.report.warnings[0]
     clean = load_trees(write({"token_ids": whole[:-1], "messages": messages}, name="b.jsonl"), tokenizer)
     assert clean.report.warnings == []
+
+
+def test_log_probs_that_are_probabilities_are_said(write):
+    row = {"token_ids": [1, 2, 3], "group": "a"}
+    found = load_trees(write(row | {"old_logprobs": [0, 0.9, -1e-3]}, row | {"old_logprobs": [0, 1e-6, -1]}))
+    [warning] = found.report.warnings
+    assert "old_logprobs[1] is 0.9" in warning

@@ -16,6 +16,7 @@ from treewise import bench
 from treewise.bench.contestants import AGAINST
 from treewise.bench.record import MIN_SHARE, command_line
 from treewise.bench.view import row_view
+from treewise.cli.devices import chosen_device
 from treewise.cli.inspect import add_data_arguments, render_options
 from treewise.cli.pretrained import load_tokenizer, load_weights
 from treewise.data import check_vocabulary, load_trees
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints each workload as it is done, writes and checks; returns the exit code."""
     _check(args)
     baseline = None if args.check is None else bench.load(Path(args.check), args.name)
-    device = _device(args.device)
+    device = chosen_device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     console = Console(width=None if Console().is_terminal else 200)
     rows: list[dict[str, Any]] = []
@@ -103,20 +104,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--max_tokens: a budget is at least 1 token.")
     if not args.data and (args.trees or args.max_flat_tokens):
         raise ConfigError("--trees and --max_flat_tokens choose out of DATA, and no DATA is named.")
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device {name!r}: {str(error).splitlines()[0]}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device is {name!r}; cpu and cuda are measured.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device is {name!r}, and torch {torch.__version__} finds no GPU here.")
-    return device
 
 
 def _how(args: argparse.Namespace) -> dict[str, Any]:

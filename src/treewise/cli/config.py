@@ -46,6 +46,7 @@ _ELSEWHERE = {
 }
 # Left out of the resolved configuration: a secret, an object, and old names of other keys.
 _UNWRITTEN = ("hub_token", "accelerator_config", "gradient_checkpointing", "gradient_checkpointing_kwargs")
+MAX_DIGITS = 1000  # of an integer; Python refuses to read more than a few thousand
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
@@ -195,8 +196,9 @@ def _read_file(path: Path) -> dict[str, tuple[Any, str]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"{path}: the configuration cannot be read ({reason}).") from None
-    loader = yaml.SafeLoader(text)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             raise ConfigError(f"{path}: empty; a configuration names at least {', '.join(_REQUIRED)}.")
@@ -204,17 +206,44 @@ def _read_file(path: Path) -> dict[str, tuple[Any, str]]:
             raise ConfigError(f"{path}: a configuration is a mapping, `key: value` line by line.")
         values: dict[str, tuple[Any, str]] = {}
         for key_node, value_node in node.value:
-            key, place = str(key_node.value), f"{path}:{key_node.start_mark.line + 1}"
+            place = f"{path}:{key_node.start_mark.line + 1}"
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{place}: a key must be a word, as in `key: value`.")
+            key = str(key_node.value)
             if key in values:
                 raise ConfigError(f"{place}: {key} is given twice (first at {values[key][1]}).")
+            _check_unique(value_node, path, key)
             values[key] = (loader.construct_object(value_node, deep=True), place)
         return values
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or error}).") from None
+        reason = _one_line(getattr(error, "problem", None) or error)
+        raise ConfigError(f"{path}{line}: not valid YAML ({reason}).") from None
+    except (RecursionError, ValueError) as error:  # nested without end; an integer or a date that cannot be
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: not valid YAML ({_one_line(error)}).") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
+
+
+def _check_unique(node: yaml.Node, path: Path, name: str) -> None:
+    """Mappings inside of mappings; PyYAML would take the last of several equal keys without a word."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    keys: set[str] = set()
+    for key_node, value_node in pairs:
+        key = f"{name}.{key_node.value}"
+        if key in keys:
+            raise ConfigError(f"{path}:{key_node.start_mark.line + 1}: {key} is given twice.")
+        keys.add(key)
+        if value_node is not node:  # an alias may lead back
+            _check_unique(value_node, path, key)
+
+
+def _one_line(reason: object, limit: int = 200) -> str:
+    return " ".join(str(reason).split())[:limit]
 
 
 def _put(
@@ -353,7 +382,7 @@ def _from_text(text: str, kinds: set[Any]) -> Any:
         return word in _TRUE
     if type(None) in kinds and str not in kinds and word in ("none", "null", "~", ""):
         return None
-    if int in kinds and re.fullmatch(r"[+-]?[0-9][0-9_]*", word):
+    if int in kinds and len(word) < MAX_DIGITS and re.fullmatch(r"[+-]?[0-9][0-9_]*", word):
         return int(word)
     if {int, float} & kinds:
         try:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import treewise
 from treewise.attention.cascade import kernel_takes_groups
 from treewise.capabilities import CapabilityTable
+from treewise.cli.devices import chosen_device
 from treewise.engine import TreeEngine
 from treewise.forest import Forest
 from treewise.memory import free_bytes
@@ -28,7 +29,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "numpy")
 _OPTIONAL = {
     "peft": "adapters: pip install 'treewise[lora]'",
     "trl": "TRL's trainers: pip install 'treewise[trl]'",
-    "tree_recurrence": "a contestant of the benchmarks of hybrids: pip install 'treewise[hybrid]'",
+    "tree_recurrence": "a contestant of the benchmarks of hybrids: pip install 'treewise[bench]'",
     "gguf": "models from GGUF files: pip install 'treewise[gguf]'",
 }
 # Relative error of the whole gradient that float32 may have between flat and tree.
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the facts; returns 1 where the self-check fails."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = chosen_device(args.device)
     facts = {
         "environment": _environment(),
         "packages": _versions(),

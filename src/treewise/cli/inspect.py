@@ -7,10 +7,9 @@ from typing import Any
 from rich.console import Console
 
 import treewise
-from treewise.cli.pretrained import load_config, load_tokenizer
+from treewise.cli.pretrained import load_flop_model, load_tokenizer
 from treewise.data import RenderOptions, TreeDataset, load_trees
 from treewise.errors import ConfigError
-from treewise.flops import flop_model_of_config
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -86,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the report, or writes the page; returns the exit code."""
     if not args.data and args.run_folder is None:
         raise ConfigError("nothing to inspect: name data files, or a run's folder with --run.")
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise ConfigError(f"--max_tokens is {args.max_tokens}; a micro-batch holds at least 1 token.")
     if args.trees < 0:
         raise ConfigError(f"--trees is {args.trees}; give the number of trees to draw.")
     logged = None if args.run_folder is None else read_run(args.run_folder)
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         return _write_html(args, logged)
     printed: dict[str, Any] = {}
     if args.data:
-        flops = None if args.model is None else flop_model_of_config(load_config(args.model, args.gguf_file))
+        flops = None if args.model is None else load_flop_model(args.model, args.gguf_file)
         data = load_data(args)
         forests = ((tree.name, tree.forest()) for tree in data)
         report = inspect_forests(forests, data.report, flops, args.model, args.max_tokens)
@@ -116,7 +117,7 @@ def _write_html(args: argparse.Namespace, logged: RunReport | None) -> int:
 
     data_report = None
     if args.data:
-        flops = None if args.model is None else flop_model_of_config(load_config(args.model, args.gguf_file))
+        flops = None if args.model is None else load_flop_model(args.model, args.gguf_file)
         tokenizer = data_tokenizer(args)
         data = _load(args, tokenizer)
         data_report = build_data_report(

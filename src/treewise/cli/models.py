@@ -47,7 +47,7 @@ def _selected(table: CapabilityTable, args: argparse.Namespace) -> list[Capabili
 
 def _find(table: CapabilityTable, name: str) -> Capability:
     config = Path(name) / "config.json"
-    family = json.loads(config.read_text(encoding="utf-8")).get("model_type", "") if config.is_file() else name
+    family = _family_of(config) if config.is_file() else name
     row = table.find(family)
     if row is None:
         near = get_close_matches(family, [row.family for row in table.rows], n=1)
@@ -57,6 +57,16 @@ def _find(table: CapabilityTable, name: str) -> Capability:
             "listed may still work: the engine tries it before its first step."
         )
     return row
+
+
+def _family_of(config: Path) -> str:
+    try:
+        family = json.loads(config.read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        family = None
+    if not isinstance(family, str):
+        raise ConfigError(f"{config}: names no model_type; is this the configuration of a transformers model?")
+    return family
 
 
 def _print_one(row: Capability) -> None:

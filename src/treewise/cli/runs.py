@@ -4,12 +4,15 @@ import argparse
 import os
 import shutil
 import sys
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli.config import RunConfig, differences, resolved_text
-from treewise.errors import CheckpointError, ConfigError, StoppedError
+from treewise.cli.settings import check_settings
+from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
 
 if TYPE_CHECKING:
     from treewise.data import TreeDataset
@@ -65,6 +68,7 @@ def begin(
     folder = Path(arguments.output_dir)
 
     def prepare() -> str | bool | None:
+        stack.enter_context(_leaving_nothing(folder))
         stack.enter_context(RunLock(folder))
         check_folder(folder, args.resume, args.overwrite)  # again: another run may have been faster
         resume_from = resume_point(folder, args.resume)
@@ -74,16 +78,35 @@ def begin(
     return ranks.on_first_rank(prepare)
 
 
+@contextmanager
+def _leaving_nothing(folder: Path) -> Iterator[None]:
+    """Removes what a run that failed before it trained left: its settings, and its folder if it made it."""
+    was_there = folder.exists()
+    is_fresh = not was_there or (folder.is_dir() and not any(folder.iterdir()))
+    try:
+        yield
+    except BaseException:
+        if is_fresh and folder.is_dir() and {path.name for path in folder.iterdir()} <= {RESOLVED}:
+            (folder / RESOLVED).unlink(missing_ok=True)
+            if not was_there:
+                folder.rmdir()
+        raise
+
+
 def training_arguments(config: RunConfig) -> "TreeTrainingArguments":
     """The settings of a run. Raises `ConfigError` where transformers refuses a value."""
     from treewise.trainer import TreeTrainingArguments
 
+    if not str(config.training["output_dir"]).strip():
+        raise ConfigError("output_dir is empty; name the folder of the run.")
     try:
-        return TreeTrainingArguments(**config.training)
+        arguments = TreeTrainingArguments(**config.training)
     except (ValueError, TypeError, ImportError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(str(error).strip().splitlines()[0]) from error
+    check_settings(arguments)
+    return arguments
 
 
 def hide_bars(config: RunConfig) -> None:
@@ -150,7 +173,9 @@ def load_model(config: RunConfig, arguments: "TreeTrainingArguments") -> Any:
 
     set_seed(arguments.seed)  # adapters start from random numbers
     try:
-        return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **config.lora}))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers, which is nobody's to mend here
+            return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **config.lora}))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"lora: {error}") from error
 
@@ -194,10 +219,12 @@ def train(
             processing_class=tokenizer,
             callbacks=callbacks,
         )
-    except RuntimeError as error:
-        if "to be installed" not in str(error):  # what transformers says of a tracker that is not there
-            raise
-        raise ConfigError(f"report_to: {error}") from error
+    except Exception as error:
+        if isinstance(error, RuntimeError) and "to be installed" in str(error):  # said of a tracker that is not there
+            raise ConfigError(f"report_to: {error}") from error
+        if arguments.push_to_hub and not isinstance(error, TreewiseError):
+            raise ConfigError(f"push_to_hub: {' '.join(str(error).split())}") from error
+        raise
     try:
         trainer.train(resume_from_checkpoint=resume_from)
     except StoppedError as error:

@@ -5,8 +5,9 @@ import json
 
 from rich.console import Console
 
+from treewise.cli.devices import chosen_device
 from treewise.cli.inspect import add_data_arguments, render_options
-from treewise.cli.pretrained import load_model
+from treewise.cli.pretrained import load_model, load_tokenizer
 from treewise.data import check_vocabulary, load_trees
 from treewise.errors import ConfigError
 from treewise.objectives import SFT
@@ -34,10 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison; returns 1 where an error is beyond its limit."""
+    if args.limit < 0:
+        raise ConfigError(f"--limit is {args.limit}; give a number of trajectories, or 0 for all.")
+    device = chosen_device(args.device)
     model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
     data = load_trees(
         args.data,
-        args.tokenizer or tokenizer,
+        tokenizer if args.tokenizer is None else load_tokenizer(args.tokenizer),
         options=render_options(args),
         num_workers=args.num_workers,
         progress=not args.json,
@@ -55,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if not trajectories:
         raise ConfigError("the declared trees are too large to be trained flat; verify on a smaller one.")
     report = verify(
-        model.to(args.device),
+        model.to(device),
         trajectories[: args.limit or None],
         args.max_tokens,
         attention=args.attention,

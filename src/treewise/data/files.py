@@ -47,7 +47,7 @@ def find_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if not given:
         raise DataError("no data paths given; name at least one .jsonl, .jsonl.gz, .json or .parquet file.")
-    found = [file for path in given for file in _expand(Path(path).expanduser())]
+    found = [file for path in given for file in _found(path)]
     unique = {file.resolve(): file for file in reversed(found)}
     return sorted(unique.values(), key=found.index)
 
@@ -88,9 +88,22 @@ def stem(path: Path) -> str:
     return path.name[: len(path.name) - len(suffix)]
 
 
+def _found(path: PathLike) -> Iterable[Path]:
+    if not str(path).strip():
+        raise DataError("a data path is empty; name a file, a folder or a glob.")
+    try:
+        return _expand(Path(path).expanduser())
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, holds a zero byte or no such user
+        if isinstance(error, DataError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{shown(str(path))}: cannot be looked up ({reason}).") from None
+
+
 def _expand(path: Path) -> Iterable[Path]:
     if path.is_dir():
-        files = sorted(f for f in path.iterdir() if f.name.endswith(FOLDER_SUFFIXES) and not f.name.startswith("."))
+        kept = (file for file in path.iterdir() if file.name.endswith(FOLDER_SUFFIXES) and file.is_file())
+        files = sorted(file for file in kept if not file.name.startswith("."))
         if not files:
             raise DataError(f"{path}: the folder holds no {', '.join(FOLDER_SUFFIXES)} file; name the files.")
         return files

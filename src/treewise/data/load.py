@@ -42,7 +42,7 @@ def load_trees(
         tokenizer: a transformers tokenizer or the path of one; needed by records that hold text.
         options: how records are rendered and grouped.
         num_workers: processes; 0 for none, by default all cores where the data is large enough.
-        progress: show a progress bar.
+        progress: show a progress bar, where there is a terminal or a notebook.
         cache_dir: folder of rendered data; by default `$TREEWISE_CACHE`, then `~/.cache/treewise`. Loads without a
             tokenizer, and loads that left records out, are not cached.
         on_bad_record: stop at the first bad record, or write bad ones to `quarantine_path` and go on.
@@ -226,7 +226,8 @@ def _tokenizer(given: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(given)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"tokenizer {str(given)!r} cannot be loaded: {error}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"tokenizer {str(given)!r} cannot be loaded: {reason}") from error
 
 
 def _read_cache(entry: Path, warnings: list[str]) -> tuple[pa.Table, dict[str, Any]] | None:
@@ -254,21 +255,27 @@ def _write_cache(entry: Path, table: pa.Table, facts: dict[str, Any], report: Lo
 
 
 def _bar(progress: bool) -> Any:
-    """A context that gives `advance(num_bytes, num_records)`."""
-    if not progress:
-        return nullcontext(lambda num_bytes, num_records: None)
-    return _RichBar()
+    """A context that gives `advance(num_bytes, num_records)`. A log file gets no bar."""
+    if progress:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        if console.is_terminal or console.is_jupyter:
+            return _RichBar(console)
+    return nullcontext(lambda num_bytes, num_records: None)
 
 
 class _RichBar:
     """Records and bytes read so far; the total of compressed files is not known beforehand."""
 
+    def __init__(self, console: Any) -> None:
+        self.console = console
+
     def __enter__(self) -> Any:
-        from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         columns = [SpinnerColumn(), TextColumn("reading {task.completed} records, {task.fields[megabytes]:.1f} MB")]
-        self.bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+        self.bar = Progress(*columns, TimeElapsedColumn(), console=self.console, transient=True)
         self.bar.start()
         self.task = self.bar.add_task("records", total=None, megabytes=0.0)
         self.num_bytes = 0

@@ -11,15 +11,11 @@ from treewise.errors import DataError
 
 Record = dict[str, Any]
 
-FORMS = """a record is one of
-  chat:              messages [tools, tools_ref, group, task_id, reward]
-  prompt/completion: prompt, completion
-  token rows:        token_ids [loss_weights, advantages, old_logprobs, sampler_logprobs, ref_logprobs, group,
-                     reward, rollout]
-  grouped rows:      seqs: [{ids, loss: [[start, end], ...], reward, behaviour_logprobs}]
-  logged calls:      messages, calls: [{ctx: [indices], out: index}]
-  declared tree:     nodes: [{id, parent, token_ids or message}]
-  tree node:         tree, parent, token_ids or message (one node per line)"""
+FORMS = (
+    "records are chats (messages), logged calls (messages, calls), prompts and completions (prompt, completion), token "
+    "rows (token_ids), grouped rows (seqs), declared trees (nodes) or their nodes (tree, and token_ids or message): "
+    "see docs/data.md"
+)
 
 # Columns that hold nested values; a string in one of these is JSON text.
 NESTED = (
@@ -47,6 +43,18 @@ def parse(raw: RawRecord) -> Record:
         if isinstance(record.get(name), str):
             record[name] = parse_text(record[name], f"{raw.place}: {name}")
     return record
+
+
+class _RepeatedKeyError(Exception):
+    """A key that one object holds twice, of which `json` would keep the last without a word."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Record:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKeyError(next(key for key in keys if keys.count(key) > 1))
+    return made
 
 
 def parse_text(text: str, place: str) -> Any:
@@ -87,8 +95,8 @@ def detect_form(record: Record, place: str) -> str:
         return forms[0]
     keys = ", ".join(shown(key) for key in list(record)[:12]) or "no keys"
     if not forms:
-        raise DataError(f"{place}: a record with {keys} fits no form{_foreign(record)}; {FORMS}")
-    raise DataError(f"{place}: a record with {keys} fits several forms ({', '.join(forms)}); {FORMS}")
+        raise DataError(f"{place}: a record with {keys} fits no form{_foreign(record)}; {FORMS}.")
+    raise DataError(f"{place}: a record with {keys} fits several forms ({', '.join(forms)}); {FORMS}.")
 
 
 def _foreign(record: Record) -> str:
@@ -103,7 +111,7 @@ def _parse_line(raw: RawRecord) -> Record:
     assert isinstance(raw.payload, bytes)
     try:
         text = raw.payload.decode()
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         if raw.is_tail and error.reason == "unexpected end of data":
             raise PartialTailError(_partial(raw)) from None
@@ -114,6 +122,8 @@ def _parse_line(raw: RawRecord) -> Record:
             raise PartialTailError(_partial(raw)) from None
         near = shown(text[max(0, error.pos - 15) : error.pos + 15])
         raise DataError(f"{raw.place}:{error.colno}: not valid JSON: {error.msg}, near {near}.") from None
+    except _RepeatedKeyError as error:
+        raise DataError(f"{raw.place}: the key {shown(error.args[0])} is given twice in one object.") from None
     except RecursionError:
         raise DataError(f"{raw.place}: JSON nested too deeply to read.") from None
     except ValueError as error:
@@ -128,7 +138,7 @@ def _parse_line(raw: RawRecord) -> Record:
 def _partial(raw: RawRecord) -> str:
     return (
         f"{raw.place}: incomplete final line (the writer stopped in the middle); "
-        "remove it, or keep all other records with allow_partial_tail=True."
+        "remove it, or leave it out: on_bad_record quarantine, or in Python allow_partial_tail=True."
     )
 
 

@@ -22,7 +22,7 @@ from treewise.data.tools import find_tools
 from treewise.data.values import label, number
 from treewise.errors import DataError
 
-NEEDS_TOKENIZER = "holds text, which needs a tokenizer; pass load_trees(..., tokenizer=...)."
+NEEDS_TOKENIZER = "holds text, which needs a tokenizer; give one (--tokenizer, or load_trees(..., tokenizer))."
 
 
 class RecordReader:
@@ -76,7 +76,9 @@ class RecordReader:
             self._fill_declared(result, record, data_file)
         else:
             result.rows, group = self._rendered(form, record, group, data_file, place)
-        if not result.is_declared and form not in ("token_row", "grouped_rows"):
+        if form in ("token_row", "grouped_rows"):
+            result.warnings += [line for row in result.rows for line in token_rows.unlikely_logprobs(row, place)]
+        elif not result.is_declared:
             self._label(result.rows, record, group, place if rollout is None else rollout, place)
         alone = group is None or form in ("grouped_rows", "nodes")
         result.key = None if alone else json.dumps(group)

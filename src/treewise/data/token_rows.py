@@ -13,6 +13,8 @@ from treewise.data.values import flat_list, number_list, refuse_other_names
 from treewise.errors import DataError
 from treewise.trajectory import Trajectory
 
+MAX_LOGPROB = 0.01  # engines round
+
 
 def token_row(record: Record, group: Any, rollout: Any, place: str) -> Row:
     """A row of `token_ids` and streams.
@@ -47,6 +49,17 @@ def token_row(record: Record, group: Any, rollout: Any, place: str) -> Row:
         source=place,
     )
     return row_from_trajectory(trajectory)
+
+
+def unlikely_logprobs(row: Row, place: str) -> list[str]:
+    """A warning where log-probs are positive by more than rounding: probabilities, or another sign, were given."""
+    found = []
+    for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs"):
+        stream = getattr(row, name)
+        if stream is not None and len(stream) and stream.max() > MAX_LOGPROB:
+            at = int(np.argmax(stream))
+            found.append(f"{place}: {name}[{at}] is {stream[at]:g}; natural logarithms of probabilities are at most 0.")
+    return found
 
 
 def prompt_group(row: Row) -> str | None:

@@ -32,7 +32,7 @@ def write_page(path: str | Path, data: DataReport | None, run: RunReport | None,
     """
     html = Path(path)
     if html.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"{html}: the report is an HTML file; name it {html.name}.html.")
+        raise ConfigError(f"{html}: the report is an HTML file; name it {html.stem or 'report'}.html.")
     if data is None and run is None:
         raise ConfigError("nothing to report: name data, a run, or both.")
     twin_path = html.with_suffix(".json")

@@ -1,7 +1,6 @@
 """What a run logged: loss, speed, sharing and memory by optimizer step, read from its output folder."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from treewise.errors import ConfigError
 STATE = "trainer_state.json"
 RESOLVED = "resolved_config.yaml"
 MAX_CONFIG_CHARS = 100_000
+MAX_DRAWN = 1e150  # nothing that a run logs is larger, but for infinity; axes need room to compute
 
 # Keys of the log: chart, label, unit. Further numeric keys are drawn one chart each.
 KNOWN = {
@@ -91,8 +91,9 @@ def read_run(folder: str | Path) -> RunReport:
         state = json.loads(state_file.read_text(encoding="utf-8"))
         history = [entry for entry in state["log_history"] if isinstance(entry, dict)]
         num_steps, max_steps = int(state.get("global_step", 0)), int(state.get("max_steps") or 0)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{state_file}: not the log of a run ({error}).") from None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{state_file}: not the log of a run ({reason}).") from None
     # The last entry holds totals of the whole run, under keys of their own.
     totals = [entry for entry in history if "train_runtime" in entry]
     steps = [entry for entry in history if "train_runtime" not in entry]
@@ -136,7 +137,7 @@ def _series(history: list[dict[str, Any]], flops_per_token: float | None) -> lis
     points: dict[str, dict[int, float]] = {}
     for entry in history:
         step = entry.get("step")
-        if not isinstance(step, int):
+        if not isinstance(step, int) or not _is_number(step):
             continue
         for key, value in entry.items():
             if _is_number(value) and not _NOT_DRAWN.fullmatch(str(key)):
@@ -165,11 +166,11 @@ def _described(key: str) -> tuple[str, str, str]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_DRAWN
 
 
 def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) <= MAX_DRAWN
 
 
 def _config(run: Path) -> str | None:

@@ -14,6 +14,7 @@ from treewise.data.importers.common import (
     Placed,
     Record,
     integers,
+    messages,
     numbers,
     prompt_at_step,
     text_row,
@@ -84,8 +85,8 @@ def _sampled(value: Record, completion: list[int], place: str) -> Any:
 
 def _text(value: Record, place: str, context: Context) -> Record:
     for name in ("prompt", "completion"):
-        if not isinstance(value.get(name), str | list):
-            raise DataError(f"{place}: {name} must be text or a list of messages.")
+        if not isinstance(value.get(name), str):
+            messages(value.get(name), f"where it is no text, {name}", place)
     context.warn(
         "TRL's logged completions are text without special tokens; they are tokenised anew, with an end token added"
     )
