@@ -55,7 +55,6 @@ class PretendCuda(TorchFunctionMode):
         self._marks: dict[int, tuple[StorageWeakRef, str]] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
         self._making: str | None = None  # the device of what the function that runs now makes from nothing
-        self._is_moving = False  # whether a function that moves a tensor runs now
         self._below = _Operations(self)
 
     def __enter__(self) -> "PretendCuda":
@@ -80,6 +79,15 @@ class PretendCuda(TorchFunctionMode):
     def wait(self, what: str) -> None:
         """Notes that the host waits, and where."""
         self.waits[what, _place()] += 1
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of it on the host, for code beneath the functions, where `.device` is the real one."""
+        if self.device_of(tensor) != "cuda":
+            return tensor
+        self.wait("read")
+        found = tensor.clone()
+        self.mark(found, "cpu")
+        return found
 
     # -- functions, as Python calls them ------------------------------------------------------------------------------
 
@@ -146,13 +154,9 @@ class PretendCuda(TorchFunctionMode):
         if not is_queued:
             self.wait("to the device" if asked == "cuda" else "read")
         args, kwargs = tree_map(_on_cpu, (args, kwargs))
-        self._is_moving = True
-        try:
-            found = func(tensor, *args, **kwargs)
-            if _storage(found)._cdata == _storage(tensor)._cdata:
-                found = found.clone()
-        finally:
-            self._is_moving = False
+        found = func(tensor, *args, **kwargs)
+        if _storage(found)._cdata == _storage(tensor)._cdata:
+            found = found.clone()
         self.mark(found, asked)
         return found
 
@@ -216,10 +220,6 @@ class _Operations(TorchDispatchMode):
         if is_cuda:
             self._look(name, args, given, where)
         found = func(*args, **kwargs)
-        if name == "_to_copy" and kwargs.get("device") is not None and not outer._is_moving:
-            if is_cuda:  # called beneath the functions, where a CPU is one
-                outer.wait("read")
-            is_cuda = False
         self._mark(name, args, found, given, is_cuda)
         return found
 
@@ -292,7 +292,7 @@ def _place() -> str:
 @contextmanager
 def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
     """A GPU as `PretendCuda` has it, with what torch.cuda says of one; FlexAttention runs uncompiled."""
-    from treewise.attention import flex
+    from treewise.attention import audit, flex
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -303,6 +303,7 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
     # What a backward runs shall be seen, and a function that is seen hides those that it calls.
     monkeypatch.setattr(torch.autograd, "has_torch_function", lambda _: False)
     with PretendCuda() as pretend:
+        monkeypatch.setattr(audit, "_on_host", pretend.on_host)
         yield pretend
 
 

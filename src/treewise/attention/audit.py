@@ -96,12 +96,12 @@ class _OnHost(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, self._copied, (args, kwargs or {}))
+        args, kwargs = tree_map_only(torch.Tensor, _on_host, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    @staticmethod
-    def _copied(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._to_copy(tensor, device=torch.device("cpu"))
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def _distances(rule: LayerRule) -> torch.Tensor:
