@@ -2,20 +2,23 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from treewise import engine, walk
+from treewise import engine, objectives, walk
 from treewise.attention.gateway import Gateway
 from treewise.engine import TreeEngine
 from treewise.errors import ConfigError, VerificationError
+from treewise.flat_side import flat_weights
+from treewise.forest import Forest
 from treewise.layout import Layout, lay_out
-from treewise.objectives import SFT
+from treewise.objectives import SFT, Terms
 from treewise.trajectory import Trajectory
-from treewise.verification import flat_weights, verify
+from treewise.verification import verify
 
 
 def tiny_llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -169,6 +172,77 @@ def test_flat_weights_by_hand() -> None:
     np.testing.assert_allclose(by_rollout, np.array([[0, 0.5, 1], [0, 0.5, 1], [0, 1.5, 1.5]]) / 6)
 
 
-def test_an_objective_without_a_known_flat_form_is_refused() -> None:
-    with pytest.raises(ConfigError, match="SFT"):
-        verify(tiny_llama(), branching(), objective=object())
+def with_streams(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Every stream, random, so that branches through one token disagree."""
+    rng = np.random.default_rng(3)
+    items = []
+    for item in trajectories:
+        length = len(item)
+        teacher = np.log(rng.dirichlet(np.ones(3), length)[:, :2])
+        items.append(
+            replace(
+                item,
+                advantages=rng.normal(size=length),
+                old_logprobs=-rng.exponential(size=length),
+                ref_logprobs=-rng.exponential(size=length),
+                sampler_logprobs=-rng.exponential(size=length),
+                teacher_ids=np.stack([rng.permutation(97)[:2] for _ in range(length)]),
+                teacher_logprobs=teacher,
+            )
+        )
+    return items
+
+
+def pairwise(logprobs: list[torch.Tensor]) -> torch.Tensor:
+    sums = torch.stack([each.sum() for each in logprobs])
+    return -torch.nn.functional.logsigmoid(0.1 * (sums[0] - sums[1:])).sum()
+
+
+EVERYTHING = {"beta": 0.1, "entropy_coefficient": 0.2}
+OBJECTIVES = [
+    objectives.GRPO(**EVERYTHING, weighting="once"),
+    objectives.GRPO(sampler_correction="mask", sampler_level="sequence", sampler_min=0.1),
+    objectives.GSPO(**EVERYTHING, clip_low=0.5, clip_high=0.5),
+    objectives.CISPO(weighting="per_rollout"),
+    objectives.Distillation(weighting="once", normalization="rollout_mean"),
+    objectives.Distillation(tail="ignore"),
+    pairwise,
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda each: type(each).__name__)
+def test_other_objectives_pass(objective) -> None:
+    for max_tokens in (None, 10):
+        report = verify(tiny_llama(), with_streams(branching()), max_tokens, objective=objective)
+        assert report.passed, report.describe()
+        assert report.gradient_norm > 1e-3
+
+
+@pytest.mark.parametrize("objective", [objectives.GRPO(), objectives.GSPO(clip_low=9, clip_high=9)])
+def test_advantages_of_another_branch_fail(objective, monkeypatch: pytest.MonkeyPatch) -> None:
+    def terms(forest: Forest) -> Terms:
+        found = type(objective).terms(objective, forest)
+        if forest.num_tokens == forest.num_flat_tokens:  # the flat side
+            return found
+        return replace(found, streams={**found.streams, "advantages": found.streams["advantages"][::-1].copy()})
+
+    wrong = SimpleNamespace(**{name: getattr(objective, name) for name in dir(objective) if not name.startswith("__")})
+    wrong.terms = terms
+    assert not verify(tiny_llama(), with_streams(branching()), objective=wrong).passed
+
+
+def test_a_loss_that_cancels_is_held_to_its_terms() -> None:
+    items = [Trajectory([1, 2, 3, 4], advantages=1.0), Trajectory([1, 2, 5, 6], advantages=-1.0)]
+    report = verify(tiny_llama(), items, objective=objectives.REINFORCE())
+    assert report.passed, report.describe()
+    report = verify(tiny_llama(), items, objective=objectives.GRPO())  # its ratios are 1: the loss is 0
+    assert abs(report.loss_flat) < 1e-7
+    assert report.passed, report.describe()
+
+
+def test_an_objective_without_a_flat_form_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give an objective"):
+        verify(tiny_llama(), branching(), objective=7)
+    overlapping = [replace(item, rollout=1) for item in with_streams(branching())]
+    with pytest.raises(ConfigError, match="two rows of one rollout"):
+        verify(tiny_llama(), overlapping, objective=objectives.GSPO())

@@ -1,7 +1,8 @@
 """Flat against tree: the proof that a model, on the user's own rows, gets the loss and gradients of flat training.
 
 The flat side is plain code that knows nothing of trees: the model's own forward on one trajectory at a time, a
-logsumexp, a weighted sum, `backward`. The tree side is `TreeEngine`, as training uses it.
+logsumexp, a weighted sum (or the objective's own formulas), `backward`; see `flat_side`. The tree side is `TreeEngine`,
+as training uses it.
 
 Tolerances. float32: 1e-5 for the whole gradient; rounding alone makes 3e-7 on tiny models and 3e-6 on SmolLM2-135M,
 whose flat gradient is as far from float64. float64: 1e-6, because transformers computes norms in float32 in most
@@ -9,29 +10,27 @@ models whatever the dtype, so gradients are rounded there (5e-8 on a small Llama
 bfloat16 and float16: rounding is larger than any fixed tolerance that still finds faults, so both sides are held
 against flat training of a float32 copy, and the tree may deviate 1.5 times as much as flat training itself does.
 
-Letters: V vocabulary, L tokens of one trajectory.
+Letters: L tokens of one trajectory.
 """
 
 import copy
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 
-import numpy as np
 import torch
 from torch import nn
 
 from treewise.engine import TreeEngine
 from treewise.errors import ConfigError
+from treewise.flat_side import FlatLoss, Loss
 from treewise.flops import flop_model
 from treewise.forest import Forest
 from treewise.memory import free_bytes
-from treewise.objectives import SFT
-from treewise.trajectory import Trajectory, number_rollouts
+from treewise.objectives import SFT, Objective
+from treewise.trajectory import Trajectory
 from treewise.verified import ParameterError, VerificationReport
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
@@ -52,7 +51,7 @@ def verify(
     max_tokens: int | None = None,
     *,
     attention: str = "auto",
-    objective: SFT | None = None,
+    objective: Objective | Loss | None = None,
     tolerance: float | None = None,
 ) -> VerificationReport:
     """Compares loss, log-probs and gradients of every trajectory alone with those of all of them as trees.
@@ -64,11 +63,14 @@ def verify(
     Parameters:
         max_tokens: budget of a micro-batch; None for whole trees.
         attention: an implementation, or `auto`.
+        objective: `SFT()` where not given; any other one, or a function from the list of log-probs to a scalar, as in
+            `TreeEngine.step`. Losses that are no sum over tokens take two flat passes.
         tolerance: relative error allowed in the whole gradient, in place of the one of the model's dtype. Low-precision
             models are then compared with flat training in their own dtype.
 
     Raises:
-        ConfigError: an objective whose flat form is not known here, or a tolerance that is not positive.
+        ConfigError: an objective that flat rows cannot express, or a tolerance that is not positive.
+        DataError: a stream that the objective misses.
         UnsupportedModelError: a model that cannot follow a tree.
     """
     items = list(trajectories)
@@ -76,12 +78,12 @@ def verify(
         raise ConfigError(f"tolerance is {tolerance}; give a positive relative error, or None.")
     objective = SFT() if objective is None else objective
     forest = Forest.from_trajectories(items)
-    weights = flat_weights(items, objective)
+    loss = FlatLoss(items, objective)
     engine = TreeEngine(model, max_tokens, attention, router_aux_loss=False)  # the flat side has the tokens' loss alone
     dtype = _lowest_dtype(model)
     with _as_found(model):
-        flat = _run_flat(model, items, weights)
-        wide = _run_wide_copy(model, items, weights) if dtype in LOW_PRECISION and tolerance is None else None
+        flat = _run_flat(model, loss)
+        wide = _run_wide_copy(model, loss) if dtype in LOW_PRECISION and tolerance is None else None
         tree = _run_tree(engine, model, forest, objective)
     reference = flat if wide is None else wide
     errors = _compare(reference, tree)
@@ -110,7 +112,7 @@ def verify(
         flat_loss_error=None if flat_errors is None else flat_errors.loss,
         flat_rms_logprob_error=None if flat_errors is None else flat_errors.rms_logprob,
         flat_gradient_error=None if flat_errors is None else flat_errors.gradient,
-        limits=_limits(dtype, tolerance, flat_errors, reference.loss),
+        limits=_limits(dtype, tolerance, flat_errors, reference.size),
         parameters=errors.parameters,
         seconds_flat=flat.seconds,
         seconds_tree=tree.seconds,
@@ -118,85 +120,34 @@ def verify(
     )
 
 
-def flat_weights(trajectories: Sequence[Trajectory], objective: SFT) -> list[np.ndarray]:
-    """What each token's negative log-prob is multiplied by in the flat loss ([L] float64 per trajectory).
-
-    Written from the definition of the objective, without a tree: a prefix is known by the hash of its tokens.
-
-    Raises:
-        ConfigError: an objective other than `SFT`.
-    """
-    if not isinstance(objective, SFT):
-        raise ConfigError(f"verify knows the flat form of SFT, not of {type(objective).__name__}; verify with SFT().")
-    weights = [np.asarray(item.loss_weights, dtype=np.float64) for item in trajectories]
-    rollouts = number_rollouts(trajectories)
-    if objective.weighting != "per_trajectory":
-        of_rollout = rollouts if objective.weighting == "per_rollout" else np.zeros_like(rollouts)
-        keys = [
-            [(rollout, key) for key in _prefix_keys(item.token_ids)]
-            for rollout, item in zip(of_rollout.tolist(), trajectories, strict=True)
-        ]
-        trains = Counter(
-            key for each, weight in zip(keys, weights, strict=True) for key, w in zip(each, weight, strict=True) if w
-        )
-        weights = [weight / [max(1, trains[key]) for key in each] for each, weight in zip(keys, weights, strict=True)]
-    if objective.normalization == "trajectory_mean":
-        return [weight / weight.sum() / len(weights) for weight in weights]
-    if objective.normalization == "rollout_mean":
-        totals = np.bincount(rollouts, weights=[weight.sum() for weight in weights])
-        return [weight / totals[rollout] / len(totals) for rollout, weight in zip(rollouts, weights, strict=True)]
-    if objective.normalization == "constant":
-        assert objective.constant is not None
-        return [weight / objective.constant for weight in weights]
-    total = sum(weight.sum() for weight in weights)
-    return [weight / total for weight in weights]
-
-
 # -- the two sides ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Run:
-    """One side: loss, log-probs ([L - 1] per trajectory, float64 on the host), gradients by name."""
+    """One side: loss, the sum of the sizes of its terms, log-probs ([L - 1] per trajectory, float64 on the host),
+    gradients by name."""
 
     loss: float
+    size: float
     logprobs: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
     seconds: float
     num_computed_tokens: int = 0
 
 
-def _run_flat(model: nn.Module, items: Sequence[Trajectory], weights: Sequence[np.ndarray]) -> _Run:
+def _run_flat(model: nn.Module, loss: FlatLoss) -> _Run:
     """Every trajectory alone, by the model's own forward."""
     device = _device(model)
-    longest = max(range(len(items)), key=lambda index: len(items[index]))
-    _flat_step(model, items[longest], weights[longest], device)  # touches the memory that the timed run uses
+    loss.warm_up(model, device)
     _clear_gradients(model)
-    loss, logprobs = 0.0, []
     started = _now(device)
-    for item, weight in zip(items, weights, strict=True):
-        value, found = _flat_step(model, item, weight, device)
-        loss += value
-        logprobs.append(found.double().cpu())
-    return _Run(loss, logprobs, _take_gradients(model), _now(device) - started)
+    found = loss.run(model, device)
+    seconds = _now(device) - started
+    return _Run(found.loss, found.size, found.logprobs, _take_gradients(model), seconds)
 
 
-def _flat_step(
-    model: nn.Module, item: Trajectory, weight: np.ndarray, device: torch.device
-) -> tuple[float, torch.Tensor]:
-    ids = torch.tensor(item.token_ids, dtype=torch.long, device=device)
-    logits_LV = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    wide = torch.promote_types(logits_LV.dtype, torch.float32)
-    logits_LV = logits_LV.to(wide)
-    # Not log_softmax: on CPU in float32 it is biased for large vocabularies (torch 2.13: 5e-6 at 150,000 tokens, where
-    # logsumexp is at 4e-8), which alone put SmolLM2's flat gradient 5e-5 away from float64, and 3e-6 without it.
-    logprobs = logits_LV.gather(1, ids[1:, None])[:, 0] - torch.logsumexp(logits_LV, dim=-1)
-    loss = -(torch.as_tensor(weight[1:], device=device).to(wide) * logprobs).sum()
-    loss.backward()
-    return loss.item(), logprobs.detach()
-
-
-def _run_wide_copy(model: nn.Module, items: Sequence[Trajectory], weights: Sequence[np.ndarray]) -> _Run:
+def _run_wide_copy(model: nn.Module, loss: FlatLoss) -> _Run:
     """The flat side of a float32 copy."""
     needed = 4 * (sum(p.numel() for p in model.parameters()) + sum(p.numel() for p in _trained(model).values()))
     free = free_bytes(_device(model))
@@ -206,10 +157,10 @@ def _run_wide_copy(model: nn.Module, items: Sequence[Trajectory], weights: Seque
             "give tolerance= to compare with flat training in the model's own dtype."
         )
     wide = copy.deepcopy(model).float()
-    return _run_flat(wide, items, weights)
+    return _run_flat(wide, loss)
 
 
-def _run_tree(engine: TreeEngine, model: nn.Module, forest: Forest, objective: SFT) -> _Run:
+def _run_tree(engine: TreeEngine, model: nn.Module, forest: Forest, objective: Objective | Loss) -> _Run:
     """All trajectories as trees, by the engine."""
     device = _device(model)
     with torch.no_grad():
@@ -218,7 +169,8 @@ def _run_tree(engine: TreeEngine, model: nn.Module, forest: Forest, objective: S
     started = _now(device)
     out = engine.step(forest, objective)
     seconds = _now(device) - started
-    return _Run(float(out.loss), logprobs, _take_gradients(model), seconds, int(out.num_computed_tokens))
+    loss = float(out.loss)
+    return _Run(loss, abs(loss), logprobs, _take_gradients(model), seconds, int(out.num_computed_tokens))
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------
@@ -248,7 +200,7 @@ def _compare(reference: _Run, other: _Run) -> _Errors:
     ]
     rows.sort(key=lambda row: math.inf if math.isnan(row.error) else row.error, reverse=True)
     return _Errors(
-        loss=_ratio(abs(other.loss - reference.loss), abs(reference.loss)),
+        loss=_ratio(abs(other.loss - reference.loss), reference.size),  # of terms that may cancel
         max_logprob=difference.abs().max().item(),
         rms_logprob=difference.square().mean().sqrt().item(),
         gradient=_ratio(math.hypot(*gaps.values()), norm),
@@ -257,11 +209,11 @@ def _compare(reference: _Run, other: _Run) -> _Errors:
     )
 
 
-def _limits(dtype: torch.dtype, tolerance: float | None, flat: _Errors | None, loss: float) -> dict[str, float]:
+def _limits(dtype: torch.dtype, tolerance: float | None, flat: _Errors | None, size: float) -> dict[str, float]:
     """What each error may be."""
     if flat is not None:
         # A loss is a mean, so by chance flat training may meet it exactly; its log-probs say what to expect.
-        loss_error = max(flat.loss, _ratio(flat.rms_logprob, abs(loss)))
+        loss_error = max(flat.loss, _ratio(flat.rms_logprob, size))
         own = {"loss": loss_error, "rms_logprob": flat.rms_logprob, "gradient": flat.gradient}
         return {name: MAX_TIMES_FLAT * error for name, error in own.items()}
     allowed = tolerance if tolerance is not None else TOLERANCE[dtype]
@@ -277,15 +229,6 @@ def _ratio(error: float, norm: float) -> float:
     if norm == 0:
         return 0.0 if error == 0 else math.inf
     return error / norm
-
-
-def _prefix_keys(token_ids: np.ndarray) -> list[bytes]:
-    """For each token a hash of the path to it."""
-    state, keys = blake2b(digest_size=16), []
-    for token in token_ids.astype("<i4"):
-        state.update(token.tobytes())
-        keys.append(state.digest())
-    return keys
 
 
 # -- the model as it was found ----------------------------------------------------------------------------------------
