@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
+from typing import NoReturn
 
 import treewise
 from treewise.errors import ConfigError, StoppedError, TreewiseError, VerificationError
@@ -28,18 +29,29 @@ COMMANDS = {
 }
 MODULES = {"import": "import_"}  # where a command's name cannot be a module's
 INTERRUPTED = 130
+MAX_MESSAGE = 400  # characters of an argument's error
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with a flag as every other error is said: in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        message = " ".join(message.removeprefix("argument ").split())
+        if len(message) > MAX_MESSAGE:  # a flag's value is shown in full by argparse
+            message = f"{message[:MAX_MESSAGE]}..."
+        raise ConfigError(f"{message}. See {self.prog} --help.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
-    parser = _parser(name)
-    if name is None or words[0] != name:
-        parser.parse_args(words)  # --help, --version, or an unknown flag
-        parser.print_help()
-        return 2
     try:
+        parser = _parser(name)
+        if name is None or words[0] != name:
+            parser.parse_args(words)  # --help, --version, or an unknown flag
+            parser.print_help()
+            return 2
         args = _parse(parser, name, words)
         return int(_module(name).run(args))
     except KeyboardInterrupt:
@@ -57,11 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, VerificationError) else 2
+    except OSError as error:  # a disk that is full, a folder that may not be written
+        if _wants_traceback(words):
+            raise
+        print(f"error: {error.filename or name}: {error.strerror or error}", file=sys.stderr)
+        return 2
 
 
 def _parser(name: str | None) -> argparse.ArgumentParser:
     """The parser of one command; of all, with their names alone, where none is given."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="treewise",
         description="Trains language models on trees of tokens: every shared prefix is computed once.",
         epilog="TREEWISE_DEBUG=1 or --debug shows the traceback of an error.",

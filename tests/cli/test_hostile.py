@@ -1,0 +1,204 @@
+"""Wrong input of every kind to every command: one line that names it, exit code 2, and nothing left behind."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cli.commands import save_tiny_model, write_rows
+from treewise.cli.main import main
+
+GOOD = [
+    {"token_ids": [1, 2, 3, 4], "loss_weights": [0, 0, 1, 1], "group": "a", "reward": 1.0},
+    {"token_ids": [1, 2, 5], "loss_weights": [0, 0, 1], "group": "a", "reward": 0.0},
+]
+RUN = "model: model\ndata: good.jsonl\noutput_dir: out\nreport_to: none\n"
+HUGE = b"1" + b"0" * 400
+FILES: dict[str, bytes] = {
+    "empty.jsonl": b"",
+    "one.jsonl": b"\x00",
+    "binary.jsonl": bytes(range(256)),
+    "cut.jsonl.gz": gzip.compress(b'{"token_ids": [1, 2]}\n' * 50)[:-9],
+    "fake.parquet": b"PAR1xxxxPAR1",
+    "twice.jsonl": b'{"token_ids": [1, 2, 3], "token_ids": [4, 5, 6]}\n',
+    "inner.jsonl": b'{"messages": [{"role": "user", "role": "assistant", "content": ""}]}\n',
+    "none.jsonl": b'{"foo": 1}\n',
+    "negative.jsonl": b'{"token_ids": [1, -2, 3]}\n',
+    "huge.jsonl": b'{"token_ids": [1, 2, 3], "reward": ' + HUGE + b"}\n",
+    "vocabulary.jsonl": b'{"token_ids": [1, 96, 97], "reward": 1}\n',
+    "chat.jsonl": b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+    "d\u00e4t\u00e4 \u2603.jsonl": b'{"token_ids": [1, -1]}\n',
+    "a.txt": b"text",
+    "a.pkl": b"\x80\x04.",
+    "one.pt": b"a",
+    "prompts.jsonl": b'{"prompt": [1], "completion": [1], "advantage": 1, "step": 1}\n',
+    "noweights/config.json": b"",  # copied below
+    "broken/config.json": b"{",
+    "list/config.json": b"[]",
+    "log_list/trainer_state.json": b"[]",
+    "log_deep/trainer_state.json": b"[" * 100_000,
+    "log_huge/trainer_state.json": b'{"log_history": [], "global_step": 1e999}',
+    "zero.yaml": b"model: \x00",
+    "bell.yaml": b"model: \x07",
+    "keys.yaml": b"? [a]\n: b",
+    "deep.yaml": b"[" * 1500,
+    "object.yaml": b"model: !!python/object/apply:os.system ['id']\n",
+    "itself.yaml": b"lora: &a {r: *a}\n",
+    "digits.yaml": RUN.encode() + b"seed: " + b"9" * 5000,
+    "lora.yaml": RUN.encode() + b"lora: {r: 4, r: 8}\n",
+    "run.yaml": RUN.encode(),
+}
+
+CASES: list[tuple[str, str]] = [
+    # command, part of the message
+    ("inspect empty.jsonl", "the file is empty"),
+    ("inspect one.jsonl", "one.jsonl:1: incomplete final line"),
+    ("inspect binary.jsonl", "binary.jsonl:1:1: not valid JSON"),
+    ("inspect cut.jsonl.gz", "cut short"),
+    ("inspect fake.parquet", "damaged Parquet file"),
+    ("inspect twice.jsonl", "twice.jsonl:1: the key 'token_ids' is given twice"),
+    ("inspect inner.jsonl", "inner.jsonl:1: the key 'role' is given twice"),
+    ("inspect none.jsonl", "'foo' fits no form"),
+    ("inspect negative.jsonl", "negative.jsonl:1: token id -2 at position 1"),
+    ("inspect huge.jsonl", "reward is inf"),
+    ("inspect d\u00e4t\u00e4\N{NO-BREAK SPACE}\u2603.jsonl", "\u2603.jsonl:1: token id -1"),
+    ("inspect folder", "holds no .jsonl"),
+    ("inspect folder.jsonl", "holds no .jsonl"),
+    ("inspect missing.jsonl", "no such file"),
+    (f"inspect {'a' * 300}.jsonl", "too long"),
+    ("inspect @", "a data path is empty"),
+    ("inspect a.txt", "unknown kind of file"),
+    ("inspect chat.jsonl", "needs a tokenizer; give one (--tokenizer"),
+    ("inspect good.jsonl --max_tokens 0", "--max_tokens is 0"),
+    ("inspect good.jsonl --max_tokens x", "invalid int value: 'x'. See treewise inspect --help"),
+    (f"inspect good.jsonl --max_tokens {'9' * 5000}", "invalid int value"),
+    ("inspect good.jsonl --thinking loud", "invalid choice: 'loud'"),
+    ("inspect good.jsonl --html report.pdf", "name it report.html"),
+    ("inspect good.jsonl --html a.txt/report.html", "cannot be written"),
+    ("inspect good.jsonl --model broken", "broken: cannot be loaded"),
+    ("inspect good.jsonl --model @", "the model's name is empty"),
+    ("inspect good.jsonl --model heads", "heads: cannot be loaded"),
+    ("inspect --run folder", "no trainer_state.json"),
+    ("inspect --run log_list", "not the log of a run"),
+    ("inspect --run log_deep", "not the log of a run"),
+    ("inspect --run log_huge", "not the log of a run"),
+    ("plan good.jsonl", "required: --max_tokens"),
+    ("plan good.jsonl --max_tokens -3", "max_tokens is -3"),
+    ("verify good.jsonl --model noweights", "model.safetensors"),
+    ("verify good.jsonl --model damaged", "damaged: cannot be loaded"),
+    ("verify good.jsonl --model deeper", "the weights lack model.layers.2.input_layernorm.weight and 8 more"),
+    ("verify good.jsonl --model wider", "another shape of lm_head.weight"),
+    ("verify good.jsonl --model model --limit -1", "--limit is -1"),
+    ("verify good.jsonl --model model --device foo", "which is no device"),
+    ("verify good.jsonl --model model --device meta", "runs on cpu and cuda"),
+    ("verify good.jsonl --model model --tokenizer folder", "folder: no config.json"),
+    ("verify vocabulary.jsonl --model model", "token id 97 at position 2 is outside the vocabulary of 97"),
+    ("doctor --device foo", "which is no device"),
+    ("models broken", "broken/config.json: names no model_type"),
+    ("models list", "list/config.json: names no model_type"),
+    ("import good.jsonl", "required: -o/--output"),
+    ("import good.jsonl -o rows.jsonl", "shows no known format"),
+    ("import a.pkl -o rows.jsonl", "pickles"),
+    ("import one.pt -o rows.jsonl", "no file of torch.save"),
+    ("import prompts.jsonl -o rows.jsonl", "prompt must be a list of messages"),
+    ("import good.jsonl --from verl -o a.txt/rows.jsonl", "does not have the shape|cannot be written"),
+    ("train missing.yaml", "cannot be read"),
+    ("train folder", "cannot be read"),
+    ("train zero.yaml", "not valid YAML"),
+    ("train bell.yaml", "not valid YAML"),
+    ("train keys.yaml", "a key must be a word"),
+    ("train deep.yaml", "not valid YAML"),
+    ("train object.yaml", "not valid YAML"),
+    ("train itself.yaml", "not valid YAML"),
+    ("train digits.yaml", "not valid YAML"),
+    ("train lora.yaml", "lora.yaml:5: lora.r is given twice"),
+    ("train run.yaml --output_dir @", "output_dir is empty"),
+    ("train run.yaml --seed -1", "seed is -1"),
+    (f"train run.yaml --seed {'9' * 5000}", "seed must be an integer"),
+    ("train run.yaml --num_train_epochs 0", "nothing would be trained"),
+    ("train run.yaml --spike_factor -1", "spike_factor is -1"),
+    ("train run.yaml --max_steps -5", "max_steps is -5"),
+    ("train run.yaml --learning_rate -1", "learning_rate is -1"),
+    ("train run.yaml --adam_beta1 2", "adam_beta1 is 2"),
+    ("train run.yaml --constant 3", "constant=3 divides nothing|go together"),
+    ("train run.yaml --optim adamw_8bit", "bitsandbytes"),
+    ("train run.yaml --eval_data good.jsonl --metric_for_best_model acc", "measures eval_loss alone"),
+    ("train run.yaml --lora.r 4 --lora.lora_dropout 0.1", "drops out"),
+    ("train run.yaml --model noweights", "model.safetensors"),
+    ("rl --data good.jsonl --model model --output out", "give --objective"),
+    ("rl --data good.jsonl --model model --output out --objective grpo --beta x", "beta must be a number"),
+    ("rl --data good.jsonl --model model --output out --objective grpo --beta 1 --reference nowhere", "nowhere"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hostile")
+    write_rows(root / "good.jsonl", GOOD)
+    for name, content in FILES.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content)
+    for name in ("folder", "folder.jsonl"):
+        (root / name).mkdir()
+    config = json.loads((save_tiny_model(root / "model") / "config.json").read_text())
+    for name, change in (
+        ("heads", {"num_attention_heads": 3}),
+        ("noweights", {}),
+        ("damaged", {}),
+        ("deeper", {"num_hidden_layers": 3}),
+        ("wider", {"vocab_size": 98}),
+    ):
+        (root / name).mkdir(exist_ok=True)
+        (root / name / "config.json").write_text(json.dumps(config | change))
+        if name in ("damaged", "deeper", "wider"):
+            shutil.copy(root / "model" / "model.safetensors", root / name)
+    with (root / "damaged" / "model.safetensors").open("r+b") as stream:
+        stream.truncate(1000)
+    return root
+
+
+def contents(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+@pytest.mark.parametrize(("command", "message"), CASES, ids=[command[:60] for command, _ in CASES])
+def test_one_line_and_nothing_left(
+    folder: Path, command: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = contents(folder)
+    words = ["" if word == "@" else word.replace("\N{NO-BREAK SPACE}", " ") for word in command.split(" ")]
+    assert main(words) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: ")
+    assert len(said.splitlines()) == 1, said
+    assert len(said) < 700
+    assert any(part in said for part in message.split("|")), said
+    assert contents(folder) == before
+
+
+def test_a_disk_that_refuses_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treewise.cli import inspect
+
+    def refuse(args: object) -> int:
+        raise OSError(28, "No space left on device", "rows.jsonl")
+
+    monkeypatch.setattr(inspect, "run", refuse)
+    assert main(["inspect", "good.jsonl"]) == 2
+    assert capsys.readouterr().err == "error: rows.jsonl: No space left on device\n"
+
+
+def test_weights_that_a_model_leaves_out_are_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = json.loads((folder / "model" / "config.json").read_text())
+    shutil.copytree(folder / "model", folder / "shallow")
+    (folder / "shallow" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    assert main(["verify", str(folder / "good.jsonl"), "--model", str(folder / "shallow")]) == 0
+    assert "9 of its weights are not used, the first model.layers.1.input_layernorm.weight" in caplog.text
+    assert capsys.readouterr().err == ""
