@@ -40,6 +40,12 @@ class CheckpointError(TreewiseError, RuntimeError):
     """A checkpoint that is missing, incomplete or made by a different run."""
 
 
+class LostRankError(TreewiseError, RuntimeError):
+    """Another process of the run is gone, or does not answer. `exit_code` is 3."""
+
+    exit_code: int = 3
+
+
 class StoppedError(TreewiseError, InterruptedError):
     """A run that a signal ended, after it was saved. `exit_code` is 128 plus the signal's number, as shells have it."""
 

@@ -68,15 +68,15 @@ def flat_loss(model, trajectories):
     return total / weight
 
 
-def in_child(work):
-    """Runs `work` in a forked process; returns its process id at once."""
+def in_child(work, seconds=20):
+    """Runs `work` in a forked process, for so many seconds at most; returns its process id at once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the child does not need them
         child = os.fork()
     if child == 0:
         # A lock that another thread held at the fork is never given back here; the alarm ends such a child.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)
+        signal.alarm(seconds)
         code = 1
         with contextlib.suppress(BaseException):
             work()

@@ -4,8 +4,10 @@ As a script, under torchrun: `ranks.py FOLDER`, where `runs.json` says what to t
 """
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from transformers import TrainerCallback
 from families import tiny_model as family_model
 from trainer.helpers import losses, some_trees, tiny_model
 from treewise.errors import StoppedError
-from treewise.trainer import TreeTrainer, TreeTrainingArguments
+from treewise.trainer import TreeTrainer, TreeTrainingArguments, states
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,28 +39,38 @@ def model_of(family="llama", lora=False, **changes):
     return model
 
 
-class DieAt(TrainerCallback):
-    """Ends rank 1 in a step: `kill` as the system does when memory is gone, `raise` as a bug does."""
+class Trouble(TrainerCallback):
+    """What goes wrong on rank 1 alone, and is survived: `signal` before a step; in the save of the third step
+    `signal in save`, `full disk` (no file over a thousand bytes) and `late` (only the last of its files).
+    """
 
-    def __init__(self, how, step=2):
-        self.how, self.step = how, step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step and args.process_index == 1:
-            if self.how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("the moon is full")
-
-
-class SignalAt(TrainerCallback):
-    """Sends this process a signal on one rank alone."""
+    def __init__(self, how):
+        self.how = how
+        self._save_random_state = states.save_random_state
+        self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2 and args.process_index == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if args.process_index == 1:
+            states.save_random_state = self._save_random_state
+            resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
+            if self.how == "signal" and state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.process_index == 1 and state.global_step == 3:
+            if self.how == "full disk":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, self._limits[1]))
+            elif self.how != "signal":
+                states.save_random_state = self.save
+
+    def save(self, *args):
+        if self.how == "late":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.kill(os.getpid(), signal.SIGTERM)
+        self._save_random_state(*args)
 
 
-def train(folder, model=None, resume=None, num_trees=7, evaluates=False, dies=None, is_signalled=False, **settings):
+def train(folder, model=None, resume=None, num_trees=7, evaluates=False, trouble=None, **settings):
     """One run; returns its trainer."""
     args = TreeTrainingArguments(
         output_dir=str(folder),
@@ -80,7 +92,7 @@ def train(folder, model=None, resume=None, num_trees=7, evaluates=False, dies=No
         args,
         train_dataset=trees,
         eval_dataset=trees if evaluates else None,
-        callbacks=[*([DieAt(dies)] if dies else []), *([SignalAt()] if is_signalled else [])],
+        callbacks=[Trouble(trouble)] if trouble else [],
     )
     with contextlib.suppress(StoppedError):
         trainer.train(resume_from_checkpoint=resume)
@@ -96,6 +108,7 @@ def outcome(trainer):
         "norms": [float(entry["grad_norm"]) for entry in history if "grad_norm" in entry],
         "eval": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "kinds": sorted({type(each.data).__name__ for _, each in named}),
+        "prices": None if trainer._placing is None else trainer._placing.facts(),
         "model": {
             name: (each.data.full_tensor() if hasattr(each.data, "full_tensor") else each.data).clone()
             for name, each in named
@@ -103,7 +116,7 @@ def outcome(trainer):
     }
 
 
-def launch(num_ranks, folder, runs, timeout=240, check=True):
+def launch(num_ranks, folder, runs, timeout=240):
     """Trains one run after the other under torchrun; returns the outcomes of each rank by the name of the run."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.json").write_text(json.dumps(runs))
@@ -119,8 +132,6 @@ def launch(num_ranks, folder, runs, timeout=240, check=True):
         timeout=timeout,
         check=False,
     )
-    if not check:
-        return result
     assert result.returncode == 0, result.stdout[-6000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
@@ -129,6 +140,8 @@ def main():
     folder = Path(sys.argv[1])
     outcomes = {}
     for name, settings in json.loads((folder / "runs.json").read_text()).items():
+        if "resume_run" in settings:
+            settings["resume"] = str(folder / settings.pop("resume_run"))
         outcomes[name] = outcome(train(folder / name, **settings))
     torch.save(outcomes, folder / f"rank{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()

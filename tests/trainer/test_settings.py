@@ -1,15 +1,18 @@
 """Settings of sharding and placement: what is honoured, what is refused, and what a checkpoint keeps of it."""
 
 import json
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
+import torch
 
-from treewise.balance import CostModel
+from treewise.balance import CostFit, CostModel, Work, work_of
 from treewise.errors import ConfigError
 from treewise.forest import Forest
+from treewise.planner import plan
 from treewise.trainer import TreeTrainingArguments, placement
-from treewise.trainer.placement import Placing
+from treewise.trainer.placement import FIT_STEPS, NOTHING, Placing, fitted_alone, fitted_in_step, wants_measured
 from treewise.trainer.sharding import ShardSettings, shard_settings
 from treewise.trajectory import Trajectory
 
@@ -63,7 +66,19 @@ def test_fsdp_in_any_form_is_taken_over(tmp_path, monkeypatch):
     assert again.shard_settings() == by_flag.shard_settings()
 
 
+def test_a_launcher_that_starts_one_process_of_several_is_refused(tmp_path, monkeypatch):
+    common = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True}
+    for name in ("ACCELERATE_USE_CPU", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    TreeTrainingArguments(**common)  # asked for one
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ConfigError, match="asked for several processes and started one"):
+        TreeTrainingArguments(**common)
+
+
 PRIOR = CostModel(1.0, 0.01, 100.0)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -83,24 +98,74 @@ def test_shares_of_all_ranks_are_every_trajectory_once(monkeypatch, batch, num_r
     assert sum(lengths) == 12
 
 
-def test_prices_are_fitted_once_hold_after_the_next_step_and_are_kept(batch):
-    placing = Placing(PRIOR, 64, "per_trajectory")
-    for _ in range(4):
-        with placing.measured([placing_plan(batch)]):
+def measure(placing, batch, num_steps, first=1):
+    """Steps `first` to `num_steps`, of one batch each."""
+    for step in range(first, num_steps + 1):
+        with placing.measured(plan(Forest.concatenate(batch), 64), CPU):
             pass
-    placing.fit(5)
-    assert placing.prices_at(5) == PRIOR  # the sixth step is placed already
-    assert placing.prices_at(6) != PRIOR
+        placing.step_done(step)
+
+
+@pytest.mark.parametrize("saved_at", [None, 2, 5])
+def test_prices_are_fitted_once_hold_after_the_next_step_and_are_kept(batch, saved_at):
+    placing = Placing(PRIOR, 64, "per_trajectory")
+    fitted_at = 5 if saved_at == 5 else FIT_STEPS  # a save after two steps has nothing to fit to
+    measure(placing, batch, saved_at or 1)
+    if saved_at:
+        placing.saving(saved_at)
+    assert placing.is_fitted == (saved_at == 5)
+    measure(placing, batch, FIT_STEPS, first=(saved_at or 1) + 1)
+    assert placing.prices_at(fitted_at) == PRIOR  # the next step is placed already
+    assert placing.prices_at(fitted_at + 1) != PRIOR
     fitted = placing.facts()
-    placing.fit(9)
+    measure(placing, batch, FIT_STEPS)
+    placing.saving(40)
     assert placing.facts() == fitted
     again = Placing(PRIOR, 64, "per_trajectory")
     again.restore(json.loads(json.dumps(fitted)))
-    assert [again.prices_at(step) for step in (0, 6)] == [placing.prices_at(step) for step in (0, 6)]
-    assert again.is_fitted
+    assert [again.prices_at(step) for step in (0, fitted_at + 1)] == [PRIOR, placing.prices_at(fitted_at + 1)]
+    assert not again.is_measuring
 
 
-def placing_plan(batch):
-    from treewise.planner import plan
+def test_prices_that_are_not_to_be_measured_stay_those_of_flops(batch):
+    placing = Placing(PRIOR, 64, "per_trajectory", fits=False)
+    measure(placing, batch, 2 * FIT_STEPS)
+    placing.saving(40)
+    assert placing.facts() == [[0, 1.0, 0.01, 100.0]]
 
-    return plan(Forest.concatenate(batch), 64)
+
+@pytest.mark.parametrize(
+    ("prices", "device", "is_deterministic", "expected"),
+    [
+        ("auto", "cpu", False, False),
+        ("auto", "cuda", False, True),
+        ("auto", "cuda", True, False),
+        ("measured", "cpu", True, True),
+        ("flops", "cuda", False, False),
+    ],
+)
+def test_prices_are_measured_where_runs_do_not_repeat_anyway(prices, device, is_deterministic, expected):
+    assert wants_measured(prices, torch.device(device), is_deterministic) == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_all_take_the_time_of_the_slowest_are_fitted_as_if_it_were_known(seed):
+    rng = np.random.default_rng(seed)
+    true, prior = CostModel(2e-6, 4e-9, 3e-3), CostModel(1e-6, 0.5e-9, 1.5e-3)
+    everything, known = [[], []], CostFit(prior)
+    for _ in range(FIT_STEPS - 1):
+        works = [Work(*(rng.integers(1, 9, 3) * (1000.0, 400_000.0, 1.0))) for _ in everything]
+        passes = max(each.micro_batches for each in works)
+        slowest = max((replace(each, micro_batches=passes) for each in works), key=true.seconds)
+        seconds = true.seconds(slowest) * rng.uniform(0.97, 1.03)
+        known.add(slowest, seconds)
+        for rank, work in enumerate(works):
+            everything[rank].append((work, seconds * (1 + 0.2 * rank)))  # the second rank waited for the batch to begin
+    assert fitted_in_step(prior, everything) == known.model()
+    assert astuple(known.model()) == pytest.approx(astuple(true), rel=0.15)
+    assert astuple(fitted_alone(prior, everything)) != pytest.approx(astuple(true), rel=0.15)
+
+
+def test_a_batch_of_no_trees_is_no_measurement(batch):
+    work = work_of(plan(Forest.concatenate(batch), 64))
+    assert fitted_alone(PRIOR, [[(work, 2.0)], [(NOTHING, 0.1)]]) == fitted_alone(PRIOR, [[(work, 2.0)]])

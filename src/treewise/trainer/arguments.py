@@ -12,6 +12,7 @@ from treewise.attention import IMPLEMENTATIONS
 from treewise.budget import Budget
 from treewise.errors import ConfigError
 from treewise.objectives import SFT
+from treewise.trainer.placement import PRICES
 from treewise.trainer.sharding import ShardSettings, shard_settings
 
 # What transformers offers and a tree cannot follow, or would follow in a way that its user does not expect.
@@ -29,7 +30,7 @@ _REFUSED = {
     "enable_jit_checkpoint": "a run is always saved at SIGTERM and SIGINT; leave it off.",
     "parallelism_config": "tensor and context parallelism are not supported yet.",
 }
-_CHOICES = {"nonfinite": ("stop", "skip"), "on_save_failure": ("stop", "continue")}
+_CHOICES = {"nonfinite": ("stop", "skip"), "on_save_failure": ("stop", "continue"), "balance_prices": PRICES}
 _SAMPLING = ("random", "sequential")
 
 
@@ -57,6 +58,8 @@ class TreeTrainingArguments(TrainingArguments):
             transformers' `fsdp_config`.
         balance_ranks: with several processes, place the trajectories of a step by predicted time (`treewise.balance`);
             False hands out trees in turn. Changes no loss.
+        balance_prices: what placements reckon with: `flops` of the model, `measured` (fitted to the first steps), or
+            `auto`: measured, but on a CPU and under `full_determinism`, where runs repeat bit for bit.
         nonfinite: what follows a loss or gradient that is not finite: `stop`, or `skip` the update. Its trees are named
             and written to `nonfinite.jsonl` in the run's folder.
         max_skipped_steps: updates skipped in a row, after which the run stops all the same.
@@ -82,6 +85,7 @@ class TreeTrainingArguments(TrainingArguments):
     sharded: bool = field(default=False, metadata={"help": "Shard parameters over the processes, by FSDP2."})
     shard_config: dict[str, Any] | None = field(default=None, metadata={"help": "How; as transformers' fsdp_config."})
     balance_ranks: bool = field(default=True, metadata={"help": "Place trees on processes by predicted time."})
+    balance_prices: str = field(default="auto", metadata={"help": "Prices of placements: auto, flops or measured."})
     merge_across_trees: bool = field(default=True, metadata={"help": "Compute prefixes common to several trees once."})
 
     # Other defaults than transformers'.
@@ -116,6 +120,19 @@ class TreeTrainingArguments(TrainingArguments):
         self._take_over_fsdp()
         self.shard_settings()
         super().__post_init__()
+        self._refuse_lone_start()
+
+    def _refuse_lone_start(self) -> None:
+        """`accelerate launch --cpu --num_processes 2` starts one process, without a word; of the others' being wanted
+        it leaves a port in the environment. Steps would have fewer trees than asked for.
+        """
+        is_told = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ
+        if is_told and "WORLD_SIZE" not in os.environ and int(self.world_size) == 1:
+            raise ConfigError(
+                "accelerate launch was asked for several processes and started one, as it does with --cpu. Start them "
+                "with torchrun --nproc_per_node N, or accelerate launch --multi_gpu --num_processes N (on a CPU, too, "
+                "with use_cpu: true); for one process give --num_processes 1 and unset MASTER_PORT."
+            )
 
     def _take_over_fsdp(self) -> None:
         """Makes wishes for FSDP our own: accelerate leaves parameters whole on a CPU, without a word."""

@@ -117,14 +117,13 @@ def prune(run_dir: str | Path, limit: int | None, keep: str | None) -> None:
 
 @contextmanager
 def explained(folder: Path, num_bytes: int) -> Iterator[None]:
-    """Turns the errors of a failed save into a `CheckpointError`, and removes what was written.
+    """Turns the errors of a failed save into a `CheckpointError`.
 
     num_bytes: what the checkpoint takes, for the message.
     """
     try:
         yield
     except (OSError, SafetensorError, CheckpointError) as error:
-        shutil.rmtree(folder, ignore_errors=True)
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise CheckpointError(
             f"{folder.parent}: the checkpoint of step {_aside_step(folder)} could not be saved ({reason}); it takes "

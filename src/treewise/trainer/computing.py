@@ -6,7 +6,7 @@ the decoder and not the wrapper. Sharded parameters are put together around the 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,9 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from treewise.budget import AUTO
 from treewise.engine import TreeEngine
+from treewise.errors import OutOfMemoryError
 from treewise.forest import Forest
+from treewise.memory import is_out_of_memory
 from treewise.objectives import SFT
 from treewise.trainer import ranks
 from treewise.trainer.batches import TreeLoader, forest_of
@@ -79,12 +81,17 @@ class ComputingTrainer(FeedingTrainer):
             self.engine.plan(first)  # measures the budget, where it is to be measured: all ranks at once
 
     @contextmanager
-    def _together(self, trains: bool) -> Iterator[None]:
-        """Around the walks of one batch: all ranks enter and leave, and run the same forwards and backwards."""
+    def _together(self, trains: bool, measured: Sequence[Forest] | None = None) -> Iterator[None]:
+        """Around the walks of one batch: all ranks enter and leave, and run the same forwards and backwards.
+
+        measured: this rank's trees, where the time they take is to be measured for the prices of placements.
+        """
         if self._ends is None:
-            yield
+            with self._measuring(measured):
+                yield
             return
-        with self._ends.whole(trains):
+        # Between two moments that all ranks share: all parameters gathered, all passes run.
+        with self._memory_named(), self._ends.whole(trains), self._measuring(measured):
             yield
             self.engine.finish_pace()
 
@@ -114,20 +121,37 @@ class ComputingTrainer(FeedingTrainer):
             denominator = self._denominator(inputs, self.objective)
         trained = [forest for forest in inputs if self.objective.denominator(forest) > 0]
         loss = 0.0
-        with self._together(trains=True):
+        with self._together(trains=True, measured=trained):
             if trained:
-                with self.accelerator.autocast(), self._measured(trained):
+                with self.accelerator.autocast():
                     out = self.engine.step(trained, self.objective, denominator=denominator)
                 self._throughput.add(out)
                 self._means.add(out)
                 loss = out.loss
         return loss
 
-    def _measured(self, forests: list[Forest]) -> AbstractContextManager[None]:
-        """Measures a step for the prices of placements; not of shards, whose passes wait for other ranks."""
-        if self._placing is None or self._ends is not None or self._placing.is_fitted:
+    def _measuring(self, forests: Sequence[Forest] | None) -> AbstractContextManager[None]:
+        """Measures a batch for the prices of placements, while they are to be fitted."""
+        if forests is None or self._placing is None or not self._placing.is_measuring:
             return nullcontext()
-        return self._placing.measured([self.engine.plan(forests)])
+        plan = self.engine.plan(forests) if forests else None
+        return self._placing.measured(plan, self.args.device)
+
+    @contextmanager
+    def _memory_named(self) -> Iterator[None]:
+        """Sharded parameters: a step that runs out of memory cannot run again, the others are in its middle."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+                raise
+            where = f"rank {ranks.own()} ran out of memory in step {self.state.global_step + 1}"
+            raise OutOfMemoryError(
+                f"{where} with max_tokens={self.engine.max_tokens}. "
+                "Where parameters are sharded a step cannot run again, because the other ranks are in its middle: "
+                "lower max_tokens (the gradients stay the same), then go on with --resume. "
+                f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            ) from error
 
     def _sum_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -151,7 +175,8 @@ class ComputingTrainer(FeedingTrainer):
     def _clip_grad_norm(self, model: torch.nn.Module, max_norm: float | None = None) -> Any:
         if self._ends is None:
             return super()._clip_grad_norm(model)
-        return gradient_norm(list(model.parameters()), self.args.max_grad_norm if max_norm is None else max_norm)
+        max_norm = self.args.max_grad_norm if max_norm is None else max_norm
+        return gradient_norm(list(model.parameters()), max_norm, self.args.device)
 
     def _suspects(self) -> list[str]:
         """Trajectories of the step whose log-probs are not finite, each computed alone."""

@@ -62,8 +62,7 @@ class KeepingTrainer(ComputingTrainer):
             self.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         facts = {"step": self.state.global_step, "max_tokens": self.engine.max_tokens, **self._run_facts()}
         if self._placing is not None:
-            if self._ends is None:
-                self._placing.fit(self.state.global_step)
+            self._placing.saving(self.state.global_step)
             facts |= {"prices": self._placing.facts(), "num_ranks": ranks.count()}
         try:
             checkpoint = saving.save(self, run_dir, facts)

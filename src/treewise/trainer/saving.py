@@ -6,8 +6,10 @@ and safetensors.
 
 import hashlib
 import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -20,15 +22,21 @@ from transformers.trainer_callback import ExportableState
 from treewise.errors import CheckpointError
 from treewise.trainer import checkpoint as seals
 from treewise.trainer import ranks, states
+from treewise.trainer.sharding import whole_state
 from treewise.trainer.shards import load_shards, save_shards
 
 ARGUMENTS = "training_args.json"
 STATE = "trainer_state.json"
 SHARDS = "weights"  # the folder of a sharded checkpoint's weights
 
+T = TypeVar("T")
+
 
 def save(trainer: Any, run_dir: Path, facts: dict[str, Any]) -> Path:
     """Saves the run of a trainer at its present step; every rank calls this. Returns the published checkpoint.
+
+    A rank that the disk refuses must not leave the others alone in a collective operation. So the writing goes in
+    stages that hold one such operation, which tells of failures itself, or none; after each, all go on or none does.
 
     Raises:
         CheckpointError: on all ranks, if the disk refused on any of them; earlier checkpoints are untouched.
@@ -36,21 +44,22 @@ def save(trainer: Any, run_dir: Path, facts: dict[str, Any]) -> Path:
     folder = Path(run_dir) / f".checkpoint-{trainer.state.global_step}.saving"
     num_bytes = checkpoint_bytes(trainer.model, trainer.optimizer)
 
-    def begin() -> None:
-        with seals.explained(folder, num_bytes):
-            seals.new_folder(run_dir, trainer.state.global_step)
+    def explained(stage: Callable[[], T]) -> Callable[[], T]:
+        def run() -> T:
+            with seals.explained(folder, num_bytes):
+                return stage()
 
-    def write() -> None:
-        with seals.explained(folder, num_bytes):
-            _write(trainer, folder)
+        return run
 
-    def finish() -> str:
-        with seals.explained(folder, num_bytes):
-            return str(seals.publish(folder, facts))
-
-    ranks.on_first_rank(begin)
-    ranks.on_every_rank(write)
-    return Path(ranks.on_first_rank(finish))
+    try:
+        ranks.on_first_rank(explained(lambda: str(seals.new_folder(run_dir, trainer.state.global_step))))
+        for stage in _stages(trainer, folder):
+            ranks.on_every_rank(explained(stage))
+        return Path(ranks.on_first_rank(explained(lambda: str(seals.publish(folder, facts)))))
+    except CheckpointError:
+        if ranks.own() == 0:  # all ranks are here, so nobody writes into it any more
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: Any) -> int:
@@ -61,33 +70,51 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _write(trainer: Any, folder: Path) -> None:
+def _stages(trainer: Any, folder: Path) -> Iterator[Callable[[], object]]:
+    """What each rank does, one after the other."""
     is_sharded = any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     if is_sharded:
-        _write_shards(trainer, folder)
+        yield lambda: save_shards(folder / SHARDS, _kept_weights(trainer.model))
+        if trainer._shard_settings.whole_checkpoints:
+            state = whole_state(trainer.model)
+            yield lambda: trainer._save(str(folder), state)
+        else:
+            yield lambda: _describe_model(trainer, folder)
     else:
-        trainer.save_model(str(folder), _internal_call=True)
-    states.save_random_state(folder, ranks.own())
+        yield lambda: trainer.save_model(str(folder), _internal_call=True)
     if not trainer.args.save_only_model:
-        states.save_optimizer(folder, trainer.optimizer, trainer.model, is_sharded)
+        held: list[Any] = []
+        yield lambda: held.extend(states.optimizer_state(trainer.optimizer, trainer.model))
+        plain, tensors = held
+        if is_sharded:
+            yield lambda: states.save_optimizer_shards(folder, tensors)
+        yield lambda: states.save_optimizer(folder, plain, tensors, is_sharded)
+    yield lambda: _write_rest(trainer, folder)
+
+
+def _kept_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of a sharded checkpoint; with adapters those that are trained."""
+    has_adapters = hasattr(model, "peft_config")
+    return {name: each.data for name, each in model.named_parameters() if each.requires_grad or not has_adapters}
+
+
+def _describe_model(trainer: Any, folder: Path) -> None:
+    """The configuration beside shards."""
+    if trainer.args.should_save:
+        has_adapters = hasattr(trainer.model, "peft_config")
+        for part in trainer.model.peft_config.values() if has_adapters else [trainer.model.config]:
+            part.save_pretrained(str(folder))
+        trainer._save_beside(folder)
+
+
+def _write_rest(trainer: Any, folder: Path) -> None:
+    """Random generators of every rank; schedule and the loop's state of all."""
+    states.save_random_state(folder, ranks.own())
     if trainer.args.should_save:
         if not trainer.args.save_only_model:
             states.save_schedule(folder, trainer.lr_scheduler)
         _note_callbacks(trainer)
         trainer.state.save_to_json(str(folder / STATE))
-
-
-def _write_shards(trainer: Any, folder: Path) -> None:
-    """What every rank holds of the weights (with adapters: of those that are trained), and what describes the model."""
-    has_adapters = hasattr(trainer.model, "peft_config")
-    named = trainer.model.named_parameters()
-    save_shards(folder / SHARDS, {name: each.data for name, each in named if each.requires_grad or not has_adapters})
-    if trainer._shard_settings.whole_checkpoints:
-        trainer.save_model(str(folder), _internal_call=True)
-    elif trainer.args.should_save:
-        for part in trainer.model.peft_config.values() if has_adapters else [trainer.model.config]:
-            part.save_pretrained(str(folder))
-        trainer._save_beside(folder)
 
 
 def _note_callbacks(trainer: Any) -> None:
@@ -126,9 +153,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         CheckpointError: parameters that the checkpoint does not hold.
     """
     if (folder / SHARDS).is_dir():
-        has_adapters = hasattr(model, "peft_config")
-        kept = ((name, each) for name, each in model.named_parameters() if each.requires_grad or not has_adapters)
-        load_shards(folder / SHARDS, {name: each.data for name, each in kept})
+        load_shards(folder / SHARDS, _kept_weights(model))
         return
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise CheckpointError(f"{folder}: a whole checkpoint is loaded before a model is sharded; start a new process.")

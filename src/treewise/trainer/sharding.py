@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed, nn
@@ -178,7 +178,8 @@ def shard(
     policy: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": settings.reshard_after_forward,
-        "offload_policy": CPUOffloadPolicy() if settings.cpu_offload and device.type != "cpu" else OffloadPolicy(),
+        # On a CPU the same code runs, and moves nothing.
+        "offload_policy": CPUOffloadPolicy(device.type == "cuda") if settings.cpu_offload else OffloadPolicy(),
     }
     if dtype is not None:
         # Inputs are cast by autocast, as without shards; FSDP would cast copies of the tree that travels with them.
@@ -229,17 +230,36 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's state, gathered into host memory on rank 0; empty on other ranks. Every rank calls this."""
     state = {}
     for name, value in model.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = whole_tensor(value) if isinstance(value, DTensor) else value
         if ranks.own() == 0:
             state[name] = whole.detach().cpu()
     return state
 
 
-def gradient_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
-    """Norm of the whole gradient, which is scaled to at most `max_norm` (0: left as it is)."""
+def whole_tensor(shard: DTensor) -> torch.Tensor:
+    """A sharded tensor put together, on the device of its process group, also where shards wait in host memory."""
+    held: Any = shard.detach().to(shard.device_mesh.device_type)
+    return cast(torch.Tensor, held.full_tensor())
+
+
+def gradient_norm(parameters: list[nn.Parameter], max_norm: float, device: torch.device) -> float:
+    """Norm of the whole gradient, which is scaled to at most `max_norm` (0: left as it is). Every rank calls this.
+
+    Shards may lie in host memory, where their process group cannot reach them; so every rank adds up its own, and one
+    number is exchanged on `device`.
+    """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    total = torch.nn.utils.get_total_norm(grads)
-    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+    norms: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        is_mine = ranks.own() == 0
+        if isinstance(grad, DTensor):
+            is_mine = is_mine or not all(placement.is_replicate() for placement in grad.placements)
+            grad = grad.to_local()
+        if is_mine:  # what all ranks hold alike counts once
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            norms.setdefault(grad.device, []).append(torch.linalg.vector_norm(grad, dtype=wide))
+    own = sum(float(torch.stack(each).double().square().sum()) for each in norms.values())
+    norm = math.sqrt(ranks.sum_over(device, own)[0])
     if max_norm > 0 and norm > max_norm and math.isfinite(norm):
         for grad in grads:
             grad.mul_(max_norm / (norm + 1e-6))
@@ -248,8 +268,8 @@ def gradient_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
 
 def like_shard(whole: torch.Tensor, shard: DTensor) -> DTensor:
     """A tensor that every rank has whole, sharded as another one; nothing is communicated."""
-    device = shard.to_local().device
-    return distribute_tensor(whole.to(device), shard.device_mesh, shard.placements, src_data_rank=None)
+    made: Any = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None)
+    return cast(DTensor, made.to(shard.device))
 
 
 def _add_up(unit: Any) -> None:

@@ -69,16 +69,19 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: 
     )
 
 
-def save_optimizer(folder: Path, optimizer: Any, model: nn.Module, is_sharded: bool) -> None:
-    """Writes an optimizer's state: rank 0 all of it, or every rank its shards. Every rank calls this."""
-    plain, tensors = optimizer_state(optimizer, model)
-    if is_sharded:
-        save_shards(folder / OPTIMIZER, tensors)
-    if ranks.own() == 0:
-        if not is_sharded:
-            save_file({name: each.detach().cpu().contiguous() for name, each in tensors.items()}, _tensor_file(folder))
-        shapes = {name: _kind(each) for name, each in tensors.items()}
-        write_json(folder / f"{OPTIMIZER}.json", {**plain, "shapes": shapes})
+def save_optimizer_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes the tensors that `optimizer_state` gave, where they are shards. Every rank calls this."""
+    save_shards(folder / OPTIMIZER, tensors)
+
+
+def save_optimizer(folder: Path, plain: Any, tensors: dict[str, torch.Tensor], is_sharded: bool) -> None:
+    """Writes what `optimizer_state` gave, the tensors unless they are shards: rank 0 for all."""
+    if ranks.own() != 0:
+        return
+    if not is_sharded:
+        save_file({name: each.detach().cpu().contiguous() for name, each in tensors.items()}, _tensor_file(folder))
+    shapes = {name: _kind(each) for name, each in tensors.items()}
+    write_json(folder / f"{OPTIMIZER}.json", {**plain, "shapes": shapes})
 
 
 def load_optimizer(folder: Path, optimizer: Any, model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from treewise.trainer.faults import Faults, drop_gradients
 from treewise.trainer.keeping import KeepingTrainer
 from treewise.trainer.lock import RunLock
 from treewise.trainer.means import MetricMeans
-from treewise.trainer.placement import Placing, prior_of
+from treewise.trainer.placement import Placing, prior_of, wants_measured
 from treewise.trainer.stop import StepAbandoned, StopSignals
 from treewise.trainer.throughput import Throughput
 from treewise.trainer.watch import RankWatch
@@ -94,7 +94,7 @@ class TreeTrainer(KeepingTrainer):
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             model_init=model_init,
-            callbacks=[self._throughput, _StopAtStepEnd(self), *(callbacks or [])],
+            callbacks=[self._throughput, _StepEnd(self), *(callbacks or [])],
             optimizers=optimizers,
         )
         if use_cache is not None:
@@ -108,7 +108,13 @@ class TreeTrainer(KeepingTrainer):
         if args.places_trees:
             budget = args.max_tokens if isinstance(args.max_tokens, int) else None
             weighting = getattr(self.objective, "weighting", "per_trajectory")
-            self._placing = Placing(prior_of(flop_model(self.model)), budget, weighting)
+            self._placing = Placing(
+                prior_of(flop_model(self.model)),
+                budget,
+                weighting,
+                fits=wants_measured(args.balance_prices, args.device, args.full_determinism),
+                is_in_step=self._shard_settings is not None,
+            )
 
     def train(
         self,
@@ -120,13 +126,15 @@ class TreeTrainer(KeepingTrainer):
 
         Raises:
             CheckpointError: no such checkpoint, an incomplete or damaged one, or one of a run on other data.
+            LostRankError: another process of the run is gone, or does not answer.
         """
         if self.train_dataset is None:
             raise ConfigError("training needs a train_dataset.")
         self._resumed_step = self._saved_step = 0
         with ExitStack() as stack:
             ranks.on_first_rank(lambda: self._enter_folder(stack))
-            stack.enter_context(RankWatch())
+            watch = stack.enter_context(RankWatch())
+            stack.enter_context(watch.explaining(self.args.ddp_timeout))
             self._signals = stack.enter_context(StopSignals(may_abandon=self.args.world_size == 1))
             resume_from = self._find_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
             if self.is_world_process_zero():
@@ -183,13 +191,15 @@ class TreeTrainer(KeepingTrainer):
         super().log(logs, start_time)
 
 
-class _StopAtStepEnd(TrainerCallback):
-    """Ends and saves the run after the step in which any rank was sent a signal."""
+class _StepEnd(TrainerCallback):
+    """What all ranks do together after each step: fit the prices of placements, look for a signal to any of them."""
 
     def __init__(self, trainer: TreeTrainer) -> None:
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer._placing is not None:
+            self._trainer._placing.step_done(state.global_step)
         signals = self._trainer._signals
         numbers = ranks.on_every_rank(lambda: signals.received)
         received = next((number for number in numbers if number is not None), None)

@@ -4,6 +4,9 @@ Collectives do not: a process that waits for a dead one waits until their timeou
 process holds a connection to rank 0, watched by a thread. A process that fails sends its reason first; one that is
 killed closes its connection without a word. Rank 0 tells the others. Each then has a moment to end by an error of its
 own, and is ended if it does not.
+
+A process that hangs closes nothing. There a collective does end by its timeout (`ddp_timeout`), and the connections
+tell which process is meant: each is asked where it is, and one that is stopped does not answer.
 """
 
 import json
@@ -15,19 +18,22 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 from torch import distributed
 
+from treewise.errors import LostRankError, TreewiseError
 from treewise.trainer import ranks
 
 logger = logging.getLogger("treewise")
 
-LOST_EXIT_CODE = 3
 GRACE_SECONDS = 2.0
 _CONNECT_SECONDS = 10.0
 _REASON_SECONDS = 0.5
+_ANSWER_SECONDS = 2.0
 
 
 class RankWatch:
@@ -37,6 +43,7 @@ class RankWatch:
         self._sockets: dict[int, socket.socket] = {}  # rank -> connection
         self._is_over, self._has_reason = threading.Event(), threading.Event()
         self._own_end: str | None = None
+        self._answers: dict[int, str] = {}  # rank -> where it is
 
     def __enter__(self) -> "RankWatch":
         if ranks.count() > 1:
@@ -56,6 +63,45 @@ class RankWatch:
             # A collective that fails because another process died fails first; its reason is on the way.
             self._has_reason.wait(_REASON_SECONDS)
         # The connections stay open until the process ends: closing them here would look like a death.
+
+    # -- errors of collective operations --------------------------------------------------------------------------
+
+    @contextmanager
+    def explaining(self, timeout_seconds: float) -> Iterator[None]:
+        """Turns what a collective operation says of its sockets into what happened and what to do.
+
+        Raises:
+            LostRankError: another process is gone, or did not answer within `timeout_seconds`.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if ranks.count() == 1 or isinstance(error, TreewiseError) or not _is_of_collective(error):
+                raise
+            if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
+                raise LostRankError(
+                    f"rank {ranks.own()} lost the connection to another process, which says why itself if it could; "
+                    "go on with --resume. Checkpoints are untouched."
+                ) from error
+            where = self._roll_call()
+            raise LostRankError(
+                f"rank {ranks.own()} waited {timeout_seconds:g} s (ddp_timeout) for another process. {where} "
+                "End all of them and go on with --resume; checkpoints are untouched. Raise ddp_timeout if a step or a "
+                "save may take that long."
+            ) from error
+
+    def _roll_call(self) -> str:
+        """Asks the processes at the other ends of the connections where they are."""
+        self._answers = {}
+        for connection in self._sockets.values():
+            with suppress(OSError):
+                connection.sendall(b'{"ask": true}\n')
+        until = time.monotonic() + _ANSWER_SECONDS
+        while len(self._answers) < len(self._sockets) and time.monotonic() < until:
+            time.sleep(0.05)
+        silent = sorted(set(self._sockets) - set(self._answers))
+        said = [f"Rank {rank} does not answer: it is stopped or stuck, or its machine is gone." for rank in silent]
+        return " ".join(said + [f"Rank {rank} is at {where}." for rank, where in sorted(self._answers.items())])
 
     # -- connections ----------------------------------------------------------------------------------------------
 
@@ -123,9 +169,15 @@ class RankWatch:
                             "rank": key.data,
                             "end": "its process was gone without a word (killed?)",
                         }
-                    selector.unregister(key.fileobj)
-                    if message["end"] is not None:
-                        self._spread(message)
+                    if "ask" in message:
+                        with suppress(OSError):
+                            key.fileobj.sendall(json.dumps({"rank": ranks.own(), "at": _where()}).encode() + b"\n")
+                    elif "at" in message:
+                        self._answers[int(message["rank"])] = str(message["at"])
+                    else:
+                        selector.unregister(key.fileobj)
+                        if message["end"] is not None:
+                            self._spread(message)
 
     def _spread(self, message: dict[str, Any]) -> None:
         for rank, connection in self._sockets.items():
@@ -138,7 +190,7 @@ class RankWatch:
             sys.stderr.flush()
         self._has_reason.set()
         if not self._is_over.wait(GRACE_SECONDS):  # else this process is leaving by itself
-            os._exit(LOST_EXIT_CODE)
+            os._exit(LostRankError.exit_code)
 
 
 def _line(connection: socket.socket) -> bytes:
@@ -150,3 +202,18 @@ def _line(connection: socket.socket) -> bytes:
             raise ConnectionError("closed")
         found += byte
     return bytes(found)
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    """Whether NCCL or gloo says so; gloo's errors have no type of their own, but name its source files."""
+    return isinstance(error, distributed.DistError) or "gloo" in str(error).lower()
+
+
+def _where() -> str:
+    """The line at which the main thread of this process is: the innermost one of treewise, or of whatever runs."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost: FrameType | None = frame
+    while frame is not None and f"{os.sep}treewise{os.sep}" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    frame = frame or innermost
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "its end"
