@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import treewise
-from treewise.errors import ConfigError, StoppedError, TreewiseError, VerificationError
+from treewise.errors import ConfigError, LostRankError, StoppedError, TreewiseError, VerificationError
 
 COMMANDS = {
     "train": "fine-tune a model on trees of trajectories",
@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _wants_traceback(words):
             raise
         print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, LostRankError):
+            return error.exit_code
         return 1 if isinstance(error, VerificationError) else 2
     except OSError as error:  # a disk that is full, a folder that may not be written
         if _wants_traceback(words):
