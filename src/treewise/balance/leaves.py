@@ -72,27 +72,76 @@ class Leaves:
         )
 
 
-def leaves_of(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int | None) -> Leaves:
-    """The leaves of several forests and what they cost under a budget (None: whole forests in one micro-batch)."""
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """The segments of a step side by side, and what each costs in units.
+
+    once: [S] int64, its tokens and pairs computed once, and their part of a full micro-batch. again: [S] int64, what
+    its open tokens cost besides where every tree is whole: a second forward, and launches of their trunks. num_open:
+    [S] int64, these tokens. seconds_per_unit: of cost.
+    """
+
+    segments: Segments
+    once: np.ndarray
+    again: np.ndarray
+    num_open: np.ndarray
+    seconds_per_unit: float
+    cost: CostModel
+    max_tokens: int | None
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """[S] int64."""
+        return np.diff(self.segments.start, append=self.segments.num_tokens)
+
+    def leaves(self, again: np.ndarray | None = None) -> Leaves:
+        """The leaves, with what open tokens cost as given ([S] int64), or as where every tree is whole."""
+        return self.leaves_with(self.once + (self.again if again is None else again))
+
+    def leaves_with(self, units: np.ndarray) -> Leaves:
+        """The leaves, for any cost of the segments ([S] int64)."""
+        segments = self.segments
+        end = np.append(segments.start[1:], segments.num_tokens)
+        last = np.flatnonzero(segments.subtree_end == end)
+        first = np.concatenate([[0], last[:-1] + 1])  # the segments up to a leaf, from the one after the leaf before it
+        below = np.concatenate([[0], np.cumsum(np.add.reduceat(units, first))])
+        above = path_costs(segments, units)[first] - units[first]
+        return Leaves(
+            new=np.diff(below),
+            again=above,
+            dip=above,
+            below=below,
+            tree=np.cumsum(segments.parent[first] < 0) - 1,
+            of_trajectory=np.searchsorted(last, segments.end_segment),
+            seconds_per_unit=self.seconds_per_unit,
+        )
+
+    def open_part(self, part: Segments) -> tuple[np.ndarray, np.ndarray]:
+        """[S of the part] int64, what the open tokens of a part of a tree cost besides, and how many they are."""
+        seconds, num_open = _open_seconds(part, self.cost, self.max_tokens)
+        return np.round(seconds / self.seconds_per_unit).astype(np.int64), num_open
+
+    def units_of_second_forward(self, length: np.ndarray, depth: np.ndarray) -> np.ndarray:
+        """int64, a forward of the first `length` tokens of segments that begin at `depth`, no unit too many."""
+        return np.floor(_second_forward(length, depth, self.cost) / self.seconds_per_unit).astype(np.int64)
+
+
+def priced(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int | None) -> Priced:
+    """Several forests and what they cost under a budget (None: whole forests in one micro-batch)."""
     segments = _side_by_side([shape.segments if isinstance(shape, Forest) else shape for shape in shapes])
     length = np.diff(segments.start, append=segments.num_tokens)
-    seconds = _segment_seconds(segments, length, cost, max_tokens)
-    scale = 2.0 ** np.floor(COST_BITS - np.log2(seconds.sum()))
-    units = np.maximum(np.round(seconds * scale), 1).astype(np.int64)
-    is_leaf = segments.subtree_end == segments.start + length
-    last = np.flatnonzero(is_leaf)
-    first = np.concatenate([[0], last[:-1] + 1])  # the segments up to a leaf, from the one after the leaf before it
-    below = np.concatenate([[0], np.cumsum(np.add.reduceat(units, first))])
-    again = _path_costs(segments, units)[first] - units[first]
-    return Leaves(
-        new=np.diff(below),
-        again=again,
-        dip=again,
-        below=below,
-        tree=np.cumsum(segments.parent[first] < 0) - 1,
-        of_trajectory=np.searchsorted(last, segments.end_segment),
-        seconds_per_unit=1 / scale,
-    )
+    once = cost.seconds_per_token * length + cost.seconds_per_pair * _pairs(segments.depth, length)
+    if max_tokens is not None:
+        once += cost.seconds_per_micro_batch / max_tokens * length
+    again, num_open = _open_seconds(segments, cost, max_tokens)
+    scale = 2.0 ** np.floor(COST_BITS - np.log2(once.sum() + again.sum()))
+    units = np.maximum(np.round(once * scale), 1).astype(np.int64)
+    return Priced(segments, units, np.round(again * scale).astype(np.int64), num_open, 1 / scale, cost, max_tokens)
+
+
+def leaves_of(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int | None) -> Leaves:
+    """The leaves of several forests and what they cost under a budget where every tree is whole."""
+    return priced(shapes, cost, max_tokens).leaves()
 
 
 def _side_by_side(parts: Sequence[Segments]) -> Segments:
@@ -114,22 +163,44 @@ def _side_by_side(parts: Sequence[Segments]) -> Segments:
     )
 
 
-def _segment_seconds(segments: Segments, length: np.ndarray, cost: CostModel, max_tokens: int | None) -> np.ndarray:
-    """[S] float64, what each segment costs: its tokens and pairs, what is computed twice, its part of the launches."""
-    seconds = cost.seconds_per_token * length + cost.seconds_per_pair * _pairs(segments.depth, length)
-    if max_tokens is None:
-        return seconds
-    seconds += cost.seconds_per_micro_batch / max_tokens * length
-    trunks = cut_trunks(segments, max_tokens, "auto")
-    if trunks:
-        twice = _covered(segments, [trunk for trunk in trunks if not trunk.is_held])
-        seconds += FORWARD_SHARE * cost.seconds_per_token * twice
-        seconds += PAIR_FORWARD_SHARE * cost.seconds_per_pair * _pairs(segments.depth, twice)
-        top = np.array([trunk.ranges[0][0] for trunk in trunks])
-        launches = np.array([1 if trunk.is_held else 2 for trunk in trunks])
-        where = np.searchsorted(segments.start, top, side="right") - 1
-        np.add.at(seconds, where, launches * cost.seconds_per_micro_batch)
-    return seconds
+def slice_of(segments: Segments, first: int, stop: int, trajectories: np.ndarray | None = None) -> Segments:
+    """One tree of a forest, segments `first` to `stop`, with these of its trajectories."""
+    shift, parent = segments.start[first], segments.parent[first:stop]
+    chosen = np.zeros(0, dtype=np.int64) if trajectories is None else segments.end_segment[trajectories] - first
+    return Segments(
+        start=segments.start[first:stop] - shift,
+        parent=np.where(parent >= 0, parent - first, -1),
+        depth=segments.depth[first:stop],
+        subtree_end=segments.subtree_end[first:stop] - shift,
+        end_segment=chosen,
+        token_source=np.zeros(0, dtype=np.int64),
+        num_tokens=int(segments.subtree_end[first] - shift),
+    )
+
+
+def _open_seconds(segments: Segments, cost: CostModel, max_tokens: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """[S] float64, what the open tokens of each segment cost besides; [S] int64, how many they are."""
+    seconds, num_open = np.zeros(len(segments.start)), np.zeros(len(segments.start), dtype=np.int64)
+    trunks = [] if max_tokens is None else cut_trunks(segments, max_tokens, "auto")
+    for is_held in (False, True):
+        chosen = [trunk for trunk in trunks if trunk.is_held == is_held]
+        if not chosen:
+            continue
+        assert max_tokens is not None
+        tokens = _covered(segments, chosen)
+        if not is_held:
+            seconds += _second_forward(tokens, segments.depth, cost)
+        # A trunk runs once or twice; of one run each token has paid its part of a full micro-batch.
+        launches = (1 if is_held else 2) * len(chosen) / tokens.sum() - 1 / max_tokens
+        seconds += cost.seconds_per_micro_batch * launches * tokens
+        num_open += tokens
+    return seconds, num_open
+
+
+def _second_forward(length: np.ndarray, depth: np.ndarray, cost: CostModel) -> np.ndarray:
+    """Seconds of a forward of the first `length` tokens of segments that begin at `depth`."""
+    pairs = PAIR_FORWARD_SHARE * cost.seconds_per_pair * _pairs(depth, length)
+    return FORWARD_SHARE * cost.seconds_per_token * length + pairs
 
 
 def _pairs(depth: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -152,7 +223,7 @@ def _covered(segments: Segments, trunks: list[Trunk]) -> np.ndarray:
     return np.diff(before)
 
 
-def _path_costs(segments: Segments, units: np.ndarray) -> np.ndarray:
+def path_costs(segments: Segments, units: np.ndarray) -> np.ndarray:
     """[S] int64, cost of the path from the root to the end of each segment."""
     after = np.searchsorted(segments.start, segments.subtree_end)
     change = np.zeros(len(units) + 1, dtype=np.int64)

@@ -9,15 +9,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treewise.balance.bounds import least_load
 from treewise.balance.costs import CostModel
-from treewise.balance.filling import lower_bound
-from treewise.balance.leaves import Leaves, leaves_of
-from treewise.balance.search import best_owners, loads_of
+from treewise.balance.leaves import Leaves, Priced, priced
+from treewise.balance.parts import part_costs
+from treewise.balance.polish import NUM_PLANNED_LEAVES, Shares, polished
+from treewise.balance.search import GOOD_ENOUGH, best_owners, better_owners, is_even, loads_of
 from treewise.errors import DataError, PlanError
 from treewise.forest import Forest
 from treewise.merging import Segments
 
 SPLITS = ("rollouts", "trajectories", "never")
+# Placements that are found one after the other, each with what open tokens cost in the parts of the one before.
+NUM_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +75,47 @@ def place(
         raise PlanError(f"max_tokens is {max_tokens}; a micro-batch holds at least 1 token.")
     if not shapes:
         raise DataError("nothing to place: no forest given.")
-    leaves = leaves_of(shapes, cost, max_tokens)
-    if split == "rollouts":
-        leaves = leaves.joined(_between_rollouts(shapes, leaves))
-    elif split == "never":
-        leaves = leaves.joined(leaves.starts_tree())
-    owners = np.zeros(len(leaves.new), dtype=np.int64) if num_ranks == 1 else best_owners(leaves, num_ranks)
+    step = priced(shapes, cost, max_tokens)
+    may_cut = _cuts(shapes, step.leaves(), split)
+    bound = least_load(step, step.leaves(np.zeros_like(step.again)).joined(may_cut), num_ranks)
+    rank_N, loads = _placed(step, may_cut, num_ranks, bound)
     return Placement(
-        rank_of_trajectory=owners[leaves.of_trajectory],
-        seconds=loads_of(leaves, owners, num_ranks) * leaves.seconds_per_unit,
-        bound_seconds=lower_bound(leaves, num_ranks) * leaves.seconds_per_unit,
+        rank_of_trajectory=rank_N,
+        seconds=loads * step.seconds_per_unit,
+        bound_seconds=bound * step.seconds_per_unit,
     )
+
+
+def _placed(step: Priced, may_cut: np.ndarray, num_ranks: int, bound: int) -> tuple[np.ndarray, np.ndarray]:
+    """[N] int64, the rank of each trajectory, and [ranks] int64, the units that each computes."""
+    leaves = step.leaves().joined(may_cut)
+    if num_ranks == 1:
+        rank_N = np.zeros(len(leaves.of_trajectory), dtype=np.int64)
+        return rank_N, part_costs(step, rank_N, 1).loads
+    owners = best_owners(leaves, num_ranks)
+    parts = part_costs(step, owners[leaves.of_trajectory], num_ranks)
+    best, loads = owners, parts.loads
+    at_most = bound + int(bound * GOOD_ENOUGH)
+    for _ in range(NUM_ROUNDS):
+        if (parts.again == step.again).all() or loads.max() <= at_most or is_even(loads):
+            break
+        leaves = step.leaves(parts.again).joined(may_cut)
+        # Shared open tokens have their mean price; what a rank's own parts differ from that stays as it is.
+        beside = parts.loads - loads_of(leaves, owners, num_ranks)
+        owners = better_owners(leaves, owners, beside, at_most)
+        parts = part_costs(step, owners[leaves.of_trajectory], num_ranks)
+        if parts.loads.max() < loads.max():
+            best, loads = owners, parts.loads
+    if step.max_tokens is not None and len(best) <= NUM_PLANNED_LEAVES:
+        best, loads = polished(Shares(step, leaves.of_trajectory), best, num_ranks)
+    return best[leaves.of_trajectory], loads
+
+
+def _cuts(shapes: Sequence[Forest | Segments], leaves: Leaves, split: str) -> np.ndarray:
+    """[L] bool, leaves before which a tree may be cut, and first leaves of trees that need not stay together."""
+    if split == "rollouts":
+        return _between_rollouts(shapes, leaves)
+    return leaves.starts_tree() if split == "never" else np.ones(len(leaves.new), dtype=bool)
 
 
 def _between_rollouts(shapes: Sequence[Forest | Segments], leaves: Leaves) -> np.ndarray:

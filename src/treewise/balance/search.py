@@ -13,14 +13,17 @@ import numpy as np
 from treewise.balance.filling import Runs, longest_first, lower_bound, multifit
 from treewise.balance.leaves import Leaves
 
-# The search ends this close to the lower bound: nobody can measure less.
+# The search ends this close to the lower bound: nobody can measure less. Shuffles end where ranks are this even.
 GOOD_ENOUGH = 1 / 500
+EVEN_ENOUGH = 1 / 200
 NUM_PARTNERS = 24  # least loaded ranks that an exchange is tried with
 MAX_PIECES = 128  # of the slowest rank, that an exchange is tried with
-# Limits of one search: moves, and leaves times shuffles. A second or two for the largest steps.
-MOST_MOVES = 4_000
-MAX_SHUFFLES = 60
-NUM_SHUFFLED_LEAVES = 60_000
+# Limits of one search, and of one that begins with owners found before: moves, shuffles, shuffles without any success,
+# leaves times shuffles. A second or two for the hardest steps.
+MOST_MOVES, MOST_LATER_MOVES = 5_000, 1_000
+MAX_SHUFFLES, MAX_LATER_SHUFFLES = 500, 60
+MAX_IN_VAIN = 100
+NUM_SHUFFLED_LEAVES = 200_000
 NUM_EXHAUSTIVE_LEAVES = 20
 NUM_EXHAUSTIVE_STEPS = 30_000
 
@@ -29,50 +32,107 @@ def best_owners(leaves: Leaves, num_ranks: int) -> np.ndarray:
     """[L] int64, the rank of each leaf, so that the slowest rank is as fast as this search finds."""
     bound = lower_bound(leaves, num_ranks)
     at_most = bound + int(bound * GOOD_ENOUGH)
+    goal = _Goal(leaves, np.zeros(num_ranks, dtype=np.int64), at_most, MOST_MOVES)
     # Whole trees where that will do: nothing is computed twice, and where one path takes longest, the rest is even.
-    best, _ = improved(leaves, longest_first(leaves, num_ranks), at_most, most_moves=0)
-    score = _score(leaves, best, num_ranks)
-    rng = np.random.default_rng(0)
-    moves_left = MOST_MOVES
-    for number in range(2 + min(MAX_SHUFFLES, NUM_SHUFFLED_LEAVES // len(leaves.new))):
-        if score[0] <= at_most or moves_left <= 0:
-            break
-        if number < 2:
-            start = (multifit, longest_first)[number](leaves, num_ranks)
-        else:
-            start = _shuffled(leaves, best, num_ranks, rng)
-        tried, num_moves = improved(leaves, start, at_most, moves_left)
-        moves_left -= num_moves
-        if (new_score := _score(leaves, tried, num_ranks)) < score:
-            best, score = tried, new_score
-        if number == 1 and score[0] > at_most and len(leaves.new) <= NUM_EXHAUSTIVE_LEAVES:
-            exhaustive = _Exhaustive(leaves, num_ranks, best, score[0], at_most)
-            best, score = exhaustive.owners, _score(leaves, exhaustive.owners, num_ranks)
-            if exhaustive.steps_left:
-                break  # nothing is left to find
-    return best
+    best = goal.improved(longest_first(leaves, num_ranks), most_moves=0)
+    for start in (multifit, longest_first):
+        if best.slowest > at_most:
+            best = min(best, goal.improved(start(leaves, num_ranks)))
+    if best.slowest > at_most and len(leaves.new) <= NUM_EXHAUSTIVE_LEAVES:
+        exhaustive = _Exhaustive(leaves, num_ranks, best.owners, best.slowest, at_most)
+        if exhaustive.steps_left:
+            return exhaustive.owners  # nothing is left to find
+        best = goal.scored(exhaustive.owners)
+    return goal.shuffled(best, MAX_SHUFFLES).owners
 
 
-def _score(leaves: Leaves, owners: np.ndarray, num_ranks: int) -> tuple[int, int]:
-    """The slowest rank; then how many are nearly as slow, so that one of several slow ranks made faster is progress."""
-    loads = loads_of(leaves, owners, num_ranks)
-    slowest = int(loads.max())
-    return slowest, int((loads >= slowest - slowest // 1000).sum())
+def better_owners(leaves: Leaves, owners: np.ndarray, beside: np.ndarray, at_most: int) -> np.ndarray:
+    """[L] int64, owners from which the slowest rank becomes faster by the same search.
+
+    beside: [ranks] int64, what each rank costs besides its leaves.
+    """
+    goal = _Goal(leaves, beside, at_most, MOST_LATER_MOVES)
+    best = goal.improved(_as_runs(leaves, owners, len(beside)))
+    return goal.shuffled(best, MAX_LATER_SHUFFLES).owners
 
 
-def _shuffled(leaves: Leaves, owners: np.ndarray, num_ranks: int, rng: np.random.Generator) -> Runs:
-    """The slowest rank and up to two others shuffled, the rest as it is."""
-    slowest = int(loads_of(leaves, owners, num_ranks).argmax())
-    chosen = np.unique(np.append(rng.integers(0, num_ranks, 2), slowest))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """Owners; the slowest rank; how many are nearly as slow: one of several slow ranks made faster is progress.
+
+    is_even: the slowest is hardly above the mean.
+    """
+
+    owners: np.ndarray
+    slowest: int
+    num_slow: int
+    is_even: bool
+
+    def __lt__(self, other: "_Found") -> bool:
+        return (self.slowest, self.num_slow) < (other.slowest, other.num_slow)
+
+
+class _Goal:
+    """Placements of some leaves, compared by their slowest rank, until one is at `at_most` or moves run out."""
+
+    def __init__(self, leaves: Leaves, beside: np.ndarray, at_most: int, most_moves: int) -> None:
+        self.leaves, self.beside, self.at_most = leaves, beside, at_most
+        self.moves_left = most_moves
+
+    def scored(self, owners: np.ndarray) -> _Found:
+        loads = self.loads(owners)
+        slowest = int(loads.max())
+        num_slow = int((loads >= slowest - slowest // 1000).sum())
+        return _Found(owners, slowest, num_slow, is_even(loads))
+
+    def loads(self, owners: np.ndarray) -> np.ndarray:
+        return loads_of(self.leaves, owners, len(self.beside)) + self.beside
+
+    def improved(self, runs: Runs, most_moves: int | None = None) -> _Found:
+        most = self.moves_left if most_moves is None else most_moves
+        owners, num_moves = improved(self.leaves, runs, self.at_most, most, self.beside)
+        self.moves_left -= num_moves
+        return self.scored(owners)
+
+    def shuffled(self, best: _Found, most_shuffles: int) -> _Found:
+        """Shuffles and searches again, until nothing better has come for long."""
+        rng = np.random.default_rng(0)
+        num_in_vain = 0
+        for _ in range(min(most_shuffles, NUM_SHUFFLED_LEAVES // len(self.leaves.new))):
+            is_done = best.slowest <= self.at_most or best.is_even
+            if is_done or self.moves_left <= 0 or num_in_vain >= MAX_IN_VAIN:
+                break
+            tried = self.improved(self._shuffle(best.owners, rng))
+            num_in_vain = 0 if tried < best else num_in_vain + 1
+            best = min(best, tried)
+        return best
+
+    def _shuffle(self, owners: np.ndarray, rng: np.random.Generator) -> Runs:
+        """The slowest rank and up to two others shuffled, the rest as it is."""
+        num_ranks = len(self.beside)
+        slowest = int(self.loads(owners).argmax())
+        chosen = np.unique(np.append(rng.integers(0, num_ranks, 2), slowest))
+        runs: Runs = [[] for _ in range(num_ranks)]
+        for rank, begin, end in _runs_of(self.leaves, owners):
+            if rank not in chosen:
+                runs[rank].append((begin, end))
+                continue
+            cut = int(rng.integers(begin, end + 1))
+            for part in ((begin, cut), (cut, end)):
+                if part[0] < part[1]:
+                    runs[int(rng.choice(chosen))].append(part)
+        return runs
+
+
+def is_even(loads: np.ndarray) -> bool:
+    """The slowest rank is hardly above the mean of all."""
+    return int(loads.max()) * len(loads) <= int(loads.sum() * (1 + EVEN_ENOUGH))
+
+
+def _as_runs(leaves: Leaves, owners: np.ndarray, num_ranks: int) -> Runs:
     runs: Runs = [[] for _ in range(num_ranks)]
     for rank, begin, end in _runs_of(leaves, owners):
-        if rank not in chosen:
-            runs[rank].append((begin, end))
-            continue
-        cut = int(rng.integers(begin, end + 1))
-        for part in ((begin, cut), (cut, end)):
-            if part[0] < part[1]:
-                runs[int(rng.choice(chosen))].append(part)
+        runs[rank].append((begin, end))
     return runs
 
 
@@ -98,12 +158,15 @@ def loads_of(leaves: Leaves, owners: np.ndarray, num_ranks: int) -> np.ndarray:
     return loads
 
 
-def improved(leaves: Leaves, runs: Runs, at_most: int, most_moves: int = MOST_MOVES) -> tuple[np.ndarray, int]:
+def improved(
+    leaves: Leaves, runs: Runs, at_most: int, most_moves: int = MOST_MOVES, beside: np.ndarray | None = None
+) -> tuple[np.ndarray, int]:
     """Owners after local search from a first placement ([L] int64), and the number of moves that it took.
 
-    Ends where no move helps, where the slowest rank is at `at_most`, or after `most_moves`.
+    Ends where no move helps, where the slowest rank is at `at_most`, or after `most_moves`. beside: [ranks] int64, what
+    each rank costs besides its leaves.
     """
-    search = _Search(leaves, runs)
+    search = _Search(leaves, runs, np.zeros(len(runs), dtype=np.int64) if beside is None else beside)
     num_moves = 0
     while num_moves < most_moves and search.loads.max() > at_most and search.improve_slowest():
         num_moves += 1
@@ -123,7 +186,8 @@ class _Move:
 class _Search:
     """Runs per rank, their loads, and the owner of each leaf; two runs of a rank never touch within a tree."""
 
-    def __init__(self, leaves: Leaves, runs: Runs) -> None:
+    def __init__(self, leaves: Leaves, runs: Runs, beside: np.ndarray) -> None:
+        self.beside = beside.tolist()
         self.again, self.below, self.tree = leaves.again, leaves.below, leaves.tree
         self.owners = np.empty(len(leaves.new), dtype=np.int64)
         self.runs: Runs = [[] for _ in runs]
@@ -228,7 +292,8 @@ class _Search:
     # -- runs -------------------------------------------------------------------------------------------------------
 
     def _load(self, rank: int) -> int:
-        return int(sum(self.again[begin] + self.below[end] - self.below[begin] for begin, end in self.runs[rank]))
+        own = sum(self.again[begin] + self.below[end] - self.below[begin] for begin, end in self.runs[rank])
+        return int(own) + self.beside[rank]
 
     def _take(self, rank: int, begin: int, end: int) -> None:
         own = self.runs[rank]
