@@ -4,12 +4,14 @@ import copy
 import itertools
 import json
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from treewise.bench import check, load, make, measure_workload, random_model, record, run, save
+from treewise.bench import check, load, make, measure_workload, random_model, record, resident, run, save
 from treewise.bench.contestants import twin
 from treewise.bench.measure import Measured, measure
 from treewise.bench.suite import _refuse_different_losses, speed_ups
@@ -76,6 +78,25 @@ def test_who_runs_out_of_memory_is_left_out(model: torch.nn.Module) -> None:
     assert set(speed_ups(found)) == {"b"}
     with pytest.raises(ValueError, match="a mistake"):
         measure(model, {"a": lambda: float("a mistake")}, repetitions=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
+def test_who_needs_more_than_is_free_is_left_out_and_the_limit_goes_again(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    monkeypatch.setattr(resident, "free_bytes", lambda device: 2**28)
+
+    def takes(size: int) -> Callable[[], float]:
+        return lambda: float(torch.ones(size // 4).sum())
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    found = measure(model, {"large": takes(2**30), "small": takes(2**26)}, repetitions=1)
+    assert "can't allocate memory" in str(found["large"].skipped)
+    assert found["small"].skipped is None
+    assert found["small"].seconds
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_gradients_are_compared_with_the_first_that_ran(model: torch.nn.Module) -> None:

@@ -1,18 +1,17 @@
 """Seconds, peak memory and gradients of contestants that take turns in one process."""
 
-import ctypes
 import gc
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import nn
 
+from treewise.bench.resident import limited_to_free, peak_bytes
 from treewise.memory import is_out_of_memory
 
 Gradients = dict[str, torch.Tensor]
@@ -48,15 +47,17 @@ def measure(
     """
     started = time.perf_counter()
     found = {name: Measured() for name in contestants}
-    for name, step in contestants.items():
-        reference = _warm_up(model, step, found[name], reference)
-    for repetition in range(repetitions):
-        if repetition and time.perf_counter() - started > max_seconds:
-            break
+    _clear(model)
+    with limited_to_free(_device(model)):
         for name, step in contestants.items():
-            if found[name].skipped is None:
-                _clear(model)
-                _unless_out_of_memory(partial(_time, step, found[name], _device(model)), found[name])
+            reference = _warm_up(model, step, found[name], reference)
+        for repetition in range(repetitions):
+            if repetition and time.perf_counter() - started > max_seconds:
+                break
+            for name, step in contestants.items():
+                if found[name].skipped is None:
+                    _clear(model)
+                    _unless_out_of_memory(partial(_time, step, found[name], _device(model)), found[name])
     _clear(model)
     return found
 
@@ -140,35 +141,7 @@ def _clear(model: nn.Module) -> None:
             parameter.grad.zero_()
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def peak_bytes(device: torch.device, reset: bool = False) -> int | None:
-    """The most memory so far; with `reset` what is in use now, from where the peak counts again.
-
-    On CUDA that of torch's allocator, on Linux the resident set (freed memory is handed back first), else None.
-    """
-    if device.type == "cuda":
-        if reset:
-            torch.cuda.reset_peak_memory_stats(device)
-            return int(torch.cuda.memory_allocated(device))
-        return int(torch.cuda.max_memory_allocated(device))
-    try:
-        if reset:
-            gc.collect()
-            _trim()
-            Path("/proc/self/clear_refs").write_text("5")  # the kernel's own reset of the peak
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    except OSError:
-        return None
-    return int(status["VmRSS" if reset else "VmHWM"].split()[0]) * 1024
-
-
-def _trim() -> None:
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # not the C library of GNU
-        return
+# -- devices ---------------------------------------------------------------------------------------------------------
 
 
 def _synchronize(device: torch.device) -> None:
