@@ -1,0 +1,75 @@
+"""`accelerate launch` as a user types it: several processes end with the weights of one, sharded where asked for."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from cli.commands import save_tiny_model, write_rows
+from treewise.cli.main import main
+from treewise.trainer import checkpoint as seals
+
+pytestmark = pytest.mark.slow
+
+ROWS = [
+    {"token_ids": [1, 2, 3, 4 + tree, *range(20 + end, 25)], "group": f"g{tree}"}
+    for tree in range(5)
+    for end in range(3)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A configuration, and what one process makes of it in `alone`."""
+    folder = tmp_path_factory.mktemp("launched")
+    settings = {
+        "model": str(save_tiny_model(folder / "model")),
+        "data": str(write_rows(folder / "rows.jsonl", ROWS)),
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "max_steps": 3,
+        "save_steps": 3,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    assert train(folder, "alone", 2) == 0
+    return folder
+
+
+def train(folder, name, batch_size):
+    """Runs the command here."""
+    return main(["train", str(folder / "run.yaml"), *flags(folder, name, batch_size)])
+
+
+def flags(folder, name, batch_size):
+    return ["--output_dir", str(folder / name), "--per_device_train_batch_size", str(batch_size)]
+
+
+@pytest.mark.parametrize("how", ["--multi_gpu", "--use_fsdp"])
+def test_accelerate_launches_processes_that_train_like_one(folder, how):
+    name = how.strip("-")
+    launcher = ["-m", "accelerate.commands.launch", how, "--num_processes", "2", "--main_process_port", "0"]
+    version = ["--fsdp_version", "2"] if how == "--use_fsdp" else []
+    command = ["-m", "treewise.cli.main", "train", str(folder / "run.yaml"), *flags(folder, name, 1)]
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", *launcher, *version, *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    assert "3 of 2 trees" in ended.stdout
+    found, expected = (load_file(folder / each / "model.safetensors") for each in (name, "alone"))
+    for key, value in expected.items():
+        assert torch.allclose(found[key], value, rtol=0, atol=1e-6), key
+    seals.read_seal(folder / name / "checkpoint-3")
+    shards = list((folder / name / "checkpoint-3").glob("weights/*.safetensors"))
+    assert len(shards) == (2 if how == "--use_fsdp" else 0)  # only parameters that are shards are saved so
