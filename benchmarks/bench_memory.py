@@ -12,7 +12,6 @@ a flat step of one sequence of 2,048 tokens; on a Qwen3 shape with random weight
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from common import bundled_trees, save, smollm2
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from treewise.bench.resident import peak_bytes
 from treewise.budget import gateway_bytes
 from treewise.engine import TreeEngine
 from treewise.forest import Forest
@@ -74,7 +74,7 @@ def measure(name: str, budget: int | None) -> dict[str, Any]:
     if budget != forest.num_tokens:  # gradients and the probe, before the baseline is taken
         TreeEngine(model, 64).step(small)
     model.zero_grad(set_to_none=False)
-    before = _peak_bytes(reset=True)
+    before = _peak(reset=True)
     out = engine.step(forest)
     plan = engine.plan(forest)
     gateways = plan.peak_gateway_tokens * gateway_bytes(engine.parts)
@@ -85,7 +85,7 @@ def measure(name: str, budget: int | None) -> dict[str, Any]:
         "num_micro_batches": out.num_micro_batches,
         "computed_tokens": out.num_computed_tokens,
         "gateway_mib": round(gateways / 2**20),
-        "peak_mib": round((_peak_bytes() - before) / 2**20),
+        "peak_mib": round((_peak() - before) / 2**20),
         "loss": out.loss,
     }
 
@@ -96,10 +96,10 @@ def measure_flat(length: int) -> dict[str, Any]:
     ids = torch.randint(VOCABULARY, (1, length))
     for part in (ids[:, :64], ids):  # gradients are made before the baseline is taken
         model.zero_grad(set_to_none=False)
-        before = _peak_bytes(reset=True)
+        before = _peak(reset=True)
         loss = model(input_ids=part, labels=part, use_cache=False).loss
         loss.backward()
-    return {"tree": f"flat-{length}", "tree_tokens": length, "peak_mib": round((_peak_bytes() - before) / 2**20)}
+    return {"tree": f"flat-{length}", "tree_tokens": length, "peak_mib": round((_peak() - before) / 2**20)}
 
 
 def random_model() -> torch.nn.Module:
@@ -120,21 +120,12 @@ def spine(length: int = 24_000, num_branches: int = 36, branch: int = 1_000) -> 
     return Forest.from_trajectories([Trajectory(ids) for ids in items])
 
 
-def _peak_bytes(reset: bool = False) -> int:
-    """The highest memory so far; on CPU the present resident set when reset, because its peak never falls."""
-    if torch.cuda.is_available():
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated()
-        return torch.cuda.max_memory_allocated()
-    if reset:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the kernel's own reset of the peak
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    with open("/proc/self/status") as file:
-        lines = dict(line.split(":", 1) for line in file)
-    return int(lines["VmHWM"].split()[0]) * 1024
+def _peak(reset: bool = False) -> int:
+    """Bytes, of the device that the model is on."""
+    found = peak_bytes(torch.device("cuda" if torch.cuda.is_available() else "cpu"), reset)
+    if found is None:
+        raise SystemExit("nothing tells the peak memory of a process here; Linux and CUDA do.")
+    return found
 
 
 if __name__ == "__main__":
