@@ -30,7 +30,7 @@ RESULTS := benchmarks/results
 SEARCHES := examples/data/searches.jsonl.gz --thinking keep --max_flat_tokens 4400 \
   --trees crosswords-8-first-20 game24-937-first-20 game24-904
 TOOL_CALLS := examples/data/toolbench.jsonl.gz --thinking keep --chat_template chatml --trees toolbench-G3-15 \
-  --repetitions 2
+  --max_flat_tokens 8500 --repetitions 2
 REAL := --model smollm2-demo --device cpu --json $(RESULTS) --name real
 HYBRID := --model hybrid-18m --workload ratio-6.5
 GPU_MODELS ?= qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b
