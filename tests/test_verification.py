@@ -13,10 +13,10 @@ from treewise import engine, objectives, walk
 from treewise.attention.gateway import Gateway
 from treewise.engine import TreeEngine
 from treewise.errors import ConfigError, VerificationError
-from treewise.flat_side import flat_weights
 from treewise.forest import Forest
 from treewise.layout import Layout, lay_out
 from treewise.objectives import SFT, Terms
+from treewise.objectives.flat import flat_weights
 from treewise.trajectory import Trajectory
 from treewise.verification import verify
 

@@ -1,8 +1,8 @@
 """Flat against tree: the proof that a model, on the user's own rows, gets the loss and gradients of flat training.
 
 The flat side is plain code that knows nothing of trees: the model's own forward on one trajectory at a time, a
-logsumexp, a weighted sum (or the objective's own formulas), `backward`; see `flat_side`. The tree side is `TreeEngine`,
-as training uses it.
+logsumexp, a weighted sum (or the objective's own formulas), `backward`; see `objectives.flat`. The tree side is
+`TreeEngine`, as training uses it.
 
 Tolerances. float32: 1e-5 for the whole gradient; rounding alone makes 3e-7 on tiny models and 3e-6 on SmolLM2-135M,
 whose flat gradient is as far from float64. float64: 1e-6, because transformers computes norms in float32 in most
@@ -25,11 +25,11 @@ from torch import nn
 
 from treewise.engine import TreeEngine
 from treewise.errors import ConfigError
-from treewise.flat_side import FlatLoss, Loss
 from treewise.flops import flop_model
 from treewise.forest import Forest
 from treewise.memory import free_bytes
 from treewise.objectives import SFT, Objective
+from treewise.objectives.flat import FlatLoss, Loss
 from treewise.trajectory import Trajectory
 from treewise.verified import ParameterError, VerificationReport
 

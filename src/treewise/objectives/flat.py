@@ -19,7 +19,8 @@ from torch import nn
 
 from treewise.errors import ConfigError
 from treewise.forest import Forest
-from treewise.objectives import SFT, Objective
+from treewise.objectives.protocol import Objective
+from treewise.objectives.sft import SFT
 from treewise.trajectory import Trajectory, number_rollouts
 
 Loss = Callable[[list[torch.Tensor]], torch.Tensor]
