@@ -7,8 +7,9 @@ from transformers import TrainerCallback
 
 from trainer.helpers import flat_loss, losses, tiny_model
 from treewise.errors import ConfigError, DataError
+from treewise.flops import flop_model
 from treewise.forest import Forest
-from treewise.trainer import TreeTrainingArguments
+from treewise.trainer import TreeTrainingArguments, throughput
 from treewise.trainer.batches import TreeSampler, collate, survey
 
 
@@ -223,3 +224,29 @@ def test_settings_that_cannot_hold_on_trees_are_refused(tmp_path, settings, mess
 def test_an_empty_data_set_is_refused(make_trainer):
     with pytest.raises(ConfigError, match="train_dataset is empty"):
         make_trainer([])
+
+
+def test_logs_tell_the_flop_bound_and_a_lower_bound_of_efficiency(make_trainer, trees):
+    trainer = make_trainer(trees, max_steps=1, per_device_train_batch_size=7, merge_across_trees=False)
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    costs = flop_model(trainer.model)
+    forests = [Forest.from_trajectories(tree) for tree in trees]
+    needed = sum(costs.tree(each) for each in forests)
+    assert entry["flop_bound"] == pytest.approx(sum(costs.flat(each) for each in forests) / needed, rel=1e-3)
+    assert trainer.state.total_flos == pytest.approx(needed)
+    seconds = entry["tree_tokens"] / entry["tokens_per_second_tree"]
+    fastest = throughput.fastest_flops("cpu", torch.float32)
+    assert entry["efficiency_at_least"] == pytest.approx(needed / seconds / fastest, rel=0.1)
+    assert 0 < entry["efficiency_at_least"] < 1
+
+
+def test_a_model_of_unknown_shapes_has_no_efficiency(make_trainer, trees, monkeypatch):
+    def unknown(model):
+        raise AttributeError("num_attention_heads")
+
+    monkeypatch.setattr(throughput, "flop_model", unknown)
+    trainer = make_trainer(trees, max_steps=1)
+    trainer.train()
+    assert not {"flop_bound", "efficiency_at_least"} & set(trainer.state.log_history[0])
+    assert trainer.state.total_flos > 0

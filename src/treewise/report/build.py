@@ -229,13 +229,17 @@ def memory_chart(drawn: DrawnPlan) -> Chart | None:
     return line_chart(series, title, "step of the schedule", "GiB", is_stepped=True, from_zero=True)
 
 
+FROM_ZERO = ("speed", "share ratio", "efficiency", "memory", "arithmetic")
+
+
 def run_charts(run: RunReport) -> list[Chart]:
     """One chart per kind of logged value."""
-    return [
-        line_chart([(each.label, each.steps, each.values) for each in group], _title(group[0].chart), "step", unit)
-        for group in run.charts
-        for unit in (group[0].unit,)
-    ]
+    charts = []
+    for group in run.charts:
+        lines = [(each.label, each.steps, each.values) for each in group]
+        from_zero = group[0].chart in FROM_ZERO  # else a change of one in a thousand looks like a cliff
+        charts.append(line_chart(lines, _title(group[0].chart), "step", group[0].unit, from_zero=from_zero))
+    return charts
 
 
 def _title(name: str) -> str:

@@ -18,6 +18,7 @@ from markupsafe import Markup
 from treewise.errors import ConfigError
 from treewise.report.build import DRAWN_RULE, DataReport, memory_chart, run_charts, timeline_chart, twin
 from treewise.report.charts import Chart
+from treewise.report.lost_sharing import AVOIDABLE
 from treewise.report.runs import RunReport
 
 SCRIPTS = ("arrays.js", "tree.js", "colours.js", "draw.js", "detail.js", "picture.js", "input.js", "page.js")
@@ -129,13 +130,26 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"count": count, "ratio": ratio, "flops": flops, "size": size, "percent": percent}
+    environment.tests["avoidable"] = AVOIDABLE.__contains__
+    environment.filters |= {
+        "many": many,
+        "count": count,
+        "ratio": ratio,
+        "flops": flops,
+        "size": size,
+        "percent": percent,
+    }
     return environment
 
 
 def count(value: float | None) -> str:
     """1234567 as 1,234,567."""
     return "–" if value is None else f"{value:,.0f}"
+
+
+def many(value: float, noun: str) -> str:
+    """A count with its noun: 1 tree, 2 trees."""
+    return f"{count(value)} {noun}{'' if value == 1 else 's'}"
 
 
 def ratio(value: float | None) -> str:

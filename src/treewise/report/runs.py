@@ -20,10 +20,12 @@ KNOWN = {
     "eval_loss": ("loss", "evaluation", "nats per trained token"),
     "tokens_per_second_flat": ("speed", "flat tokens", "tokens per second"),
     "tokens_per_second_tree": ("speed", "tree tokens", "tokens per second"),
-    "share_ratio": ("share ratio", "share ratio", "flat tokens / tree tokens"),
-    "leaf_ratio": ("share ratio", "leaf ratio", "flat tokens / tree tokens"),
+    "share_ratio": ("share ratio", "share ratio", "flat / tree"),
+    "leaf_ratio": ("share ratio", "leaf ratio", "flat / tree"),
+    "flop_bound": ("share ratio", "FLOP bound", "flat / tree"),
     "efficiency": ("efficiency", "efficiency", "speed-up / FLOP bound"),
-    "arithmetic": ("arithmetic", "linear layers", "TFLOP per second"),
+    "efficiency_at_least": ("efficiency", "at least", "speed-up / FLOP bound"),
+    "arithmetic": ("arithmetic", "FLOPs that the trees need", "TFLOP per second"),
     "memory_bytes": ("memory", "in use", "GiB"),
     "tree_tokens": ("tree tokens", "tree tokens", "tokens"),
     "grad_norm": ("gradient norm", "gradient norm", "norm"),
@@ -127,7 +129,7 @@ def _state_file(run: Path) -> Path:
 
 
 def _flops_per_token(state: dict[str, Any], history: list[dict[str, Any]]) -> float | None:
-    """FLOPs of the linear layers per tree token, from the sums that the trainer keeps; None where it kept none."""
+    """FLOPs that a tree token needs, from the sums that the trainer keeps; None where it kept none."""
     tokens = sum(entry["tree_tokens"] for entry in history if _is_number(entry.get("tree_tokens")))
     flops = state.get("total_flos")
     return float(flops) / tokens if _is_number(flops) and flops and tokens else None
@@ -148,7 +150,9 @@ def _series(history: list[dict[str, Any]], flops_per_token: float | None) -> lis
     if "memory_bytes" in points:
         points["memory_bytes"] = {step: value / 2**30 for step, value in points["memory_bytes"].items()}
     made = []
-    for key, values in points.items():
+    order = {key: place for place, key in enumerate(KNOWN)}
+    for key in sorted(points, key=lambda key: order.get(key, len(order))):  # stable: others as they were logged
+        values = points[key]
         chart, label, unit = KNOWN.get(key) or _described(key)
         steps = sorted(values)
         made.append(Series(key, chart, label, unit, tuple(steps), tuple(values[step] for step in steps)))

@@ -127,7 +127,7 @@ def verification_view(report: VerificationReport, num_parameters: int = 5) -> Re
         f"{setting}\n"
         f"{report.num_trajectories:,} trajectories, {report.num_trees:,} trees; reference: {report.reference}\n"
         f"worst parameter: {report.worst_parameter.name}\n"
-        f"one run each, of {report.flop_bound:.2f} x by FLOPs: the flat side computes the logits of all its rows"
+        f"one run each; by FLOPs {report.flop_bound:.2f} x, as the flat side computes the logits of all its rows"
     )
     parts: list[RenderableType] = [table, note]
     if not report.passed:

@@ -115,11 +115,8 @@ class FeedingTrainer(Trainer):
         return total
 
     def floating_point_ops(self, inputs: list[Forest]) -> float:
-        """6 per parameter and tree token: forward and backward of the linear layers."""
-        return 6.0 * sum(forest.num_tokens for forest in inputs) * self._num_parameters()
-
-    def _num_parameters(self) -> int:
-        return int(sum(parameter.numel() for parameter in self.model.parameters()))
+        """What the trees need, forward and backward; see `treewise.flops`."""
+        return self._throughput.add_flops(self.model, inputs)
 
     def _track_num_input_tokens(self, inputs: list[Forest]) -> None:
         if self.args.include_num_input_tokens_seen != "no":
