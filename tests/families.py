@@ -105,10 +105,21 @@ _IS_DECODER = {"is_decoder": True}
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _MROPE_2 = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
 _ALTERNATING = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+# Three layers of a family whose pattern is longer would all be of one kind.
+_BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 # What a family needs beyond the rules.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "afmoe": _BOTH_KINDS,
     "bailing_hybrid": _ALTERNATING,
+    "cohere2": _BOTH_KINDS,
+    "cohere2_moe": _BOTH_KINDS,
+    "exaone4": _BOTH_KINDS,
+    "exaone_moe": _BOTH_KINDS,
+    "flint": _BOTH_KINDS,
+    "gemma3_text": _BOTH_KINDS,
+    "kolibri1": _BOTH_KINDS,
+    "olmo3": _BOTH_KINDS,
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": _ALTERNATING,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -151,7 +162,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hyperclovax": {"logits_scaling": 1.7},
     "lfm2": _SHORT_CONVOLUTIONS,
     "lfm2_moe": _SHORT_CONVOLUTIONS,
-    "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention"]},
+    "llama4_text": {
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 48,
+        "interleave_moe_layer_step": 1,
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        "no_rope_layers": [1, 0, 1],
+        "floor_scale": 4,  # positions from which queries are scaled
+    },
     "longcat_flash": {
         "head_dim": 4,
         "num_layers": 2,
@@ -164,11 +183,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "megatron-bert": _IS_DECODER,
     "minimax": {"sliding_window": None},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"]},
     "modernbert-decoder": {"local_attention": 8},
     "mpt": {"attn_config": {"attn_pdrop": 0}},
     "phi3": {"sliding_window": None},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
     "paddleocr_vl_text": _MROPE,
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
     "qwen2_vl_text": _MROPE,
     "qwen2_5_vl_text": _MROPE,
     "qwen2_5_omni_text": _MROPE,
