@@ -31,7 +31,7 @@ import numpy as np
 from common import save
 from tree_shapes import forest_of, recorded
 
-from treewise.balance import CostModel, Placement, merged, part_of, passes_of, place, slots_of, work_of
+from treewise.balance import CostModel, Placement, equal_schedules, part_of, place, work_of
 from treewise.balance.costs import PAIR_FORWARD_SHARE
 from treewise.balance.leaves import Leaves, leaves_of
 from treewise.forest import Forest
@@ -86,8 +86,8 @@ def placements(name: str, pool: Sequence[Forest], num_trees: int, num_ranks: int
             over_bound.setdefault(contestant, []).append(float(seconds.max() / found.bound_seconds))
             if contestant == "treewise":
                 over_mean.append(float(seconds.max() / seconds.mean()))
-                own = [passes_of(each) for each in plans]
-                slots.append(len(merged(own)) / max(map(len, own)))
+                longest = max(len(each.schedule) for each in plans if each)
+                slots.append(len(equal_schedules(plans)[0]) / longest)
         is_path_bound.append(bool(found.bound_seconds > leaves.below[-1] * leaves.seconds_per_unit / num_ranks * 1.001))
     return {
         "part": "placement",
@@ -266,12 +266,10 @@ def tree_figures(lengths: np.ndarray, limit: int) -> dict[str, float]:
     for rank in range(MIXED_RANKS):
         share = [forest for forest, own in zip(samples, found.rank_of_trajectory, strict=True) if own == rank]
         plans.append(plan(share, limit) if share else None)
-    own = [passes_of(each) for each in plans]
-    common = merged(own)
-    seconds = []
-    for each, passes in zip(plans, own, strict=True):
-        slots = slots_of(passes, common)
-        seconds.append([0.0 if slot.own_step is None else step_seconds(each, slot.own_step) for slot in slots])
+    seconds = [
+        [0.0 if slot.own_step is None else step_seconds(each, slot.own_step) for slot in slots]
+        for each, slots in zip(plans, equal_schedules(plans), strict=True)
+    ]
     live = [tokens for each in plans if each for _, tokens in each.timeline]
     computed = sum(each.num_computed_tokens for each in plans if each)
     return figures(seconds, live, computed, limit)

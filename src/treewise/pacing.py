@@ -2,7 +2,7 @@
 
 Sharded parameters are gathered layer by layer in each forward and backward, by collective operations that all ranks
 must call in the same order. So ranks exchange the sequences of their walks before each one, and run empty passes where
-another rank has one more (`balance.schedules`). How many walks a step takes may differ from rank to rank, too: one that
+another rank has one more (`balance.turns`). How many walks a step takes may differ from rank to rank, too: one that
 has done its own keeps the others company until all have.
 """
 
@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from treewise.balance.schedules import Slot, merged, passes_of, slots_of
+from treewise.balance.schedules import Slot
+from treewise.balance.turns import NO_PASSES, Passes, training_passes, turns_of, visiting_passes
 from treewise.planner import BACKWARD, FORWARD, HOLD, Plan, Step
 
 DONE = "."  # what a rank says that has no walk left
@@ -30,8 +31,11 @@ class Pace:
         self._held: list[torch.Tensor] = []
 
     def steps(self, plan: Plan) -> Iterator[Step]:
-        """The steps of a plan's schedule at their turns, with the empty passes in between."""
-        for slot in self._slots(passes_of(plan)):
+        """The steps of a plan's schedule at their turns, with the empty passes in between.
+
+        Micro-batches that read no gateway may come in another order than in the schedule.
+        """
+        for slot in self._slots(training_passes(plan)):
             if slot.own_step is None:
                 self._run_empty(slot.action)
             else:
@@ -39,7 +43,7 @@ class Pace:
 
     def forwards(self, plan: Plan) -> Iterator[None]:
         """A turn for each forward of a visit; after the last one, the empty passes that are left."""
-        for slot in self._slots(passes_of(plan, backward=False)):
+        for slot in self._slots(visiting_passes(plan)):
             if slot.own_step is None:
                 self._run_empty(slot.action)
             else:
@@ -48,13 +52,13 @@ class Pace:
     def finish(self) -> None:
         """Runs empty passes until every rank has done its walks."""
         while sequences := [each for each in self._exchange(DONE) if each != DONE]:
-            for slot in slots_of("", merged(["", *sequences])):
+            for slot in turns_of(NO_PASSES, [NO_PASSES, *map(Passes.from_text, sequences)]):
                 self._run_empty(slot.action)
 
-    def _slots(self, own: str) -> list[Slot]:
-        said = self._exchange(own)
+    def _slots(self, own: Passes) -> list[Slot]:
+        said = self._exchange(own.text)
         # Ranks that are done run all of it empty, so the common sequence must be one that an idle rank can follow.
-        return slots_of(own, merged(["" if each == DONE else each for each in said]))
+        return turns_of(own, [NO_PASSES if each == DONE else Passes.from_text(each) for each in said])
 
     def _run_empty(self, action: str) -> None:
         if action == FORWARD:

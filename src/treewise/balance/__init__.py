@@ -2,7 +2,7 @@
 
 place       which rank trains which trajectory of a step, so that the slowest is as fast as possible
 share_of    one rank's forests
-passes_of, merged, slots_of     the common sequence of forwards and backwards, and a rank's part in it
+training_passes, turns_of       the common turns of forwards and backwards, and what a rank runs at each
 CostFit     prices of tokens, pairs and micro-batches, fitted to the run's own steps
 made_ahead  all this for the next step while this one runs
 """
@@ -10,16 +10,17 @@ made_ahead  all this for the next step while this one runs
 from treewise.balance.ahead import made_ahead
 from treewise.balance.costs import CostFit, CostModel, Work, fit, work_of
 from treewise.balance.placement import Placement, place
-from treewise.balance.schedules import Slot, equal_schedules, merged, passes_of, slots_of
+from treewise.balance.schedules import Slot, merged, slots_of
 from treewise.balance.shares import part_of, share_of
+from treewise.balance.turns import Passes, equal_schedules, training_passes, turns_of, visiting_passes
 
 __all__ = [
     "CostFit",
     "CostModel",
+    "Passes",
     "Placement",
     "Slot",
     "Work",
-    "passes_of",
     "equal_schedules",
     "fit",
     "made_ahead",
@@ -28,5 +29,8 @@ __all__ = [
     "place",
     "share_of",
     "slots_of",
+    "training_passes",
+    "turns_of",
+    "visiting_passes",
     "work_of",
 ]

@@ -3,10 +3,10 @@
 Under FSDP2 each forward gathers the parameters of every layer, and each backward gathers them again and scatters the
 gradients. These operations pair up across ranks in the order in which they are called, so all ranks must run the same
 sequence of forwards and backwards. What is computed in them may differ, and whether a graph is kept. Ranks have
-different plans, so they exchange what they have to run (`passes_of`, one letter a step: a few bytes), merge it into a
-common sequence (`merged`), and fill what is not theirs with empty passes (`slots_of`): one token with a loss of zero.
+different plans, so they exchange what they have to run, merge it into a common sequence (`merged`), and fill what is
+not theirs with empty passes (`slots_of`): one token with a loss of zero. `turns` adds passes whose order is free.
 
-A rank's own steps, in the order of its schedule:
+A rank's own steps that keep their order, one letter each:
 
     F   forward of an open micro-batch, without a graph
     H   the same with a graph that is kept; counts as F
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treewise.errors import PlanError
-from treewise.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
+from treewise.planner import BACKWARD, FORWARD, HOLD, TRAIN
 
 LETTERS = {FORWARD: "F", HOLD: "H", TRAIN: "T", BACKWARD: "B"}
 ACTIONS = {letter: action for action, letter in LETTERS.items()}
@@ -46,28 +46,6 @@ class Slot:
     own_step: int | None
 
 
-def passes_of(plan: Plan | None, *, backward: bool = True) -> str:
-    """A rank's own steps, one letter each; empty for a rank with nothing to do.
-
-    backward: False for a visit that computes log-probs or a loss alone: a forward for each micro-batch.
-    """
-    if plan is None:
-        return ""
-    if not backward:
-        return "F" * plan.num_micro_batches
-    return "".join(LETTERS[step.action] for step in plan.schedule)
-
-
-def equal_schedules(plans: Sequence[Plan | None]) -> list[list[Slot]]:
-    """The common sequence of all ranks' plans (None: nothing to do), as each rank runs it.
-
-    Where a rank knows only its own plan: exchange `passes_of(plan)`, then `slots_of(own, merged(all))`.
-    """
-    sequences = [passes_of(plan) for plan in plans]
-    common = merged(sequences)
-    return [slots_of(own, common) for own in sequences]
-
-
 def merged(sequences: Sequence[str]) -> str:
     """The common sequence. Depends on nothing but the set of its arguments: all ranks compute the same one.
 
@@ -87,7 +65,7 @@ def merged(sequences: Sequence[str]) -> str:
 def slots_of(own: str, common: str) -> list[Slot]:
     """What a rank runs at each step of the common sequence: its own steps as early as they match, empty passes else.
 
-    own: as from `passes_of`.
+    own: one letter a step; empty for a rank with nothing to do.
 
     Raises:
         PlanError: the common sequence does not hold the rank's own steps.
