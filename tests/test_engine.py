@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from families import tiny_model
 from oracle import flat_loss, flat_sft, gradient_error, gradients_of
 from strategies import budgets, trajectories
-from treewise import SFT, ConfigError, DataError, Forest, Trajectory, TreeEngine, UnsupportedModelError
+from treewise import SFT, ConfigError, DataError, Forest, Trajectory, TreeEngine, UnsupportedModelError, plan
 from treewise.objectives import NORMALIZATIONS, WEIGHTINGS
 
 # See test_families: differences of independent float32 summation orders.
@@ -287,3 +287,24 @@ def test_the_probe_finds_an_unknown_step_after_the_decoder(rollouts, monkeypatch
     )
     with pytest.raises(UnsupportedModelError, match="between decoder and logits"):
         TreeEngine(model).step(Forest.from_trajectories(rollouts))
+
+
+def test_what_is_no_forest_or_no_objective_is_named(rollouts: list[Trajectory]) -> None:
+    model, forest = tiny_model("llama"), Forest.from_trajectories(rollouts)
+    engine = TreeEngine(model)
+    for wrong in (rollouts, rollouts[0]):
+        for call in (engine.step, engine.logprobs, lambda each: plan(each, max_tokens=8)):
+            with pytest.raises(DataError, match=r"found a Trajectory; merge .* tw.Forest.from_trajectories"):
+                call(wrong)
+    for wrong, message in ((rollouts[0], "one Trajectory"), (forest, "one Forest")):
+        with pytest.raises(DataError, match=message):
+            Forest.from_trajectories(wrong)
+    for objective, message in (
+        (SFT, "the class SFT; give"),
+        ("sft", "a str; give"),
+        (lambda logprobs: logprobs[0], r"one of shape \["),
+        (lambda logprobs: 3.0, "a float"),
+        (lambda logprobs: logprobs[0].detach().sum(), "no gradient"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engine.step(forest, objective)

@@ -16,7 +16,7 @@ from treewise.attention import IMPLEMENTATIONS
 from treewise.attention.cascade import kernel_takes_groups
 from treewise.budget import Budget, gateway_bytes, state_bytes
 from treewise.errors import ConfigError
-from treewise.forest import LOGPROB_STREAMS, Forest
+from treewise.forest import LOGPROB_STREAMS, Forest, one_forest
 from treewise.models import (
     base_model,
     is_current,
@@ -104,7 +104,7 @@ class TreeEngine:
 
     def plan(self, forests: Forests) -> Plan:
         """The plan that `step` would run; measures the budget first where that is left to the engine."""
-        whole = forests if isinstance(forests, Forest) else Forest.concatenate(list(forests))
+        whole = one_forest(forests)
         if not self.budget.is_measured:
             self._measure(whole)
         return plan(whole, self.budget.tokens, hold=self.hold)
@@ -128,7 +128,9 @@ class TreeEngine:
         """
         self._require_gradients()
         chosen = SFT() if objective is None else objective
-        whole = forests if isinstance(forests, Forest) else Forest.concatenate(list(forests))
+        if isinstance(chosen, type) or not (isinstance(chosen, Objective) or callable(chosen)):
+            raise ConfigError(f"objective is {_described(chosen)}; give tw.SFT(), another objective, or a function.")
+        whole = one_forest(forests)
         out: list[StepOutput] = []
         self.budget.run(self.model, whole.num_tokens, lambda: out.append(self._step(whole, chosen, denominator)))
         return out[-1]
@@ -224,7 +226,9 @@ class TreeEngine:
         values, router_loss = routed_values(self, run, ("log_probs",), None, routing)
         loss = objective(restore(values["log_probs"], run.forest))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            raise ConfigError("an objective must return a scalar tensor.")
+            raise ConfigError(f"an objective must return a scalar tensor, found {_described(loss)}.")
+        if not loss.requires_grad:
+            raise ConfigError("the loss that the function returned has no gradient; compute it from the log-probs.")
         (loss + router_loss).backward()
         return output_of(run, float(loss.detach()), False, routing)
 
@@ -325,3 +329,10 @@ class TreeEngine:
         if device == "cuda":
             return "flex"
         return "cascade" if device == "cpu" and kernel_takes_groups() else "reference"
+
+
+def _described(value: object) -> str:
+    """A value in a message: a tensor by its shape, a class by its name, else its type."""
+    if isinstance(value, torch.Tensor):
+        return f"one of shape {list(value.shape)}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -4,7 +4,7 @@ In this order the descendants of a token are the contiguous range after it, so `
 may see which: query `q` sees key `k` exactly when `k <= q < subtree_end[k]`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import overload
 
@@ -62,6 +62,8 @@ class Forest:
         Raises:
             DataError: no trajectory at all, or something that is not a `Trajectory`.
         """
+        if isinstance(trajectories, Trajectory | Forest):
+            raise DataError(f"expected a list of trajectories, found one {type(trajectories).__name__}.")
         items = tuple(trajectories)
         if not items:
             raise DataError("a forest needs at least one trajectory, got none.")
@@ -122,9 +124,19 @@ class Forest:
 
     @classmethod
     def concatenate(cls, forests: Sequence["Forest"]) -> "Forest":
-        """Puts forests side by side; nothing is merged across them. Trajectories follow one another in order."""
+        """Puts forests side by side; nothing is merged across them. Trajectories follow one another in order.
+
+        Raises:
+            DataError: no forest at all, or something that is not a `Forest`.
+        """
         if not forests:
             raise DataError("nothing to concatenate: no forest given.")
+        for each in forests:
+            if not isinstance(each, Forest):
+                raise DataError(
+                    f"expected forests, found a {type(each).__name__}; merge trajectories first: "
+                    "tw.Forest.from_trajectories(trajectories)."
+                )
         if len(forests) == 1:
             return forests[0]
         token_shift = np.cumsum([0] + [forest.num_tokens for forest in forests])
@@ -459,3 +471,15 @@ def _check_weighting(weighting: str) -> None:
 
 def _shifted(parts: Sequence[np.ndarray], shifts: np.ndarray) -> np.ndarray:
     return np.concatenate([part + shift for part, shift in zip(parts, shifts[:-1], strict=True)])
+
+
+def one_forest(forests: Forest | Sequence[Forest]) -> Forest:
+    """A forest as it is, several side by side; what every function that takes forests does first.
+
+    Raises:
+        DataError: something else, with the way to make a forest of it.
+    """
+    if isinstance(forests, Forest):
+        return forests
+    parts: list[Forest] = list(forests) if isinstance(forests, Iterable) else [forests]
+    return Forest.concatenate(parts)

@@ -15,7 +15,7 @@ from typing import overload
 import numpy as np
 
 from treewise.errors import PlanError
-from treewise.forest import Forest
+from treewise.forest import Forest, one_forest
 from treewise.packing import best_fit, in_order
 from treewise.partition import Partition, partition
 
@@ -257,7 +257,7 @@ def plan(forest: Forest | Sequence[Forest], max_tokens: int | None = None, *, ho
     Raises:
         PlanError: a budget that is not a positive integer, or an unknown `hold`.
     """
-    whole = forest if isinstance(forest, Forest) else Forest.concatenate(list(forest))
+    whole = one_forest(forest)
     if hold not in ("auto", "never", "always"):
         raise PlanError(f"hold={hold!r} is unknown; choose 'auto', 'never' or 'always'.")
     if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer)):
