@@ -95,12 +95,14 @@ class PretendCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if func is torch.device:
+            return func(*args, **kwargs)
         if name == "__get__":
             return self._attribute(func, args, kwargs)
         if func is torch.Tensor.backward:
             super().__enter__()  # as it was before this call
             try:
-                return torch.autograd.backward(*args, **kwargs)
+                return torch.autograd.backward(args, kwargs.pop("gradient", None), **kwargs)
             finally:
                 super().__exit__(None, None, None)
         special = _SPECIAL.get(name)
@@ -129,8 +131,13 @@ class PretendCuda(TorchFunctionMode):
             found = func(*args, **kwargs)
         finally:
             self._making = before
-        made_from_host = getattr(func, "__name__", "") in ("tensor", "as_tensor", "asarray", "new_tensor")
-        if asked == "cuda" and made_from_host and not (tensors and self.device_of(tensors[0]) == "cuda"):
+        name = getattr(func, "__name__", "")
+        if name == "new_tensor":
+            asked = asked or self.device_of(tensors[0])
+        is_of_host = name in ("tensor", "as_tensor", "asarray") and not (
+            is_new and self.device_of(tensors[0]) == "cuda"
+        )
+        if asked == "cuda" and (is_of_host or name == "new_tensor"):
             self.wait("to the device")
             found = found.clone() if tensors else found
         if asked is not None:

@@ -8,9 +8,11 @@ positions scale their queries by `log1p(floor((p + 1) / floor_scale)) * attn_sca
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from treewise.attention.mask import TreeMask
+from treewise.transfer import to_device
 
 
 def at_depth(module: Any, query: torch.Tensor, mask: TreeMask) -> torch.Tensor:
@@ -19,15 +21,13 @@ def at_depth(module: Any, query: torch.Tensor, mask: TreeMask) -> torch.Tensor:
         return query
     key = ("temperature", module.floor_scale, module.attn_scale, query.device)
     if key not in mask.cache:
-        _, _, depth_K = mask.on(query.device)
-        depth_T = depth_K[mask.num_gateway_keys :]
-        row_T = torch.arange(mask.num_queries, device=query.device)
-        scale_T = _scale(module, depth_T) / _scale(module, row_T)
-        mask.cache[key] = None if bool((scale_T == 1).all()) else scale_T
-    scale_T = mask.cache[key]
-    return query if scale_T is None else query * scale_T[:, None].to(query.dtype)
+        depth_T = mask.key_depth[mask.num_gateway_keys :]
+        scale_T = _scale(module, depth_T) / _scale(module, np.arange(mask.num_queries))
+        mask.cache[key] = None if (scale_T == 1).all() else to_device(scale_T, query.device)
+    factor_T = mask.cache[key]
+    return query if factor_T is None else query * factor_T[:, None].to(query.dtype)
 
 
-def _scale(module: Any, position: torch.Tensor) -> torch.Tensor:
+def _scale(module: Any, position: np.ndarray) -> np.ndarray:
     """[T] float64 factors of the queries at these positions."""
-    return torch.log1p(torch.floor((position.double() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+    return np.log1p(np.floor((position + 1.0) / module.floor_scale)) * module.attn_scale + 1.0

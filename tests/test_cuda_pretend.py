@@ -1,0 +1,225 @@
+"""Steps on a GPU that is not there: every tensor is made where it is used, and the host waits for the loss alone."""
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from cuda_pretend import CUDA, PretendCuda, pretend_cuda
+from families import tiny_model
+from oracle import flat_sft, gradient_error, gradients_of
+from treewise import GRPO, GSPO, SFT, Distillation, Forest, Trajectory, TreeEngine
+from treewise.transfer import to_device
+
+# Where the host reads a result: the loss and the metrics, once, when all is computed.
+LOSS = ("read", "treewise/scoring.py: totals")
+ROUTERS = {
+    ("read", "treewise/outputs.py: output_of"),
+    ("read", "treewise/routing.py: report"),
+}
+TOLERANCE = 5e-6
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch):
+    with pretend_cuda(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def rollouts() -> list[Trajectory]:
+    rng = np.random.default_rng(1)
+    prompt = rng.integers(3, 64, 9)
+    items = [np.concatenate([prompt[: 4 + number], rng.integers(3, 64, 3 + 2 * number)]) for number in range(5)]
+    return [with_streams(ids, rng, number) for number, ids in enumerate([*items, items[2][:6], items[0]])]
+
+
+def with_streams(ids: np.ndarray, rng: np.random.Generator, number: int) -> Trajectory:
+    """A trajectory with all that a policy gradient or a distillation may ask for."""
+    length = len(ids)
+    teacher = np.stack([rng.permutation(np.arange(3, 64))[:3] for _ in range(length)]).astype(np.int32)
+    return Trajectory(
+        ids,
+        advantages=np.full(length, rng.normal()),
+        old_logprobs=rng.normal(size=length) - 4,
+        sampler_logprobs=rng.normal(size=length) - 4,
+        ref_logprobs=rng.normal(size=length) - 4,
+        teacher_ids=teacher,
+        teacher_logprobs=np.log(np.full((length, 3), 0.3)),
+        group="a",
+        rollout=str(number),
+    )
+
+
+def waits_of(pretend: PretendCuda, call) -> dict[tuple[str, str], int]:
+    """Where the library waits during a call; what models and this test do by themselves aside."""
+    pretend.waits.clear()
+    call()
+    return {(what, place): count for (what, place), count in pretend.waits.items() if place.startswith("treewise")}
+
+
+# -- the pretence itself ----------------------------------------------------------------------------------------------
+
+
+def test_tensors_of_both_devices_do_not_mix(pretend: PretendCuda) -> None:
+    there = torch.ones(3, device="cuda")
+    assert there.device == CUDA
+    assert (there.view(1, 3) + 1).t().is_cuda
+    assert there.new_zeros(2).is_cuda
+    assert not torch.ones(3).is_cuda
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        there + torch.ones(3)
+    with pytest.raises(RuntimeError, match="same device"):
+        there.index_select(0, torch.tensor([0]))
+    assert (there + torch.tensor(1.0)).is_cuda  # a scalar may come from anywhere
+    with pytest.raises(TypeError, match=r"Tensor\.cpu"):
+        there.numpy()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda there: there.sum().item(),
+        lambda there: float(there[0]),
+        lambda there: there.tolist(),
+        lambda there: there.cpu(),
+        lambda there: there.to("cpu"),
+        lambda there: there[there > 0],
+        lambda there: torch.nonzero(there),
+        lambda there: torch.unique_consecutive(there),
+        lambda there: bool(torch.equal(there, there)),
+        lambda there: there[torch.tensor([0])],
+        lambda there: torch.ones(2).to("cuda"),
+        lambda there: torch.tensor([1.0], device="cuda"),
+        lambda there: there.new_tensor([1.0]),
+        lambda there: torch.as_tensor(np.ones(2), device="cuda"),
+        lambda there: there.copy_(torch.ones(3)),
+    ],
+)
+def test_waits_are_noted(pretend: PretendCuda, wait) -> None:
+    there = torch.ones(3, device="cuda")
+    pretend.waits.clear()
+    wait(there)
+    assert sum(pretend.waits.values()) == 1
+
+
+def test_what_a_backward_does_is_seen(pretend: PretendCuda) -> None:
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * float(grad[0])
+
+    there = torch.ones(3, device="cuda", requires_grad=True)
+    for backward in (lambda out: out.backward(), torch.autograd.backward):
+        out = Reads.apply(there).sum()
+        pretend.waits.clear()
+        backward(out)
+        assert sum(pretend.waits.values()) == 1
+    assert there.grad.is_cuda
+
+
+def test_arrays_go_over_without_a_wait(pretend: PretendCuda) -> None:
+    there = to_device(np.arange(4, dtype=np.int32), torch.device("cuda"), torch.long)
+    assert there.is_cuda
+    assert there.dtype == torch.long
+    assert not pretend.waits
+    assert there.cpu().tolist() == [0, 1, 2, 3]
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+FAMILIES = {
+    "gemma2": {},  # windows in every other layer, capped scores and logits
+    "gpt_oss": {},  # sinks, experts
+    "llama4_text": {},  # chunks; a mask that looks into a tensor of the device
+    "qwen3_next": {},  # gated delta nets, experts
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("default")
+def test_the_host_waits_once_in_a_step(
+    family: str, monkeypatch: pytest.MonkeyPatch, rollouts: list[Trajectory]
+) -> None:
+    """Whole, and under a budget with recomputed parts; the gradients are those of flat training on the CPU."""
+    _, _, expected = flat_sft(tiny_model(family, **FAMILIES[family]), rollouts)
+    with pretend_cuda(monkeypatch) as pretend:
+        model = tiny_model(family, **FAMILIES[family]).cuda()
+        forest = Forest.from_trajectories(rollouts)
+        for max_tokens in (None, 17):
+            engine = TreeEngine(model, max_tokens, hold="never", check=max_tokens is None)
+            assert engine._implementation() == "flex"
+            engine.check(forest)
+            model.zero_grad()
+            assert waits_of(pretend, lambda engine=engine: engine.step(forest)) == {LOSS: 1}
+            found = {name: grad.cpu() for name, grad in gradients_of(model).items()}
+            assert gradient_error(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        GRPO(beta=0.1, measure_entropy=True, sampler_correction="truncate"),
+        GSPO(),
+        Distillation(),
+    ],
+    ids=["grpo", "gspo", "distillation"],
+)
+def test_of_any_objective(objective, pretend: PretendCuda, rollouts: list[Trajectory]) -> None:
+    model = tiny_model(num_hidden_layers=1).cuda()
+    engine = TreeEngine(model, 17, hold="always", check=False)
+    forest = Forest.from_trajectories(rollouts)
+    assert waits_of(pretend, lambda: engine.step(forest, objective)) == {LOSS: 1}
+    assert waits_of(pretend, lambda: engine.evaluate(forest, objective)) == {LOSS: 1}
+    assert all(each.grad.is_cuda for each in model.parameters())
+
+
+@pytest.mark.filterwarnings("default")
+def test_of_any_function_of_logprobs(pretend: PretendCuda, rollouts: list[Trajectory]) -> None:
+    """Of a model with adapters."""
+    adapters = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+    model = get_peft_model(tiny_model(num_hidden_layers=1), adapters).cuda()
+    engine = TreeEngine(model, 17, check=False)
+    forest = Forest.from_trajectories(rollouts)
+
+    def loss(logprobs: list[torch.Tensor]) -> torch.Tensor:
+        return -torch.stack([each.sum() for each in logprobs]).mean()
+
+    assert waits_of(pretend, lambda: engine.step(forest, loss)) == {("read", "treewise/engine.py: _step_any_loss"): 1}
+    assert waits_of(pretend, lambda: sum(each.sum() for each in engine.hidden_states(forest)).backward()) == {}
+    scored = waits_of(pretend, lambda: engine.scored(rollouts))
+    assert scored == {("read", "treewise/engine.py: scored"): 1}
+
+
+@pytest.mark.filterwarnings("default")
+def test_of_losses_on_routers(pretend: PretendCuda, rollouts: list[Trajectory]) -> None:
+    """What routers did is read after the loss."""
+    fields = {"router_aux_loss_coef": 0.1, "output_router_logits": True, "num_hidden_layers": 1}
+    model = tiny_model("mixtral", **fields).cuda()
+    engine = TreeEngine(model, 17, router_z_coefficient=0.1)
+    forest = Forest.from_trajectories(rollouts)
+    engine.check(forest)
+    for objective in (SFT(), GSPO()):
+        waits = waits_of(pretend, lambda objective=objective: engine.step(forest, objective))
+        assert set(waits) == {LOSS} | ROUTERS
+        assert sum(waits.values()) == 4
+
+
+def test_a_measured_budget_fits_the_memory_of_the_device(pretend: PretendCuda, rollouts: list[Trajectory]) -> None:
+    model = tiny_model(num_hidden_layers=1).cuda()
+    engine = TreeEngine(model, "auto", check=False)
+    assert engine.plan(Forest.from_trajectories(rollouts)).max_tokens == 65536  # the most on a GPU; 64 GiB are free
+
+
+def test_gateways_that_wait_in_host_memory(monkeypatch: pytest.MonkeyPatch, rollouts: list[Trajectory]) -> None:
+    _, _, expected = flat_sft(tiny_model(num_hidden_layers=1), rollouts)
+    with pretend_cuda(monkeypatch):
+        model = tiny_model(num_hidden_layers=1).cuda()
+        engine = TreeEngine(model, 17, hold="never", offload=True, check=False)
+        engine.step(Forest.from_trajectories(rollouts))
+        found = {name: grad.cpu() for name, grad in gradients_of(model).items()}
+    assert gradient_error(found, expected) < TOLERANCE
