@@ -97,3 +97,23 @@ def test_a_teacher_of_another_vocabulary_is_named() -> None:
     for call in (engine.step, engine.evaluate):
         with pytest.raises(DataError, match="teacher_ids hold token 64"):
             call(forest, Distillation())
+
+
+def test_gradients_that_are_taken_away_as_they_come() -> None:
+    # Optimizers that run inside the backward read and drop each gradient at once.
+    model = tiny_model(tie_word_embeddings=False)
+    _, _, expected = flat_sft(model, ROLLOUTS)
+    model.zero_grad()
+    taken: dict[str, torch.Tensor] = {}
+
+    for name, parameter in model.named_parameters():
+
+        def take(each: torch.Tensor, name: str = name) -> None:
+            assert each.grad is not None
+            assert not each.grad.is_sparse
+            taken[name] = taken.get(name, 0) + each.grad
+            each.grad = None
+
+        parameter.register_post_accumulate_grad_hook(take)
+    TreeEngine(model, 4).step(FOREST)
+    assert gradient_error(taken, expected) < TOLERANCE

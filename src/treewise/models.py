@@ -353,7 +353,7 @@ def sparse_embedding_gradients(parts: ModelParts) -> Iterator[None]:
     module = parts.decoder.get_input_embeddings()
     weight = module.weight
     is_plain = isinstance(module, nn.Embedding) and type(weight) is nn.Parameter and weight.device.type == "cpu"
-    if not is_plain or module.sparse or not weight.requires_grad or weight._backward_hooks:
+    if not is_plain or module.sparse or not weight.requires_grad or _has_hooks(weight):
         yield
         return
     if weight.grad is None:
@@ -363,3 +363,8 @@ def sparse_embedding_gradients(parts: ModelParts) -> Iterator[None]:
         yield
     finally:
         module.sparse = False
+
+
+def _has_hooks(weight: torch.Tensor) -> bool:
+    """Whether somebody reads, or takes away, the gradient as it comes in."""
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))

@@ -308,3 +308,25 @@ def test_kinds_are_named() -> None:
         "model.layers.0.linear_attn": "short convolution, gated delta net",
         "model.layers.2.linear_attn": "short convolution, gated delta net",
     }
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+def test_an_interrupted_step_leaves_nothing_behind() -> None:
+    model = hybrid("qwen3_next")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.arange(3, 12)[None]
+    expected = model(input_ids=ids, use_cache=False).logits.detach()
+    engine = TreeEngine(model, 4)
+    forest = Forest.from_trajectories([Trajectory([3, 4, 5, 6, 7, 8]), Trajectory([3, 4, 9, 10])])
+    engine.evaluate(forest)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt  # which skips hooks that are called after errors
+
+    hook = model.model.layers[0].mlp.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(forest)
+    hook.remove()
+    logits = model(input_ids=ids, use_cache=False).logits
+    logits.sum().backward()
+    torch.testing.assert_close(logits.detach(), expected)

@@ -169,6 +169,7 @@ def _lend(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     """Hook before a layer's forward. Gradient checkpointing calls it once, not when it recomputes, so what it
     recomputes lends again.
     """
+    _restore_checkpointing(layer)  # an interrupt (Ctrl-C) skips the hook after the forward
     context = kwargs.get("treewise")
     _give(layer, context)
     checkpoint = vars(layer).get("_gradient_checkpointing_func")
@@ -179,6 +180,10 @@ def _lend(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 def _take_back(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     _give(layer, None)
+    _restore_checkpointing(layer)
+
+
+def _restore_checkpointing(layer: nn.Module) -> None:
     if "_treewise_checkpoint" in vars(layer):
         layer.__dict__["_gradient_checkpointing_func"] = layer.__dict__.pop("_treewise_checkpoint")
 
