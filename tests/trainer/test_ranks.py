@@ -42,6 +42,8 @@ TWO = {
     "uneven": ({**SGD, **UNEVEN}, {"fsdp": "full_shard"}, {}),
     "bfloat16": ({**SGD, **CUT, "bf16": True}, {"sharded": True}, {}),
     "offloaded": ({**SGD, **CUT}, {"sharded": True, "shard_config": {"cpu_offload": True}}, {}),
+    "small": ({**SGD}, {"max_tokens": "auto", "trouble": "small"}, {"max_tokens": 14}),
+    "small sharded": ({**SGD}, {"max_tokens": "auto", "trouble": "small", "sharded": True}, {"max_tokens": 14}),
     "strided": ({**SGD, **CUT}, {"sharded": True, "balance_ranks": False}, {}),
     "weighted": ({**SGD, **NESTED}, {"sharded": True}, {}),
 }
@@ -120,9 +122,10 @@ def test_two_processes_train_like_one(of_two, of_one, name):
     else:
         assert_same(first, expected)
     assert first["losses"] == second["losses"]
+    assert first["budget"] == second["budget"]
     for key, value in first["model"].items():
         assert torch.equal(value, second["model"][key])
-    assert first["kinds"] == (["Tensor"] if name == "ddp" else ["DTensor"])
+    assert first["kinds"] == (["Tensor"] if name in ("ddp", "small") else ["DTensor"])
 
 
 def deviation(found, expected):
@@ -137,8 +140,9 @@ def test_sharded_bfloat16_is_as_near_to_float32_as_bfloat16_of_one_process(of_tw
     exact = of_one({**SGD, **CUT, **batch_of(4, 1, {}), "save_strategy": "no"})
     alone = deviation(of_one({**TWO["bfloat16"][0], **batch_of(4, 1, {}), "save_strategy": "no"}), exact)
     sharded = deviation(of_two[1][0]["bfloat16"], exact)
-    assert 1e-4 < alone < 0.05
-    assert sharded < 1.5 * alone
+    # Shards add one rounding of gradients, before the sum over ranks, to that of the weights in every product.
+    assert 1e-4 < alone < 0.01
+    assert sharded < 2**0.5 * alone
 
 
 # -- checkpoints of several processes ---------------------------------------------------------------------------------

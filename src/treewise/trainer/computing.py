@@ -79,6 +79,14 @@ class ComputingTrainer(FeedingTrainer):
         self._engine = None
         with self._together(trains=False), self.accelerator.autocast():
             self.engine.plan(first)  # measures the budget, where it is to be measured: all ranks at once
+        self._take_least_budget()
+
+    def _take_least_budget(self) -> None:
+        """A measured budget is the least of all ranks, so that one number in a checkpoint makes a resumed run cut its
+        trees as this one did.
+        """
+        budgets = ranks.on_every_rank(lambda: self.engine.max_tokens)
+        self.engine.budget.tokens = min((each for each in budgets if each is not None), default=None)
 
     @contextmanager
     def _together(self, trains: bool, measured: Sequence[Forest] | None = None) -> Iterator[None]:
@@ -119,6 +127,10 @@ class ComputingTrainer(FeedingTrainer):
     def _compute(self, inputs: list[Forest], denominator: float | None) -> float:
         if denominator is None:
             denominator = self._denominator(inputs, self.objective)
+        if ranks.count() > 1 and not self.engine.budget.is_measured:  # one process measures with its first batch
+            with self.accelerator.autocast():
+                self.engine.plan(forest_of(self.train_dataset[0]))
+            self._take_least_budget()
         trained = [forest for forest in inputs if self.objective.denominator(forest) > 0]
         loss = 0.0
         with self._together(trains=True, measured=trained):
