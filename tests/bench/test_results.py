@@ -50,6 +50,39 @@ def test_a_row_holds_what_is_promised(row: dict) -> None:
     json.dumps(row)
 
 
+def test_a_wide_copy_that_does_not_fit_leaves_the_first_contestant_as_reference(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(rows: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+    workload = make("grpo", "tiny", 64)
+    with monkeypatch.context() as patch:
+        patch.setattr("treewise.bench.suite.FlatRows.step", step)
+        found = measure_workload(twin(model), workload, against=["trl"], repetitions=1, reference="float64")
+    assert found["reference"] == "the first contestant (a float64 copy ran out of memory)"
+    assert found["contestants"]["tree"]["gradient_error"] < 2e-6
+
+
+def test_workloads_after_one_that_disagrees_are_measured_too(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workloads = [make("grpo", "tiny", 64), make("ratio-6.5", "tiny", 64)]
+
+    def refuse(found: dict[str, Measured], dtype: torch.dtype) -> None:
+        if found["flat"].loss == first_loss:
+            raise VerificationError("not the same work")
+
+    first_loss = measure_workload(twin(model), workloads[0], against=["flat"], repetitions=1)["contestants"]["flat"][
+        "loss"
+    ]
+    monkeypatch.setattr("treewise.bench.suite._refuse_different_losses", refuse)
+    told: list[dict] = []
+    with pytest.raises(VerificationError, match="not the same work"):
+        run(lambda: model, "tiny", lambda _: workloads, told.append, against=["flat"], repetitions=1)
+    assert [(row["workload"], "skipped" in row) for row in told] == [("grpo", True), ("ratio-6.5", False)]
+
+
 def test_contestants_take_turns(model: torch.nn.Module) -> None:
     turns: list[str] = []
     contestants = {name: lambda name=name: turns.append(name) or 1.0 for name in ("one", "two")}

@@ -66,6 +66,7 @@ def _warm_up(
     model: nn.Module, step: Callable[[], float], out: Measured, reference: Gradients | None
 ) -> Gradients | None:
     _clear(model)
+    _hand_back()  # what the contestant before left in pieces
     before = peak_bytes(_device(model), reset=True)
 
     def run() -> None:
@@ -91,8 +92,8 @@ def _unless_out_of_memory(run: Callable[[], object], out: Measured) -> None:
         if not is_out_of_memory(error):
             raise
         out.skipped = f"out of memory: {str(error).splitlines()[0][:120]}"
-    if out.skipped is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if out.skipped is not None:
+        _hand_back()
 
 
 def _time(step: Callable[[], float], out: Measured, device: torch.device) -> None:
@@ -123,7 +124,7 @@ def gradient_error(model: nn.Module, reference: Gradients) -> float:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        expected = reference[name].to(parameter.device, torch.float64)
+        expected = reference[name].to(parameter.device).double()  # there: a host is slow at this, and so is the bus
         own = torch.zeros_like(expected) if parameter.grad is None else parameter.grad.double()
         difference += float((own - expected).square().sum())
         norm += float(expected.square().sum())
@@ -142,6 +143,13 @@ def _clear(model: nn.Module) -> None:
 
 
 # -- devices ---------------------------------------------------------------------------------------------------------
+
+
+def _hand_back() -> None:
+    """Drops what only cycles hold (graphs of a step that was cut short), and gives cached memory back to the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _synchronize(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
 from treewise.flops import flop_model
 from treewise.forest import Forest
-from treewise.memory import free_bytes
+from treewise.memory import free_bytes, is_out_of_memory
 
 REFERENCES = ("auto", "flat", "float32", "float64")
 HALF = (torch.bfloat16, torch.float16)
@@ -171,7 +171,12 @@ def _reference(model: nn.Module, forest: Forest, name: str) -> tuple[Gradients |
     rows = FlatRows(
         plain_parts(wide), merged_trajectories(forest), max_row_tokens=1, packs=False, is_checkpointed=is_checkpointed
     )
-    rows.step()
+    try:
+        rows.step()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, f"the first contestant (a {name} copy ran out of memory)"
     return gradients(wide), f"flat training of a {name} copy"
 
 
@@ -191,8 +196,11 @@ def run(
 ) -> None:
     """Every workload on one model; a row for each, told as soon as it is there.
 
-    workloads_of: from the size of the vocabulary. A model that does not fit in memory gives one row that says so. how:
-    see `measure_workload`.
+    workloads_of: from the size of the vocabulary. A model that does not fit in memory gives one row that says so, and a
+    workload whose contestants do not agree another. how: see `measure_workload`.
+
+    Raises:
+        VerificationError: contestants whose losses differ, once all workloads are measured.
     """
     try:
         model = model_of()
@@ -200,5 +208,12 @@ def run(
         tell({"model": name, "skipped": str(error)})
         return
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    failures: list[VerificationError] = []
     for workload in workloads_of(vocabulary):
-        tell({"model": name, **measure_workload(twin(model), workload, **how)})
+        try:
+            tell({"model": name, **measure_workload(twin(model), workload, **how)})
+        except VerificationError as error:
+            failures.append(error)
+            tell({"model": name, "workload": workload.name, "skipped": str(error)})
+    if failures:
+        raise failures[0]
