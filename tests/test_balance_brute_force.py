@@ -9,6 +9,7 @@ import pytest
 
 from strategies import random_tree
 from treewise.balance import CostModel, Placement, part_of, place, share_of, work_of
+from treewise.balance.leaves import priced
 from treewise.forest import Forest
 from treewise.merging import chain_nodes
 from treewise.planner import plan
@@ -121,3 +122,16 @@ def test_a_bound_counts_what_must_be_computed_twice():
     found = place([forest, forest, forest], 4, CostModel(1.0, 0.0, 0.0), split="trajectories")
     assert found.bound_seconds > 3 * 180 / 4 + 1
     assert found.seconds.max() >= found.bound_seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("max_tokens", [4096, 16_384])
+def test_open_tokens_cost_the_same_beside_other_trees(max_tokens):
+    """But for launches: small trunks of several trees may share one."""
+    trees = REAL[::3]
+    step = priced(trees, REAL_COST, max_tokens)
+    roots = np.flatnonzero(step.segments.parent < 0)
+    together = np.add.reduceat(step.again, roots) * step.seconds_per_unit
+    for tree, seconds in zip(trees, together, strict=True):
+        alone = priced([tree], REAL_COST, max_tokens)
+        expected = alone.again.sum() * alone.seconds_per_unit
+        assert seconds == pytest.approx(expected, rel=1e-6, abs=2 * REAL_COST.seconds_per_micro_batch)

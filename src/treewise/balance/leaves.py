@@ -180,21 +180,16 @@ def slice_of(segments: Segments, first: int, stop: int, trajectories: np.ndarray
 
 def _open_seconds(segments: Segments, cost: CostModel, max_tokens: int | None) -> tuple[np.ndarray, np.ndarray]:
     """[S] float64, what the open tokens of each segment cost besides; [S] int64, how many they are."""
-    seconds, num_open = np.zeros(len(segments.start)), np.zeros(len(segments.start), dtype=np.int64)
     trunks = [] if max_tokens is None else cut_trunks(segments, max_tokens, "auto")
-    for is_held in (False, True):
-        chosen = [trunk for trunk in trunks if trunk.is_held == is_held]
-        if not chosen:
-            continue
-        assert max_tokens is not None
-        tokens = _covered(segments, chosen)
-        if not is_held:
-            seconds += _second_forward(tokens, segments.depth, cost)
-        # A trunk runs once or twice; of one run each token has paid its part of a full micro-batch.
-        launches = (1 if is_held else 2) * len(chosen) / tokens.sum() - 1 / max_tokens
-        seconds += cost.seconds_per_micro_batch * launches * tokens
-        num_open += tokens
-    return seconds, num_open
+    if not trunks:
+        return np.zeros(len(segments.start)), np.zeros(len(segments.start), dtype=np.int64)
+    assert max_tokens is not None
+    twice = _covered(segments, [(trunk, 1) for trunk in trunks if not trunk.is_held]).astype(np.int64)
+    # A trunk runs once or twice; of one run each token has paid its part of a full micro-batch.
+    launches = [(trunk, (1 if trunk.is_held else 2) / trunk.num_tokens - 1 / max_tokens) for trunk in trunks]
+    seconds = cost.seconds_per_micro_batch * np.maximum(_covered(segments, launches), 0)
+    num_open = _covered(segments, [(trunk, 1) for trunk in trunks]).astype(np.int64)
+    return seconds + _second_forward(twice, segments.depth, cost), num_open
 
 
 def _second_forward(length: np.ndarray, depth: np.ndarray, cost: CostModel) -> np.ndarray:
@@ -208,19 +203,20 @@ def _pairs(depth: np.ndarray, length: np.ndarray) -> np.ndarray:
     return length * depth + length * (length + 1) // 2
 
 
-def _covered(segments: Segments, trunks: list[Trunk]) -> np.ndarray:
-    """[S] int64, tokens of each segment that lie in these trunks; always its first ones."""
-    ranges = sorted(each for trunk in trunks for each in trunk.ranges)
+def _covered(segments: Segments, trunks: Sequence[tuple[Trunk, float]]) -> np.ndarray:
+    """[S] float64, the weight of the tokens of each segment that lie in trunks, given the weight of one; always its
+    first ones."""
+    ranges = sorted((*each, weight) for trunk, weight in trunks for each in trunk.ranges)
     if not ranges:
-        return np.zeros(len(segments.start), dtype=np.int64)
-    starts = np.array([start for start, _ in ranges], dtype=np.int64)
-    lengths = np.array([end - start for start, end in ranges], dtype=np.int64)
-    total = np.concatenate([[0], np.cumsum(lengths)])
+        return np.zeros(len(segments.start))
+    starts = np.array([start for start, _, _ in ranges], dtype=np.int64)
+    lengths = np.array([end - start for start, end, _ in ranges], dtype=np.int64)
+    weights = np.array([weight for _, _, weight in ranges])
+    total = np.concatenate([[0.0], np.cumsum(lengths * weights)])
     bounds = np.append(segments.start, segments.num_tokens)
     index = np.searchsorted(starts, bounds, side="right") - 1
-    inside = np.clip(bounds - starts[index], 0, lengths[index])
-    before = np.where(index >= 0, total[index] + inside, 0)
-    return np.diff(before)
+    inside = np.clip(bounds - starts[index], 0, lengths[index]) * weights[index]
+    return np.diff(np.where(index >= 0, total[index] + inside, 0))
 
 
 def path_costs(segments: Segments, units: np.ndarray) -> np.ndarray:
