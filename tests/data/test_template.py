@@ -116,7 +116,7 @@ def test_a_tokenizer_without_a_template_says_what_to_give(write, tokenizer_folde
 
     bare = AutoTokenizer.from_pretrained(tokenizer_folder)
     bare.chat_template = None
-    with pytest.raises(DataError, match="no chat template; give RenderOptions"):
+    with pytest.raises(DataError, match="no chat template; give one as chat_template"):
         load(write, bare, [USER, answer()])
 
 

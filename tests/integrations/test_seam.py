@@ -320,3 +320,11 @@ def test_a_call_without_labels_is_an_error():
     treewise.share_prefixes(model)
     with pytest.raises(treewise.ConfigError, match="labels"):
         model(input_ids=batch()["input_ids"], fused_lm_head=True)
+
+
+def test_a_trainer_in_place_of_its_model_is_named() -> None:
+    class Trainer:
+        train_dataset = ()
+
+    with pytest.raises(ConfigError, match=r"found a Trainer\. Give it the trainer's model"):
+        share_prefixes(Trainer())  # type: ignore[arg-type]

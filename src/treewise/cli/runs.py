@@ -258,7 +258,10 @@ def check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
     if overwrite:
         return
     if (folder / FINISHED).exists():
-        raise ConfigError(f"output_dir {folder} holds a finished run; choose another, or --overwrite to train again.")
+        raise ConfigError(
+            f"output_dir {folder} holds a finished run; choose another (with --model {folder} to go on from its "
+            "weights), or --overwrite to train again."
+        )
     made = seals.checkpoints(folder)
     if made and not resume:
         raise ConfigError(

@@ -20,7 +20,7 @@ from treewise.errors import ConfigError, DataError
 MARK = "\ue0a7\ue0b7turn\ue0b7\ue0a7"  # private-use characters: no text and no template holds them
 THINK = "<think>"
 THINK_END = "</think>"
-NO_TEMPLATE = "the tokenizer has no chat template; give RenderOptions(chat_template=...), for instance 'chatml'."
+NO_TEMPLATE = "the tokenizer has no chat template; give one as chat_template, for instance 'chatml'."
 
 
 class Template:
@@ -165,7 +165,7 @@ class Template:
             if call["function"]["name"] not in text:
                 raise DataError(
                     f"{place}: the chat template does not write tool calls, so {shown(call['function']['name'])} would "
-                    "not be trained; give RenderOptions(chat_template=...) with one that does, for instance 'chatml'."
+                    "not be trained; give one as chat_template that does, for instance 'chatml'."
                 )
         reasoning = turn.get("reasoning_content", "").strip()
         if reasoning and reasoning[:80] not in text:

@@ -279,11 +279,15 @@ def share_prefixes(
     Raises:
         UnsupportedModelError: the model cannot follow a tree (docs/models.md), learns a prompt, or was given a head
             that is not TRL's fused one.
-        ConfigError: TRL is not installed or older than 1.15, or a setting is none.
+        ConfigError: TRL is not installed or older than 1.15, or a setting or the model is none.
     """
     _require_trl()
     if not min_ratio >= 0:
         raise ConfigError(f"min_ratio={min_ratio} must not be negative.")
+    given: Any = model
+    if not isinstance(given, nn.Module):
+        own = " Give it the trainer's model: share_prefixes(trainer.model)." if hasattr(given, "train_dataset") else ""
+        raise ConfigError(f"share_prefixes takes a model, found a {type(given).__name__}.{own}")
     outer = _unwrapped(model)
     # Refuses what PEFT adds around the base model. A loss on routers is TRL's to ask for.
     TreeEngine(outer, max_tokens, attention, check=False, router_aux_loss=False)
