@@ -326,5 +326,5 @@ def test_a_trainer_in_place_of_its_model_is_named() -> None:
     class Trainer:
         train_dataset = ()
 
-    with pytest.raises(ConfigError, match=r"found a Trainer\. Give it the trainer's model"):
-        share_prefixes(Trainer())  # type: ignore[arg-type]
+    with pytest.raises(treewise.ConfigError, match=r"found a Trainer\. Give it the trainer's model"):
+        treewise.share_prefixes(Trainer())  # type: ignore[arg-type]
