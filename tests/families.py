@@ -112,6 +112,7 @@ _SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": _BOTH_KINDS,
     "bailing_hybrid": _ALTERNATING,
+    "codegen": {"rotary_dim": 4},
     "cohere2": _BOTH_KINDS,
     "cohere2_moe": _BOTH_KINDS,
     "exaone4": _BOTH_KINDS,
@@ -157,6 +158,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm_ocr_text": _MROPE,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 4},
     "gpt_oss": {"rope_scaling": None},
+    "gptj": {"rotary_dim": 4},
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3},
     "granitemoe": {"logits_scaling": 3.0},
     "hyperclovax": {"logits_scaling": 1.7},

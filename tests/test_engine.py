@@ -262,7 +262,7 @@ def test_refusals(rollouts: list[Trajectory]) -> None:
         TreeEngine(tiny_model(), attention="fast")
 
 
-@pytest.mark.parametrize("family", ["rwkv", "gptj", "bloom"])
+@pytest.mark.parametrize("family", ["rwkv", "falcon", "bloom"])
 def test_families_that_cannot_follow_a_tree_are_refused(family: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family))

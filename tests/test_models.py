@@ -1,5 +1,7 @@
 """Taking models apart: wrappers, adapters, quantised layers, heads that are none, masks and scales that hide."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -238,3 +240,23 @@ def test_layers_that_count_rows_are_told_depths(attention: str) -> None:
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.dim() > 1 else 1)
     check(model, attention=attention)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("family", ["codegen", "gpt_neo", "gptj"])
+def test_layers_from_before_the_attention_interface(family: str, is_checkpointed: bool) -> None:
+    model = tiny_model(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.dim() > 1 else 1)
+    if is_checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    untouched = copy.deepcopy(model)
+    check(model, untouched)
+    check(model, untouched, attention="reference")
+    check(copy.deepcopy(model), untouched)
+    ids = torch.arange(3, 12)[None]
+    torch.testing.assert_close(model(input_ids=ids).logits, untouched(input_ids=ids).logits)
+    generated = [each.eval().generate(ids, max_new_tokens=4, do_sample=False) for each in (model, untouched)]
+    assert torch.equal(*generated)

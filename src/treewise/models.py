@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from treewise import recurrent
-from treewise.attention import TreeContext, install, is_installed
+from treewise.attention import TreeContext, has_older, install, install_older, is_installed
 from treewise.errors import DataError, UnsupportedModelError
 from treewise.forest import Forest
 from treewise.logprobs import Head
@@ -73,6 +73,7 @@ def take_apart(model: nn.Module) -> ModelParts:
     decoder = _find_decoder(base)
     _refuse_layers(decoder, name)
     install(_attention_configs(decoder))
+    install_older(decoder)
     recurrent.install(decoder)
     return ModelParts(model, decoder, output, _logit_scale(base.config), _softcap(base.config))
 
@@ -273,7 +274,7 @@ def _refuse_layers(decoder: PreTrainedModel, name: str) -> None:
         raise UnsupportedModelError(f"{name} uses ALiBi, whose bias depends on the place in memory. {_HELP}")
     if not has_mixers and "position_ids" not in _parameters_of(type(decoder)):
         raise UnsupportedModelError(f"{name} takes no position_ids, so it cannot be told depths. {_HELP}")
-    if not decoder._can_set_attn_implementation():
+    if not decoder._can_set_attn_implementation() and not has_older(decoder):
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface. {_HELP}")
 
 

@@ -4,6 +4,7 @@ from treewise.attention.audit import observed, refuse_other_masks
 from treewise.attention.gateway import Gateway, GatewayRead
 from treewise.attention.interface import IMPLEMENTATIONS, TreeContext, install, is_installed
 from treewise.attention.mask import TreeMask
+from treewise.attention.older import has_older, install_older
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -11,7 +12,9 @@ __all__ = [
     "GatewayRead",
     "TreeContext",
     "TreeMask",
+    "has_older",
     "install",
+    "install_older",
     "is_installed",
     "observed",
     "refuse_other_masks",

@@ -139,11 +139,11 @@ def tree_attention_forward(
         raise UnsupportedModelError(
             f"{type(module).__name__} makes a mask of its own ({list(attention_mask.shape)}), which is unknown here."
         )
-    return _attend(module, query, key, value, treewise, kwargs), None
+    return attend(module, query, key, value, treewise, kwargs), None
 
 
 @torch.compiler.disable
-def _attend(
+def attend(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
