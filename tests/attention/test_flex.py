@@ -137,6 +137,18 @@ def test_outputs_and_gradients_are_those_of_the_reference(mask, rule, has_sinks)
         assert (ours - wanted).abs().max() < 1e-12  # float64, values of order one
 
 
+def test_heads_smaller_than_the_kernels_take():
+    mask = TreeMask.from_layout(lay_out(plan(Forest.from_trajectories([Trajectory([1, 2, 3]), Trajectory([1, 4])])), 0))
+    shapes = [(1, H, mask.num_queries, 8), (1, HKV, mask.num_keys, 8), (1, HKV, mask.num_keys, 6)]
+    inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    cotangent = torch.randn(1, H, mask.num_queries, 6)
+    expected = with_gradients(reference_attention, inputs, mask, RULES["plain"], cotangent)
+    found = with_gradients(flex_attention_tree, inputs, mask, RULES["plain"], cotangent)
+    for ours, wanted in zip(found, expected, strict=True):
+        assert ours.shape == wanted.shape
+        assert (ours - wanted).abs().max() < 1e-12
+
+
 def test_bfloat16_in_bfloat16_out():
     mask = TreeMask.from_layout(lay_out(plan(Forest.from_trajectories([Trajectory([1, 2, 3])])), 0))
     query, key, value, sinks = draw_inputs(mask, True, torch.bfloat16)
@@ -185,6 +197,29 @@ def test_no_length_is_compiled_twice(monkeypatch):
     assert num_graphs == 1
     flex_attention_tree(*inputs, mask, LayerRule(scaling=0.2, window=64, softcap=64.0))
     assert num_graphs == 2
+
+
+def test_fifty_random_trees_take_four_kernels(monkeypatch):
+    """One block of queries or more, one block of keys or more; beyond that no shape of a tree is compiled in."""
+    num_graphs = 0
+
+    def count(graph, _):
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph.forward
+
+    compiled = torch.compile(flex._kernel, fullgraph=True, backend=count)
+    monkeypatch.setattr(flex, "_compiled_kernel", lambda: compiled)
+    monkeypatch.setattr(flex, "_uncompiled", flex._compiled)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        num_branches, num_shared, num_own = (int(rng.integers(1, most)) for most in (5, 400, 200))
+        budget = num_shared + num_own if rng.random() < 0.5 else None
+        mask = branching_mask(num_branches, num_shared, num_own, budget, number=int(rng.choice([0, -1])))
+        inputs = [tensor.detach() for tensor in draw_inputs(mask, False, torch.float32)]
+        out = flex_attention_tree(*inputs, mask, RULES["plain"])
+        assert (out - reference_attention(*inputs, mask, RULES["plain"])).abs().max() < 1e-5
+    assert num_graphs <= 4
 
 
 def assert_within_budget(inputs, mask: TreeMask, rule: LayerRule) -> None:

@@ -25,6 +25,8 @@ BLOCK_SIZE = 128
 # Every combination of window or chunk, softcap, sinks, grad mode and "one block or more" is a kernel of its own. Beyond
 # the limit the compiled function raises (fullgraph): the uncompiled one would hold all scores.
 RECOMPILE_LIMIT = 64
+# Of the matrix products inside the kernels.
+MIN_HEAD_SIZE = 16
 
 Modifier = Callable[..., torch.Tensor]
 MaybeTensor = torch.Tensor | None
@@ -45,22 +47,29 @@ def flex_attention_tree(
     """Attention of [1, H, T, D] queries over [1, Hkv, K, D] keys and values; returns [1, H, T, D of the values].
 
     The contract of `reference_attention`. `kernel_options` goes to FlexAttention as it is, for heads that its default
-    tiles do not suit. CUDA needs head sizes of 16 or more.
+    tiles do not suit.
     """
     num_queries, num_padding = query.shape[2], -query.shape[2] % block_size
     # Whole blocks of queries: the backward kernel loads the log-sum-exp of rows beyond the last one from nowhere
     # (a masked load without a value, torch 2.11 to 2.13), and short queries would take the decoding kernel.
-    query = functional.pad(query, (0, 0, 0, num_padding))
+    query = _wide_enough(functional.pad(query, (0, 0, 0, num_padding)))
+    width, key, value = value.shape[3], _wide_enough(key), _wide_enough(value)
     attend = _compiled if query.is_cuda else _uncompiled
     softcap = None if rule.softcap is None else _softcap(mask, rule.softcap, query)
     blocks = block_mask(mask, rule, query.device, block_size)
     out, lse = attend(query, key, value, blocks, softcap, rule.scaling, sinks is not None, kernel_options or {})
-    out = out[:, :, :num_queries]
+    out = out[:, :, :num_queries, :width]
     if sinks is None:
         return out
     assert lse is not None
     share = torch.sigmoid(lse[:, :, :num_queries] - sinks.to(lse.dtype)[None, :, None])
     return (out * share[..., None]).to(value.dtype)
+
+
+def _wide_enough(tensor: torch.Tensor) -> torch.Tensor:
+    """With zeros behind heads that are too small for the kernels: they add nothing to scores or results."""
+    missing = MIN_HEAD_SIZE - tensor.shape[3]
+    return functional.pad(tensor, (0, missing)) if missing > 0 else tensor
 
 
 def block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int = BLOCK_SIZE) -> BlockMask:
