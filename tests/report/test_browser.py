@@ -252,6 +252,23 @@ def test_a_trajectory_lights_up_and_the_rest_fades(open_page: Any) -> None:
     assert state(page)["path"] == ""
 
 
+def test_a_trajectory_outside_of_the_view_is_brought_into_it(open_page: Any) -> None:
+    page = open_page("simple")
+    canvas = page.locator("#canvas")
+    canvas.focus()
+    canvas.hover(position={"x": 20, "y": 5})
+    for _ in range(6):
+        page.mouse.wheel(0, -300)
+        settled(page)
+    low, high = map(float, state(page)["y"].split())
+    assert high < 1.1
+    page.locator("#path-choice").fill("2")
+    page.keyboard.press("Enter")
+    moved_low, moved_high = map(float, state(page)["y"].split())
+    assert moved_high > 1.4
+    assert moved_high - moved_low == pytest.approx(high - low, abs=0.02)
+
+
 def test_keys_move_between_segments_in_the_order_of_the_tree(open_page: Any) -> None:
     page = open_page("simple")
     page.locator("#canvas").focus()

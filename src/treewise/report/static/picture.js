@@ -153,6 +153,18 @@
       if (x0 !== view.x0 || y0 !== view.y0) this.look(x0, y0, width, height);
     }
 
+    // Moves the view up or down so that the row of a segment can be seen; its zoom and its columns stay.
+    bringIn(s) {
+      const { tree, view } = this;
+      while (s >= 0 && tree.isHidden[s]) s = tree.parent[s];
+      if (s < 0) return;
+      const height = view.y1 - view.y0,
+        rows = tree.bottom[s] - tree.top[s];
+      const seen = Math.min(tree.bottom[s], view.y1) - Math.max(tree.top[s], view.y0);
+      if (seen > Math.min(rows / 2, height / 10)) return;
+      this.look(view.x0, (tree.top[s] + tree.bottom[s] - height) / 2, view.x1 - view.x0, height);
+    }
+
     redraw() {
       if (this.waiting || !this.scale) return;
       this.waiting = requestAnimationFrame(() => {
@@ -232,6 +244,7 @@
         if (trained[trajectory] != null) parts.push(`${TW.format(trained[trajectory])} trained`);
         if (rewards[trajectory] != null) parts.push(`reward ${Number(rewards[trajectory].toPrecision(4))}`);
         note.textContent = parts.join(" · ");
+        this.bringIn(last);
       }
       this.redraw();
     }
