@@ -117,3 +117,16 @@ def test_gradients_that_are_taken_away_as_they_come() -> None:
         parameter.register_post_accumulate_grad_hook(take)
     TreeEngine(model, 4).step(FOREST)
     assert gradient_error(taken, expected) < TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_on_parameters_are_no_change_of_weights() -> None:
+    # PEFT puts them on at every forward, which counts the parameter's version up.
+    adapters = LoraConfig(r=2, target_parameters=["experts.gate_up_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny_model("mixtral"), adapters)
+    _, _, expected = flat_sft(model, ROLLOUTS)
+    model.zero_grad()
+    engine = TreeEngine(model, 4)
+    halves = [sum(each.sum() for each in engine.logprobs(FOREST)) for _ in range(2)]
+    (-(halves[0] + halves[1]) / 2 / sum(len(each) - 1 for each in ROLLOUTS)).backward()
+    assert gradient_error(gradients_of(model), expected) < TOLERANCE

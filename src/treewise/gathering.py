@@ -52,8 +52,10 @@ class _Gather(torch.autograd.Function):
         walk = new_walk()
         ctx.new_walk, ctx.new_read, ctx.names = new_walk, new_read, names
         ctx.autocast = Autocast.now(walk.parts.device.type)
-        ctx.versions = [(each, each._version) for each in walk.parts.model.parameters()]
+        versions = [(each, each._version) for each in walk.parts.model.parameters()]
         found = _visited(walk, new_read(walk), names, length)
+        # Adapters on parameters (PEFT's for experts) count up in every forward, so these cannot be told.
+        ctx.versions = [(each, version) for each, version in versions if each._version == version]
         ctx.mark_non_differentiable(*(found[name] for name in names if name in CONSTANT))
         ctx.set_materialize_grads(False)
         return tuple(found[name] for name in names)

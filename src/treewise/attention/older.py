@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.attention.interface import attend
+from treewise.attention import audit
+from treewise.attention.interface import attend, layer_rule
 from treewise.errors import UnsupportedModelError
 
 
@@ -61,4 +62,8 @@ def _attn(
             f"{type(self).__name__} lost the tree between the model's forward and its attention. With gradient "
             "checkpointing set use_reentrant=False."
         )
+    if audit.is_observed():
+        rule = layer_rule(self, query, _RULES[type(self).__name__](self))
+        # A local layer hides keys by a table of its own, so the mask has nothing to say about its window.
+        audit.observe(self, rule, attention_mask if rule.window is None else None)
     return type(self)._attn(self, query, key, value, attention_mask)
