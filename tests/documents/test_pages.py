@@ -1,10 +1,14 @@
 """The pages: links lead somewhere, figures are current, and what is marked as runnable runs as it stands.
 
-A block below `<!-- run -->` is run in a folder that is empty before the page's first one: Python blocks (of
-statements, or of `>>>` examples) share one namespace, console blocks are `treewise` commands.
+A block below `<!-- run -->` is run in a folder of its page's own: Python blocks (of statements, or of `>>>` examples)
+share one namespace, console blocks are `treewise` commands. Where a page names `rollouts.jsonl`, `my-model`,
+`runs/first`, `model`, `trajectories` and the like without making them, the folder and the namespace hold them; the
+README and the concepts begin with nothing.
 """
 
 import doctest
+import gzip
+import json
 import re
 import shlex
 import subprocess
@@ -12,9 +16,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import treewise as tw
 from treewise.cli.main import main
 
+STANDALONE = ("README.md", "concepts.md")
+TOKENIZER = Path(__file__).parents[1] / "data" / "fixtures" / "smollm2"
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"])
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(?:#([^)\s]*))?\)")
@@ -40,12 +49,50 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors_of(linked), f"{target}#{anchor}: no such heading"
 
 
+def at_hand(folder: Path) -> dict[str, object]:
+    """The reader's own things: rollouts, a model with its tokenizer and a run in the folder, the rest by name."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder / "my-model")
+    for path in TOKENIZER.iterdir():
+        content = path.read_bytes()
+        (folder / "my-model" / path.name.removesuffix(".gz")).write_bytes(
+            gzip.decompress(content) if path.suffix == ".gz" else content
+        )
+    prompt = list(range(500, 530))
+    rows = [
+        {"token_ids": prompt + answer, "loss_weights": [0] * 30 + [1] * len(answer), "reward": reward, "group": "task"}
+        for answer, reward in (([50, 51, 52], 1.0), ([50, 51, 60], 0.0), ([70, 71], 0.0))
+    ]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "runs" / "first").mkdir(parents=True)
+    log = {"log_history": [{"step": 1, "loss": 2.0}], "global_step": 1, "max_steps": 1}
+    (folder / "runs" / "first" / "trainer_state.json").write_text(json.dumps(log))
+    trajectories = [tw.Trajectory(**row) for row in rows]
+    return {
+        "model": model,
+        "tokenizer": AutoTokenizer.from_pretrained(folder / "my-model"),
+        "trajectories": trajectories,
+        "engine": tw.TreeEngine(model),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "num_updates": 2,
+        "forests": [tw.Forest.from_trajectories(trajectories)],
+        "objective": tw.SFT(),
+    }
+
+
 @pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.name)
 def test_runnable_blocks_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TREEWISE_CACHE", str(tmp_path / "cache"))
     namespace: dict[str, object] = {"__name__": "page"}
+    if page.name not in STANDALONE:
+        namespace |= at_hand(tmp_path)
     for kind, block in RUNNABLE.findall(page.read_text(encoding="utf-8")):
         if ">>> " in block:
             example = doctest.DocTestParser().get_doctest(block, namespace, page.name, str(page), 0)
