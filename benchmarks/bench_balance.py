@@ -19,7 +19,7 @@ samples exceed, and with one that none does:
 
     sorted           samples by length, cut into padded batches
     packed           best fit decreasing without padding
-    treewise         `balance.place`, then each rank's plan
+    treewise         `balance.place`, then each rank's plan; placed by seconds, and for ranks in step by tokens
 """
 
 import time
@@ -74,7 +74,7 @@ def main() -> None:
 def placements(name: str, pool: Sequence[Forest], num_trees: int, num_ranks: int) -> dict[str, Any]:
     """Medians and worst cases over several draws of a batch: slowest rank over the bound, and over the mean."""
     over_bound: dict[str, list[float]] = {}
-    over_mean, slots, is_path_bound = [], [], []
+    over_mean, in_step, is_path_bound = [], [], []
     for draw in range(NUM_DRAWS):
         rng = np.random.default_rng([num_trees, draw])
         chosen = [pool[index] for index in rng.choice(len(pool), num_trees, replace=False)]
@@ -86,8 +86,10 @@ def placements(name: str, pool: Sequence[Forest], num_trees: int, num_ranks: int
             over_bound.setdefault(contestant, []).append(float(seconds.max() / found.bound_seconds))
             if contestant == "treewise":
                 over_mean.append(float(seconds.max() / seconds.mean()))
-                longest = max(len(each.schedule) for each in plans if each)
-                slots.append(len(equal_schedules(plans)[0]) / longest)
+                if num_ranks <= 16:
+                    even = place(chosen, num_ranks, COST, max_tokens=MAX_TOKENS, in_step=True)
+                    even_plans = [planned(chosen, even.rank_of_trajectory, rank) for rank in range(num_ranks)]
+                    in_step.append(sum(max(turn) for turn in zip(*turns(even_plans), strict=True)) / seconds.max())
         is_path_bound.append(bool(found.bound_seconds > leaves.below[-1] * leaves.seconds_per_unit / num_ranks * 1.001))
     return {
         "part": "placement",
@@ -100,7 +102,7 @@ def placements(name: str, pool: Sequence[Forest], num_trees: int, num_ranks: int
         "slowest_over_mean_where_no_path_bounds": [
             value for value, is_bound in zip(over_mean, is_path_bound, strict=True) if not is_bound
         ],
-        "common_steps_over_longest": {"median": median(slots), "max": max(slots)},
+        "in_step_over_slowest": {"median": median(in_step), "max": max(in_step)} if in_step else None,
     }
 
 
@@ -164,7 +166,7 @@ def print_placements(row: dict[str, Any]) -> None:
     print(
         f"{row['trees']}: {row['num_trees']} trees, {row['num_ranks']} ranks, slowest / bound: {figures} "
         f"(worst {row['slowest_over_bound']['treewise']['max']:.3f}); / mean {row['slowest_over_mean']['median']:.3f}; "
-        f"common steps / longest {row['common_steps_over_longest']['median']:.2f}",
+        f"in step / slowest {row['in_step_over_slowest']}",
         flush=True,
     )
 
@@ -208,7 +210,8 @@ def mixed_lengths(lengths: np.ndarray, limit: int) -> dict[str, Any]:
         "share_below_4096": float((lengths < 4096).mean()),
         "tokens": int(lengths.sum()),
         **result,
-        "treewise": tree_figures(lengths, limit),
+        "treewise": tree_figures(lengths, limit, in_step=False),
+        "treewise in step": tree_figures(lengths, limit, in_step=True),
     }
 
 
@@ -258,21 +261,26 @@ def flat_figures(by_rank: list[list[list[int]]], limit: int, is_padded: bool) ->
     return figures(own, tokens, sum(tokens), limit)
 
 
-def tree_figures(lengths: np.ndarray, limit: int) -> dict[str, float]:
+def tree_figures(lengths: np.ndarray, limit: int, in_step: bool) -> dict[str, float]:
     """The same for plans: each step of the common sequence takes as long as its slowest rank."""
     samples = [forest_of(chain_nodes(np.array([-1]), np.array([n]), np.array([0]), np.array([0]))[0]) for n in lengths]
-    found = place(samples, MIXED_RANKS, COST, max_tokens=limit)
+    found = place(samples, MIXED_RANKS, COST, max_tokens=limit, in_step=in_step)
     plans = []
     for rank in range(MIXED_RANKS):
         share = [forest for forest, own in zip(samples, found.rank_of_trajectory, strict=True) if own == rank]
         plans.append(plan(share, limit) if share else None)
-    seconds = [
-        [0.0 if slot.own_step is None else step_seconds(each, slot.own_step) for slot in slots]
-        for each, slots in zip(plans, equal_schedules(plans), strict=True)
-    ]
+    seconds = turns(plans)
     live = [tokens for each in plans if each for _, tokens in each.timeline]
     computed = sum(each.num_computed_tokens for each in plans if each)
     return figures(seconds, live, computed, limit)
+
+
+def turns(plans: Sequence[Plan | None]) -> list[list[float]]:
+    """Seconds of each rank at each of the common turns."""
+    return [
+        [0.0 if slot.own_step is None else step_seconds(each, slot.own_step) for slot in slots]
+        for each, slots in zip(plans, equal_schedules(plans), strict=True)
+    ]
 
 
 def step_seconds(made: Plan | None, number: int) -> float:

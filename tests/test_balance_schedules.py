@@ -35,9 +35,9 @@ def any_sequences(draw):
     return "".join(letters) + "B" * num_held
 
 
-def check(sequences):
+def check(sequences, weights=None):
     """Everything that holds for any common sequence. Returns it."""
-    common = merged(sequences)
+    common = merged(sequences, weights)
     for own in sequences:
         slots = slots_of(own, common)
         assert "".join(COMMON[slot.action] for slot in slots) == common  # the same collective operations on all ranks
@@ -59,9 +59,10 @@ def check(sequences):
     return common
 
 
-@given(st.lists(any_sequences(), max_size=6))
-def test_any_sequences_have_a_common_one(sequences):
+@given(st.lists(any_sequences(), max_size=6), st.randoms())
+def test_any_sequences_have_a_common_one(sequences, random):
     check(sequences)
+    check(sequences, [[random.randint(1, 9) for _ in own] for own in sequences])
 
 
 @given(st.lists(st.one_of(st.none(), PLANS), min_size=1, max_size=5))
@@ -105,6 +106,12 @@ def test_usual_steps_cost_next_to_nothing():
     assert merged(["FTT", "FTT", "FFTTTTT"]) == "FFTTTTT"
     assert len(merged(["TTTTTFTTT", "FTTTTTFTT", "TTTTTTTTT"])) == 11
     assert merged([]) == merged(["", ""]) == ""
+
+
+def test_heavy_passes_meet():
+    # Three turns either way; which letter comes twice is what the weights decide.
+    assert merged(["FT", "TF"], [(1, 9), (9, 1)]) == "FTF"
+    assert merged(["FT", "TF"], [(9, 1), (1, 9)]) == "TFT"
 
 
 def test_a_rank_that_spent_its_forward_gets_another_for_the_backward_of_the_others():

@@ -5,7 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import forests_and_budgets
-from treewise.balance import Passes, equal_schedules, training_passes, turns_of, visiting_passes
+from treewise.balance import (
+    CostModel,
+    Passes,
+    equal_schedules,
+    place,
+    share_of,
+    training_passes,
+    turns_of,
+    visiting_passes,
+    work_of,
+)
 from treewise.balance.turns import NO_PASSES
 from treewise.forest import Forest
 from treewise.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
@@ -115,3 +125,31 @@ def test_a_visit_is_a_forward_for_each_micro_batch():
     assert visiting_passes(made).letters == "FFFF"
     assert [slot.action for slot in turns_of(NO_PASSES, [NO_PASSES, visiting_passes(made)])] == [FORWARD] * 4
     assert visiting_passes(None) == NO_PASSES
+
+
+def test_in_step_tokens_are_even_and_the_turns_take_less():
+    """Samples of a long-tailed length: what attention makes slow on one rank must not leave it without light passes."""
+    rng = np.random.default_rng(3)
+    lengths = np.append(rng.lognormal(6, 0.8, 150).astype(int) + 2, [6000, 3500, 2500])
+    samples = [Forest.from_trajectories([Trajectory(np.arange(length))]) for length in lengths]
+    cost = CostModel(1.0, 1e-3, 64.0)
+    took = {}
+    for in_step in (False, True):
+        found = place(samples, 4, cost, max_tokens=2048, in_step=in_step)
+        plans = [plan(share_of(samples, found, rank), 2048) for rank in range(4)]
+        true = [cost.seconds(work_of(made)) for made in plans]
+        np.testing.assert_allclose(found.seconds, true, rtol=0.02)
+        tokens = np.array([made.forest.num_tokens for made in plans])
+        took[in_step] = seconds_in_step(equal_schedules(plans), [step_seconds(made, cost) for made in plans])
+    # Priced without attention the ranks differ by what is computed twice alone.
+    assert tokens.max() < 1.1 * tokens.mean()
+    assert took[True] < 0.97 * took[False]
+
+
+def step_seconds(made, cost):
+    found = []
+    for step in made.schedule:
+        depth = made.forest.depth[made.micro_batches[step.micro_batch].positions()]
+        share = {FORWARD: 1 / 3, HOLD: 1 / 3, TRAIN: 1, BACKWARD: 2 / 3}[step.action]
+        found.append(share * (cost.seconds_per_token * len(depth) + cost.seconds_per_pair * (depth + 1.0).sum()))
+    return found

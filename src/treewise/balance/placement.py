@@ -5,7 +5,7 @@ on both sides of it; `shares` makes the parts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,14 +54,17 @@ def place(
     *,
     max_tokens: int | None = None,
     split: str = "rollouts",
+    in_step: bool = False,
 ) -> Placement:
     """Places a step's trajectories on ranks so that the slowest rank's predicted time is as short as the search finds.
 
     shapes: the forests of a step, or only their segments, whose trajectories are then taken for rollouts of their own.
     split: where trees may be cut. `rollouts`: between trajectories, but never so that one rollout is spread over ranks,
     which suits every objective that is a sum over rollouts. `trajectories`: anywhere between trajectories. `never`:
-    trees stay whole, for losses that compare the trajectories of a tree. Deterministic: the same shapes and prices give
-    the same placement on every machine. A rank may get nothing.
+    trees stay whole, for losses that compare the trajectories of a tree. in_step: ranks wait for one another at every
+    pass, as sharded parameters make them do. Then tokens are made even instead of seconds: a full micro-batch beside
+    one with more attention saves nothing, and what counts is how many of them a rank has. Deterministic: the same
+    shapes and prices give the same placement on every machine. A rank may get nothing.
 
     Raises:
         PlanError: no rank, a budget below one token, or an unknown `split`.
@@ -78,7 +81,13 @@ def place(
     step = priced(shapes, cost, max_tokens)
     may_cut = _cuts(shapes, step.leaves(), split)
     bound = least_load(step, step.leaves(np.zeros_like(step.again)).joined(may_cut), num_ranks)
-    rank_N, loads = _placed(step, may_cut, num_ranks, bound)
+    if in_step and cost.seconds_per_token > 0:
+        even = priced(shapes, replace(cost, seconds_per_pair=0.0), max_tokens)
+        least = least_load(even, even.leaves(np.zeros_like(even.again)).joined(may_cut), num_ranks)
+        rank_N, _ = _placed(even, may_cut, num_ranks, least)
+        loads = part_costs(step, rank_N, num_ranks).loads
+    else:
+        rank_N, loads = _placed(step, may_cut, num_ranks, bound)
     return Placement(
         rank_of_trajectory=rank_N,
         seconds=loads * step.seconds_per_unit,

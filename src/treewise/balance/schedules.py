@@ -46,20 +46,37 @@ class Slot:
     own_step: int | None
 
 
-def merged(sequences: Sequence[str]) -> str:
+def merged(sequences: Sequence[str], weights: Sequence[Sequence[int]] | None = None) -> str:
     """The common sequence. Depends on nothing but the set of its arguments: all ranks compute the same one.
+
+    weights: what each pass takes, at least 1; the sum over turns of the heaviest pass is made small. Without them the
+    number of turns is.
 
     Raises:
         PlanError: a letter that is none, or holds and backwards that do not pair up.
     """
     for number, own in enumerate(sequences):
         _check(own, f"sequence {number}")
-    ranks = _Ranks(sorted(set(sequences)))
-    beam = [ranks.start()]
-    while not any(each.is_complete for each in beam):
-        longer = {each.key: each for old in beam for each in ranks.continued(old)}
+    if weights is None:
+        weights = [[1] * len(own) for own in sequences]
+    pairs = sorted({(own, tuple(weight)) for own, weight in zip(sequences, weights, strict=True)})
+    ranks = _Ranks([own for own, _ in pairs], [weight for _, weight in pairs])
+    beam, best = [ranks.start()], None
+    if beam[0].is_complete:
+        return ""
+    while beam:
+        longer: dict[bytes, _Beginning] = {}
+        for old in beam:
+            for each in ranks.continued(old):
+                if each.key not in longer or each.order < longer[each.key].order:
+                    longer[each.key] = each
         beam = sorted(longer.values(), key=lambda each: each.order)[:BEAM_WIDTH]
-    return next(each for each in beam if each.is_complete).common
+        for each in beam:
+            if each.is_complete and (best is None or each.order < best.order):
+                best = each
+        beam = [each for each in beam if best is None or (not each.is_complete and each.order[0] < best.order[0])]
+    assert best is not None
+    return best.common
 
 
 def slots_of(own: str, common: str) -> list[Slot]:
@@ -97,11 +114,12 @@ def slots_of(own: str, common: str) -> list[Slot]:
 class _Beginning:
     """A beginning of the common sequence, and where each of the ranks ([R]) has got to.
 
-    place: [R] steps done. remaining: [R, 3] letters still to come. num_empty: [R] empty forwards whose graph no empty
-    backward has used.
+    spent: weights of its turns. place: [R] steps done. remaining: [R, 3] weight of each letter still to come.
+    num_empty: [R] empty forwards whose graph no empty backward has used.
     """
 
     common: str
+    spent: int
     place: np.ndarray
     remaining: np.ndarray
     num_empty: np.ndarray
@@ -116,23 +134,26 @@ class _Beginning:
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """As many of each letter are needed as the rank with the most has; of equals, where ranks have got further."""
-        return int(self.remaining.max(axis=0, initial=0).sum()), int(self.remaining.sum()), self.common
+        """Each letter takes at least what the rank with the most of it has; of equals, where ranks have got further."""
+        bound = self.spent + int(self.remaining.max(axis=0, initial=0).sum())
+        return bound, int(self.remaining.sum()), self.common
 
 
 class _Ranks:
-    """What ranks have to run: letters, [R, steps + 1] codes, `_END` after a rank's last."""
+    """What ranks have to run: letters, [R, steps + 1] codes, `_END` after a rank's last; weights, [R, steps + 1]."""
 
-    def __init__(self, distinct: list[str]) -> None:
+    def __init__(self, distinct: list[str], weights: list[tuple[int, ...]]) -> None:
         self.letters = np.full((len(distinct), max(map(len, distinct), default=0) + 1), _END)
-        for row, own in enumerate(distinct):
+        self.weights = np.zeros(self.letters.shape, dtype=np.int64)
+        for row, (own, weight) in enumerate(zip(distinct, weights, strict=True)):
             self.letters[row, : len(own)] = [_CODES[letter] for letter in own]
+            self.weights[row, : len(own)] = weight
         self.rows = np.arange(len(distinct))
 
     def start(self) -> _Beginning:
         nothing = np.zeros(len(self.rows), dtype=np.int64)
-        remaining = np.stack([(self.letters == code).sum(axis=1) for code in (_F, _T, _B)], axis=1)
-        return _Beginning("", nothing, remaining, nothing)
+        of_letter = [np.where(self.letters == code, self.weights, 0).sum(axis=1) for code in (_F, _T, _B)]
+        return _Beginning("", 0, nothing, np.stack(of_letter, axis=1), nothing)
 
     def continued(self, old: _Beginning) -> list[_Beginning]:
         """With each letter that some rank waits for and that every rank can run."""
@@ -146,12 +167,13 @@ class _Ranks:
         # Where only barred backwards are left, a forward that is empty everywhere gives every rank a graph to run.
         return found or [self._with(old, _F, np.zeros(len(self.rows), dtype=bool))]
 
-    @staticmethod
-    def _with(old: _Beginning, code: int, is_own: np.ndarray) -> _Beginning:
+    def _with(self, old: _Beginning, code: int, is_own: np.ndarray) -> _Beginning:
         remaining = old.remaining.copy()
-        remaining[:, code] -= is_own
+        weights = np.where(is_own, self.weights[self.rows, old.place], 0)
+        remaining[:, code] -= weights
         num_empty = old.num_empty + {_F: 1, _T: 0, _B: -1}[code] * ~is_own
-        return _Beginning(old.common + "FTB"[code], old.place + is_own, remaining, num_empty)
+        spent = old.spent + max(int(weights.max(initial=0)), 1)
+        return _Beginning(old.common + "FTB"[code], spent, old.place + is_own, remaining, num_empty)
 
 
 def _check(own: str, name: str) -> None:

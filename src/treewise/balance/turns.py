@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from treewise.balance.schedules import LETTERS, Slot, merged, slots_of
-from treewise.planner import BACKWARD, HOLD, TRAIN, Plan
+from treewise.partition import FORWARD_SHARE
+from treewise.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan, Step
 
 # Query-key pairs that take as long as a token: about a model of 2B parameters. Weights only say which pass is heavier.
 PAIRS_PER_TOKEN = 12_000
@@ -66,7 +67,7 @@ def training_passes(plan: Plan | None) -> Passes:
     free.sort(key=lambda number: -weight[plan.schedule[number].micro_batch])
     return Passes(
         letters="".join(LETTERS[plan.schedule[number].action] for number in ordered),
-        weights=tuple(weight[plan.schedule[number].micro_batch] for number in ordered),
+        weights=tuple(_share(plan.schedule[number], weight) for number in ordered),
         free=tuple(weight[plan.schedule[number].micro_batch] for number in free),
         ordered_steps=tuple(ordered),
         free_steps=tuple(free),
@@ -76,7 +77,7 @@ def training_passes(plan: Plan | None) -> Passes:
 def visiting_passes(plan: Plan | None) -> Passes:
     """A forward for each micro-batch, for log-probs or a loss alone."""
     number = 0 if plan is None else plan.num_micro_batches
-    return Passes("F" * number, (0,) * number, (), tuple(range(number)))
+    return Passes("F" * number, (1,) * number, (), tuple(range(number)))
 
 
 def equal_schedules(plans: Sequence[Plan | None]) -> list[list[Slot]]:
@@ -97,7 +98,7 @@ def turns_of(own: Passes, everybody: Sequence[Passes]) -> list[Slot]:
         PlanError: see `merged` and `slots_of`.
     """
     distinct = list({each.text: each for each in everybody}.values())
-    common = merged([each.letters for each in distinct])
+    common = merged([each.letters for each in distinct], [each.weights for each in distinct])
     slots_of_letters = {letters: slots_of(letters, common) for letters in {each.letters for each in distinct}}
     turns_of_free = _turns_of_free(distinct, slots_of_letters, len(common))
     num_turns = max((turn + 1 for turns in turns_of_free.values() for turn in turns), default=0)
@@ -144,6 +145,12 @@ def _idle(slots: list[Slot]) -> list[int]:
         elif slot.action == TRAIN and num_held == 0:
             found.append(turn)
     return found
+
+
+def _share(step: Step, weights: list[int]) -> int:
+    """What a step takes of the weight of its micro-batch."""
+    share = {FORWARD: FORWARD_SHARE, HOLD: FORWARD_SHARE, TRAIN: 1, BACKWARD: 1 - FORWARD_SHARE}[step.action]
+    return max(1, round(share * weights[step.micro_batch]))
 
 
 def _weights(plan: Plan) -> list[int]:

@@ -154,7 +154,8 @@ class Placing:
     def _share(self, step: int, batch: list[Forest]) -> list[Forest]:
         if not batch:
             return []
-        placed = place(batch, ranks.count(), self.prices_at(step), max_tokens=self.max_tokens)
+        prices, in_step = self.prices_at(step), self.is_in_step
+        placed = place(batch, ranks.count(), prices, max_tokens=self.max_tokens, in_step=in_step)
         return share_of(batch, placed, ranks.own(), self.weighting)
 
 
