@@ -37,7 +37,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA_NET, **_EXPERTS},
     "qwen3_5_text": _DELTA_NET,
     "qwen3_5_moe_text": {**_DELTA_NET, **_EXPERTS},
-    "qwen4_exp_text": {},
+    "qwen4_exp_text": {"layer_types": ["linear_attention"] * 3},
     "olmo_hybrid": {**_DELTA_NET, "linear_num_key_heads": 4},
     "kimi_linear": {
         "layer_types": _ALTERNATING,

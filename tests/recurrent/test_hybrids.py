@@ -3,6 +3,7 @@
 import copy
 import importlib
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from oracle import flat_sft, gradient_error, gradients_of
 from recurrent.hybrids import HYBRIDS, hybrid
 from recurrent.wide import widened
 from strategies import budgets, trajectories
-from treewise import Forest, Trajectory, TreeEngine, UnsupportedModelError
+from treewise import Forest, Trajectory, TreeEngine, UnsupportedModelError, walk
 from treewise.layout import lay_out
 from treewise.planner import plan
 from treewise.recurrent import kinds_of
@@ -308,6 +309,19 @@ def test_kinds_are_named() -> None:
         "model.layers.0.linear_attn": "short convolution, gated delta net",
         "model.layers.2.linear_attn": "short convolution, gated delta net",
     }
+
+
+def test_float64_recurrences_may_round_as_float32_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers' scans compute in float32 in a float64 model, and may round otherwise beside other rows.
+    model = hybrid("mamba", torch.float64)
+    plain, noise = walk.decoder_rows, torch.Generator().manual_seed(0)
+
+    def rounded(*args: Any) -> torch.Tensor:
+        rows = plain(*args)
+        return rows * (1 + 1e-6 * torch.randn(rows.shape, generator=noise, dtype=rows.dtype))
+
+    monkeypatch.setattr(walk, "decoder_rows", rounded)
+    TreeEngine(model).check(Forest.from_trajectories([Trajectory([3, 4, 5, 6])]))
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
