@@ -90,7 +90,7 @@ def placements(name: str, pool: Sequence[Forest], num_trees: int, num_ranks: int
                     even = place(chosen, num_ranks, COST, max_tokens=MAX_TOKENS, in_step=True)
                     even_plans = [planned(chosen, even.rank_of_trajectory, rank) for rank in range(num_ranks)]
                     in_step.append(sum(max(turn) for turn in zip(*turns(even_plans), strict=True)) / seconds.max())
-        is_path_bound.append(bool(found.bound_seconds > leaves.below[-1] * leaves.seconds_per_unit / num_ranks * 1.001))
+        is_path_bound.append(bool(leaves.path.max() > leaves.below[-1] / num_ranks * 1.001))
     return {
         "part": "placement",
         "trees": name,
@@ -102,7 +102,7 @@ def placements(name: str, pool: Sequence[Forest], num_trees: int, num_ranks: int
         "slowest_over_mean_where_no_path_bounds": [
             value for value, is_bound in zip(over_mean, is_path_bound, strict=True) if not is_bound
         ],
-        "in_step_over_slowest": {"median": median(in_step), "max": max(in_step)} if in_step else None,
+        "in_step_over_slowest": {"median": float(median(in_step)), "max": float(max(in_step))} if in_step else None,
     }
 
 
