@@ -9,10 +9,10 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import time
 import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -70,13 +70,16 @@ class Fault:
             raise RuntimeError("the moon is full" if self.how == "raise" else "can't allocate memory: 7 bytes")
 
 
-def join(rank, store, timeout):
+def join(rank, port):
     """Makes this process one of a run, as a launcher would."""
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
-    os.environ.update({name: str(value) for name, value in here.items()} | {"MASTER_ADDR": "localhost"})
-    torch.distributed.init_process_group(
-        "gloo", f"file://{store}", timedelta(seconds=timeout), rank=rank, world_size=NUM_RANKS
-    )
+    os.environ.update({name: str(value) for name, value in (here | {"MASTER_PORT": port}).items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def train(run_dir, settings, trouble):
@@ -98,14 +101,14 @@ def train(run_dir, settings, trouble):
 
 def attempt(run_dir, settings, troubles):
     """Runs all processes; returns how they ended (exit codes, negative for signals) and what they said."""
-    started = f"{run_dir}.{time.monotonic_ns()}"
+    started, port = f"{run_dir}.{time.monotonic_ns()}", free_port()
 
     def work(rank):
         with open(f"{started}.said{rank}", "w") as said:
             os.dup2(said.fileno(), 1)
             os.dup2(said.fileno(), 2)
         try:
-            join(rank, f"{started}.store", settings.get("ddp_timeout", 1800))
+            join(rank, port)
             train(run_dir, settings, troubles[rank])
         except TreewiseError as error:
             os.write(2, f"error: {error}\n".encode())

@@ -3,9 +3,11 @@
 import json
 import os
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch import distributed
 from transformers import TrainingArguments
 
 from treewise.attention import IMPLEMENTATIONS
@@ -119,8 +121,15 @@ class TreeTrainingArguments(TrainingArguments):
         self.objective()
         self._take_over_fsdp()
         self.shard_settings()
+        self._start_group()
         super().__post_init__()
         self._refuse_lone_start()
+
+    def _start_group(self) -> None:
+        """Joins the processes of a run on CPUs: transformers would, too, but without `ddp_timeout`."""
+        is_launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if self.use_cpu and is_launched and self.ddp_backend in (None, "gloo") and not distributed.is_initialized():
+            distributed.init_process_group("gloo", timeout=timedelta(seconds=self.ddp_timeout))
 
     def _refuse_lone_start(self) -> None:
         """`accelerate launch --cpu --num_processes 2` starts one process, without a word; of the others' being wanted
