@@ -190,3 +190,16 @@ def test_data_imports_no_torch_and_no_transformers():
     code = "import sys, treewise.data; print({'torch', 'transformers'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("paths", [None, 3, [None], {"a": 1}])
+def test_paths_of_another_type_are_named(paths):
+    with pytest.raises(DataError, match="data paths must be text"):
+        load_trees(paths)
+
+
+def test_options_may_be_a_mapping(write):
+    path = write({"token_ids": [1, 2], "team": "a"}, {"token_ids": [3, 4], "team": "a"})
+    assert len(load_trees(path, options={"group_by": "team"})) == 1
+    with pytest.raises(ConfigError, match="Did you mean 'group_by'"):
+        load_trees(path, options={"groupby": "team"})

@@ -10,7 +10,7 @@ from treewise.cli.inspect import add_data_arguments, render_options
 from treewise.cli.pretrained import load_model, load_tokenizer
 from treewise.data import check_vocabulary, load_trees
 from treewise.errors import ConfigError
-from treewise.objectives import SFT
+from treewise.objectives import SFT, WEIGHTINGS
 from treewise.report import verification_view
 from treewise.trajectory import Trajectory
 from treewise.verification import verify
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch; whole trees without")
     parser.add_argument("--limit", type=int, default=32, help="the first K trajectories (32; 0 for all)")
     parser.add_argument("--attention", default="auto", choices=("auto", "reference", "cascade", "flex"))
-    parser.add_argument("--weighting", default="per_trajectory", choices=("per_trajectory", "once"))
+    parser.add_argument("--weighting", default="per_trajectory", choices=WEIGHTINGS)
     parser.add_argument("--tolerance", type=float, help="relative error allowed in the gradient; by dtype without")
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 

@@ -44,7 +44,10 @@ def find_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
     Raises:
         DataError: nothing found, or a file of an unknown kind.
     """
-    given = [paths] if isinstance(paths, str | Path) else list(paths)
+    several: Any = paths
+    given = [paths] if isinstance(paths, str | Path) else list(several) if isinstance(several, list | tuple) else None
+    if given is None or not all(isinstance(path, str | Path) for path in given):
+        raise DataError(f"data paths must be text, a Path or a list of these, found {shown(paths)}.")
     if not given:
         raise DataError("no data paths given; name at least one .jsonl, .jsonl.gz, .json or .parquet file.")
     found = [file for path in given for file in _found(path)]

@@ -1,7 +1,7 @@
 """Loading: files to training trees, through the cache and the workers, with nothing dropped in silence."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ def load_trees(
     paths: PathLike | Sequence[PathLike],
     tokenizer: Any = None,
     *,
-    options: RenderOptions | None = None,
+    options: RenderOptions | Mapping[str, Any] | None = None,
     num_workers: int | None = None,
     progress: bool = False,
     cache_dir: PathLike | None = None,
@@ -40,7 +40,7 @@ def load_trees(
     Parameters:
         paths: `.jsonl`, `.jsonl.gz`, `.json`, `.parquet` files, folders or globs of them.
         tokenizer: a transformers tokenizer or the path of one; needed by records that hold text.
-        options: how records are rendered and grouped.
+        options: how records are rendered and grouped; a mapping is taken as `RenderOptions(**options)`.
         num_workers: processes; 0 for none, by default all cores where the data is large enough.
         progress: show a progress bar, where there is a terminal or a notebook.
         cache_dir: folder of rendered data; by default `$TREEWISE_CACHE`, then `~/.cache/treewise`. Loads without a
@@ -53,7 +53,7 @@ def load_trees(
         DataError: a bad file or record, at `file:line`; no record at all.
         ConfigError: bad options, or a tokenizer that cannot be loaded.
     """
-    options = options or RenderOptions()
+    options = RenderOptions.from_dict(options) if isinstance(options, Mapping) else options or RenderOptions()
     if on_bad_record not in ("error", "quarantine"):
         raise ConfigError(f"on_bad_record is {on_bad_record!r}; choose 'error' or 'quarantine'.")
     files = find_files(paths)
