@@ -154,7 +154,7 @@
     }
 
     // Moves the view up or down so that the row of a segment can be seen; its zoom and its columns stay.
-    bringIn(s) {
+    bringIntoView(s) {
       const { tree, view } = this;
       while (s >= 0 && tree.isHidden[s]) s = tree.parent[s];
       if (s < 0) return;
@@ -244,7 +244,7 @@
         if (trained[trajectory] != null) parts.push(`${TW.format(trained[trajectory])} trained`);
         if (rewards[trajectory] != null) parts.push(`reward ${Number(rewards[trajectory].toPrecision(4))}`);
         note.textContent = parts.join(" · ");
-        this.bringIn(last);
+        this.bringIntoView(last);
       }
       this.redraw();
     }
