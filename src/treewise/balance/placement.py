@@ -21,7 +21,7 @@ from treewise.merging import Segments
 
 SPLITS = ("rollouts", "trajectories", "never")
 # Placements that are found one after the other, each with what open tokens cost in the parts of the one before.
-NUM_ROUNDS = 4
+NUM_ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ NUM_PARTNERS = 24  # least loaded ranks that an exchange is tried with
 MAX_PIECES = 128  # of the slowest rank, that an exchange is tried with
 # Limits of one search, and of one that begins with owners found before: moves, shuffles, shuffles without any success,
 # leaves times shuffles. A second or two for the hardest steps.
-MOST_MOVES, MOST_LATER_MOVES = 5_000, 1_000
-MAX_SHUFFLES, MAX_LATER_SHUFFLES = 500, 60
+MOST_MOVES, MOST_LATER_MOVES = 5_000, 5_000
+MAX_SHUFFLES, MAX_LATER_SHUFFLES = 500, 400
 MAX_IN_VAIN = 100
 NUM_SHUFFLED_LEAVES = 200_000
 NUM_EXHAUSTIVE_LEAVES = 20
