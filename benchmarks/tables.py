@@ -112,20 +112,24 @@ def _balance(path: Path, record: dict[str, Any]) -> str:
     """Placements where at least one draw is not bound by a single path, and steps of mixed lengths."""
     names = ("round robin", "flat, longest first", "tree, longest first", "contiguous cut", "treewise")
     lines = [
-        "Slowest rank over the lower bound, median of five draws; the last column is treewise's slowest rank over the "
-        "mean of all, the worst of the draws that no single path bounds "
+        "Slowest rank over the lower bound, median of five draws, for treewise also the worst; treewise's slowest rank "
+        "over the mean of all, the worst of the draws that no single path bounds; and a step of ranks in step, placed "
+        "for that, over the slowest rank of the placement before, median "
         f"([{path.name}](../benchmarks/results/{path.name})):",
         "",
-        f"| trees | batch | ranks | {' | '.join(names)} | draws bound by a path | slowest / mean |",
-        "|---|---:|---:|" + "---:|" * (len(names) + 2),
+        f"| trees | batch | ranks | {' | '.join(names)} | worst | draws bound by a path | slowest / mean | in step |",
+        "|---|---:|---:|" + "---:|" * (len(names) + 4),
     ]
     for row in record["rows"]:
-        if row["part"] == "placement" and row["slowest_over_mean_where_no_path_bounds"]:
+        if row["part"] == "placement":
             ratios = [f"{row['slowest_over_bound'][name]['median']:.3f}" for name in names]
-            worst = max(row["slowest_over_mean_where_no_path_bounds"])
+            free = row["slowest_over_mean_where_no_path_bounds"]
+            over_mean = f"{max(free):.3f}" if free else ""
+            in_step = f"{row['in_step_over_slowest']['median']:.2f}" if row["in_step_over_slowest"] else ""
+            ratios.append(f"{row['slowest_over_bound']['treewise']['max']:.3f}")
             lines.append(
                 f"| {row['trees']} | {row['num_trees']} | {row['num_ranks']} | {' | '.join(ratios)} | "
-                f"{row['draws_bound_by_one_path']} of 5 | {worst:.3f} |"
+                f"{row['draws_bound_by_one_path']} of 5 | {over_mean} | {in_step} |"
             )
     large = next(row for row in record["rows"] if row["part"] == "large step")
     lines += [
@@ -135,14 +139,15 @@ def _balance(path: Path, record: dict[str, Any]) -> str:
         f"slowest / mean {large['slowest_over_mean']:.4f}.",
         "",
         "Mixed lengths, 256 samples on 8 ranks, predicted seconds of a step where ranks wait for one another at every "
-        "pass / of the slowest rank alone, and micro-batches over the limit:",
+        "pass / of the slowest rank alone, and micro-batches over the limit. Where sorted or packed batches exceed the "
+        "limit, they compute what no rank has the memory for:",
         "",
-        "| longest | limit | sorted | packed | treewise | over the limit |",
-        "|---:|---:|---:|---:|---:|---|",
+        "| longest | limit | sorted | packed | treewise | treewise in step | over the limit |",
+        "|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in record["rows"]:
         if row["part"] == "mixed lengths":
-            found = [row[name] for name in ("sorted", "packed", "treewise")]
+            found = [row[name] for name in ("sorted", "packed", "treewise", "treewise in step")]
             cells = [f"{each['seconds_in_lockstep']:.2f} / {each['seconds_of_slowest']:.2f}" for each in found]
             over = " / ".join(str(each["steps_over_limit"]) for each in found)
             lines.append(f"| {row['longest']:,} | {row['limit']:,} | {' | '.join(cells)} | {over} |")
