@@ -26,6 +26,7 @@ from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.describe import describe, num_optimizer_steps
 from treewise.trainer.faults import Faults, drop_gradients
 from treewise.trainer.keeping import KeepingTrainer
+from treewise.trainer.launcher import ended_with_launcher
 from treewise.trainer.lock import RunLock
 from treewise.trainer.means import MetricMeans
 from treewise.trainer.placement import Placing, prior_of, wants_measured
@@ -136,6 +137,7 @@ class TreeTrainer(KeepingTrainer):
             watch = stack.enter_context(RankWatch())
             stack.enter_context(watch.explaining(self.args.ddp_timeout))
             self._signals = stack.enter_context(StopSignals(may_abandon=self.args.world_size == 1))
+            stack.enter_context(ended_with_launcher(self._signals))
             resume_from = self._find_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
             if self.is_world_process_zero():
                 said = f"resuming from {resume_from}\n" if resume_from else ""

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import distributed
 
-from treewise.errors import LostRankError, TreewiseError
+from treewise.errors import LostRankError, StoppedError, TreewiseError
 from treewise.trainer import ranks
 
 logger = logging.getLogger("treewise")
@@ -53,7 +53,9 @@ class RankWatch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._own_end = None if error is None else f"{type(error).__name__}: {error}"
+        # A run that is stopped stops on all ranks, at the same step; that is no failure.
+        is_failure = error is not None and not isinstance(error, StoppedError)
+        self._own_end = f"{type(error).__name__}: {error}" if is_failure else None
         message = {"rank": ranks.own(), "end": self._own_end}
         self._is_over.set()
         for connection in self._sockets.values():
