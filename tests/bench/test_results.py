@@ -194,21 +194,30 @@ def test_what_became_worse_is_named(row: dict) -> None:
     baseline = {"rows": [row]}
     worse, count = check({"rows": [row]}, baseline)
     assert worse == []
-    assert count == 6  # tree and tree@11 over flat, merged and trl
+    assert count == 2  # tree and tree@11
 
-    slower = copy.deepcopy(row)
-    slower["speed_up"]["flat"]["tree"] *= 0.8
-    slower["speed_up"]["flat"]["trl"] *= 0.1  # not ours
-    assert [line.partition(" is ")[0] for line in check({"rows": [slower]}, baseline)[0]] == [
-        "qwen3-tiny, search: tree over flat"
+    def times(factors: dict[str, float]) -> dict:
+        changed = copy.deepcopy(row)
+        for name, found in changed["contestants"].items():
+            found["seconds"]["min"] *= factors.get(name, factors.get("others", 1.0))
+        return {"rows": [changed]}
+
+    slower = times({"tree": 1.25})
+    assert check(slower, baseline)[0] == [
+        "qwen3-tiny, search: tree has 0.80 of the baseline's speed beside flat, merged, trl"
     ]
-    assert check({"rows": [slower]}, baseline, min_share=0.7)[0] == []
+    assert check(slower, baseline, min_share=0.7)[0] == []
+    assert check(times({"others": 3.0}), baseline)[0] == []  # a slower machine
+    assert check(times({"tree": 3.0, "others": 3.0, "tree@11": 4.0}), baseline)[0][0].startswith(
+        "qwen3-tiny, search: tree@11 has 0.75"
+    )
+    assert check(times({"trl": 1.2}), baseline)[0] == []  # another contestant that was disturbed
 
     wrong = copy.deepcopy(row)
     wrong["contestants"]["tree"]["gradient_error"] = 1e-3
     assert "gradient error of tree is 1.0e-03" in check({"rows": [wrong]}, baseline)[0][0]
 
     gone = copy.deepcopy(row)
-    del gone["speed_up"]["flat"]["tree"]
+    gone["contestants"]["tree"] = {"skipped": "out of memory"}
     assert check({"rows": [gone]}, baseline)[0] == ["qwen3-tiny, search: tree did not run"]
     assert check({"rows": [{**row, "workload": "another"}]}, baseline) == ([], 0)

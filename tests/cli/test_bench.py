@@ -25,11 +25,11 @@ def test_a_run_is_printed_written_and_checked(tmp_path: Path, capsys: pytest.Cap
     assert found["rows"][0]["contestants"]["tree"]["gradient_error"] < 2e-6
 
     assert main([*words, "--check", str(out), "--min-share", "0.001"]) == 0
-    assert "2 speed-ups compared" in capsys.readouterr().out
-    found["rows"][0]["speed_up"]["flat"]["tree"] *= 1e6
+    assert "2 contestants compared" in capsys.readouterr().out
+    found["rows"][0]["contestants"]["tree"]["seconds"]["min"] /= 1e6
     out.write_text(json.dumps(found))
     assert main([*words, "--check", str(out)]) == 1
-    assert "WORSE qwen3-tiny, grpo: tree over flat" in capsys.readouterr().out
+    assert "WORSE qwen3-tiny, grpo: tree has 0.00 of" in capsys.readouterr().out
     assert main([*TINY, "--workload", "search", "--against", "flat", "--check", str(out)]) == 2
     assert "no case in common" in capsys.readouterr().err
 

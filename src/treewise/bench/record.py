@@ -1,7 +1,7 @@
 """Results as JSON named by hardware, and the check of new ones against old ones by ratio.
 
-Seconds differ from machine to machine and from day to day; ratios of contestants that took turns do so far less. So a
-baseline is held against the ratios of a new run, in the workloads and contestants that both have.
+Seconds differ from machine to machine and from day to day; ratios of contestants that took turns do so far less. So
+treewise's speed is held against a baseline's beside the other contestants' speed, in the cases that both have.
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from treewise.errors import ConfigError
 
 Rows = list[dict[str, Any]]
-# A speed-up may fall to this share of the baseline's, and a gradient error may grow by this factor.
+# Speed may fall to this share of the baseline's, and a gradient error may grow by this factor.
 MIN_SHARE = 0.9
 MAX_ERROR_FACTOR = 3.0
 SMALLEST_ERROR = 1e-6  # errors below are rounding, whatever their ratio
@@ -91,11 +92,12 @@ def load(path: Path, name: str = "bench") -> dict[str, Any]:
 
 
 def check(new: dict[str, Any], baseline: dict[str, Any], min_share: float = MIN_SHARE) -> tuple[list[str], int]:
-    """What became worse than the baseline, a line each, and how many ratios were compared.
+    """What became worse than the baseline, a line each, and how many of treewise's contestants were compared.
 
-    Compared are treewise's contestants, in the cases (model, workload, dtype) that both records have: each speed-up
-    over another contestant must reach `min_share` of the baseline's, the gradient error may grow threefold, a case
-    that ran must run again.
+    Compared are the cases (model, workload, dtype) that both records have. Each of treewise's contestants must reach
+    `min_share` of the baseline's speed, after both runs are put on one scale: by how much faster or slower the other
+    contestants were, in the geometric mean. Speeds are those of the fastest step, which other jobs on the machine
+    disturb least. The gradient error may grow threefold; what ran must run again.
     """
     before = {_case(row): row for row in baseline["rows"]}
     worse: list[str] = []
@@ -113,19 +115,24 @@ def check(new: dict[str, Any], baseline: dict[str, Any], min_share: float = MIN_
 
 
 def _compare_speed(row: dict[str, Any], old: dict[str, Any], min_share: float, worse: list[str]) -> int:
-    count = 0
-    for base, ratios in old["speed_up"].items():
-        for name, expected in ratios.items():
-            if not is_ours(name) or base not in row["speed_up"]:
-                continue
-            found = row["speed_up"][base].get(name)
-            if found is None:
-                worse.append(f"{_name(row)}: {name} did not run")
-                continue
-            count += 1
-            if found < min_share * expected:
-                worse.append(f"{_name(row)}: {name} over {base} is {found:.2f}, the baseline's is {expected:.2f}")
-    return count
+    before, now = _fastest(old), _fastest(row)
+    others = [name for name in before if name in now and not is_ours(name)]
+    ours = [name for name in before if is_ours(name)]
+    worse += [f"{_name(row)}: {name} did not run" for name in ours if name not in now]
+    ours = [name for name in ours if name in now]
+    if not others or not ours:
+        return 0
+    machine = geometric_mean([now[name] / before[name] for name in others])
+    for name in ours:
+        share = before[name] / now[name] * machine
+        if share < min_share:
+            worse.append(f"{_name(row)}: {name} has {share:.2f} of the baseline's speed beside {', '.join(others)}")
+    return len(ours)
+
+
+def _fastest(row: dict[str, Any]) -> dict[str, float]:
+    """Seconds of the fastest step of each contestant that ran."""
+    return {name: found["seconds"]["min"] for name, found in row["contestants"].items() if "seconds" in found}
 
 
 def _compare_errors(row: dict[str, Any], old: dict[str, Any], worse: list[str]) -> None:

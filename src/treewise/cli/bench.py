@@ -61,8 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("results")
     out.add_argument("--json", metavar="OUT", help="a file, or a folder for NAME-<hardware>.json; rows are added to it")
     out.add_argument("--name", default="bench", help="of the file (bench)")
-    out.add_argument("--check", metavar="BASELINE", help="results to compare with: exit code 1 where a speed-up fell")
-    out.add_argument("--min_share", "--min-share", type=float, default=MIN_SHARE, help="of a baseline's speed-up (0.9)")
+    out.add_argument(
+        "--check", metavar="BASELINE", help="results to compare with: exit code 1 where treewise is slower"
+    )
+    out.add_argument("--min_share", "--min-share", type=float, default=MIN_SHARE, help="of a baseline's speed (0.9)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -178,5 +180,5 @@ def _verdict(rows: list[dict[str, Any]], baseline: dict[str, Any], args: argpars
         console.print(f"WORSE {line}", highlight=False, markup=False)
     if count == 0 and not worse:
         raise ConfigError(f"{args.check} has no case in common with this run; give it the baseline's own arguments.")
-    console.print(f"{count} speed-ups compared with {args.check}, {len(worse)} worse", highlight=False)
+    console.print(f"{count} contestants compared with {args.check}, {len(worse)} worse", highlight=False)
     return 1 if worse else 0
