@@ -30,7 +30,7 @@ from treewise.cli.pretrained import DEMO_MODEL, load_model
 from treewise.data import RenderOptions, load_trees
 from treewise.engine import TreeEngine
 from treewise.errors import TreewiseError
-from treewise.flops import FlopModel, flop_model, leaf_trajectories
+from treewise.flops import FlopModel, flop_model
 from treewise.forest import Forest
 from treewise.report import inspect_forests, inspect_view, verification_view
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
@@ -250,7 +250,7 @@ def measure(
         num_leaf_tokens=tree.num_leaf_tokens,
         num_tree_tokens=tree.num_tokens,
         seconds_flat=sum(flat),
-        seconds_leaf=sum(flat[index] for index in leaf_trajectories(tree)),
+        seconds_leaf=sum(flat[index] for index in tree.leaf_trajectories),
         seconds_tree=median(of_tree),
         flops_flat=flops.flat(tree),
         flops_leaf=flops.leaf(tree),

@@ -13,7 +13,6 @@ from treewise.flops import (
     flop_model_of_config,
     leaf_flop_bound,
     leaf_head_rows,
-    leaf_trajectories,
     tree_head_rows,
 )
 from treewise.forest import Forest
@@ -72,7 +71,7 @@ def test_head_rows_count_forks_once_and_leaves_with_what_they_contain() -> None:
     assert flat_head_rows(tree) == 4
     assert tree_head_rows(tree) == 3  # tokens 2, 3 (whose row serves 4 and 6) and 4
     assert leaf_head_rows(tree) == 5  # token 3 is trained in both leaves
-    assert leaf_trajectories(tree).tolist() == [0, 1]
+    assert tree.leaf_trajectories.tolist() == [0, 1]
 
 
 def test_leaf_head_rows_match_a_walk_along_each_path() -> None:
@@ -85,7 +84,7 @@ def test_leaf_head_rows_match_a_walk_along_each_path() -> None:
         items.append(Trajectory(ids, loss_weights=weights))
     tree = Forest.from_trajectories(items)
     trained = tree.token_weights() > 0
-    assert leaf_head_rows(tree) == sum(int(trained[tree.paths[index]].sum()) for index in leaf_trajectories(tree))
+    assert leaf_head_rows(tree) == sum(int(trained[tree.paths[index]].sum()) for index in tree.leaf_trajectories)
 
 
 def test_config_alone_gives_the_same_costs() -> None:

@@ -74,7 +74,7 @@ class FlopModel:
 
     def leaf(self, forest: Forest) -> float:
         """The same without the trajectories contained in another, whose trained tokens the longer one takes over."""
-        lengths = leaf_lengths(forest)
+        lengths = forest.path_lengths[forest.leaf_trajectories]
         return self._step(int(lengths.sum()), leaf_head_rows(forest), lengths)
 
     def native_flat(self, forest: Forest) -> float:
@@ -175,18 +175,6 @@ def segment_lengths(forest: Forest) -> np.ndarray:
     return np.diff(forest.segments.start, append=forest.num_tokens)
 
 
-def leaf_trajectories(forest: Forest) -> np.ndarray:
-    """Indices of the trajectories that are not a prefix of another; of equal ones the first."""
-    end, first = np.unique(forest.segments.end_segment, return_index=True)
-    is_leaf = forest.segments.subtree_end[end] == (forest.segments.start + segment_lengths(forest))[end]
-    return np.sort(first[is_leaf])
-
-
-def leaf_lengths(forest: Forest) -> np.ndarray:
-    """Tokens of each of the `leaf_trajectories`."""
-    return forest.path_lengths[leaf_trajectories(forest)]
-
-
 def flat_head_rows(forest: Forest) -> int:
     """Trained tokens of all trajectories: each is predicted by a row of its own."""
     if forest.trajectories is not None:
@@ -208,7 +196,7 @@ def leaf_head_rows(forest: Forest) -> int:
     change[segments.start] += count
     np.subtract.at(change, segments.subtree_end, count)
     on_path = np.cumsum(change)[segments.start]
-    return int(on_path[segments.end_segment[leaf_trajectories(forest)]].sum())
+    return int(on_path[segments.end_segment[forest.leaf_trajectories]].sum())
 
 
 # -- shapes of a model ------------------------------------------------------------------------------------------------

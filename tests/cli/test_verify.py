@@ -9,6 +9,7 @@ import pytest
 
 from cli.commands import call, save_tiny_model, write_rows
 from treewise import engine, walk
+from treewise.cli.main import main
 from treewise.layout import Layout, lay_out
 
 TRUNK = list(range(1, 13))
@@ -51,3 +52,42 @@ def test_json_and_limit(rows: Path, model: Path, capsys: pytest.CaptureFixture[s
     assert facts["passed"] is True
     assert facts["num_trajectories"] == 3
     assert facts["worst_parameter"] == facts["parameters"][0]["name"]
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> Path:
+    rows = [
+        {"token_ids": [*TRUNK, 30 + end, 60, 61], "loss_weights": [0] * 12 + [1] * 3, "group": group, "reward": end % 2}
+        for group in ("a", "b")
+        for end in range(3)
+    ]
+    return write_rows(tmp_path / "rollouts.jsonl", rows)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "gspo", "reinforce"])
+def test_other_objectives_take_their_usual_advantages(
+    objective: str, rollouts: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--max-tokens", 10, "--tolerance", 1e-4, "--json", "--settings", "{measure_entropy: true}")
+    assert call("verify", rollouts, "--model", model, "--objective", objective, *words) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["gradient_norm"] > 1e-3  # advantages are not all zero
+    assert facts["num_trajectories"] == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--objective", "grop"), "Did you mean 'grpo'"),
+        (("--objective", "grpo", "--settings", "{clip_hi: 1}"), "unknown setting 'clip_hi'"),
+        (("--objective", "grpo", "--settings", "[1"), "is no YAML"),
+        (("--objective", "grpo", "--settings", "3"), "is no mapping"),
+        (("--objective", "ppo"), "has no advantages of its own"),
+        (("--advantages", "grpo"), "objective 'sft' takes none"),
+    ],
+)
+def test_wrong_objectives_are_named(
+    words: tuple[str, ...], message: str, rollouts: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(rollouts), "--model", str(model), *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from treewise import recurrent
 from treewise.bench.varlen import varlen_attention
-from treewise.flops import LayerReach, flop_model, leaf_trajectories
+from treewise.flops import LayerReach, flop_model
 from treewise.forest import Forest
 from treewise.logprobs import edge_values
 from treewise.models import ModelParts
@@ -104,7 +104,7 @@ def merged_trajectories(forest: Forest) -> list[Trajectory]:
     AReaL-DTA, arXiv 2602.00482).
     """
     assert forest.trajectories is not None
-    leaves = leaf_trajectories(forest)
+    leaves = forest.leaf_trajectories
     end = forest.segments.end_segment
     order = leaves[np.argsort(end[leaves])]
     # Pre-order: the first leaf at or after the end of a trajectory is below it.

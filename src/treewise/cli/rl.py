@@ -226,17 +226,7 @@ def _method(config: RunConfig, trees: "Trees") -> str:
     from treewise.trainer import rollouts
 
     chosen = config.more.get("advantages")
-    if chosen is not None:
-        return str(chosen)
-    if rollouts.has_all(trees, "advantages"):
-        return rollouts.GIVEN
-    usual = rollouts.USUAL.get(config.more["objective"])
-    if usual is None:
-        raise ConfigError(
-            f"objective {config.more['objective']!r} has no advantages of its own and the rows hold none; choose "
-            f"--advantages {', '.join(rollouts.ADVANTAGES)}."
-        )
-    return usual
+    return rollouts.usual_method(config.more["objective"], trees) if chosen is None else str(chosen)
 
 
 def _engine(model: Any, arguments: "TreeTrainingArguments") -> Any:

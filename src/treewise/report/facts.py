@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from treewise.data import LoadReport
-from treewise.flops import FlopModel, leaf_trajectories
+from treewise.flops import FlopModel
 from treewise.forest import Forest
 from treewise.report.suspicions import MEANINGS, Duplicates, long_trajectories, places, suspicions
 from treewise.report.token_text import TokenText
@@ -138,7 +138,7 @@ def tree_facts(name: str, forest: Forest, flops: FlopModel | None = None) -> Tre
     return TreeFacts(
         name=name,
         num_trajectories=forest.num_trajectories,
-        num_leaves=len(leaf_trajectories(forest)),
+        num_leaves=len(forest.leaf_trajectories),
         num_flat_tokens=forest.num_flat_tokens,
         num_leaf_tokens=forest.num_leaf_tokens,
         num_tree_tokens=forest.num_tokens,

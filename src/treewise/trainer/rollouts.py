@@ -174,6 +174,22 @@ def scored(engine: TreeEngine, trees: Trees, stream: str, batch_size: int) -> Tr
     ]
 
 
+def usual_method(objective: str, trees: Trees) -> str:
+    """How rewards become advantages where nobody chose: `given` where the rows have some, else as published.
+
+    Raises:
+        ConfigError: the objective of this name was published with none, and the rows have none.
+    """
+    if has_all(trees, "advantages"):
+        return GIVEN
+    if objective not in USUAL:
+        raise ConfigError(
+            f"objective {objective!r} has no advantages of its own and the rows hold none; choose "
+            f"--advantages {', '.join(ADVANTAGES)}."
+        )
+    return USUAL[objective]
+
+
 def credit(trees: Trees, method: str, settings: Mapping[str, Any]) -> tuple[Trees, AdvantageReport | None]:
     """The trajectories with advantages, over all groups at once. `given` leaves the rows' own.
 
