@@ -78,7 +78,7 @@ def test_other_objectives_take_their_usual_advantages(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--objective", "grop"), "Did you mean 'grpo'"),
+        (("--objective", "grpoo"), "Did you mean 'grpo'"),
         (("--objective", "grpo", "--settings", "{clip_hi: 1}"), "unknown setting 'clip_hi'"),
         (("--objective", "grpo", "--settings", "[1"), "is no YAML"),
         (("--objective", "grpo", "--settings", "3"), "is no mapping"),
