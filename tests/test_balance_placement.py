@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from strategies import forests
 from treewise.balance import CostModel, Placement, place, share_of, work_of
 from treewise.balance.filling import longest_first, lower_bound, multifit
-from treewise.balance.leaves import leaves_of
+from treewise.balance.leaves import priced
 from treewise.balance.search import improved, loads_of
 from treewise.errors import ConfigError, DataError, PlanError
 from treewise.forest import Forest
@@ -54,7 +54,7 @@ def test_every_trajectory_goes_to_one_rank_and_loads_are_true(some, num_ranks, s
 @given(st.lists(forests(), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 99), st.booleans())
 def test_loads_are_true_for_any_owners(some, num_ranks, seed, is_joined):
     rng = np.random.default_rng(seed)
-    leaves = leaves_of(some, COST, None)
+    leaves = priced(some, COST, None).leaves()
     if is_joined:
         leaves = leaves.joined(np.append(True, rng.random(len(leaves.new) - 1) < 0.6))
     owners = rng.integers(0, num_ranks, len(leaves.new))
@@ -116,7 +116,7 @@ def test_fewer_trees_than_ranks_are_cut():
 
 @given(st.lists(forests(), min_size=1, max_size=4), st.integers(1, 5))
 def test_local_search_never_makes_a_placement_slower(some, num_ranks):
-    leaves = leaves_of(some, COST, None)
+    leaves = priced(some, COST, None).leaves()
     for start in (multifit, longest_first):
         runs = start(leaves, num_ranks)
         covered = sorted(each for own in runs for each in own)

@@ -86,7 +86,7 @@ class FlopModel:
     def tree(self, forest: Forest) -> float:
         """One forward and backward of every tree token."""
         first = forest.segments.depth
-        last = first + segment_lengths(forest)
+        last = first + forest.segments.lengths
         return self._step(forest.num_tokens, tree_head_rows(forest), last, first)
 
     def recomputed(self, plan: Plan) -> float:
@@ -168,11 +168,6 @@ def leaf_flop_bound(model: nn.Module | FlopModel, forest: Forest) -> float:
 
 
 # -- tokens and rows of a forest --------------------------------------------------------------------------------------
-
-
-def segment_lengths(forest: Forest) -> np.ndarray:
-    """[S] int64 tokens of each segment."""
-    return np.diff(forest.segments.start, append=forest.num_tokens)
 
 
 def flat_head_rows(forest: Forest) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 class Segments:
     """Segments of a forest in depth-first pre-order, and where its trajectories end.
 
-    start: [S] first tree position; the length is the distance to the next start (or to `num_tokens`).
+    start: [S] first tree position.
     parent: [S] index of the parent segment, -1 for a root.
     depth: [S] depth of the first token.
     subtree_end: [S] one past the last tree position below the segment.
@@ -37,6 +37,11 @@ class Segments:
     end_segment: np.ndarray
     token_source: np.ndarray
     num_tokens: int
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[S] tokens of each: the distance to the next start, or to the end."""
+        return np.diff(self.start, append=self.num_tokens)
 
 
 def merge_sequences(flat_ids: np.ndarray, offsets: np.ndarray) -> Segments:
@@ -108,7 +113,7 @@ def restrict(segments: Segments, kept: np.ndarray) -> Segments:
     after = np.searchsorted(segments.start, segments.subtree_end)
     is_used = total[after] > total[:-1]
     rank = np.cumsum(is_used) - 1
-    length = np.diff(segments.start, append=segments.num_tokens)[is_used]
+    length = segments.lengths[is_used]
     parent = segments.parent[is_used]
     return _heavy_first(
         start=np.cumsum(length) - length,
@@ -122,7 +127,7 @@ def restrict(segments: Segments, kept: np.ndarray) -> Segments:
 
 def path_index(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
     """Tree positions of every trajectory, one after the other ([F]), and where each begins ([N + 1])."""
-    length = np.diff(segments.start, append=segments.num_tokens)
+    length = segments.lengths
     path_length = segments.depth[segments.end_segment] + length[segments.end_segment]
     offsets = np.concatenate([[0], np.cumsum(path_length)])
     level = _levels(segments.parent)

@@ -69,7 +69,7 @@ class _Cut:
     def __init__(self, segments: Segments, budget: int, hold: str) -> None:
         self.segments, self.budget, self.hold = segments, budget, hold
         self.start = segments.start
-        self.length = np.diff(segments.start, append=segments.num_tokens)
+        self.length = segments.lengths
         self.subtree_end = segments.subtree_end
         self.after = np.searchsorted(self.start, self.subtree_end)
         # A token is open when more than `budget` tokens lie from it to the end of its subtree.

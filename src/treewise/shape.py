@@ -15,7 +15,7 @@ class TreeShape:
 
     def __init__(self, segments: Segments) -> None:
         self.segments = segments
-        self._lengths = np.diff(segments.start, append=segments.num_tokens)
+        self._lengths = segments.lengths
 
     # -- sizes ------------------------------------------------------------------------------------------------------
 

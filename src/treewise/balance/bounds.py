@@ -53,7 +53,7 @@ def _always_open(step: Priced, tree: Segments) -> int:
     """What the tokens of a tree cost that are open wherever they are computed: a path below them exceeds the budget."""
     if step.max_tokens is None:
         return 0
-    length = np.diff(tree.start, append=tree.num_tokens)
+    length = tree.lengths
     deepest, above = (tree.depth + length).tolist(), tree.parent.tolist()
     for number in range(len(above) - 1, 0, -1):
         if above[number] >= 0:

@@ -15,6 +15,7 @@ from itertools import combinations
 import numpy as np
 
 from treewise.errors import ConfigError
+from treewise.forest import Forest
 from treewise.partition import FORWARD_SHARE, TOKENS_PER_LAUNCH
 from treewise.planner import BACKWARD, Plan
 
@@ -43,6 +44,11 @@ class Work:
         return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.micro_batches + other.micro_batches)
 
 
+def pairs_before(forest: Forest) -> np.ndarray:
+    """[T + 1] int64, attention pairs of all tokens that lie before a tree position."""
+    return np.concatenate([[0], np.cumsum(forest.depth + np.int64(1))])
+
+
 def work_of(plan: Plan) -> Work:
     """The work of a plan, what it computes twice included."""
     again = [batch.ranges for batch in plan.micro_batches if batch.is_open and not batch.is_held]
@@ -51,7 +57,7 @@ def work_of(plan: Plan) -> Work:
         ranges = np.concatenate(again)
         length = ranges[:, 1] - ranges[:, 0]
         # A range of open tokens may run through several segments of one path, so depths are summed token by token.
-        below = np.concatenate([[0], np.cumsum(plan.forest.depth + np.int64(1))])
+        below = pairs_before(plan.forest)
         recomputed_pairs = int((below[ranges[:, 1]] - below[ranges[:, 0]]).sum())
         assert int(length.sum()) == plan.num_recomputed_tokens
     return Work(

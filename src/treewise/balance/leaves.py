@@ -89,11 +89,6 @@ class Priced:
     cost: CostModel
     max_tokens: int | None
 
-    @property
-    def num_tokens(self) -> np.ndarray:
-        """[S] int64."""
-        return np.diff(self.segments.start, append=self.segments.num_tokens)
-
     def leaves(self, again: np.ndarray | None = None) -> Leaves:
         """The leaves, with what open tokens cost as given ([S] int64), or as where every tree is whole."""
         return self.leaves_with(self.once + (self.again if again is None else again))
@@ -129,7 +124,7 @@ class Priced:
 def priced(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int | None) -> Priced:
     """Several forests and what they cost under a budget (None: whole forests in one micro-batch)."""
     segments = _side_by_side([shape.segments if isinstance(shape, Forest) else shape for shape in shapes])
-    length = np.diff(segments.start, append=segments.num_tokens)
+    length = segments.lengths
     once = cost.seconds_per_token * length + cost.seconds_per_pair * _pairs(segments.depth, length)
     if max_tokens is not None:
         once += cost.seconds_per_micro_batch / max_tokens * length
@@ -137,11 +132,6 @@ def priced(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int
     scale = 2.0 ** np.floor(COST_BITS - np.log2(once.sum() + again.sum()))
     units = np.maximum(np.round(once * scale), 1).astype(np.int64)
     return Priced(segments, units, np.round(again * scale).astype(np.int64), num_open, 1 / scale, cost, max_tokens)
-
-
-def leaves_of(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int | None) -> Leaves:
-    """The leaves of several forests and what they cost under a budget where every tree is whole."""
-    return priced(shapes, cost, max_tokens).leaves()
 
 
 def _side_by_side(parts: Sequence[Segments]) -> Segments:

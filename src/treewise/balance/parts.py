@@ -29,7 +29,7 @@ def part_costs(step: Priced, rank_N: np.ndarray, num_ranks: int) -> PartCosts:
 
     rank_N: [N] int64, the rank of each trajectory.
     """
-    loads, tokens_R = (_loads(step, units, rank_N, num_ranks) for units in (step.once, step.num_tokens))
+    loads, tokens_R = (_loads(step, units, rank_N, num_ranks) for units in (step.once, step.segments.lengths))
     again = step.again.copy()
     segments = step.segments
     roots = np.flatnonzero(segments.parent < 0)

@@ -18,9 +18,9 @@ GOOD_ENOUGH = 1 / 500
 EVEN_ENOUGH = 1 / 200
 NUM_PARTNERS = 24  # least loaded ranks that an exchange is tried with
 MAX_PIECES = 128  # of the slowest rank, that an exchange is tried with
-# Limits of one search, and of one that begins with owners found before: moves, shuffles, shuffles without any success,
+# Limits of one search: moves, shuffles (and of one that begins with owners found before), shuffles without any success,
 # leaves times shuffles. A second or two for the hardest steps.
-MOST_MOVES, MOST_LATER_MOVES = 5_000, 5_000
+MOST_MOVES = 5_000
 MAX_SHUFFLES, MAX_LATER_SHUFFLES = 500, 400
 MAX_IN_VAIN = 100
 NUM_SHUFFLED_LEAVES = 200_000
@@ -32,7 +32,7 @@ def best_owners(leaves: Leaves, num_ranks: int) -> np.ndarray:
     """[L] int64, the rank of each leaf, so that the slowest rank is as fast as this search finds."""
     bound = lower_bound(leaves, num_ranks)
     at_most = bound + int(bound * GOOD_ENOUGH)
-    goal = _Goal(leaves, np.zeros(num_ranks, dtype=np.int64), at_most, MOST_MOVES)
+    goal = _Goal(leaves, np.zeros(num_ranks, dtype=np.int64), at_most)
     # Whole trees where that will do: nothing is computed twice, and where one path takes longest, the rest is even.
     best = goal.improved(longest_first(leaves, num_ranks), most_moves=0)
     for start in (multifit, longest_first):
@@ -51,7 +51,7 @@ def better_owners(leaves: Leaves, owners: np.ndarray, beside: np.ndarray, at_mos
 
     beside: [ranks] int64, what each rank costs besides its leaves.
     """
-    goal = _Goal(leaves, beside, at_most, MOST_LATER_MOVES)
+    goal = _Goal(leaves, beside, at_most)
     best = goal.improved(_as_runs(leaves, owners, len(beside)))
     return goal.shuffled(best, MAX_LATER_SHUFFLES).owners
 
@@ -75,9 +75,9 @@ class _Found:
 class _Goal:
     """Placements of some leaves, compared by their slowest rank, until one is at `at_most` or moves run out."""
 
-    def __init__(self, leaves: Leaves, beside: np.ndarray, at_most: int, most_moves: int) -> None:
+    def __init__(self, leaves: Leaves, beside: np.ndarray, at_most: int) -> None:
         self.leaves, self.beside, self.at_most = leaves, beside, at_most
-        self.moves_left = most_moves
+        self.moves_left = MOST_MOVES
 
     def scored(self, owners: np.ndarray) -> _Found:
         loads = self.loads(owners)

@@ -14,8 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from treewise.balance.costs import pairs_before
 from treewise.balance.schedules import LETTERS, Slot, merged, slots_of
 from treewise.partition import FORWARD_SHARE
 from treewise.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan, Step
@@ -155,7 +154,7 @@ def _share(step: Step, weights: list[int]) -> int:
 
 def _weights(plan: Plan) -> list[int]:
     """Of each micro-batch: its tokens, and what their attention takes in tokens."""
-    below = np.concatenate([[0], np.cumsum(plan.forest.depth + np.int64(1))])
+    below = pairs_before(plan.forest)
     pairs = [int((below[batch.ranges[:, 1]] - below[batch.ranges[:, 0]]).sum()) for batch in plan.micro_batches]
     return [
         batch.num_tokens + number // PAIRS_PER_TOKEN for batch, number in zip(plan.micro_batches, pairs, strict=True)

@@ -98,7 +98,7 @@ def segment_table(name: str, forest: Forest) -> dict[str, Any]:
         "num_tokens": forest.num_tokens,
         "segments": {
             "start": segments.start.tolist(),
-            "num_tokens": np.diff(segments.start, append=forest.num_tokens).tolist(),
+            "num_tokens": segments.lengths.tolist(),
             "parent": segments.parent.tolist(),
             "depth": segments.depth.tolist(),
             "multiplicity": forest.segment_multiplicity.tolist(),
