@@ -68,7 +68,15 @@ def rollouts(tmp_path: Path) -> Path:
 def test_other_objectives_take_their_usual_advantages(
     objective: str, rollouts: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--max-tokens", 10, "--tolerance", 1e-4, "--json", "--settings", "{measure_entropy: true}")
+    words = (
+        "--max-tokens",
+        10,
+        "--tolerance",
+        1e-4,
+        "--json",
+        "--settings",
+        "{measure_entropy: true, entropy_coefficient: 1e-3}",
+    )
     assert call("verify", rollouts, "--model", model, "--objective", objective, *words) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["gradient_norm"] > 1e-3  # advantages are not all zero
@@ -82,6 +90,8 @@ def test_other_objectives_take_their_usual_advantages(
         (("--objective", "grpo", "--settings", "{clip_hi: 1}"), "unknown setting 'clip_hi'"),
         (("--objective", "grpo", "--settings", "[1"), "is no YAML"),
         (("--objective", "grpo", "--settings", "3"), "is no mapping"),
+        (("--objective", "grpo", "--settings", "{clip_high: abc}"), "clip_high must be a number"),
+        (("--objective", "grpo", "--settings", "{3: 1}"), "unknown setting '3'"),
         (("--objective", "ppo"), "has no advantages of its own"),
         (("--advantages", "grpo"), "objective 'sft' takes none"),
     ],

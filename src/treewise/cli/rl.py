@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli import runs
-from treewise.cli.config import RunConfig, coerce, read_config
+from treewise.cli.config import RunConfig, read_config
+from treewise.cli.objective import typed_settings
 from treewise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,11 +36,6 @@ SHORT = (
     *("sampler_correction", "sampler_level", "sampler_min", "sampler_max", "ratio_level"),
     *("weighting", "normalization", "constant"),
 )
-_NUMBERS = (
-    *("beta", "clip_low", "clip_high", "dual_clip", "max_ratio", "entropy_coefficient", "sampler_min", "sampler_max"),
-    *("constant", "max_length"),
-)
-_SETTING_TYPES: dict[str, Any] = {**dict.fromkeys(_NUMBERS, float | None), "measure_entropy": bool}
 ALIASES = {
     "epochs": "num_train_epochs",
     "output": "output_dir",
@@ -128,8 +124,7 @@ def _objective(config: RunConfig) -> Any:
     name = config.more.get("objective")
     if name is None:
         raise ConfigError("give --objective: grpo, dr_grpo, dapo, gspo, cispo, ppo, reinforce, ... (docs/rl.md).")
-    given = config.more.get("objective_settings") or {}
-    settings = {key: coerce(key, value, _SETTING_TYPES.get(key, Any)) for key, value in given.items()}
+    settings = typed_settings(config.more.get("objective_settings") or {})
     if name not in ("sft", "distillation"):
         settings.setdefault("measure_entropy", True)  # what everybody watches
     try:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from treewise.cli.devices import chosen_device
 from treewise.cli.inspect import add_data_arguments, render_options
+from treewise.cli.objective import typed_settings
 from treewise.cli.pretrained import load_model, load_tokenizer
 from treewise.data import TreeDataset, check_vocabulary, load_trees
 from treewise.errors import ConfigError
@@ -83,7 +84,7 @@ def _objective(args: argparse.Namespace) -> Objective:
         raise ConfigError(f"--settings {args.settings!r} is no mapping; write '{{name: value}}'.")
     if args.weighting is not None:
         settings["weighting"] = args.weighting
-    return objective_named(args.objective, **settings)
+    return objective_named(args.objective, **typed_settings(settings))
 
 
 def _trajectories(data: TreeDataset, objective: Objective, args: argparse.Namespace) -> list[Trajectory]:
