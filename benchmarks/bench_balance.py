@@ -31,14 +31,15 @@ import numpy as np
 from common import save
 from tree_shapes import forest_of, recorded
 
-from treewise.balance import CostModel, Placement, equal_schedules, part_of, place, work_of
-from treewise.balance.costs import PAIR_FORWARD_SHARE
-from treewise.balance.leaves import Leaves, leaves_of
-from treewise.forest import Forest
-from treewise.merging import chain_nodes
-from treewise.packing import best_fit
-from treewise.partition import FORWARD_SHARE
-from treewise.planner import BACKWARD, FORWARD, HOLD, Plan, plan
+from treewise.distributed.lockstep import equal_schedules
+from treewise.distributed.placement import CostModel, Placement, part_of, place, work_of
+from treewise.distributed.placement.cost_model import PAIR_FORWARD_SHARE
+from treewise.distributed.placement.leaf_costs import Leaves, leaves_of
+from treewise.planning.bin_packing import best_fit
+from treewise.planning.partition import FORWARD_SHARE
+from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Plan, plan
+from treewise.tree.forest import Forest
+from treewise.tree.prefix_merge import chain_nodes
 
 # 1.7B parameters, 28 layers of width 2048; forward and backward.
 COST = CostModel.from_flops(flops_per_token=6 * 1.7e9, flops_per_pair=3.5 * 4 * 2048 * 28, flops_per_second=2e14)

@@ -21,11 +21,11 @@ import torch
 from common import bundled_trees, save, smollm2
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from treewise.bench.resident import peak_bytes
-from treewise.budget import gateway_bytes
-from treewise.engine import TreeEngine
-from treewise.forest import Forest
-from treewise.trajectory import Trajectory
+from treewise.bench.process_memory import peak_bytes
+from treewise.engine.budget import gateway_bytes
+from treewise.engine.engine import TreeEngine
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 VOCABULARY = 8_192
 # The whole tree, and one path: a single trajectory without forks.

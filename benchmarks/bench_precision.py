@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from common import bundled_trees, save, smollm2
 
-from treewise.engine import TreeEngine
-from treewise.forest import Forest
-from treewise.trajectory import Trajectory
+from treewise.engine.engine import TreeEngine
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 Gradients = dict[str, torch.Tensor]
 MAX_LENGTH = 500  # keeps a tree within a minute

@@ -23,9 +23,9 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 import treewise
-from treewise.flops import flop_model
-from treewise.forest import Forest
-from treewise.trajectory import Trajectory
+from treewise.nn.flops import flop_model
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 Rows = list[tuple[np.ndarray, np.ndarray]]  # prompt and answer
 

@@ -14,9 +14,9 @@ import torch
 
 from treewise.bench.measure import spread
 from treewise.bench.record import hardware, processor
-from treewise.cli.pretrained import DEMO_MODEL, load_model
+from treewise.cli.load_model import DEMO_MODEL, load_model
 from treewise.data import RenderOptions, load_trees
-from treewise.trajectory import Trajectory
+from treewise.tree.trajectory import Trajectory
 
 __all__ = ["bundled_trees", "paired_seconds", "save", "smollm2", "spread"]
 

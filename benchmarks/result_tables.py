@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from treewise.bench.record import is_ours
-from treewise.bench.view import baselines_of, efficiency
+from treewise.bench.terminal import baselines_of, efficiency
 
 WIDTH, LABELS, ROW, GAP = 720, 190, 14, 10
 COLOURS = {"merged": "darkgray", "trl": "darkorange", "tree-recurrence": "darkorange", "tree": "steelblue"}

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import treewise as tw
 from treewise.data import load_trees
-from treewise.report.build import build_data_report
-from treewise.report.page import write_page
+from treewise.report.html.build import build_data_report
+from treewise.report.html.page import write_page
 
 HERE = Path(__file__).parent if "__file__" in globals() else Path("examples")
 OUTPUT = Path("runs/walkthrough")

@@ -299,7 +299,7 @@ def _place() -> str:
 @contextmanager
 def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
     """A GPU as `PretendCuda` has it, with what torch.cuda says of one; FlexAttention runs uncompiled."""
-    from treewise.attention import audit, flex
+    from treewise.nn.attention import flex, mask_audit
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -310,7 +310,7 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
     # What a backward runs shall be seen, and a function that is seen hides those that it calls.
     monkeypatch.setattr(torch.autograd, "has_torch_function", lambda _: False)
     with PretendCuda() as pretend:
-        monkeypatch.setattr(audit, "_on_host", pretend.on_host)
+        monkeypatch.setattr(mask_audit, "_on_host", pretend.on_host)
         yield pretend
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.trajectory import Trajectory
+from treewise.tree.trajectory import Trajectory
 
 Gradients = dict[str, torch.Tensor]
 

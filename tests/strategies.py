@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from treewise.forest import Forest
-from treewise.trajectory import Trajectory
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 MAX_SEED = 2**32 - 1
 

@@ -9,7 +9,7 @@ from cuda_pretend import CUDA, PretendCuda, pretend_cuda
 from families import tiny_model
 from oracle import flat_sft, gradient_error, gradients_of
 from treewise import GRPO, GSPO, SFT, Distillation, Forest, Trajectory, TreeEngine
-from treewise.transfer import to_device
+from treewise.nn.device import to_device
 
 # Where the host reads a result: the loss and the metrics, once, when all is computed.
 LOSS = ("read", "treewise/scoring.py: totals")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from treewise.cli import rl
+from treewise.cli.commands import rl
 from treewise.cli.config import read_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

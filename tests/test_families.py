@@ -7,7 +7,7 @@ import transformers
 
 from capability import REFUSED, SUPPORTED, UNTRIED, examine
 from families import causal_families, image_families
-from treewise.capabilities import Capability, CapabilityTable, as_markdown
+from treewise.nn.support_table import Capability, CapabilityTable, as_markdown
 
 TABLE = CapabilityTable.load()
 FAMILIES = [*causal_families(), *image_families()]

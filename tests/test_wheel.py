@@ -16,7 +16,7 @@ import sys, treewise as tw
 assert tw.__file__.startswith(sys.argv[1]), tw.__file__
 assert "torch" not in sys.modules
 from transformers import LlamaConfig, LlamaForCausalLM
-from treewise.capabilities import CapabilityTable
+from treewise.nn.support_table import CapabilityTable
 from treewise.cli.main import main
 model = LlamaForCausalLM(LlamaConfig(
     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2))

@@ -19,13 +19,13 @@ from treewise.errors import (
     UnsupportedModelError,
     VerificationError,
 )
-from treewise.forest import Forest
-from treewise.planner import Plan, plan
-from treewise.trajectory import Trajectory
+from treewise.planning.planner import Plan, plan
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from treewise.engine import TreeEngine
-    from treewise.integrations import share_prefixes
+    from treewise.integrations.trl import share_prefixes
     from treewise.objectives import (
         CISPO,
         DAPO,
@@ -59,7 +59,7 @@ _LAZY = {
     "TreeEngine": "treewise.engine",
     "TreeTrainer": "treewise.trainer",
     "TreeTrainingArguments": "treewise.trainer",
-    "share_prefixes": "treewise.integrations",
+    "share_prefixes": "treewise.integrations.trl",
     "verify": "treewise.verification",
 }
 

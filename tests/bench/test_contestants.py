@@ -9,16 +9,16 @@ from hypothesis import given
 
 from oracle import flat_sft
 from strategies import trajectories
-from treewise.attention.mask import LayerRule, TreeMask
-from treewise.attention.reference import reference_attention
 from treewise.bench import make, random_model, varlen
 from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, can_pack, merged_trajectories
 from treewise.bench.measure import gradient_error
 from treewise.bench.varlen import varlen_attention
 from treewise.errors import ConfigError, OutOfMemoryError
-from treewise.forest import Forest
-from treewise.trajectory import Trajectory
+from treewise.nn.attention.mask import LayerRule, TreeMask
+from treewise.nn.attention.reference import reference_attention
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 CPU = torch.device("cpu")
 # Rounding of these models in float32 makes 1e-7 to 3e-7.
@@ -175,6 +175,6 @@ def test_who_cannot_take_part_says_why(model: torch.nn.Module, monkeypatch: pyte
     made = {key: prepare(build) for key, build in builders(twin(model), items).items()}
     assert "does not fit: activations of 73 tokens" in str(made["tree"])
     assert isinstance(made["flat"], Contestant)  # its rows shrink until they fit
-    monkeypatch.setattr("treewise.bench.shapes.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("treewise.bench.model_shapes.free_bytes", lambda _: 1000)
     with pytest.raises(OutOfMemoryError, match="weights and gradients take"):
         random_model("qwen3-tiny", torch.float32, CPU)

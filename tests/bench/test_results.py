@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from treewise.bench import check, load, make, measure_workload, random_model, record, resident, run, save
+from treewise.bench import check, load, make, measure_workload, process_memory, random_model, record, run, save
 from treewise.bench.contestants import twin
 from treewise.bench.measure import Measured, measure
 from treewise.bench.suite import _refuse_different_losses, speed_ups
@@ -119,7 +119,7 @@ def test_who_needs_more_than_is_free_is_left_out_and_the_limit_goes_again(
 ) -> None:
     import resource
 
-    monkeypatch.setattr(resident, "free_bytes", lambda device: 2**28)
+    monkeypatch.setattr(process_memory, "free_bytes", lambda device: 2**28)
 
     def takes(size: int) -> Callable[[], float]:
         return lambda: float(torch.ones(size // 4).sum())

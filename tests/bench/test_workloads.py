@@ -5,7 +5,7 @@ import pytest
 
 from treewise.bench import KINDS, make
 from treewise.errors import ConfigError
-from treewise.forest import Forest
+from treewise.tree.forest import Forest
 
 
 @pytest.mark.parametrize("name", KINDS)

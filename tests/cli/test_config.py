@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from treewise.cli.config import coerce, differences, parse_flags, read_config, resolved_text, schema
-from treewise.cli.runs import training_arguments
+from treewise.cli.training_run import training_arguments
 from treewise.errors import ConfigError
 
 BASE = "model: m\ndata: rows.jsonl\noutput_dir: out\nreport_to: none\nuse_cpu: true\n"

@@ -183,7 +183,7 @@ def test_one_line_and_nothing_left(
 def test_a_disk_that_refuses_is_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from treewise.cli import inspect
+    from treewise.cli.commands import inspect
 
     def refuse(args: object) -> int:
         raise OSError(28, "No space left on device", "rows.jsonl")

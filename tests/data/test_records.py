@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise.data import RenderOptions
-from treewise.data.files import RawRecord
+from treewise.data.io.files import RawRecord
+from treewise.data.io.rows import trajectories_from_rows
+from treewise.data.io.table import rows_to_table, table_rows
 from treewise.data.records import RecordReader
-from treewise.data.rows import trajectories_from_rows
-from treewise.data.table import rows_to_table, table_rows
 
 USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

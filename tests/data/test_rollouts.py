@@ -5,7 +5,7 @@ import pytest
 
 from treewise.data import RenderOptions, load_trees
 from treewise.errors import DataError
-from treewise.forest import Forest
+from treewise.tree.forest import Forest
 
 
 def row(prompt, completion, **more):

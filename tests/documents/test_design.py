@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from treewise.capabilities import SUPPORTED, CapabilityTable
+from treewise.nn.support_table import SUPPORTED, CapabilityTable
 
 ROOT = Path(__file__).parents[2]
 

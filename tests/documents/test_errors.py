@@ -11,12 +11,12 @@ from torch import nn
 import treewise as tw
 from families import tiny_model
 from treewise import errors
-from treewise.budget import Budget
 from treewise.cli.config import read_config
 from treewise.data import load_trees
-from treewise.trainer.checkpoint import read_seal
-from treewise.trainer.faults import Faults
-from treewise.trainer.plain import to_plain
+from treewise.engine.budget import Budget
+from treewise.trainer.checkpoint.json_values import to_plain
+from treewise.trainer.checkpoint.store import read_seal
+from treewise.trainer.nonfinite import Faults
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
 CLASSES = [each for _, each in inspect.getmembers(errors, inspect.isclass)]

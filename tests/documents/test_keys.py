@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainingArguments
 
 from treewise import TreeTrainingArguments
-from treewise.cli import rl
+from treewise.cli.commands import rl
 from treewise.cli.config import schema
 from treewise.data import RenderOptions
 

@@ -13,7 +13,7 @@ import pytest
 
 import treewise
 from treewise.cli import main as command_line
-from treewise.cli import rl
+from treewise.cli.commands import rl
 from treewise.cli.config import schema
 
 ROOT = Path(__file__).parents[2]

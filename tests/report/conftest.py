@@ -9,7 +9,7 @@ import pytest
 
 from report.rows import named_trees, write_rows
 from treewise.data import LoadReport
-from treewise.report.build import DataReport, build_data_report
+from treewise.report.html.build import DataReport, build_data_report
 
 SMOLLM2 = Path(__file__).parent.parent / "data" / "fixtures" / "smollm2"
 

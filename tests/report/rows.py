@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from treewise.forest import Forest
-from treewise.trajectory import Trajectory
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\u2028&amp;"
 POLICY = (

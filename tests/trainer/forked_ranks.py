@@ -21,7 +21,7 @@ from trainer.helpers import in_child, some_trees, tiny_model
 from trainer.torn import FILE_EVENTS
 from treewise.errors import TreewiseError
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
-from treewise.trainer import checkpoint as seals
+from treewise.trainer.checkpoint import store as seals
 
 NUM_RANKS = 2
 NUM_KILLS = 3  # of each run; then it is left to end

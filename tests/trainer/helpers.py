@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from treewise.trajectory import Trajectory
+from treewise.tree.trajectory import Trajectory
 
 VOCABULARY = 61
 

@@ -18,9 +18,10 @@ from transformers import TrainerCallback
 
 from families import tiny_model as family_model
 from trainer.helpers import losses, some_trees, tiny_model
-from treewise import budget
+from treewise.engine import budget
 from treewise.errors import StoppedError
-from treewise.trainer import TreeTrainer, TreeTrainingArguments, states
+from treewise.trainer import TreeTrainer, TreeTrainingArguments
+from treewise.trainer.checkpoint import optimizer_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +49,7 @@ class Trouble(TrainerCallback):
 
     def __init__(self, how):
         self.how = how
-        self._save_random_state = states.save_random_state
+        self._save_random_state = optimizer_state.save_random_state
         self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         self._choose_budget = budget.choose_budget
         if how == "small":
@@ -59,7 +60,7 @@ class Trouble(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if args.process_index == 1:
-            states.save_random_state = self._save_random_state
+            optimizer_state.save_random_state = self._save_random_state
             resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
             if self.how == "signal" and state.global_step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -69,7 +70,7 @@ class Trouble(TrainerCallback):
             if self.how == "full disk":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, self._limits[1]))
             elif self.how != "signal":
-                states.save_random_state = self.save
+                optimizer_state.save_random_state = self.save
 
     def save(self, *args):
         if self.how == "late":

@@ -15,8 +15,8 @@ from families import tiny_model as family_model
 from trainer.helpers import losses, some_trees, tiny_model
 from treewise.errors import CheckpointError
 from treewise.trainer import TreeTrainer
-from treewise.trainer import checkpoint as seals
-from treewise.trainer.plain import to_plain
+from treewise.trainer.checkpoint import store as seals
+from treewise.trainer.checkpoint.json_values import to_plain
 
 
 def state_of(trainer):

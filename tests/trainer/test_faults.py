@@ -15,14 +15,14 @@ from transformers import TrainerCallback
 from trainer.helpers import in_child, losses, tiny_model
 from treewise.cli.main import main
 from treewise.data import load_trees
+from treewise.distributed.signals import StopSignals
 from treewise.errors import ConfigError, DataError, NonFiniteError, StoppedError
-from treewise.forest import Forest
-from treewise.trainer import checkpoint as seals
-from treewise.trainer.faults import write_aside
-from treewise.trainer.lock import NAME, RunLock
-from treewise.trainer.plain import from_plain, to_plain
-from treewise.trainer.stop import StopSignals
-from treewise.trajectory import Trajectory
+from treewise.trainer.checkpoint import store as seals
+from treewise.trainer.checkpoint.json_values import from_plain, to_plain
+from treewise.trainer.nonfinite import write_aside
+from treewise.trainer.run_lock import NAME, RunLock
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 # -- numbers that are not finite --------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ def test_the_command_ends_with_the_code_of_the_signal(tmp_path, monkeypatch, cap
         error.exit_code = 143
         raise error
 
-    monkeypatch.setattr("treewise.cli.train.run", stopped)
+    monkeypatch.setattr("treewise.cli.commands.train.run", stopped)
     assert main(["train", "run.yaml"]) == 143
     assert "saved in run/checkpoint-7" in capsys.readouterr().err
 
@@ -291,7 +291,7 @@ def test_the_lock_of_a_killed_run_is_stale(make_trainer, trees, other_run, tmp_p
 
 
 def test_without_locks_of_the_file_system_a_dead_holder_is_stale_and_a_live_or_remote_one_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("treewise.trainer.lock.fcntl", None)
+    monkeypatch.setattr("treewise.trainer.run_lock.fcntl", None)
     with RunLock(tmp_path):
         holder = json.loads((tmp_path / NAME).read_text())
     dead = in_child(lambda: None)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from cli.commands import save_tiny_model, write_rows
 from treewise.cli.main import main
-from treewise.trainer import checkpoint as seals
+from treewise.trainer.checkpoint import store as seals
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from trainer.helpers import tiny_model
 from trainer.ranks import launch, outcome, train
+from treewise.distributed.online_placement import FIT_STEPS
 from treewise.errors import ConfigError
 from treewise.trainer import TreeTrainingArguments
-from treewise.trainer import checkpoint as seals
-from treewise.trainer.placement import FIT_STEPS
+from treewise.trainer.checkpoint import store as seals
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,14 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from treewise.balance import CostFit, CostModel, Work, work_of
+from treewise.distributed import online_placement
+from treewise.distributed.fsdp import ShardSettings, shard_settings
+from treewise.distributed.online_placement import (
+    FIT_STEPS,
+    NOTHING,
+    Placing,
+    fitted_alone,
+    fitted_in_step,
+    wants_measured,
+)
+from treewise.distributed.placement import CostFit, CostModel, Work, work_of
 from treewise.errors import ConfigError
-from treewise.forest import Forest
-from treewise.planner import plan
-from treewise.trainer import TreeTrainingArguments, placement
-from treewise.trainer.placement import FIT_STEPS, NOTHING, Placing, fitted_alone, fitted_in_step, wants_measured
-from treewise.trainer.sharding import ShardSettings, shard_settings
-from treewise.trajectory import Trajectory
+from treewise.planning.planner import plan
+from treewise.trainer import TreeTrainingArguments
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 
 @pytest.mark.parametrize(
@@ -89,10 +97,10 @@ def batch():
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_shares_of_all_ranks_are_every_trajectory_once(monkeypatch, batch, num_ranks):
-    monkeypatch.setattr(placement.ranks, "count", lambda: num_ranks)
+    monkeypatch.setattr(online_placement.ranks, "count", lambda: num_ranks)
     lengths = []
     for rank in range(num_ranks):
-        monkeypatch.setattr(placement.ranks, "own", lambda rank=rank: rank)
+        monkeypatch.setattr(online_placement.ranks, "own", lambda rank=rank: rank)
         (share,) = Placing(PRIOR, 64, "per_trajectory").shares(iter([batch]), 0, 1)
         lengths += [forest.num_trajectories for forest in share]
     assert sum(lengths) == 12

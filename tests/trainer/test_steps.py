@@ -7,10 +7,10 @@ from transformers import TrainerCallback
 
 from trainer.helpers import flat_loss, losses, tiny_model
 from treewise.errors import ConfigError, DataError
-from treewise.flops import flop_model
-from treewise.forest import Forest
+from treewise.nn.flops import flop_model
 from treewise.trainer import TreeTrainingArguments, throughput
-from treewise.trainer.batches import TreeSampler, collate, survey
+from treewise.trainer.data_loader import TreeSampler, collate, survey
+from treewise.tree.forest import Forest
 
 
 class KeepGradients(TrainerCallback):

@@ -12,7 +12,7 @@ import torch
 from trainer import torn
 from trainer.helpers import some_trees
 from trainer.torn import killed_at
-from treewise.trainer import checkpoint as seals
+from treewise.trainer.checkpoint import store as seals
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

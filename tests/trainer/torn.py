@@ -14,7 +14,7 @@ import torch
 
 from trainer.helpers import in_child, some_trees, tiny_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
-from treewise.trainer import checkpoint as seals
+from treewise.trainer.checkpoint import store as seals
 
 # What Python reports of its calls to the file system; between two of them a killed process leaves no new state behind,
 # apart from the length of a file that is not sealed yet.

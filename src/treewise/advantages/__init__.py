@@ -7,7 +7,7 @@ own. So baselines, deviations and counts do not depend on how a rollout was cut 
 """
 
 from treewise.advantages.group import group_normalized, leave_one_out, mean_centered
-from treewise.advantages.rollouts import AdvantageReport, Credited, with_rollout_weights
+from treewise.advantages.rollout_table import AdvantageReport, Credited, with_rollout_weights
 from treewise.advantages.siblings import segment_values, sibling_relative
 from treewise.advantages.turns import per_turn, spread_over_turns, turns_of
 

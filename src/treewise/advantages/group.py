@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treewise.advantages.rollouts import Credited, Rollouts, credited, read_rollouts
+from treewise.advantages.rollout_table import Credited, Rollouts, credited, read_rollouts
 from treewise.errors import ConfigError
-from treewise.trajectory import Trajectory
+from treewise.tree.trajectory import Trajectory
 
 SCALES = ("group", "batch", "none")
 

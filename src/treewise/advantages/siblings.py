@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treewise.advantages.rollouts import Credited, Rollouts, credited, read_rollouts
+from treewise.advantages.rollout_table import Credited, Rollouts, credited, read_rollouts
 from treewise.errors import ConfigError
-from treewise.forest import Forest
-from treewise.trajectory import Trajectory
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 VALUES = ("rollouts", "children")
 SCALES = ("none", "siblings")

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.attention.blocks import plan_blocks
-from treewise.attention.mask import LayerRule, TreeMask
 from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajectories
 from treewise.bench.trl_rows import TrlRows, packing_module
-from treewise.engine import TreeEngine
+from treewise.engine.calibration import free_bytes
+from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, OutOfMemoryError, TreewiseError
-from treewise.flops import flop_model
-from treewise.forest import Forest
-from treewise.layout import lay_out
-from treewise.memory import free_bytes
-from treewise.models import ModelParts, take_apart
-from treewise.planner import Plan
-from treewise.recurrent import kinds_of
-from treewise.trajectory import Trajectory
+from treewise.nn.attention.mask import LayerRule, TreeMask
+from treewise.nn.attention.row_blocks import plan_blocks
+from treewise.nn.flops import flop_model
+from treewise.nn.model import ModelParts, take_apart
+from treewise.nn.recurrent import kinds_of
+from treewise.planning.layout import lay_out
+from treewise.planning.planner import Plan
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 AGAINST = ("flat", "merged", "trl", "tree-recurrence")
 # Tokens of a packed row of flat training, where memory allows: more at a time is no faster.
@@ -228,7 +228,7 @@ def _key_rows(run: Plan, engine: TreeEngine) -> int:
 
 
 def _flex_rows(mask: TreeMask, device: torch.device) -> int:
-    from treewise.attention.flex import BLOCK_SIZE, block_mask
+    from treewise.nn.attention.flex import BLOCK_SIZE, block_mask
 
     blocks = block_mask(mask, LayerRule(1.0), device)
     counts = [each for each in (blocks.kv_num_blocks, blocks.full_kv_num_blocks) if each is not None]

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from treewise import recurrent
 from treewise.bench.varlen import varlen_attention
-from treewise.flops import LayerReach, flop_model
-from treewise.forest import Forest
-from treewise.logprobs import edge_values
-from treewise.models import ModelParts
-from treewise.packing import best_fit
-from treewise.trajectory import Trajectory
-from treewise.transfer import to_device
+from treewise.nn import recurrent
+from treewise.nn.device import to_device
+from treewise.nn.flops import LayerReach, flop_model
+from treewise.nn.lm_head import edge_values
+from treewise.nn.model import ModelParts
+from treewise.planning.bin_packing import best_fit
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 NAME = "treewise_bench_varlen"
 

@@ -11,8 +11,8 @@ from statistics import median
 import torch
 from torch import nn
 
-from treewise.bench.resident import limited_to_free, peak_bytes
-from treewise.memory import is_out_of_memory
+from treewise.bench.process_memory import limited_to_free, peak_bytes
+from treewise.engine.calibration import is_out_of_memory
 
 Gradients = dict[str, torch.Tensor]
 Contestants = dict[str, Callable[[], float]]

@@ -14,10 +14,10 @@ from treewise.bench.measure import Gradients, Measured, gradients, measure, spre
 from treewise.bench.record import is_ours
 from treewise.bench.varlen import kernel
 from treewise.bench.workloads import Workload
+from treewise.engine.calibration import free_bytes, is_out_of_memory
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
-from treewise.flops import flop_model
-from treewise.forest import Forest
-from treewise.memory import free_bytes, is_out_of_memory
+from treewise.nn.flops import flop_model
+from treewise.tree.forest import Forest
 
 REFERENCES = ("auto", "flat", "float32", "float64")
 HALF = (torch.bfloat16, torch.float16)

@@ -19,9 +19,9 @@ import torch
 from treewise.bench.flat import attention, checkpointing
 from treewise.bench.varlen import varlen_attention
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.logprobs import edge_values
-from treewise.models import ModelParts
-from treewise.trajectory import Trajectory
+from treewise.nn.lm_head import edge_values
+from treewise.nn.model import ModelParts
+from treewise.tree.trajectory import Trajectory
 
 
 class TrlRows:

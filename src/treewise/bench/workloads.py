@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from treewise.errors import ConfigError
-from treewise.trajectory import Trajectory
+from treewise.tree.trajectory import Trajectory
 
 SIZES = ("tiny", "cpu", "full")
 FIRST_TOKEN = 3  # below are padding and the like in most vocabularies

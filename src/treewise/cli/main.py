@@ -113,7 +113,7 @@ def _parse(parser: argparse.ArgumentParser, name: str, words: list[str]) -> argp
 
 
 def _module(name: str) -> ModuleType:
-    return import_module(f"treewise.cli.{MODULES.get(name, name)}")
+    return import_module(f"treewise.cli.commands.{MODULES.get(name, name)}")
 
 
 def _actions(parser: argparse.ArgumentParser, name: str) -> list[argparse.Action]:

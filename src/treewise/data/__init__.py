@@ -5,8 +5,8 @@ to open a dump that `torch.save` wrote.
 """
 
 from treewise.data.dataset import DeclaredNodes, TrainingTree, TreeDataset, check_vocabulary
+from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.load import load_trees
-from treewise.data.options import LoadReport, RenderOptions
 
 __all__ = [
     "load_trees",

@@ -16,9 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from treewise.data.options import RenderOptions
-from treewise.data.table import SCHEMA, content_hash
-from treewise.data.tools import tool_files
+from treewise.data.io.options import RenderOptions
+from treewise.data.io.table import SCHEMA, content_hash
+from treewise.data.render.tools import tool_files
 from treewise.errors import DataError
 
 ENTRY_FIELD = b"treewise"
@@ -96,5 +96,5 @@ def _update_with_file(digest: Any, path: Path) -> None:
 
 def _update_with_code(digest: Any) -> None:
     """The package's own rendering code stands for its version: exact in a source checkout too."""
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         _update_with_file(digest, path)

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from treewise.data.options import LoadReport
-from treewise.data.rows import Row, trajectories_from_rows
-from treewise.data.table import first_id_outside, table_rows
+from treewise.data.io.options import LoadReport
+from treewise.data.io.rows import Row, trajectories_from_rows
+from treewise.data.io.table import first_id_outside, table_rows
 from treewise.errors import DataError
-from treewise.forest import Forest
-from treewise.trajectory import Trajectory
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

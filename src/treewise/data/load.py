@@ -11,13 +11,13 @@ import pyarrow as pa
 
 from treewise.data import cache, workers
 from treewise.data.dataset import TreeDataset
-from treewise.data.files import PathLike, RawRecord, find_files, read_records
-from treewise.data.nodes import PlacedNode
-from treewise.data.options import LoadReport, RenderOptions
+from treewise.data.declared_nodes import PlacedNode
+from treewise.data.io.files import PathLike, RawRecord, find_files, read_records
+from treewise.data.io.options import LoadReport, RenderOptions
+from treewise.data.io.rows import RecordResult, Row
+from treewise.data.io.table import content_hash, rows_to_table
 from treewise.data.records import RecordReader
-from treewise.data.rows import RecordResult, Row
-from treewise.data.table import content_hash, rows_to_table
-from treewise.data.tools import find_tools
+from treewise.data.render.tools import find_tools
 from treewise.errors import ConfigError, DataError
 
 MAX_WARNINGS = 1000
@@ -35,7 +35,7 @@ def load_trees(
     quarantine_path: PathLike | None = None,
     allow_partial_tail: bool = False,
 ) -> TreeDataset:
-    """Reads records of any form (see `treewise.data.parse.FORMS`) and groups them into training trees.
+    """Reads records of any form (see `treewise.data.io.record_forms.FORMS`) and groups them into training trees.
 
     Parameters:
         paths: `.jsonl`, `.jsonl.gz`, `.json`, `.parquet` files, folders or globs of them.

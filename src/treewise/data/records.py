@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from treewise.data import chat, nodes, token_rows
-from treewise.data.encode import Encoder
-from treewise.data.escape import shown
-from treewise.data.files import RawRecord
-from treewise.data.messages import Conversation, clean_conversation
-from treewise.data.options import RenderOptions
-from treewise.data.parse import PartialTailError, Record, detect_form, parse
-from treewise.data.rows import RecordResult, Row
-from treewise.data.template import Template
-from treewise.data.tools import find_tools
-from treewise.data.values import label, number
+from treewise.data import declared_nodes, token_rows
+from treewise.data.io.field_checks import label, number
+from treewise.data.io.files import RawRecord
+from treewise.data.io.options import RenderOptions
+from treewise.data.io.printable import shown
+from treewise.data.io.record_forms import PartialTailError, Record, detect_form, parse
+from treewise.data.io.rows import RecordResult, Row
+from treewise.data.render import chat
+from treewise.data.render.messages import Conversation, clean_conversation
+from treewise.data.render.piece_tokenizer import Encoder
+from treewise.data.render.template import Template
+from treewise.data.render.tools import find_tools
 from treewise.errors import DataError
 
 NEEDS_TOKENIZER = "holds text, which needs a tokenizer; give one (--tokenizer, or load_trees(..., tokenizer))."
@@ -123,7 +124,7 @@ class RecordReader:
         return self._conversation(talk, find_tools(record, data_file, place), place, len(before.messages)), group
 
     def _fill_declared(self, result: RecordResult, record: Record, data_file: Path) -> None:
-        placed = nodes.nodes_of_record(record["nodes"], result.place)
+        placed = declared_nodes.nodes_of_record(record["nodes"], result.place)
         one_root = record.get("forest") is not True
         declared, rows = self.declared_rows(placed, find_tools(record, data_file, result.place), one_root)
         result.is_declared, result.rows = declared, rows
@@ -142,19 +143,19 @@ class RecordReader:
                 row.rollout = rollout if row.rollout is None else row.rollout
 
     def declared_rows(
-        self, placed: Sequence[nodes.PlacedNode], tools: chat.Tools, one_root: bool = True
+        self, placed: Sequence[declared_nodes.PlacedNode], tools: chat.Tools, one_root: bool = True
     ) -> tuple[bool, list[Row]]:
         """Rows of a declared tree: its nodes where they hold tokens, rendered calls where they hold messages."""
-        parents = nodes.parents_of(placed, one_root)
+        parents = declared_nodes.parents_of(placed, one_root)
         if "message" not in placed[0].value:
-            return True, nodes.token_rows(placed, parents, self.options.max_length)
+            return True, declared_nodes.token_rows(placed, parents, self.options.max_length)
         if self.tokenizer is None:
             raise DataError(f"{placed[0].place}: the node {NEEDS_TOKENIZER}")
         if self.options.thinking == "keep":
             raise DataError(
                 f"{placed[0].place}: thinking='keep' needs one conversation; trees are rendered as_inference."
             )
-        calls = nodes.message_calls(placed, parents, self.options.train_on)
+        calls = declared_nodes.message_calls(placed, parents, self.options.train_on)
         ready = []
         for call in calls:
             talk = self._template.prepare(Conversation([*call.history, call.turn], []), call.place)

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from treewise.data.encode import Encoder, joined
-from treewise.data.escape import shown
-from treewise.data.parse import Record
-from treewise.data.rows import Row, row_from_trajectory
-from treewise.data.values import flat_list, number_list, refuse_other_names
+from treewise.data.io.field_checks import flat_list, number_list, refuse_other_names
+from treewise.data.io.printable import shown
+from treewise.data.io.record_forms import Record
+from treewise.data.io.rows import Row, row_from_trajectory
+from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.errors import DataError
-from treewise.trajectory import Trajectory
+from treewise.tree.trajectory import Trajectory
 
 MAX_LOGPROB = 0.01  # engines round
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from treewise.data.files import RawRecord
-from treewise.data.options import RenderOptions
+from treewise.data.io.files import RawRecord
+from treewise.data.io.options import RenderOptions
+from treewise.data.io.rows import RecordResult
 from treewise.data.records import RecordReader
-from treewise.data.rows import RecordResult
 from treewise.errors import ConfigError
 
 Job = tuple[RawRecord, Path]

@@ -5,12 +5,12 @@ as it would for flat trajectories. Restoring is a gather, and the transpose of t
 Training, arXiv 2511.00413), so what is exact on flat trajectories is exact on trees.
 """
 
-from treewise.forest import WEIGHTINGS
 from treewise.objectives.distillation import Distillation
-from treewise.objectives.named import CISPO, DAPO, GRPO, GSPO, PPO, REINFORCE, DrGRPO, objective_named
-from treewise.objectives.policy import PolicyGradient, logprob_gap
+from treewise.objectives.policy_gradient import PolicyGradient, logprob_gap
 from treewise.objectives.protocol import Objective, Terms
+from treewise.objectives.registry import CISPO, DAPO, GRPO, GSPO, PPO, REINFORCE, DrGRPO, objective_named
 from treewise.objectives.sft import NORMALIZATIONS, SFT
+from treewise.tree.forest import WEIGHTINGS
 
 __all__ = [
     "CISPO",

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from treewise.errors import ConfigError, DataError
-from treewise.forest import Forest
 from treewise.objectives.normalization import check_settings, denominator, normalized_weights
 from treewise.objectives.protocol import Streams, Terms, Values
+from treewise.tree.forest import Forest
 
 TAILS = ("ignore", "bucket", "renormalize")
 DIVERGENCES = ("forward_kl", "cross_entropy")

@@ -9,7 +9,7 @@ Letters: F flat tokens, N trajectories, R rollouts of the forest.
 import numpy as np
 
 from treewise.errors import ConfigError, DataError
-from treewise.forest import WEIGHTINGS, Forest
+from treewise.tree.forest import WEIGHTINGS, Forest
 
 NORMALIZATIONS = ("token_mean", "rollout_mean", "rollout_sum")
 # Shares of a rollout's weight are compared in float64 sums of float32 weights.

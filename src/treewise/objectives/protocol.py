@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from treewise.forest import Forest
+from treewise.tree.forest import Forest
 
 Values = dict[str, torch.Tensor]
 Streams = dict[str, torch.Tensor]

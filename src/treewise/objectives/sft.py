@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from treewise.errors import ConfigError, DataError
-from treewise.forest import WEIGHTINGS, Forest
 from treewise.objectives.normalization import denominator, normalized_weights
 from treewise.objectives.protocol import Streams, Terms, Values
+from treewise.tree.forest import WEIGHTINGS, Forest
 
 NORMALIZATIONS = ("token_mean", "trajectory_mean", "rollout_mean", "constant")
 

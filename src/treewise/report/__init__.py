@@ -4,10 +4,10 @@ Every report is plain numbers under stable names (`to_dict()`); a `*_view` funct
 draws them as HTML. Nothing is printed here.
 """
 
-from treewise.report.facts import Finding, InspectReport, TreeFacts, inspect_forests, sum_facts, tree_facts
-from treewise.report.plans import PlanReport, report_plan
-from treewise.report.runs import RunReport, read_run
-from treewise.report.tables import inspect_view, plan_view, run_view, verification_view
+from treewise.report.analysis.facts import Finding, InspectReport, TreeFacts, inspect_forests, sum_facts, tree_facts
+from treewise.report.analysis.plan_facts import PlanReport, report_plan
+from treewise.report.analysis.run_log import RunReport, read_run
+from treewise.report.terminal import inspect_view, plan_view, run_view, verification_view
 
 __all__ = [
     "Finding",

@@ -10,12 +10,12 @@ from typing import Any
 from torch import distributed
 from transformers import TrainingArguments
 
-from treewise.attention import IMPLEMENTATIONS
-from treewise.budget import Budget
+from treewise.distributed.fsdp import ShardSettings, shard_settings
+from treewise.distributed.online_placement import PRICES
+from treewise.engine.budget import Budget
 from treewise.errors import ConfigError
+from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.objectives import SFT
-from treewise.trainer.placement import PRICES
-from treewise.trainer.sharding import ShardSettings, shard_settings
 
 # What transformers offers and a tree cannot follow, or would follow in a way that its user does not expect.
 _REFUSED = {
@@ -58,7 +58,7 @@ class TreeTrainingArguments(TrainingArguments):
             `accelerate launch --use_fsdp` set it, too.
         shard_config: `reshard_after_forward`, `cpu_offload`, `state_dict_type`, `transformer_layer_cls_to_wrap`, as in
             transformers' `fsdp_config`.
-        balance_ranks: with several processes, place the trajectories of a step by predicted time (`treewise.balance`);
+        balance_ranks: with several processes, place the trajectories of a step by predicted time;
             False hands out trees in turn. Changes no loss.
         balance_prices: what placements reckon with: `flops` of the model, `measured` (fitted to the first steps), or
             `auto`: measured, but on a CPU and under `full_determinism`, where runs repeat bit for bit.

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from treewise.distributed import ranks
+from treewise.distributed.online_placement import Placing
 from treewise.errors import ConfigError, DataError
-from treewise.forest import Forest
 from treewise.objectives import SFT, Objective
-from treewise.trainer import ranks
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.batches import DataFacts, TreeLoader, TreeSampler, survey
-from treewise.trainer.describe import make_sampler, steps_per_epoch
-from treewise.trainer.faults import sources
-from treewise.trainer.placement import Placing
+from treewise.trainer.data_loader import DataFacts, TreeLoader, TreeSampler, survey
+from treewise.trainer.nonfinite import sources
+from treewise.trainer.run_summary import make_sampler, steps_per_epoch
 from treewise.trainer.throughput import Throughput
+from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
 
@@ -115,7 +115,7 @@ class FeedingTrainer(Trainer):
         return total
 
     def floating_point_ops(self, inputs: list[Forest]) -> float:
-        """What the trees need, forward and backward; see `treewise.flops`."""
+        """What the trees need, forward and backward; see `treewise.nn.flops`."""
         return self._throughput.add_flops(self.model, inputs)
 
     def _track_num_input_tokens(self, inputs: list[Forest]) -> None:

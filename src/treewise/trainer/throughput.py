@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from treewise.flops import FlopModel, flop_model
-from treewise.forest import Forest
-from treewise.outputs import StepOutput
+from treewise.engine.outputs import StepOutput
+from treewise.nn.flops import FlopModel, flop_model
+from treewise.tree.forest import Forest
 
 MATRIX_SIZE = {"cpu": 768, "cuda": 4096}
 NUM_PRODUCTS = 6
@@ -48,7 +48,7 @@ class Throughput(TrainerCallback):
     def add_flops(self, model: nn.Module, forests: list[Forest]) -> float:
         """Counts what these trees need, forward and backward, and what flat training would; returns the former.
 
-        FLOPs are those of `treewise.flops`; recomputation is not needed and does not count. 6 per parameter and tree
+        FLOPs are those of `treewise.nn.flops`; recomputation is not needed and does not count. 6 per parameter and tree
         token where the model's shapes do not tell.
         """
         if self._model is not model:

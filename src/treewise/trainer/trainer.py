@@ -17,22 +17,23 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from treewise.distributed import ranks
+from treewise.distributed.launcher import ended_with_launcher
+from treewise.distributed.online_placement import Placing, prior_of, wants_measured
+from treewise.distributed.signals import StepAbandoned, StopSignals
+from treewise.distributed.watchdog import RankWatch
 from treewise.errors import ConfigError, StoppedError
-from treewise.flops import flop_model
+from treewise.nn.flops import flop_model
 from treewise.objectives import Objective
-from treewise.trainer import checkpoint as seals
-from treewise.trainer import ranks, saving
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.describe import describe, num_optimizer_steps
-from treewise.trainer.faults import Faults, drop_gradients
-from treewise.trainer.keeping import KeepingTrainer
-from treewise.trainer.launcher import ended_with_launcher
-from treewise.trainer.lock import RunLock
-from treewise.trainer.means import MetricMeans
-from treewise.trainer.placement import Placing, prior_of, wants_measured
-from treewise.trainer.stop import StepAbandoned, StopSignals
+from treewise.trainer.checkpoint import contents
+from treewise.trainer.checkpoint import store as seals
+from treewise.trainer.checkpoint.manager import KeepingTrainer
+from treewise.trainer.metrics import MetricMeans
+from treewise.trainer.nonfinite import Faults, drop_gradients
+from treewise.trainer.run_lock import RunLock
+from treewise.trainer.run_summary import describe, num_optimizer_steps
 from treewise.trainer.throughput import Throughput
-from treewise.trainer.watch import RankWatch
 
 logger = logging.getLogger("treewise")
 
@@ -104,7 +105,7 @@ class TreeTrainer(KeepingTrainer):
         self._ends = None
         self._placing = None
         self._placed = None
-        self._model_facts = saving.fingerprint(self.model) if self.model is not None else ""
+        self._model_facts = contents.fingerprint(self.model) if self.model is not None else ""
         _ = self.engine
         if args.places_trees:
             budget = args.max_tokens if isinstance(args.max_tokens, int) else None
@@ -174,7 +175,7 @@ class TreeTrainer(KeepingTrainer):
     def _already_trained(self, checkpoint: str) -> TrainOutput:
         """A run that had no step left: its last weights and its log, and no step more."""
         self._load_from_checkpoint(checkpoint)
-        self.state = TrainerState.load_from_json(str(Path(checkpoint) / saving.STATE))
+        self.state = TrainerState.load_from_json(str(Path(checkpoint) / contents.STATE))
         logger.warning("%s is the end of the run: no step is left to train", checkpoint)
         return TrainOutput(self.state.global_step, float("nan"), {})
 

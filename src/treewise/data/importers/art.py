@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from treewise.data.importers.common import Context, Placed, Record, messages, only_dicts, openai_tools, text_row
-from treewise.data.parse import parse_text
+from treewise.data.io.record_forms import parse_text
 
 
 def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.data.escape import shown
+from treewise.data.io.printable import shown
 from treewise.errors import DataError
 
 Record = dict[str, Any]

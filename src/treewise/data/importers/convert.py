@@ -6,12 +6,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from treewise.data.files import PathLike, RawRecord, find_files, read_records
 from treewise.data.importers import areal, art, openai_log, prime_rl, slime, torch_file, trl, verifiers, verl
 from treewise.data.importers.common import Context, Placed, Record
 from treewise.data.importers.formats import check_format, detect_format, required_format
-from treewise.data.options import RenderOptions
-from treewise.data.parse import parse
+from treewise.data.io.files import PathLike, RawRecord, find_files, read_records
+from treewise.data.io.options import RenderOptions
+from treewise.data.io.record_forms import parse
 from treewise.data.records import RecordReader
 from treewise.errors import DataError
 

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from treewise.data.escape import shown
 from treewise.data.importers.common import (
     Context,
     Placed,
@@ -29,7 +28,8 @@ from treewise.data.importers.common import (
     text_row,
     token_row,
 )
-from treewise.data.parse import parse_text
+from treewise.data.io.printable import shown
+from treewise.data.io.record_forms import parse_text
 from treewise.errors import DataError
 
 RUN_NAMES = ("rollout", "rollout_id", "session_id", "run_id", "trace_id")

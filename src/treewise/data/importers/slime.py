@@ -7,8 +7,8 @@ rollout_data_utils.py`). `tokens` is prompt and response; `loss_mask` and `rollo
 
 from collections.abc import Iterable, Iterator
 
-from treewise.data.escape import shown
 from treewise.data.importers.common import Context, Placed, Record, integers, numbers, only_dicts, token_row
+from treewise.data.io.printable import shown
 from treewise.errors import DataError
 
 

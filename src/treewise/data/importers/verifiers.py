@@ -9,7 +9,6 @@ each with the tokens that it adds; every root-to-leaf path is a row, and a sampl
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from treewise.data.escape import shown
 from treewise.data.importers.common import (
     Context,
     Placed,
@@ -22,6 +21,7 @@ from treewise.data.importers.common import (
     text_row,
     token_row,
 )
+from treewise.data.io.printable import shown
 from treewise.errors import DataError
 
 COMPACT = {"sampler_logprobs": "logprobs", "advantages": "advantages", "ref_logprobs": "reference_logprobs"}

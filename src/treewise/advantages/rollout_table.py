@@ -1,0 +1,174 @@
+"""Which trajectories are one rollout, what its reward is, and what is reported about all of them.
+
+Letters: N trajectories, R rollouts, G groups.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from math import isnan
+from typing import NamedTuple
+
+import numpy as np
+
+from treewise.errors import DataError
+from treewise.tree.trajectory import Trajectory, number_rollouts
+
+MAX_NAMES = 8  # groups that a report spells out
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The rollouts of some trajectories.
+
+    of_trajectory: [N] int64, the rollout of each trajectory. rewards: [R] float64. group: [R] int64, index into
+    `group_names`. group_sizes: [G] int64, rollouts of each group.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    of_trajectory: np.ndarray
+    rewards: np.ndarray
+    group: np.ndarray
+    group_names: tuple[Hashable, ...]
+    group_sizes: np.ndarray
+
+    def group_means(self, values_R: np.ndarray) -> np.ndarray:
+        """[G] mean over the rollouts of each group."""
+        return np.bincount(self.group, weights=values_R) / self.group_sizes
+
+    def is_flat_group(self) -> np.ndarray:
+        """[G] bool, groups of two or more whose rewards are all the same, so that nothing can be learnt from them."""
+        low, high = np.full(len(self.group_names), np.inf), np.full(len(self.group_names), -np.inf)
+        np.minimum.at(low, self.group, self.rewards)
+        np.maximum.at(high, self.group, self.rewards)
+        return (low == high) & (self.group_sizes > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageReport:
+    """What the advantages were made from.
+
+    zero_variance_groups: groups of two or more rollouts that teach nothing: all their trained tokens have advantage 0,
+        because the rewards are equal.
+    groups_of_one: groups of one rollout, which is compared with nothing.
+    num_silent_rollouts: rollouts whose trained tokens all have advantage 0.
+    mean_reward: over rollouts with a reward; NaN where none has one.
+    notes: what a method has to add, one sentence each.
+    """
+
+    method: str
+    num_trajectories: int
+    num_rollouts: int
+    num_groups: int
+    zero_variance_groups: tuple[Hashable, ...]
+    groups_of_one: tuple[Hashable, ...]
+    num_silent_rollouts: int
+    mean_reward: float
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.method}: {self.num_rollouts:,} rollouts in {self.num_trajectories:,} trajectories, "
+            f"{self.num_groups:,} groups"
+            + ("." if isnan(self.mean_reward) else f", mean reward {self.mean_reward:.4g}."),
+            f"{self.num_silent_rollouts:,} rollouts have advantage 0 throughout.",
+        ]
+        for names, what in (
+            (self.zero_variance_groups, "groups without variance, which teach nothing"),
+            (self.groups_of_one, "groups of one rollout, which nothing is compared with"),
+        ):
+            if names:
+                more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+                lines.append(f"{len(names):,} {what}: {', '.join(map(str, names[:MAX_NAMES]))}{more}.")
+        return "\n".join([*lines, *self.notes])
+
+
+class Credited(NamedTuple):
+    """Trajectories with advantages, in the order in which they came, and the report."""
+
+    trajectories: list[Trajectory]
+    report: AdvantageReport
+
+
+def read_rollouts(trajectories: Sequence[Trajectory], with_rewards: bool = True) -> Rollouts:
+    """Finds rollouts, their groups and rewards. A row without a reward takes the one of its rollout.
+
+    Raises:
+        DataError: no trajectory, one without a group, a rollout without a reward or with two different ones.
+    """
+    items = tuple(trajectories)
+    if not items:
+        raise DataError("advantages need at least one trajectory, got none.")
+    number = number_rollouts(items)
+    rewards = np.full(int(number.max()) + 1, np.nan)
+    group = np.zeros(len(rewards), dtype=np.int64)
+    names: dict[Hashable, int] = {}
+    for index, item in enumerate(items):
+        if item.group is None:
+            raise DataError(f"{_place(item, index)}: no group; set it to what the rollouts of one prompt share.")
+        rollout = number[index]
+        group[rollout] = names.setdefault(item.group, len(names))
+        if item.reward is None:
+            continue
+        if not np.isnan(rewards[rollout]) and rewards[rollout] != item.reward:
+            raise DataError(
+                f"{_place(item, index)}: rollout {item.rollout!r} of group {item.group!r} has reward {item.reward:g} "
+                f"here and {rewards[rollout]:g} in another row; one rollout has one reward."
+            )
+        rewards[rollout] = item.reward
+    if with_rewards and np.isnan(rewards).any():
+        index = int(np.argmax(np.isnan(rewards[number])))
+        raise DataError(f"{_place(items[index], index)}: no reward in any row of its rollout.")
+    return Rollouts(items, number, rewards, group, tuple(names), np.bincount(group, minlength=len(names)))
+
+
+def credited(
+    rollouts: Rollouts, advantages: Sequence[float | np.ndarray], method: str, notes: Sequence[str] = ()
+) -> Credited:
+    """Puts one number, or one value per token, on each trajectory."""
+    weights = _rollout_weights(rollouts.trajectories, rollouts.of_trajectory)
+    items = [
+        replace(item, advantages=np.asarray(value), rollout_weight=weight)
+        for item, value, weight in zip(rollouts.trajectories, advantages, weights, strict=True)
+    ]
+    acts = np.zeros(len(rollouts.rewards), dtype=bool)
+    for item, rollout in zip(items, rollouts.of_trajectory, strict=True):
+        assert item.advantages is not None
+        assert item.loss_weights is not None
+        acts[rollout] |= bool(item.advantages[item.loss_weights > 0].any())
+    acting_G = np.bincount(rollouts.group, weights=acts)
+    known = rollouts.rewards[~np.isnan(rollouts.rewards)]
+    report = AdvantageReport(
+        method=method,
+        num_trajectories=len(items),
+        num_rollouts=len(rollouts.rewards),
+        num_groups=len(rollouts.group_names),
+        zero_variance_groups=_named(rollouts, (acting_G == 0) & (rollouts.group_sizes > 1)),
+        groups_of_one=_named(rollouts, rollouts.group_sizes == 1),
+        num_silent_rollouts=int((~acts).sum()),
+        mean_reward=float(known.mean()) if len(known) else float("nan"),
+        notes=tuple(notes),
+    )
+    return Credited(items, report)
+
+
+def with_rollout_weights(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Trajectories that know the loss weight of their whole rollout (`rollout_weight`), so that it may be spread over
+    several forests, calls or ranks and still be normalised as one.
+    """
+    items = tuple(trajectories)
+    weights = _rollout_weights(items, number_rollouts(items))
+    return [replace(item, rollout_weight=weight) for item, weight in zip(items, weights, strict=True)]
+
+
+def _rollout_weights(items: Sequence[Trajectory], number: np.ndarray) -> list[float]:
+    own = [float(np.asarray(item.loss_weights, dtype=np.float64).sum()) for item in items]
+    total = np.bincount(number, weights=own)
+    return [float(value) for value in total[number]]
+
+
+def _named(rollouts: Rollouts, is_chosen: np.ndarray) -> tuple[Hashable, ...]:
+    return tuple(rollouts.group_names[index] for index in np.flatnonzero(is_chosen))
+
+
+def _place(item: Trajectory, index: int) -> str:
+    return item.source or f"trajectory {index}"

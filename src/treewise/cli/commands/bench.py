@@ -1,0 +1,184 @@
+"""`treewise bench [DATA]`: treewise against flat training and tree rows, paired in one process.
+
+Exit code 1 if a baseline was given and a ratio fell below it.
+"""
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from treewise import bench
+from treewise.bench.contestants import AGAINST
+from treewise.bench.record import MIN_SHARE, command_line
+from treewise.bench.terminal import row_view
+from treewise.cli.commands.inspect import add_data_arguments, render_options
+from treewise.cli.devices import chosen_device
+from treewise.cli.load_model import load_tokenizer, load_weights
+from treewise.data import check_vocabulary, load_trees
+from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.tree.trajectory import Trajectory
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+DEFAULT_MODEL = {"cpu": "qwen3-17m", "cuda": "qwen3-0.6b"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    add_data_arguments(parser, nargs="*")
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--model",
+        nargs="+",
+        help=f"folder, Hub name, .gguf file, smollm2-demo, or a shape with random weights: {', '.join(bench.SHAPES)}",
+    )
+    what.add_argument("--tokenizer", help="of DATA: folder or name; the model's where not given")
+    what.add_argument("--workload", nargs="+", choices=tuple(bench.KINDS), help="all, where no DATA is named")
+    what.add_argument("--size", choices=bench.SIZES, help="of the workloads; cpu on a CPU, full on a GPU")
+    what.add_argument("--trees", nargs="+", help="names of the trees of DATA; all without")
+    what.add_argument(
+        "--max_flat_tokens",
+        "--max-flat-tokens",
+        type=int,
+        help="cut each tree of DATA after as many trajectories as fit",
+    )
+    against = parser.add_argument_group("contestants")
+    against.add_argument("--against", nargs="+", default=list(AGAINST), choices=AGAINST)
+    against.add_argument("--max_tokens", "--max-tokens", nargs="+", type=int, help="budgets; a quarter of each tree")
+    against.add_argument("--checkpointing", action="store_true", help="each also with gradient checkpointing")
+    against.add_argument("--row_tokens", "--row-tokens", type=int, help="of a packed row of flat training; by memory")
+    against.add_argument("--attention", default="auto", choices=("auto", "reference", "cascade", "flex"))
+    how = parser.add_argument_group("how")
+    how.add_argument("--dtype", choices=DTYPES, help="float32 on a CPU, bfloat16 on a GPU")
+    how.add_argument("--device", help="cuda where there is a GPU, else cpu")
+    how.add_argument("--repetitions", type=int, default=3, help="after one to warm up (3)")
+    how.add_argument("--max_seconds", "--max-seconds", type=float, help="no repetition of a workload begins after them")
+    how.add_argument("--reference", default="auto", choices=bench.REFERENCES, help="of the gradient errors")
+    out = parser.add_argument_group("results")
+    out.add_argument("--json", metavar="OUT", help="a file, or a folder for NAME-<hardware>.json; rows are added to it")
+    out.add_argument("--name", default="bench", help="of the file (bench)")
+    out.add_argument(
+        "--check", metavar="BASELINE", help="results to compare with: exit code 1 where treewise is slower"
+    )
+    out.add_argument("--min_share", "--min-share", type=float, default=MIN_SHARE, help="of a baseline's speed (0.9)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints each workload as it is done, writes and checks; returns the exit code."""
+    _check(args)
+    baseline = None if args.check is None else bench.load(Path(args.check), args.name)
+    device = chosen_device(args.device)
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    console = Console(width=None if Console().is_terminal else 200)
+    rows: list[dict[str, Any]] = []
+
+    def tell(row: dict[str, Any]) -> None:
+        rows.append(row)
+        console.print(row_view(row))
+        if args.json is not None:  # after every row: a run that is cut short leaves what it measured
+            bench.save(Path(args.json), bench.record(rows, command_line()), args.name)
+
+    for name in args.model or [DEFAULT_MODEL.get(device.type, DEFAULT_MODEL["cpu"])]:
+        model_of = partial(_model, name, args.gguf_file, dtype, device)
+        bench.run(model_of, name, partial(_workloads, args, name, device), tell, **_how(args))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if not any("contestants" in row for row in rows):
+        raise OutOfMemoryError("nothing was measured: no model fits; choose a smaller one with --model.")
+    if args.json is not None:
+        written = bench.save(Path(args.json), bench.record(rows, command_line()), args.name)
+        console.print(f"written to {written}", highlight=False)
+    return 0 if baseline is None else _verdict(rows, baseline, args, console)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.repetitions < 1:
+        raise ConfigError(f"--repetitions is {args.repetitions}; give at least 1.")
+    for flag in ("max_flat_tokens", "row_tokens", "max_seconds"):
+        value = getattr(args, flag)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{flag} is {value}; it must be positive.")
+    if any(budget < 1 for budget in args.max_tokens or ()):
+        raise ConfigError("--max_tokens: a budget is at least 1 token.")
+    if not args.data and (args.trees or args.max_flat_tokens):
+        raise ConfigError("--trees and --max_flat_tokens choose out of DATA, and no DATA is named.")
+
+
+def _how(args: argparse.Namespace) -> dict[str, Any]:
+    chosen = {
+        "against": args.against,
+        "max_tokens": args.max_tokens,
+        "repetitions": args.repetitions,
+        "attention": args.attention,
+        "with_checkpointing": args.checkpointing,
+        "row_tokens": args.row_tokens,
+        "reference": args.reference,
+    }
+    return chosen if args.max_seconds is None else {**chosen, "max_seconds": args.max_seconds}
+
+
+def _model(name: str, gguf_file: str | None, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    if name in bench.SHAPES:
+        return bench.random_model(name, dtype, device)
+    model: torch.nn.Module = load_weights(name, gguf_file, str(dtype).removeprefix("torch."))
+    return model.to(device).train()
+
+
+def _workloads(args: argparse.Namespace, name: str, device: torch.device, vocabulary: int) -> Iterator[bench.Workload]:
+    """The trees of DATA, then the generated ones."""
+    if args.data:
+        yield from _trees(args, name, vocabulary)
+    for kind in args.workload or ([] if args.data else bench.KINDS):
+        yield bench.make(kind, args.size or ("full" if device.type == "cuda" else "cpu"), vocabulary)
+
+
+def _trees(args: argparse.Namespace, name: str, vocabulary: int) -> Iterator[bench.Workload]:
+    tokenizer = None
+    if args.tokenizer is not None or name not in bench.SHAPES:
+        tokenizer = load_tokenizer(args.tokenizer or name, None if args.tokenizer else args.gguf_file, required=False)
+    data = load_trees(
+        args.data,
+        tokenizer,
+        options=render_options(args),
+        num_workers=args.num_workers,
+        progress=False,
+        on_bad_record=args.on_bad_record,
+    )
+    check_vocabulary(data, vocabulary)
+    missing = set(args.trees or ()) - {tree.name for tree in data}
+    if missing:
+        raise ConfigError(f"--trees: no tree {sorted(missing)[0]!r} in the data.")
+    for tree in data:
+        if args.trees and tree.name not in args.trees:
+            continue
+        items = tree.trajectories if tree.trajectories is not None else tree.forest().trajectories
+        if items is None:
+            raise ConfigError(f"{tree.name} is a declared tree too large to be trained flat; leave it out by --trees.")
+        yield bench.Workload(tree.name, _cut(list(items), args.max_flat_tokens))
+
+
+def _cut(items: list[Trajectory], max_flat_tokens: int | None) -> list[Trajectory]:
+    """The first trajectories that fit, at least one."""
+    if max_flat_tokens is None:
+        return items
+    kept, total = items[:1], len(items[0])
+    for item in items[1:]:
+        total += len(item)
+        if total > max_flat_tokens:
+            break
+        kept.append(item)
+    return kept
+
+
+def _verdict(rows: list[dict[str, Any]], baseline: dict[str, Any], args: argparse.Namespace, console: Console) -> int:
+    worse, count = bench.check({"rows": rows}, baseline, args.min_share)
+    for line in worse:
+        console.print(f"WORSE {line}", highlight=False, markup=False)
+    if count == 0 and not worse:
+        raise ConfigError(f"{args.check} has no case in common with this run; give it the baseline's own arguments.")
+    console.print(f"{count} contestants compared with {args.check}, {len(worse)} worse", highlight=False)
+    return 1 if worse else 0

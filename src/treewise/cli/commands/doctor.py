@@ -1,0 +1,162 @@
+"""`treewise doctor`: what this machine has, which attention and kernels will run, and one check that they are right.
+
+Exit code 1 where the check fails; what is missing but optional is only shown.
+"""
+
+import argparse
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import treewise
+from treewise.cli.devices import chosen_device
+from treewise.engine.calibration import free_bytes
+from treewise.engine.engine import TreeEngine
+from treewise.nn.attention.cascade import kernel_takes_groups
+from treewise.nn.support_table import CapabilityTable
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "numpy")
+_OPTIONAL = {
+    "peft": "adapters: pip install 'treewise[lora]'",
+    "trl": "TRL's trainers: pip install 'treewise[trl]'",
+    "tree_recurrence": "a contestant of the benchmarks of hybrids: pip install 'treewise[bench]'",
+    "gguf": "models from GGUF files: pip install 'treewise[gguf]'",
+}
+# Relative error of the whole gradient that float32 may have between flat and tree.
+_LIMIT = 1e-4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; the first GPU where there is one")
+    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the facts; returns 1 where the self-check fails."""
+    device = chosen_device(args.device)
+    facts = {
+        "environment": _environment(),
+        "packages": _versions(),
+        "devices": _devices(),
+        "attention": _attention(device),
+        "missing": {name: why for name, why in _OPTIONAL.items() if find_spec(name) is None},
+        "self-check": _self_check(device),
+    }
+    if args.json:
+        print(json.dumps(facts, indent=1))
+    else:
+        _print(facts)
+    return 0 if facts["self-check"]["passed"] else 1
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "treewise": treewise.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    made_with = CapabilityTable.load().transformers
+    if found["transformers"] != made_with:
+        found["transformers"] += f" (the table of `treewise models` was made with {made_with})"
+    return found
+
+
+def _devices() -> dict[str, str]:
+    found = {"cpu": f"{os.cpu_count()} cores, {_gib(free_bytes(torch.device('cpu')))} free"}
+    for number in range(torch.cuda.device_count()):
+        device = torch.device("cuda", number)
+        found[str(device)] = f"{torch.cuda.get_device_name(device)}, {_gib(free_bytes(device))} free"
+    return found
+
+
+def _attention(device: torch.device) -> dict[str, str]:
+    """What `attention="auto"` takes on a device, and why."""
+    if device.type == "cuda":
+        triton = "with Triton" if find_spec("triton") else "but Triton is missing, without which it does not compile"
+        return {"auto": "flex", "why": f"{device} is a CUDA device; FlexAttention, {triton}"}
+    if device.type == "cpu" and kernel_takes_groups():
+        return {"auto": "cascade", "why": "torch's flash kernel for CPU takes grouped heads"}
+    if device.type == "cpu":
+        return {
+            "auto": "reference",
+            "why": "this torch's flash kernel for CPU takes no grouped heads (torch 2.13 does)",
+        }
+    return {"auto": "reference", "why": f"no faster implementation for {device.type}"}
+
+
+def _self_check(device: torch.device) -> dict[str, Any]:
+    """A tiny model: loss and gradients of a tree against flat training, whole and in parts."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    model = AutoModelForCausalLM.from_config(config).to(device)
+    base = [3, 1, 4, 1, 5, 9, 2, 6]
+    rollouts = [Trajectory(np.array([*base, *rest])) for rest in ([5, 3, 5], [8, 9, 7, 9], [5, 3, 8])]
+    try:
+        expected = _flat_gradient(model, rollouts, device)
+        errors = {}
+        for budget in (None, 6):
+            model.zero_grad()
+            TreeEngine(model, budget).step(Forest.from_trajectories(rollouts))
+            gap = torch.linalg.vector_norm(_gradient(model) - expected) / torch.linalg.vector_norm(expected)
+            errors["whole" if budget is None else f"max_tokens={budget}"] = float(gap)
+    except Exception as error:  # whatever a broken installation raises is what this command is to show
+        return {"passed": False, "error": f"{type(error).__name__}: {error}"}
+    return {"passed": all(gap <= _LIMIT for gap in errors.values()), "limit": _LIMIT, **errors}
+
+
+def _flat_gradient(model: nn.Module, rollouts: list[Trajectory], device: torch.device) -> torch.Tensor:
+    total = sum(len(item.token_ids) - 1 for item in rollouts)
+    for item in rollouts:
+        ids = torch.as_tensor(item.token_ids, dtype=torch.long, device=device)[None]
+        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], dim=-1)
+        (-logprobs.gather(1, ids[0, 1:, None]).sum() / total).backward()
+    return _gradient(model)
+
+
+def _gradient(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.grad.reshape(-1) for each in model.parameters() if each.grad is not None]).double()
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB"
+
+
+def _print(facts: dict[str, dict[str, Any]]) -> None:
+    for title, lines in facts.items():
+        if not lines:
+            continue
+        print(title)
+        for name, line in lines.items():
+            text = f"{line:.1e}" if isinstance(line, float) else line
+            print(f"  {name:18} {text}")
+    print("ready" if facts["self-check"]["passed"] else "the self-check FAILED")

@@ -1,0 +1,124 @@
+"""`treewise import FILES -o rollouts.jsonl`: dumps of other training stacks to rows that every command reads."""
+
+import argparse
+import contextlib
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from treewise.cli.load_model import load_tokenizer
+from treewise.data.importers import FORMATS, ImportReport, import_rollouts
+from treewise.data.io.printable import shown
+from treewise.errors import ConfigError
+
+MAX_SHOWN = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    parser.add_argument("data", nargs="+", help=".jsonl, .jsonl.gz, .json, .parquet or .pt files, folders or globs")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE.jsonl", help="the rows; - for standard output")
+    parser.add_argument(
+        "--from", dest="format", metavar="FORMAT", help=f"{', '.join(FORMATS)}; recognised by its keys where not given"
+    )
+    parser.add_argument(
+        "--tokenizer", help="the policy's: compares ids with messages, and tokenises dumps of text (folder or name)"
+    )
+    parser.add_argument("--reward", metavar="NAME", help="which reward counts, where records hold several")
+    parser.add_argument("--strict", action="store_true", help="text without ids, or with other ids, is an error")
+    parser.add_argument("--keep_messages", "--keep-messages", action="store_true", help="keep messages beside ids")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output file")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the rows, prints what became of the dump; returns the exit code."""
+    to_stdout = args.output == "-"
+    path = Path(args.output)
+    if not to_stdout:
+        if not path.name.endswith(".jsonl"):
+            raise ConfigError(f"--output {path}: rows are written as JSON lines; name it {path.stem}.jsonl.")
+        if path.exists() and not args.overwrite:
+            raise ConfigError(f"--output {path} exists; name another file, or --overwrite.")
+    tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
+    rows = import_rollouts(
+        args.data,
+        args.format,
+        tokenizer=tokenizer,
+        reward_field=args.reward,
+        strict=args.strict,
+        keep_messages=args.keep_messages,
+    )
+    if to_stdout:
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        _write(path, rows)
+    console = Console(stderr=to_stdout)
+    if args.json:
+        console.print_json(json.dumps(rows.report.to_dict()))
+    else:
+        _show(console, rows.report, "standard output" if to_stdout else str(path))
+    return 0
+
+
+def _write(path: Path, rows: Any) -> None:
+    """Writes beside the file and moves it into place, so that an import that fails leaves nothing half-written."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("w", encoding="utf-8") as stream:
+            for row in rows:
+                stream.write(json.dumps(row) + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written ({error.strerror or error}).") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _show(console: Console, report: ImportReport, output: str) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    with_ids = report.num_rows - report.num_text_rows
+    formats = Counter(report.formats.values())
+    table.add_row("format", ", ".join(formats))
+    table.add_row("records", f"{report.num_records:,} in {len(report.formats):,} file(s)")
+    table.add_row("rollouts", f"{report.num_rollouts:,} in {report.num_groups:,} groups")
+    table.add_row("rows", f"{report.num_rows:,}: {with_ids:,} with token ids, {report.num_text_rows:,} of text alone")
+    if report.num_tokens:
+        table.add_row("tokens", f"{report.num_tokens:,}, {report.num_trained_tokens:,} of them sampled")
+    table.add_row("without a reward", f"{report.num_without_reward:,} rows")
+    if with_ids:
+        table.add_row("without sampler log-probs", f"{report.num_without_sampler_logprobs:,} rows")
+    if report.num_compared:
+        table.add_row("compared with their text", f"{report.num_compared:,} rows, {report.num_drifted:,} drifted")
+    table.add_row("written to", output)
+    console.print(table)
+    if report.num_text_rows:
+        _say(console, f"{report.num_text_rows:,} rows hold text alone: it is tokenised when it is loaded, and may give "
+                      "other tokens than were sampled.")  # fmt: skip
+    for text, count in report.warnings.items():
+        _say(console, f"{text} ({count:,} times)" if count > 1 else text)
+    for line in report.drifts[:MAX_SHOWN]:
+        _say(console, line)
+    if report.num_drifted > MAX_SHOWN:
+        _say(console, f"{report.num_drifted - MAX_SHOWN:,} more rows whose text gives other ids")
+    for place, reason in report.left_out[:MAX_SHOWN]:
+        _say(console, f"left out: {place}: {reason}")
+    if len(report.left_out) > MAX_SHOWN:
+        reasons = Counter(shown(reason) for _, reason in report.left_out)
+        _say(console, f"left out in all: {len(report.left_out):,} ({_counted(reasons)})")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, style="yellow", highlight=False, markup=False)
+
+
+def _counted(reasons: Counter[str], limit: int = 4) -> str:
+    return "; ".join(f"{count:,}: {reason}" for reason, count in reasons.most_common(limit))

@@ -1,0 +1,102 @@
+"""`treewise models`: the capability table, or one family of it."""
+
+import argparse
+import json
+from dataclasses import asdict
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from treewise.errors import ConfigError
+from treewise.nn.support_table import REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable
+
+_COLOURS = {SUPPORTED: "green", REFUSED: "red", UNTRIED: "yellow"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("family", nargs="?", help="a model_type, or a folder with a config.json; all where not given")
+    parser.add_argument("--supported", action="store_true", help="only these")
+    parser.add_argument("--refused", action="store_true", help="only these")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints rows; exit code 1 where a single family is not supported."""
+    table = CapabilityTable.load()
+    rows = [_find(table, args.family)] if args.family else _selected(table, args)
+    if args.json:
+        print(json.dumps({"transformers": table.transformers, "rows": [asdict(row) for row in rows]}, indent=1))
+    elif args.family:
+        _print_one(rows[0])
+    else:
+        _print_all(table, rows)
+    if not args.json:
+        _say_release(table)
+    return 0 if not args.family or rows[0].status == SUPPORTED else 1
+
+
+def _selected(table: CapabilityTable, args: argparse.Namespace) -> list[Capability]:
+    asked = [status for status, flag in ((SUPPORTED, args.supported), (REFUSED, args.refused)) if flag]
+    return [row for status in asked or (SUPPORTED, REFUSED, UNTRIED) for row in table.of_status(status)]
+
+
+def _find(table: CapabilityTable, name: str) -> Capability:
+    config = Path(name) / "config.json"
+    family = _family_of(config) if config.is_file() else name
+    row = table.find(family)
+    if row is None:
+        near = get_close_matches(family, [row.family for row in table.rows], n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "`treewise models` lists all."
+        raise ConfigError(
+            f"no family {family!r} in the table of transformers {table.transformers}. {hint} A model that is not "
+            "listed may still work: the engine tries it before its first step."
+        )
+    return row
+
+
+def _family_of(config: Path) -> str:
+    try:
+        family = json.loads(config.read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        family = None
+    if not isinstance(family, str):
+        raise ConfigError(f"{config}: names no model_type; is this the configuration of a transformers model?")
+    return family
+
+
+def _print_one(row: Capability) -> None:
+    print(f"{row.family} ({row.model}): {row.status}" if row.model else f"{row.family}: {row.status}")
+    if row.reason:
+        print(row.reason)
+    if row.layers:
+        print(f"layers: {', '.join(row.layers)}")
+    if row.error is not None:
+        print(f"largest relative difference from flat training, whole and in parts, float32: {row.error:.0e}")
+
+
+def _print_all(table: CapabilityTable, rows: list[Capability]) -> None:
+    shown = Table(box=None, pad_edge=False)
+    for column in ("family", "status", "layers, or why not"):
+        shown.add_column(column, overflow="fold")
+    for row in rows:
+        colour = _COLOURS[row.status]
+        shown.add_row(row.family, f"[{colour}]{row.status}[/{colour}]", escape(row.reason or ", ".join(row.layers)))
+    Console().print(shown)
+    counts = table.counts()
+    print(", ".join(f"{counts[status]} {status}" for status in (SUPPORTED, REFUSED, UNTRIED)))
+
+
+def _say_release(table: CapabilityTable) -> None:
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        installed = "none"
+    if installed != table.transformers:
+        print(f"made with transformers {table.transformers}; installed: {installed}")
+    else:
+        print(f"made with transformers {table.transformers}")

@@ -1,0 +1,39 @@
+"""`treewise train CONFIG.yaml [--key value ...]`: a model, data and settings to a fine-tuned model."""
+
+import argparse
+import shlex
+from contextlib import ExitStack
+from pathlib import Path
+
+from treewise.cli import training_run
+from treewise.cli.config import read_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command. Every key of the configuration is a flag, too."""
+    parser.usage = (
+        "treewise train [CONFIG.yaml] --model MODEL --data FILES --output_dir FOLDER [--key value ...] "
+        "[--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
+    )
+    parser.epilog = "Keys, in the file or as flags: docs/training.md"
+    training_run.add_flags(parser, "output_dir")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; returns the exit code."""
+    config = read_config(*training_run.split_words(args))
+    training_run.check_flags(args, config)
+    arguments = training_run.training_arguments(config)
+    if not args.dry_run and training_run.is_first_rank():
+        training_run.check_folder(Path(arguments.output_dir), args.resume, args.overwrite)
+    train_data, eval_data, tokenizer = training_run.load_data(config)
+    model = training_run.load_model(config, arguments)
+    for dataset in filter(None, (train_data, eval_data)):
+        dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
+    if args.dry_run:
+        return training_run.dry_run(arguments, model, train_data)
+    command = shlex.join(["treewise", "train", *args.overrides])
+    with ExitStack() as stack:
+        resume_from = training_run.begin(stack, args, config, arguments)
+        training_run.train(arguments, model, tokenizer, train_data, eval_data, resume_from, command)
+    return 0

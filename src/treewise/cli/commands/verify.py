@@ -1,0 +1,107 @@
+"""`treewise verify DATA --model M`: flat against tree on the user's own model and rows. Exit code 1 if they differ."""
+
+import argparse
+import json
+
+import yaml
+from rich.console import Console
+
+from treewise.cli.commands.inspect import add_data_arguments, render_options
+from treewise.cli.devices import chosen_device
+from treewise.cli.load_model import load_model, load_tokenizer
+from treewise.cli.objective import typed_settings
+from treewise.data import TreeDataset, check_vocabulary, load_trees
+from treewise.errors import ConfigError
+from treewise.objectives import WEIGHTINGS, Objective, PolicyGradient, objective_named
+from treewise.report import verification_view
+from treewise.tree.trajectory import Trajectory
+from treewise.verification.compare import verify
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    add_data_arguments(parser)
+    parser.add_argument("--model", required=True, help="folder, Hub name, .gguf file or smollm2-demo")
+    parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the model")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch; whole trees without")
+    parser.add_argument("--limit", type=int, default=32, help="the first K trajectories (32; 0 for all)")
+    parser.add_argument("--attention", default="auto", choices=("auto", "reference", "cascade", "flex"))
+    parser.add_argument("--objective", default="sft", help="whose loss is compared: sft, grpo, dapo, cispo, ... (sft)")
+    parser.add_argument("--settings", default="{}", metavar="YAML", help="of the objective: '{clip_high: 0.28}'")
+    parser.add_argument(
+        "--advantages", help="from rewards: grpo, rloo, ...; the rows' own, or the objective's usual ones"
+    )
+    parser.add_argument("--weighting", choices=WEIGHTINGS, help="per_trajectory where not given")
+    parser.add_argument("--tolerance", type=float, help="relative error allowed in the gradient; by dtype without")
+    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the comparison; returns 1 where an error is beyond its limit."""
+    if args.limit < 0:
+        raise ConfigError(f"--limit is {args.limit}; give a number of trajectories, or 0 for all.")
+    objective = _objective(args)
+    device = chosen_device(args.device)
+    model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
+    data = load_trees(
+        args.data,
+        tokenizer if args.tokenizer is None else load_tokenizer(args.tokenizer),
+        options=render_options(args),
+        num_workers=args.num_workers,
+        progress=not args.json,
+        on_bad_record=args.on_bad_record,
+    )
+    check_vocabulary(data, model.get_input_embeddings().weight.shape[0])
+    trajectories = _trajectories(data, objective, args)
+    report = verify(
+        model.to(device),
+        trajectories,
+        args.max_tokens,
+        attention=args.attention,
+        objective=objective,
+        tolerance=args.tolerance,
+    )
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        console = Console()
+        console.print(verification_view(report))
+        for failure in report.failures:
+            console.print(f"[red]{failure}[/]", highlight=False)
+    return 0 if report.passed else 1
+
+
+def _objective(args: argparse.Namespace) -> Objective:
+    try:
+        settings = yaml.safe_load(args.settings)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # nested without end; an integer that cannot be
+        raise ConfigError(f"--settings {args.settings!r} is no YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--settings {args.settings!r} is no mapping; write '{{name: value}}'.")
+    if args.weighting is not None:
+        settings["weighting"] = args.weighting
+    return objective_named(args.objective, **typed_settings(settings))
+
+
+def _trajectories(data: TreeDataset, objective: Objective, args: argparse.Namespace) -> list[Trajectory]:
+    """The first ones, of whole trees as far as advantages look at groups."""
+    trees: list[list[Trajectory]] = []
+    for tree in data:
+        items = tree.trajectories if tree.trajectories is not None else tree.forest().trajectories
+        if items:
+            trees.append(list(items))
+        if args.limit and sum(map(len, trees)) >= args.limit:
+            break
+    if not trees:
+        raise ConfigError("the declared trees are too large to be trained flat; verify on a smaller one.")
+    if isinstance(objective, PolicyGradient):
+        from treewise.rl import rollout_batch  # slow to import
+
+        trees, _ = rollout_batch.credit(trees, args.advantages or rollout_batch.usual_method(args.objective, trees), {})
+    elif args.advantages is not None:
+        raise ConfigError(f"--advantages {args.advantages}: objective {args.objective!r} takes none.")
+    return [item for tree in trees for item in tree][: args.limit or None]

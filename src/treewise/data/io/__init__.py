@@ -1,0 +1,1 @@
+"""Files to raw records: reading, checking and printing."""

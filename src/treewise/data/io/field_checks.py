@@ -1,0 +1,99 @@
+"""Single values and flat lists of records, checked where they come in."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from treewise.data.io.printable import shown
+from treewise.errors import DataError
+
+MAX_FLOAT = float(np.finfo(np.float32).max)  # streams are float32
+# Names of the same thing elsewhere. Passed over, they would change what is trained.
+OTHER_NAMES = {
+    "loss_mask": "loss_weights",
+    "mask": "loss_weights",
+    "sampled": "loss_weights",
+    "sampled_mask": "loss_weights",
+    "labels": "loss_weights",
+    "advantage": "advantages",
+    "logprobs": "sampler_logprobs",
+    "inference_logprobs": "sampler_logprobs",
+    "rollout_log_probs": "sampler_logprobs",
+    "old_log_probs": "old_logprobs",
+    "ref_log_prob": "ref_logprobs",
+    "rewards": "reward",
+    "rollout_id": "rollout",
+}
+
+
+def label(value: Any, name: str, place: str) -> Any:
+    """Text or a number that names something (a group, a rollout); None where it is absent."""
+    if value is not None and (not isinstance(value, str | int | float) or value != value):
+        raise DataError(f"{place}: {name} must be text or a number, found {type(value).__name__}.")
+    return value
+
+
+def number(value: Any, name: str, place: str) -> float | None:
+    """One finite number; None where it is absent."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
+        raise DataError(f"{place}: {name} must be one finite number, found {shown(value)}.")
+    return float(value)
+
+
+def flat_list(value: Any, name: str, place: str) -> Any:
+    """A list, or the 1-D array of a column; its items are not looked at."""
+    if not isinstance(value, list | np.ndarray) or (isinstance(value, np.ndarray) and value.ndim != 1):
+        raise DataError(f"{place}: {name} must be a flat list of numbers, found {shown(value)}.")
+    return value
+
+
+def number_list(value: Any, name: str, place: str) -> np.ndarray:
+    """A flat list of finite numbers, as float32."""
+    items = flat_list(value, name, place)
+    try:
+        array = np.asarray(items)
+    except (ValueError, OverflowError):  # lists of different lengths
+        array = np.zeros((0, 0))
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iufb"):
+        raise DataError(f"{place}: {name} must be a flat list of numbers, found {shown(value)}.")
+    check_finite(array, name, place)
+    return array.astype(np.float32)
+
+
+def check_finite(array: np.ndarray, name: str, place: str) -> None:
+    """Refuses values that are not finite as float32.
+
+    Raises:
+        DataError: with the first position.
+    """
+    good = np.abs(array) <= MAX_FLOAT
+    if not good.all():
+        at = int(np.argmin(good))
+        raise DataError(f"{place}: {name}[{at}] is {array[at]:g}; every value must be finite (and fit float32).")
+
+
+def weight(value: Any, place: str) -> float:
+    """The loss weight of a message: 1 where it is absent."""
+    if value is None:
+        return 1.0
+    good = not isinstance(value, bool) and isinstance(value, int | float) and not math.isnan(value)
+    if not good or not 0 <= value <= MAX_FLOAT:
+        raise DataError(f"{place}: weight {shown(value)} must be a finite number of at least 0 (0: not trained).")
+    return float(value)
+
+
+def refuse_other_names(record: Mapping[str, Any], place: str) -> None:
+    """Refuses token ids beside streams under a name that treewise would pass over.
+
+    Raises:
+        DataError: with the name that it should have.
+    """
+    for name, ours in OTHER_NAMES.items():
+        if name in record and ours not in record:
+            raise DataError(
+                f"{place}: {name} is no key here; write it as {ours}, or let `treewise import` read the dump."
+            )

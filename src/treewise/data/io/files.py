@@ -1,0 +1,230 @@
+"""Files to raw records, with the physical place of each: `rollouts.jsonl:17`, `rollouts.parquet:row 17`.
+
+Nothing is skipped silently: a file that is damaged, cut short or of another kind than its name says is a `DataError`.
+Lines are only cut here; they are parsed in the worker processes.
+"""
+
+import glob
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from treewise.data.io.printable import shown
+from treewise.errors import DataError
+
+PathLike = str | Path
+FOLDER_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # what a folder is searched for; `.json` must be named
+SUFFIXES = (*FOLDER_SUFFIXES, ".json", ".json.gz")
+UTF8_MARK = b"\xef\xbb\xbf"
+GZIP_MAGIC = b"\x1f\x8b"
+PARQUET_BATCH_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RawRecord:
+    """One record before parsing: `payload` is the bytes of a line, or an object that a reader already parsed."""
+
+    place: str
+    payload: bytes | dict[str, Any]
+    offset: int = 0  # of the payload in the (decompressed) file, in bytes
+    is_tail: bool = False  # the last line, without a line end
+    is_row: bool = False  # a Parquet row: nested columns may be padded with nulls
+    num_bytes: int = 0
+
+
+def find_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
+    """Data files behind paths, folders and globs, in a fixed order, each once.
+
+    Raises:
+        DataError: nothing found, or a file of an unknown kind.
+    """
+    several: Any = paths
+    given = [paths] if isinstance(paths, str | Path) else list(several) if isinstance(several, list | tuple) else None
+    if given is None or not all(isinstance(path, str | Path) for path in given):
+        raise DataError(f"data paths must be text, a Path or a list of these, found {shown(paths)}.")
+    if not given:
+        raise DataError("no data paths given; name at least one .jsonl, .jsonl.gz, .json or .parquet file.")
+    found = [file for path in given for file in _found(path)]
+    unique = {file.resolve(): file for file in reversed(found)}
+    return sorted(unique.values(), key=found.index)
+
+
+def read_records(path: Path) -> Iterator[RawRecord]:
+    """Raw records of one file in order. Blank lines are passed over; line numbers stay physical."""
+    _check_magic(path)
+    try:
+        if path.name.endswith(".parquet"):
+            yield from _parquet_rows(path)
+        elif path.name.endswith((".json", ".json.gz")):
+            yield from _json_list(path)
+        else:
+            yield from _json_lines(path)
+    except EOFError:
+        raise DataError(f"{path}: the gzip file is cut short; write it again or restore it from its source.") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: damaged gzip data ({error}); write it again or restore it.") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole (decompressed) content of a small side file."""
+    _check_magic(path)
+    try:
+        with _open(path) as stream:
+            return stream.read()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: damaged or cut-short gzip data ({error}).") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+
+
+def stem(path: Path) -> str:
+    """File name without its data suffix: `mini` of `mini.jsonl.gz`."""
+    suffix = max((s for s in SUFFIXES if path.name.endswith(s)), key=len, default=path.suffix)
+    return path.name[: len(path.name) - len(suffix)]
+
+
+def _found(path: PathLike) -> Iterable[Path]:
+    if not str(path).strip():
+        raise DataError("a data path is empty; name a file, a folder or a glob.")
+    try:
+        return _expand(Path(path).expanduser())
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, holds a zero byte or no such user
+        if isinstance(error, DataError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{shown(str(path))}: cannot be looked up ({reason}).") from None
+
+
+def _expand(path: Path) -> Iterable[Path]:
+    if path.is_dir():
+        kept = (file for file in path.iterdir() if file.name.endswith(FOLDER_SUFFIXES) and file.is_file())
+        files = sorted(file for file in kept if not file.name.startswith("."))
+        if not files:
+            raise DataError(f"{path}: the folder holds no {', '.join(FOLDER_SUFFIXES)} file; name the files.")
+        return files
+    if not path.exists() and glob.has_magic(str(path)):
+        files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if name.endswith(SUFFIXES))
+        if not files:
+            raise DataError(f"{path}: the pattern matches no {', '.join(SUFFIXES)} file.")
+        return files
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder.")
+    if not path.name.endswith(SUFFIXES):
+        hint = " A dump of torch.save becomes rows by `treewise import`." if path.suffix in (".pt", ".pth") else ""
+        raise DataError(f"{path}: unknown kind of file; supported are {', '.join(SUFFIXES)}.{hint}")
+    return [path]
+
+
+def _check_magic(path: Path) -> None:
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(4)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    if path.name.endswith(".gz"):
+        if not head.startswith(GZIP_MAGIC):
+            raise DataError(f"{path}: not a gzip file (it starts with {shown(head)}); rename it or compress it.")
+    elif path.name.endswith(".parquet"):
+        if head != b"PAR1":
+            raise DataError(f"{path}: not a Parquet file (it starts with {shown(head)}, not b'PAR1').")
+    elif head.startswith(GZIP_MAGIC):
+        raise DataError(f"{path}: gzip data in a file without .gz; rename it to {path.name}.gz.")
+    elif head == b"PAR1":
+        raise DataError(f"{path}: a Parquet file under another name; rename it to {stem(path)}.parquet.")
+
+
+def _open(path: Path) -> BinaryIO:
+    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
+
+
+def _json_lines(path: Path) -> Iterator[RawRecord]:
+    with _open(path) as stream:
+        offset = 0
+        for number, line in enumerate(stream, 1):
+            start, offset = offset, offset + len(line)
+            body = line.rstrip(b"\r\n")
+            if number == 1 and body.startswith(UTF8_MARK):
+                body, start = body[len(UTF8_MARK) :], start + len(UTF8_MARK)
+            if body.strip():
+                yield RawRecord(f"{path}:{number}", body, start, not line.endswith(b"\n"), num_bytes=len(line))
+
+
+def _json_list(path: Path) -> Iterator[RawRecord]:
+    """One JSON list of records. Elements are cut by the decoder one by one, so each knows its physical line."""
+    data = read_bytes(path)
+    skip = len(UTF8_MARK) if data.startswith(UTF8_MARK) else 0
+    try:
+        text = data[skip:].decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start + skip}; save the file as UTF-8.") from None
+    position = _skip_space(text, 0)
+    if text[position : position + 1] != "[":
+        raise DataError(f"{path}: a .json file must hold one list of records; for one record per line use .jsonl.")
+    decoder = json.JSONDecoder()
+    position = _skip_space(text, position + 1)
+    line, counted = 1, 0
+    while text[position : position + 1] != "]":
+        line, counted = line + text.count("\n", counted, position), position
+        try:
+            value, end = decoder.raw_decode(text, position)
+            position = _skip_space(text, end)
+            if text[position : position + 1] == ",":
+                position = _skip_space(text, position + 1)
+            elif text[position : position + 1] != "]":
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
+        except (RecursionError, ValueError) as error:
+            raise DataError(f"{path}:{line}: JSON that cannot be read ({type(error).__name__}).") from None
+        if not isinstance(value, dict):
+            raise DataError(f"{path}:{line}: a record must be a JSON object, found {type(value).__name__}.")
+        yield RawRecord(f"{path}:{line}", value, num_bytes=position - counted)
+    if text[position + 1 :].strip():
+        raise DataError(f"{path}: text after the end of the list; a .json file holds one list.")
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
+
+
+def _parquet_rows(path: Path) -> Iterator[RawRecord]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        number = 0
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+                columns = [_column_values(column) for column in batch.columns]
+                num_bytes = batch.nbytes // max(1, batch.num_rows)
+                for values in zip(*columns, strict=True):
+                    number += 1
+                    row = dict(zip(batch.schema.names, values, strict=True))
+                    yield RawRecord(f"{path}:row {number}", row, is_row=True, num_bytes=num_bytes)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: damaged Parquet file ({shown(str(error))}); write it again.") from None
+
+
+def _column_values(column: Any) -> list[Any]:
+    """Python values of a column; lists of numbers stay NumPy arrays, which is most of the work saved."""
+    import pyarrow as pa
+
+    kind = column.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return column.to_pylist()
+    if not (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)) or column.values.null_count:
+        return column.to_pylist()
+    values = column.values.to_numpy(zero_copy_only=False)
+    offsets = np.asarray(column.offsets)
+    valid = column.is_valid().to_pylist()
+    return [values[offsets[i] : offsets[i + 1]] if ok else None for i, ok in enumerate(valid)]

@@ -1,0 +1,165 @@
+"""Raw records to objects: JSON with named errors, Parquet rows without their null padding, and record forms by keys."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from treewise.data.io.files import RawRecord
+from treewise.data.io.printable import shown
+from treewise.errors import DataError
+
+Record = dict[str, Any]
+
+FORMS = (
+    "records are chats (messages), logged calls (messages, calls), prompts and completions (prompt, completion), token "
+    "rows (token_ids), grouped rows (seqs), declared trees (nodes) or their nodes (tree, and token_ids or message): "
+    "see docs/data.md"
+)
+
+# Columns that hold nested values; a string in one of these is JSON text.
+NESTED = (
+    *("messages", "tools", "calls", "nodes", "seqs", "token_ids", "loss_weights"),
+    *("old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_ids", "teacher_logprobs"),
+)
+
+
+class PartialTailError(DataError):
+    """The last line of a file, cut off while it was written."""
+
+
+def parse(raw: RawRecord) -> Record:
+    """The record as an object, nulls at the top removed (a null field is an absent field).
+
+    Raises:
+        DataError: text that is not UTF-8, not JSON or not an object, at `file:line:column` or with the byte offset.
+        PartialTailError: the same in a last line without a line end.
+    """
+    value = _parse_line(raw) if isinstance(raw.payload, bytes) else raw.payload
+    if raw.is_row:
+        value = {key: _without_nulls(item) for key, item in value.items()}
+    record = {key: item for key, item in value.items() if item is not None}
+    for name in NESTED:
+        if isinstance(record.get(name), str):
+            record[name] = parse_text(record[name], f"{raw.place}: {name}")
+    return record
+
+
+class _RepeatedKeyError(Exception):
+    """A key that one object holds twice, of which `json` would keep the last without a word."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Record:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKeyError(next(key for key in keys if keys.count(key) > 1))
+    return made
+
+
+def parse_text(text: str, place: str) -> Any:
+    """JSON inside a string (a Parquet column, the arguments of a tool call)."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: not valid JSON at character {error.pos}: {error.msg}; {shown(text)}.") from None
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{place}: JSON that cannot be read ({type(error).__name__}).") from None
+
+
+def detect_form(record: Record, place: str) -> str:
+    """Which form a record has: chat, prompt_completion, token_row, grouped_rows, calls, nodes or tree_node.
+
+    Raises:
+        DataError: keys of no form, or of several.
+    """
+    forms = []
+    if "nodes" in record:
+        forms.append("nodes")
+    if "tree" in record and ("token_ids" in record or "message" in record):
+        forms.append("tree_node")
+    elif "token_ids" in record:
+        forms.append("token_row")
+    elif "messages" in record:
+        forms.append("calls" if "calls" in record else "chat")
+    if "seqs" in record:
+        forms.append("grouped_rows")
+    if ("completion" in record and "token_ids" not in record) or ("prompt" in record and not forms):
+        forms.append("prompt_completion")
+    if "token_ids" in record and "calls" in record:
+        forms.append("calls")
+    missing = [name for name in ("prompt", "completion") if name not in record]
+    if forms == ["prompt_completion"] and missing:
+        raise DataError(f"{place}: a prompt/completion record without {missing[0]}{_foreign(record)}.")
+    if len(forms) == 1:
+        return forms[0]
+    keys = ", ".join(shown(key) for key in list(record)[:12]) or "no keys"
+    if not forms:
+        raise DataError(f"{place}: a record with {keys} fits no form{_foreign(record)}; {FORMS}.")
+    raise DataError(f"{place}: a record with {keys} fits several forms ({', '.join(forms)}); {FORMS}.")
+
+
+def _foreign(record: Record) -> str:
+    """Says whose dump this looks like, if it does."""
+    from treewise.data.importers.formats import detect_format  # which imports this module
+
+    name = detect_format(record)
+    return "" if name is None else f" (it looks like {name}'s: `treewise import` turns it into rows)"
+
+
+def _parse_line(raw: RawRecord) -> Record:
+    assert isinstance(raw.payload, bytes)
+    try:
+        text = raw.payload.decode()
+        value = json.loads(text, object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        if raw.is_tail and error.reason == "unexpected end of data":
+            raise PartialTailError(_partial(raw)) from None
+        at = raw.offset + error.start
+        raise DataError(f"{raw.place}: not UTF-8 at byte {at} of the file; save the file as UTF-8.") from None
+    except json.JSONDecodeError as error:
+        if raw.is_tail:
+            raise PartialTailError(_partial(raw)) from None
+        near = shown(text[max(0, error.pos - 15) : error.pos + 15])
+        raise DataError(f"{raw.place}:{error.colno}: not valid JSON: {error.msg}, near {near}.") from None
+    except _RepeatedKeyError as error:
+        raise DataError(f"{raw.place}: the key {shown(error.args[0])} is given twice in one object.") from None
+    except RecursionError:
+        raise DataError(f"{raw.place}: JSON nested too deeply to read.") from None
+    except ValueError as error:
+        raise DataError(f"{raw.place}: JSON that cannot be read ({shown(str(error))}).") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{raw.place}: a record must be a JSON object, found {type(value).__name__}.")
+    if b"\\ud" in raw.payload or b"\\uD" in raw.payload:
+        _check_surrogates(text, value, raw)
+    return value
+
+
+def _partial(raw: RawRecord) -> str:
+    return (
+        f"{raw.place}: incomplete final line (the writer stopped in the middle); "
+        "remove it, or leave it out: on_bad_record quarantine, or in Python allow_partial_tail=True."
+    )
+
+
+def _check_surrogates(text: str, value: Record, raw: RawRecord) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        at = text.lower().find(f"\\u{code:04x}")
+        column = "" if at < 0 else f" at byte {raw.offset + len(text[:at].encode())} of the file"
+        raise DataError(
+            f"{raw.place}: lone surrogate \\u{code:04x}{column} is not text; escape pairs in full or replace it."
+        ) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow pads structs with nulls for the keys of other rows; those are absent, not null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, tuple | np.generic):
+        return list(value) if isinstance(value, tuple) else value.item()
+    return value

@@ -1,0 +1,117 @@
+"""Rows: trajectories and declared nodes in the compact form that workers hand over and the cache stores.
+
+Calls of one record share almost all of their prompts, so a row stores only what differs from the row before it in the
+same record (`shared` tokens are taken from there); weights of rendered rows are a few spans. Trajectories are made
+from rows when a tree is asked for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from treewise.tree.trajectory import Trajectory
+
+STREAMS = ("loss_weights", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+TEACHER = ("teacher_ids", "teacher_logprobs")  # k values per token, stored flat
+
+
+@dataclass(slots=True)
+class Row:
+    """One trajectory, or one declared node where `parent` is given.
+
+    `token_ids` are the tokens after the first `shared` tokens of the row before. Either `loss_weights` holds one value
+    per token of the whole trajectory, or `spans` ([start, end, start, end, ...]) the trained tokens, each span with
+    its weight in `span_weights`.
+    """
+
+    token_ids: np.ndarray
+    shared: int = 0
+    spans: list[int] = field(default_factory=list)
+    span_weights: list[float] = field(default_factory=list)
+    loss_weights: np.ndarray | None = None
+    advantages: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+    sampler_logprobs: np.ndarray | None = None
+    teacher_ids: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
+    group: Any = None
+    reward: float | None = None
+    rollout: Any = None
+    source: str = ""
+    parent: int | None = None
+    is_end: bool | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the whole trajectory."""
+        return self.shared + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class RecordResult:
+    """What a worker made of one record: rows of a tree, a node of a tree given line by line, or the error it met."""
+
+    place: str
+    rows: list[Row] = field(default_factory=list)
+    key: str | None = None  # records with equal keys form one training tree
+    name: str = ""
+    is_declared: bool = False
+    node: tuple[str, dict[str, Any]] | None = None  # (tree, node): one node per line
+    warnings: list[str] = field(default_factory=list)
+    rollout: Any = None  # as the record gives it
+    is_grouped_by_prompt: bool = False  # no group was given, so equal prompts make one
+    is_compared: bool = False  # has both token ids and text
+    drift: list[str] = field(default_factory=list)  # where these differ
+    error: str | None = None
+    is_partial_tail: bool = False
+    raw: str | None = None  # the record as text, kept where it is bad
+
+
+def row_from_trajectory(trajectory: Trajectory) -> Row:
+    """A row that holds all streams of a validated trajectory."""
+    held: Any = {name: getattr(trajectory, name) for name in (*STREAMS, *TEACHER)}
+    streams: Any = {name: None if value is None else value.reshape(-1) for name, value in held.items()}
+    return Row(
+        token_ids=trajectory.token_ids,
+        **streams,
+        group=trajectory.group,
+        reward=trajectory.reward,
+        rollout=trajectory.rollout,
+        source=trajectory.source,
+    )
+
+
+def trajectories_from_rows(rows: Sequence[Row]) -> list[Trajectory]:
+    """Trajectories of rows in order; each `shared` prefix comes from the row before."""
+    result: list[Trajectory] = []
+
+    def table(row: Row, name: str) -> Any:
+        held = getattr(row, name)
+        return None if held is None else held.reshape(row.num_tokens, -1)
+
+    for row in rows:
+        ids = np.concatenate([result[-1].token_ids[: row.shared], row.token_ids]) if row.shared else row.token_ids
+        result.append(
+            Trajectory(
+                token_ids=ids,
+                loss_weights=row.loss_weights if row.loss_weights is not None else span_weights(row, len(ids)),
+                **{name: getattr(row, name) for name in STREAMS[1:]},
+                **{name: table(row, name) for name in TEACHER},
+                group=row.group,
+                reward=row.reward,
+                rollout=row.rollout,
+                source=row.source,
+            )
+        )
+    return result
+
+
+def span_weights(row: Row, length: int) -> np.ndarray:
+    """Loss weights per token from the trained spans of a row."""
+    weights = np.zeros(length, dtype=np.float32)
+    for start, end, weight in zip(row.spans[::2], row.spans[1::2], row.span_weights, strict=True):
+        weights[start:end] = weight
+    return weights

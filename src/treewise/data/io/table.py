@@ -1,0 +1,142 @@
+"""Rows as an Arrow table: what a dataset holds in memory and the cache on disk, and the content hash of it."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from treewise.data.io.rows import Row
+from treewise.errors import DataError
+
+IDS, FLOATS = pa.large_list(pa.int32()), pa.large_list(pa.float32())
+SCHEMA = pa.schema(
+    {
+        "tree": pa.int32(),
+        "shared": pa.int64(),
+        "token_ids": IDS,
+        "spans": pa.large_list(pa.int64()),
+        "span_weights": FLOATS,
+        "loss_weights": FLOATS,
+        "advantages": FLOATS,
+        "old_logprobs": FLOATS,
+        "ref_logprobs": FLOATS,
+        "sampler_logprobs": FLOATS,
+        "teacher_ids": IDS,
+        "teacher_logprobs": FLOATS,
+        "group": pa.string(),
+        "reward": pa.float64(),
+        "rollout": pa.string(),
+        "source": pa.string(),
+        "parent": pa.int64(),
+        "is_end": pa.bool_(),
+    }
+)
+LABELS = ("group", "rollout")  # stored as JSON: text and numbers stay apart
+PLACES = ("source", "rollout")  # say where the data lay, so no part of its content
+
+
+def rows_to_table(trees: Iterable[int], rows: Sequence[Row]) -> pa.Table:
+    """A table with one line per row; `trees` gives the tree of each."""
+    columns = {"tree": pa.array(trees, pa.int32())}
+    for field in SCHEMA:
+        if field.name == "tree":
+            continue
+        values = [getattr(row, field.name) for row in rows]
+        if pa.types.is_large_list(field.type):
+            columns[field.name] = _list_column(values, field.type)
+        else:
+            if field.name in LABELS:
+                values = [None if value is None else json.dumps(value) for value in values]
+            columns[field.name] = pa.array(values, field.type)
+    return pa.table(columns, schema=SCHEMA)
+
+
+def table_rows(table: pa.Table, low: int, high: int) -> list[Row]:
+    """Rows `low` to `high`; their arrays are views of the table."""
+    part = table.slice(low, high - low)
+    columns: dict[str, list[Any]] = {}
+    for field in SCHEMA:
+        column = part.column(field.name)
+        if pa.types.is_large_list(field.type):
+            columns[field.name] = _views(column)
+        else:
+            columns[field.name] = column.to_pylist()
+    rows = []
+    for i in range(high - low):
+        values = {name: column[i] for name, column in columns.items() if name != "tree"}
+        for name in LABELS:
+            values[name] = None if values[name] is None else json.loads(values[name])
+        values["spans"] = values["spans"].tolist()
+        values["span_weights"] = values["span_weights"].tolist()
+        rows.append(Row(**values))
+    return rows
+
+
+def content_hash(table: pa.Table, names: Sequence[str]) -> str:
+    """SHA-256 of what is trained: tokens, streams, labels and the trees' order; not of where it came from."""
+    digest = hashlib.sha256(json.dumps([SCHEMA.names, len(table), len(names)]).encode())
+    for field in SCHEMA:
+        if field.name in PLACES:
+            continue
+        digest.update(field.name.encode())
+        column = _whole(table.column(field.name))
+        digest.update(np.asarray(column.is_valid().to_numpy(zero_copy_only=False)).tobytes())
+        if pa.types.is_large_list(field.type):
+            digest.update(np.diff(np.asarray(column.offsets)).tobytes())
+            digest.update(np.ascontiguousarray(column.flatten().to_numpy(zero_copy_only=False)).data)
+        elif pa.types.is_string(field.type):
+            digest.update(json.dumps(column.to_pylist()).encode())
+        else:
+            zero = False if pa.types.is_boolean(field.type) else 0
+            digest.update(column.fill_null(zero).to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest()
+
+
+def first_id_outside(table: pa.Table, vocab_size: int) -> tuple[int, int, int] | None:
+    """(row, position in its trajectory, token id) of the first id that is not in the vocabulary."""
+    column = _whole(table.column("token_ids"))
+    ids = column.flatten().to_numpy(zero_copy_only=False)
+    bad = np.flatnonzero(ids >= vocab_size)
+    if not len(bad):
+        return None
+    offsets = np.asarray(column.offsets)
+    row = int(np.searchsorted(offsets - offsets[0], bad[0], side="right")) - 1
+    position = int(bad[0] - (offsets[row] - offsets[0])) + table.column("shared")[row].as_py()
+    return row, position, int(ids[bad[0]])
+
+
+def _list_column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    lengths = np.array([0 if value is None else len(value) for value in values], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    kinds = {pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32}
+    item = kinds[kind.value_type]
+    parts = [np.asarray(value, dtype=item) for value in values if value is not None and len(value)]
+    flat = np.concatenate(parts) if parts else np.zeros(0, dtype=item)
+    absent = np.array([value is None for value in values], dtype=bool)
+    try:
+        return pa.LargeListArray.from_arrays(
+            pa.array(offsets),
+            pa.array(flat, kind.value_type),
+            type=kind,
+            mask=pa.array(absent) if len(values) else None,
+        )
+    except pa.ArrowException as error:
+        raise DataError(f"rows cannot be stored: {error}.") from error
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    whole = column.combine_chunks()
+    if isinstance(whole, pa.ChunkedArray):
+        return whole.chunk(0) if whole.num_chunks else pa.array([], column.type)
+    return whole
+
+
+def _views(column: pa.ChunkedArray) -> list[np.ndarray | None]:
+    whole = _whole(column)
+    values = whole.values.to_numpy(zero_copy_only=False)
+    offsets = np.asarray(whole.offsets)
+    valid = whole.is_valid().to_pylist()
+    return [values[offsets[i] : offsets[i + 1]] if ok else None for i, ok in enumerate(valid)]

@@ -1,0 +1,1 @@
+"""Chats to token rows, by the chat template of the model."""

@@ -1,0 +1,193 @@
+"""Chat records, logged calls and prompt/completion pairs to rows, one row per call that is trained.
+
+Every trained assistant turn becomes (what inference saw, what was sampled). The rows of a record stay separate even
+where each is a prefix of the next: merging is the forest's work, by token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from treewise.data.io.field_checks import flat_list
+from treewise.data.io.rows import Row
+from treewise.data.render.messages import Conversation, Message
+from treewise.data.render.piece_tokenizer import Pieces, joined
+from treewise.data.render.template import Template
+from treewise.errors import DataError
+
+Tools = list[dict[str, Any]] | None
+CALLS_AT_ONCE = 32  # bounds the rendered text that is alive
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the model: what it saw, what it sampled, and the weight of that."""
+
+    history: list[Message]
+    turn: Message
+    weight: float
+    place: str
+
+
+def conversation_calls(talk: Conversation, train_on: str, place: str, first: int = 0) -> list[Call]:
+    """A call for every trained assistant turn from message `first` on.
+
+    Raises:
+        DataError: no trained turn, or a trained turn with nothing before it.
+    """
+    turns = [i for i, m in enumerate(talk.messages) if m["role"] == "assistant" and i >= first]
+    if train_on == "last_assistant":
+        turns = turns[-1:]
+    trained = [i for i in turns if talk.weights[i] > 0]
+    if not trained:
+        reason = "has no assistant message" if not turns else "trains no assistant message (each has weight 0)"
+        raise DataError(
+            f"{place}: the record {reason} among {talk.role_counts()}, so no token is trained; "
+            "add an assistant message, give one a weight above 0, or drop the record."
+        )
+    if trained[0] == 0:
+        raise DataError(
+            f"{place}: message 0 is a trained assistant message with nothing before it; "
+            "put a system or user message first, or set its weight to 0."
+        )
+    return [
+        Call(talk.messages[:i], talk.messages[i], talk.weights[i], f"{place}: turn {i} (assistant)") for i in trained
+    ]
+
+
+def logged_calls(pool: Conversation, calls: Any, train_on: str, place: str) -> list[Call]:
+    """A call for every entry of `calls`, whose indices point into the pool.
+
+    Raises:
+        DataError: an entry of another shape, an index outside the pool, an output that is no assistant message.
+    """
+    if not isinstance(calls, list) or not calls:
+        raise DataError(f"{place}: calls must be a non-empty list of {{ctx: [indices], out: index}}.")
+    result = []
+    for number, call in enumerate(calls):
+        where = f"{place}: calls[{number}]"
+        if not isinstance(call, dict) or "ctx" not in call or "out" not in call:
+            raise DataError(f"{where} needs ctx (indices of the context) and out (index of the completion).")
+        context = [
+            _pool_index(i, len(pool.messages), f"{where}.ctx") for i in list(flat_list(call["ctx"], "ctx", where))
+        ]
+        out = _pool_index(call["out"], len(pool.messages), f"{where}.out")
+        if not context:
+            raise DataError(f"{where} has an empty ctx; a completion needs something before it.")
+        if pool.messages[out]["role"] != "assistant":
+            raise DataError(
+                f"{where}: out is message {out}, of role {pool.messages[out]['role']}; it must be assistant."
+            )
+        history = [pool.messages[i] for i in context]
+        result.append(Call(history, pool.messages[out], pool.weights[out], f"{where} (message {out})"))
+    trained = [call for call in (result[-1:] if train_on == "last_assistant" else result) if call.weight > 0]
+    if not trained:
+        raise DataError(f"{place}: all {len(result)} calls have weight 0, so no token is trained; drop the record.")
+    return trained
+
+
+def kept_calls(talk: Conversation, train_on: str, place: str, first: int = 0) -> list[Call]:
+    """All sampled turns of a conversation, with weight 0 for those that `train_on` leaves out.
+
+    Every one is rendered as it was sampled, so its reasoning stays in front of the turns that are trained.
+    """
+    trained = {len(call.history) for call in conversation_calls(talk, train_on, place, first)}
+    sampled = [i for i, m in enumerate(talk.messages) if i and m["role"] == "assistant" and talk.weights[i] > 0]
+    return [
+        Call(
+            talk.messages[:i],
+            talk.messages[i],
+            talk.weights[i] if i in trained else 0.0,
+            f"{place}: turn {i} (assistant)",
+        )
+        for i in sampled
+    ]
+
+
+def render_calls(template: Template, calls: Sequence[Call], tools: Tools, place: str) -> list[Row]:
+    """One row per call: prompt as context, completion as trained tokens, tokenised apart as in inference."""
+    rows: list[Row] = []
+    before: Pieces = ()
+    for low in range(0, len(calls), CALLS_AT_ONCE):
+        block = calls[low : low + CALLS_AT_ONCE]
+        prompts, completions = _rendered(template, block, tools, place)
+        contexts = template.encoder.encode(prompts)
+        sampled = template.encoder.encode_continuations(completions)
+        for call, context, ids in zip(block, contexts, sampled, strict=True):
+            pieces = (*context, ids)
+            rows.append(_row(pieces, before, [(len(context), call.weight)]))
+            before = pieces
+    return rows
+
+
+def render_kept(template: Template, calls: Sequence[Call], tools: Tools, place: str) -> list[Row]:
+    """One row for all calls of a conversation: the reasoning of every turn stays, so the calls are append-only.
+
+    The sequence is the first prompt, then what each turn sampled and what the template writes from there to the next.
+    """
+    prompts, completions = _rendered(template, calls, tools, place)
+    histories = [call.history for call in calls[1:]]
+    turns = [len(call.history) for call in calls[:-1]]
+    tails = template.tails(histories, turns, prompts[1:], completions[:-1], tools, place)
+    encoder = template.encoder
+    pieces = list(encoder.encode(prompts[:1])[0])
+    sampled = encoder.encode_continuations(completions)
+    between = encoder.encode_continuations(tails)
+    trained = []
+    for number, (call, ids) in enumerate(zip(calls, sampled, strict=True)):
+        if number:
+            pieces.append(between[number - 1])
+        trained.append((len(pieces), call.weight))
+        pieces.append(ids)
+    return [_row(tuple(pieces), (), trained)]
+
+
+def render_pair(template: Template, prompt: str, completion: str, place: str) -> list[Row]:
+    """A plain prompt and completion, without a template: begin token as the tokenizer puts it, end token trained."""
+    encoder = template.encoder
+    end = encoder.tokenizer.eos_token
+    if end and not completion.endswith(end):
+        completion += end
+    context = (encoder.begin_ids(), *encoder.encode([prompt])[0])
+    ids = encoder.encode_continuations([completion])[0]
+    if not sum(map(len, context)):
+        raise DataError(
+            f"{place}: prompt is empty and the tokenizer has no begin token; nothing predicts the completion."
+        )
+    if not len(ids):
+        raise DataError(f"{place}: completion is empty, so no token is trained.")
+    return [_row((*context, ids), (), [(len(context), 1.0)])]
+
+
+def _rendered(template: Template, calls: Sequence[Call], tools: Tools, place: str) -> tuple[list[str], list[str]]:
+    """What the model saw and what it sampled, as text, for each call."""
+    prompts = template.render([call.history for call in calls], tools, True, place)
+    wholes = template.render([[*call.history, call.turn] for call in calls], tools, False, place)
+    completions = [
+        template.completion(call.history, call.turn, prompt, whole, tools, call.place)
+        for call, prompt, whole in zip(calls, prompts, wholes, strict=True)
+    ]
+    return prompts, completions
+
+
+def _row(pieces: Pieces, before: Pieces, trained: Sequence[tuple[int, float]]) -> Row:
+    """A row of the pieces that differ from those of the row before; `trained` names pieces and their weights."""
+    bounds = np.cumsum([0, *map(len, pieces)])
+    same = 0
+    while same < min(len(pieces), len(before)) and pieces[same] is before[same]:
+        same += 1
+    spans, weights = [], []
+    for piece, weight in trained:
+        start, end = max(1, int(bounds[piece])), int(bounds[piece + 1])
+        if end > start and weight:
+            spans += [start, end]
+            weights.append(weight)
+    return Row(joined(pieces[same:]), shared=int(bounds[same]), spans=spans, span_weights=weights)
+
+
+def _pool_index(value: Any, size: int, place: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < size:
+        raise DataError(f"{place} holds {value!r}; indices must be in 0..{size - 1}.")
+    return int(value)

@@ -1,0 +1,1 @@
+"""Many processes: ranks, sharding, placement of trees, lockstep."""

@@ -1,0 +1,309 @@
+"""Sharded parameters by PyTorch's FSDP2, in a way that holds on CPU (gloo) and CUDA (NCCL) alike.
+
+Each decoder layer is one FSDP unit: its parameters are gathered for its forward and backward, and its gradients are
+added up and scattered in its backward. What lies outside the layers (embedding, last norm, head: `Ends`) is sharded by
+hand. The engine calls the decoder and uses the head's weight apart from any module's forward, for many micro-batches,
+so these parameters are gathered once for all micro-batches of a batch, and their gradients scattered once after it.
+
+Gradients are sums over ranks, not means: losses are divided by the denominator of the whole step.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from treewise.distributed import ranks
+from treewise.errors import ConfigError
+from treewise.nn.model import ModelParts, base_model
+
+# Keys of transformers' `fsdp_config` that are honoured; their values in `ShardSettings`.
+_KEYS = {
+    "reshard_after_forward",
+    "cpu_offload",
+    "offload_params",
+    "state_dict_type",
+    "version",
+    "transformer_layer_cls_to_wrap",
+    "activation_checkpointing",
+}
+# What older configurations carry and what has no meaning in FSDP2, or is always so here.
+_MEANINGLESS = {
+    *("auto_wrap_policy", "min_num_params", "use_orig_params", "sync_module_states", "limit_all_gathers"),
+    *("backward_prefetch", "forward_prefetch", "cpu_ram_efficient_loading", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSettings:
+    """How a model is sharded.
+
+    reshard_after_forward: layers are whole during their own forward and backward only; False keeps them from forward to
+    backward. cpu_offload: shards of the layers, their gradients and the optimizer's state wait in host memory.
+    whole_checkpoints: every checkpoint also holds the whole model, as `from_pretrained` reads it. layer_names: classes
+    of the modules that are sharded as units; None: what the model itself calls indivisible.
+    """
+
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    whole_checkpoints: bool = False
+    layer_names: tuple[str, ...] | None = None
+
+    def as_config(self) -> dict[str, Any]:
+        """The mapping that `shard_settings` reads these from."""
+        names = {"transformer_layer_cls_to_wrap": list(self.layer_names)} if self.layer_names else {}
+        return {
+            "reshard_after_forward": self.reshard_after_forward,
+            "cpu_offload": self.cpu_offload,
+            "state_dict_type": "FULL_STATE_DICT" if self.whole_checkpoints else "SHARDED_STATE_DICT",
+            **names,
+        }
+
+
+def shard_settings(fsdp: Any, config: Any) -> ShardSettings | None:
+    """What transformers' settings `fsdp` and `fsdp_config` (a mapping) ask for; None without sharding.
+
+    Raises:
+        ConfigError: FSDP1, hybrid sharding, or a key that is not honoured here.
+    """
+    words = " ".join(map(str, fsdp)) if isinstance(fsdp, list | tuple) else str(fsdp or "")
+    given = {key.removeprefix("fsdp_"): value for key, value in dict(config or {}).items()}
+    unknown = set(given) - _KEYS - _MEANINGLESS
+    if unknown:
+        raise ConfigError(f"fsdp_config has {', '.join(sorted(unknown))}; treewise knows {', '.join(sorted(_KEYS))}.")
+    if words.lower() in ("", "false"):
+        return None
+    wrong = set(words.lower().split()) - {"true", "full_shard", "shard_grad_op", "offload", "auto_wrap"}
+    if wrong:
+        raise ConfigError(f"fsdp={words!r}: {', '.join(sorted(wrong))} is not supported; use full_shard.")
+    if str(given.get("version", 2)) != "2":
+        raise ConfigError(f"fsdp_config version={given['version']!r}: only FSDP2 is supported; use 2.")
+    if given.get("activation_checkpointing"):
+        raise ConfigError("fsdp_config activation_checkpointing: use the setting gradient_checkpointing instead.")
+    names = given.get("transformer_layer_cls_to_wrap")
+    return ShardSettings(
+        reshard_after_forward=_is_true(given.get("reshard_after_forward", "shard_grad_op" not in words)),
+        cpu_offload="offload" in words or _is_true(given.get("cpu_offload", given.get("offload_params", False))),
+        whole_checkpoints="FULL" in str(given.get("state_dict_type", "")).upper(),
+        layer_names=(names,) if isinstance(names, str) else tuple(names) if names else None,
+    )
+
+
+class ShardedModel(nn.Module):
+    """Around a model whose parameters are shards: tells transformers' loop that nothing else is to be wrapped."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own."""
+        return self.module(*args, **kwargs)
+
+
+class Ends:
+    """The parameters outside the layers: shards at rest, whole while `whole` is entered."""
+
+    def __init__(self, model: nn.Module, inside: set[nn.Parameter], mesh: Any, device: torch.device) -> None:
+        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        self._is_whole = False
+        found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter not in inside:
+                    found.setdefault(parameter, []).append((module, name))  # several places: a tied parameter
+        for parameter, places in found.items():
+            placement = Shard(0) if parameter.dim() else Replicate()
+            # From rank 0: its parameters win, as under DistributedDataParallel.
+            held = distribute_tensor(parameter.data.to(device), mesh, [placement], src_data_rank=0)
+            shard = nn.Parameter(held, requires_grad=parameter.requires_grad)
+            self._places[shard] = places
+            _put(places, shard)
+
+    @contextmanager
+    def whole(self, trains: bool) -> Iterator[None]:
+        """Gathers the parameters; afterwards adds the ranks' gradients up into the shards' `.grad` where `trains`.
+
+        A collective: every rank enters and leaves at the same time.
+        """
+        if self._is_whole:
+            yield
+            return
+        gathered = {shard: _gathered(shard) for shard in self._places}
+        for shard, places in self._places.items():
+            _put(places, gathered[shard])
+        self._is_whole = True
+        try:
+            yield
+            if trains:
+                for shard, parameter in gathered.items():
+                    if shard.requires_grad:
+                        _add_gradient(shard, parameter.grad)
+        finally:
+            self._is_whole = False
+            for shard, places in self._places.items():
+                _put(places, shard)
+
+
+def shard(
+    model: nn.Module, parts: ModelParts, device: torch.device, settings: ShardSettings, dtype: torch.dtype | None
+) -> Ends:
+    """Shards a whole model over all ranks, in place; rank 0's parameters win.
+
+    dtype: of the layers' computation, where it is not that of their parameters; gradients are added up in float32.
+
+    Raises:
+        ConfigError: no process group, no layers found, or parameters that are not sharded in the end.
+    """
+    if not distributed.is_initialized():
+        raise ConfigError("fsdp needs a process group; start the run with torchrun or accelerate launch.")
+    mesh = init_device_mesh(device.type, (ranks.count(),))
+    layers = find_layers(parts, settings.layer_names)
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    outside = {parameter for parameter in parts.decoder.parameters() if parameter not in inside}
+    for tensor in [*inside_in_order(layers), *model.buffers()]:
+        _broadcast(tensor.data, device)
+    # Buffers of the model that no unit moves.
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    policy: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": settings.reshard_after_forward,
+        # On a CPU the same code runs, and moves nothing.
+        "offload_policy": CPUOffloadPolicy(device.type == "cuda") if settings.cpu_offload else OffloadPolicy(),
+    }
+    if dtype is not None:
+        # Inputs are cast by autocast, as without shards; FSDP would cast copies of the tree that travels with them.
+        policy["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    for layer in layers:
+        _add_up(fully_shard(layer, **policy))
+    # The root has no parameters of its own; it makes layers share their streams and gather ahead of one another.
+    _add_up(fully_shard(parts.decoder, mesh=mesh, ignored_params=outside))
+    ends = Ends(model, {parameter for layer in layers for parameter in layer.parameters()}, mesh, device)
+    check_sharded(model)
+    return ends
+
+
+def check_sharded(model: nn.Module) -> None:
+    """Raises `ConfigError` if any parameter is whole though sharding was asked for."""
+    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if whole:
+        raise ConfigError(f"fsdp was asked for, but {len(whole)} parameters are whole: {', '.join(whole[:5])}.")
+
+
+def find_layers(parts: ModelParts, names: tuple[str, ...] | None) -> list[nn.Module]:
+    """The modules of a decoder that are sharded as units, outermost ones only.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    wanted = set(names or getattr(base_model(parts.model), "_no_split_modules", None) or ())
+    found: list[nn.Module] = []
+    below: set[nn.Module] = set()
+    for module in parts.decoder.modules():
+        if module not in below and type(module).__name__ in wanted and module is not parts.decoder:
+            found.append(module)
+            below |= set(module.modules())
+    if not found:
+        raise ConfigError(
+            f"no layers of {type(parts.decoder).__name__} are known to shard; name their class in fsdp_config: "
+            "{transformer_layer_cls_to_wrap: ...}."
+        )
+    return found
+
+
+def inside_in_order(layers: list[nn.Module]) -> list[nn.Parameter]:
+    """Parameters of the layers, each once, in the order of the model."""
+    return list({parameter: None for layer in layers for parameter in layer.parameters()})
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state, gathered into host memory on rank 0; empty on other ranks. Every rank calls this."""
+    state = {}
+    for name, value in model.state_dict().items():
+        whole = whole_tensor(value) if isinstance(value, DTensor) else value
+        if ranks.own() == 0:
+            state[name] = whole.detach().cpu()
+    return state
+
+
+def whole_tensor(shard: DTensor) -> torch.Tensor:
+    """A sharded tensor put together, on the device of its process group, also where shards wait in host memory."""
+    held: Any = shard.detach().to(shard.device_mesh.device_type)
+    return cast(torch.Tensor, held.full_tensor())
+
+
+def gradient_norm(parameters: list[nn.Parameter], max_norm: float, device: torch.device) -> float:
+    """Norm of the whole gradient, which is scaled to at most `max_norm` (0: left as it is). Every rank calls this.
+
+    Shards may lie in host memory, where their process group cannot reach them; so every rank adds up its own, and one
+    number is exchanged on `device`.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        is_mine = ranks.own() == 0
+        if isinstance(grad, DTensor):
+            is_mine = is_mine or not all(placement.is_replicate() for placement in grad.placements)
+            grad = grad.to_local()
+        if is_mine:  # what all ranks hold alike counts once
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            norms.setdefault(grad.device, []).append(torch.linalg.vector_norm(grad, dtype=wide))
+    own = sum(float(torch.stack(each).double().square().sum()) for each in norms.values())
+    norm = math.sqrt(ranks.sum_over(device, own)[0])
+    if max_norm > 0 and norm > max_norm and math.isfinite(norm):
+        for grad in grads:
+            grad.mul_(max_norm / (norm + 1e-6))
+    return norm
+
+
+def like_shard(whole: torch.Tensor, shard: DTensor) -> DTensor:
+    """A tensor that every rank has whole, sharded as another one; nothing is communicated."""
+    made: Any = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None)
+    return cast(DTensor, made.to(shard.device))
+
+
+def _add_up(unit: Any) -> None:
+    """Sums of gradients instead of means, with an operation that gloo has, too."""
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+
+
+def _gathered(shard: nn.Parameter) -> nn.Parameter:
+    assert isinstance(shard.data, DTensor)
+    return nn.Parameter(shard.data.full_tensor(), requires_grad=shard.requires_grad)
+
+
+def _add_gradient(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Adds the sum over ranks of their gradients; a rank without one takes part with zeros."""
+    held = shard.data
+    assert isinstance(held, DTensor)
+    own = torch.zeros(held.shape, dtype=held.dtype, device=held.to_local().device) if grad is None else grad
+    total = DTensor.from_local(own, held.device_mesh, [Partial()], run_check=False)
+    summed = total.redistribute(held.device_mesh, held.placements)
+    shard.grad = summed if shard.grad is None else shard.grad + summed
+
+
+def _put(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
+    for module, name in places:
+        module._parameters[name] = parameter
+
+
+def _broadcast(tensor: torch.Tensor, device: torch.device) -> None:
+    moved = tensor.to(device)
+    distributed.broadcast(moved, 0)
+    if moved is not tensor:
+        tensor.copy_(moved)
+
+
+def _is_true(value: Any) -> bool:
+    return str(value).lower() in ("true", "1", "yes")

@@ -1,0 +1,218 @@
+"""A step's trees as one row of leaves with costs: what placement computes with.
+
+Lay the leaves of all trees side by side in depth-first order. Leaf `k` adds `new[k]` to what the leaves before it cost;
+a run of leaves that does not begin at its tree's first leaf computes the path above again, which costs `again[k]`. So a
+run `[i, j)` costs `again[i] + sum(new[i:j])`, for any tree and any cut. Costs are integers: every machine computes the
+same placement, and loads do not drift while runs are moved.
+
+Leaves that must not be parted (the rollouts of a tree, or all of a tree) are joined to one, which then has several
+paths.
+
+Letters: L leaves, N trajectories, S segments.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from treewise.distributed.placement.cost_model import PAIR_FORWARD_SHARE, CostModel
+from treewise.planning.partition import FORWARD_SHARE, Trunk, cut_trunks
+from treewise.tree.forest import Forest
+from treewise.tree.prefix_merge import Segments
+
+# All costs together are about 2**COST_BITS units: fine enough for any step, and far from the end of int64.
+COST_BITS = 44
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """Leaves of a step in depth-first order, tree after tree.
+
+    new: [L] int64, cost of the tokens that a leaf adds to its tree. again: [L] int64, cost of the path above those
+    tokens (0 at a tree's first leaf). dip: [L] int64, the least of `again` over the leaves that were joined to this
+    one: no more than that is shared across it. below: [L + 1] int64, sums of `new`. tree: [L] int64.
+    of_trajectory: [N] int64, the leaf that each trajectory belongs to; one that ends inside a tree belongs to the
+    first leaf below its end. seconds_per_unit: what one unit of cost is.
+    """
+
+    new: np.ndarray
+    again: np.ndarray
+    dip: np.ndarray
+    below: np.ndarray
+    tree: np.ndarray
+    of_trajectory: np.ndarray
+    seconds_per_unit: float
+
+    @property
+    def path(self) -> np.ndarray:
+        """[L] int64, cost of each leaf alone, its whole path."""
+        return self.again + self.new
+
+    def starts_tree(self) -> np.ndarray:
+        """[L] bool, the first leaf of each tree."""
+        return np.diff(self.tree, prepend=-1) > 0
+
+    def joined(self, may_cut: np.ndarray) -> "Leaves":
+        """Leaves with those joined to the one before them that may not be cut off ([L] bool, True for the first).
+
+        Trees that are joined become one, of which nothing is shared across the former border.
+        """
+        first = np.flatnonzero(may_cut)
+        below = np.append(self.below[first], self.below[-1])
+        number = np.searchsorted(first, np.arange(len(self.new)), side="right") - 1
+        return Leaves(
+            new=np.diff(below),
+            again=self.again[first],
+            dip=np.minimum.reduceat(self.again, first),
+            below=below,
+            tree=np.cumsum(self.starts_tree()[first]) - 1,
+            of_trajectory=number[self.of_trajectory],
+            seconds_per_unit=self.seconds_per_unit,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """The segments of a step side by side, and what each costs in units.
+
+    once: [S] int64, its tokens and pairs computed once, and their part of a full micro-batch. again: [S] int64, what
+    its open tokens cost besides where every tree is whole: a second forward, and launches of their trunks. num_open:
+    [S] int64, these tokens. seconds_per_unit: of cost.
+    """
+
+    segments: Segments
+    once: np.ndarray
+    again: np.ndarray
+    num_open: np.ndarray
+    seconds_per_unit: float
+    cost: CostModel
+    max_tokens: int | None
+
+    def leaves(self, again: np.ndarray | None = None) -> Leaves:
+        """The leaves, with what open tokens cost as given ([S] int64), or as where every tree is whole."""
+        return self.leaves_with(self.once + (self.again if again is None else again))
+
+    def leaves_with(self, units: np.ndarray) -> Leaves:
+        """The leaves, for any cost of the segments ([S] int64)."""
+        segments = self.segments
+        end = np.append(segments.start[1:], segments.num_tokens)
+        last = np.flatnonzero(segments.subtree_end == end)
+        first = np.concatenate([[0], last[:-1] + 1])  # the segments up to a leaf, from the one after the leaf before it
+        below = np.concatenate([[0], np.cumsum(np.add.reduceat(units, first))])
+        above = path_costs(segments, units)[first] - units[first]
+        return Leaves(
+            new=np.diff(below),
+            again=above,
+            dip=above,
+            below=below,
+            tree=np.cumsum(segments.parent[first] < 0) - 1,
+            of_trajectory=np.searchsorted(last, segments.end_segment),
+            seconds_per_unit=self.seconds_per_unit,
+        )
+
+    def open_part(self, part: Segments) -> tuple[np.ndarray, np.ndarray]:
+        """[S of the part] int64, what the open tokens of a part of a tree cost besides, and how many they are."""
+        seconds, num_open = _open_seconds(part, self.cost, self.max_tokens)
+        return np.round(seconds / self.seconds_per_unit).astype(np.int64), num_open
+
+    def units_of_second_forward(self, length: np.ndarray, depth: np.ndarray) -> np.ndarray:
+        """int64, a forward of the first `length` tokens of segments that begin at `depth`, no unit too many."""
+        return np.floor(_second_forward(length, depth, self.cost) / self.seconds_per_unit).astype(np.int64)
+
+
+def priced(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int | None) -> Priced:
+    """Several forests and what they cost under a budget (None: whole forests in one micro-batch)."""
+    segments = _side_by_side([shape.segments if isinstance(shape, Forest) else shape for shape in shapes])
+    length = segments.lengths
+    once = cost.seconds_per_token * length + cost.seconds_per_pair * _pairs(segments.depth, length)
+    if max_tokens is not None:
+        once += cost.seconds_per_micro_batch / max_tokens * length
+    again, num_open = _open_seconds(segments, cost, max_tokens)
+    scale = 2.0 ** np.floor(COST_BITS - np.log2(once.sum() + again.sum()))
+    units = np.maximum(np.round(once * scale), 1).astype(np.int64)
+    return Priced(segments, units, np.round(again * scale).astype(np.int64), num_open, 1 / scale, cost, max_tokens)
+
+
+def _side_by_side(parts: Sequence[Segments]) -> Segments:
+    """Segments of several forests as those of one."""
+    tokens = np.cumsum([0] + [part.num_tokens for part in parts])
+    counts = [len(part.start) for part in parts]
+    ends = [len(part.end_segment) for part in parts]
+    before = np.cumsum([0, *counts])
+    token_shift, segment_shift = np.repeat(tokens[:-1], counts), np.repeat(before[:-1], counts)
+    parent = np.concatenate([part.parent for part in parts])
+    return Segments(
+        start=np.concatenate([part.start for part in parts]) + token_shift,
+        parent=np.where(parent >= 0, parent + segment_shift, -1),
+        depth=np.concatenate([part.depth for part in parts]),
+        subtree_end=np.concatenate([part.subtree_end for part in parts]) + token_shift,
+        end_segment=np.concatenate([part.end_segment for part in parts]) + np.repeat(before[:-1], ends),
+        token_source=np.zeros(0, dtype=np.int64),
+        num_tokens=int(tokens[-1]),
+    )
+
+
+def slice_of(segments: Segments, first: int, stop: int, trajectories: np.ndarray | None = None) -> Segments:
+    """One tree of a forest, segments `first` to `stop`, with these of its trajectories."""
+    shift, parent = segments.start[first], segments.parent[first:stop]
+    chosen = np.zeros(0, dtype=np.int64) if trajectories is None else segments.end_segment[trajectories] - first
+    return Segments(
+        start=segments.start[first:stop] - shift,
+        parent=np.where(parent >= 0, parent - first, -1),
+        depth=segments.depth[first:stop],
+        subtree_end=segments.subtree_end[first:stop] - shift,
+        end_segment=chosen,
+        token_source=np.zeros(0, dtype=np.int64),
+        num_tokens=int(segments.subtree_end[first] - shift),
+    )
+
+
+def _open_seconds(segments: Segments, cost: CostModel, max_tokens: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """[S] float64, what the open tokens of each segment cost besides; [S] int64, how many they are."""
+    trunks = [] if max_tokens is None else cut_trunks(segments, max_tokens, "auto")
+    if not trunks:
+        return np.zeros(len(segments.start)), np.zeros(len(segments.start), dtype=np.int64)
+    assert max_tokens is not None
+    twice = _covered(segments, [(trunk, 1) for trunk in trunks if not trunk.is_held]).astype(np.int64)
+    # A trunk runs once or twice; of one run each token has paid its part of a full micro-batch.
+    launches = [(trunk, (1 if trunk.is_held else 2) / trunk.num_tokens - 1 / max_tokens) for trunk in trunks]
+    seconds = cost.seconds_per_micro_batch * np.maximum(_covered(segments, launches), 0)
+    num_open = _covered(segments, [(trunk, 1) for trunk in trunks]).astype(np.int64)
+    return seconds + _second_forward(twice, segments.depth, cost), num_open
+
+
+def _second_forward(length: np.ndarray, depth: np.ndarray, cost: CostModel) -> np.ndarray:
+    """Seconds of a forward of the first `length` tokens of segments that begin at `depth`."""
+    pairs = PAIR_FORWARD_SHARE * cost.seconds_per_pair * _pairs(depth, length)
+    return FORWARD_SHARE * cost.seconds_per_token * length + pairs
+
+
+def _pairs(depth: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Attention pairs of the first `length` tokens of segments that begin at `depth`."""
+    return length * depth + length * (length + 1) // 2
+
+
+def _covered(segments: Segments, trunks: Sequence[tuple[Trunk, float]]) -> np.ndarray:
+    """[S] float64, the weight of the tokens of each segment that lie in trunks, given the weight of one; always its
+    first ones."""
+    ranges = sorted((*each, weight) for trunk, weight in trunks for each in trunk.ranges)
+    if not ranges:
+        return np.zeros(len(segments.start))
+    starts = np.array([start for start, _, _ in ranges], dtype=np.int64)
+    lengths = np.array([end - start for start, end, _ in ranges], dtype=np.int64)
+    weights = np.array([weight for _, _, weight in ranges])
+    total = np.concatenate([[0.0], np.cumsum(lengths * weights)])
+    bounds = np.append(segments.start, segments.num_tokens)
+    index = np.searchsorted(starts, bounds, side="right") - 1
+    inside = np.clip(bounds - starts[index], 0, lengths[index]) * weights[index]
+    return np.diff(np.where(index >= 0, total[index] + inside, 0))
+
+
+def path_costs(segments: Segments, units: np.ndarray) -> np.ndarray:
+    """[S] int64, cost of the path from the root to the end of each segment."""
+    after = np.searchsorted(segments.start, segments.subtree_end)
+    change = np.zeros(len(units) + 1, dtype=np.int64)
+    change[:-1] += units
+    np.subtract.at(change, after, units)
+    return np.cumsum(change)[:-1]

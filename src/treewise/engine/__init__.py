@@ -1,0 +1,5 @@
+"""Executes a plan: forward, backward, gateways, budgets."""
+
+from treewise.engine.engine import TreeEngine
+
+__all__ = ["TreeEngine"]

@@ -1,0 +1,165 @@
+"""The budget that an engine works under: given, or measured, and smaller after an out-of-memory error.
+
+A step that runs out of memory is run again at half the budget, with the same result; its half-made gradients are
+dropped, those of earlier calls are kept.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from treewise.engine.calibration import (
+    choose_budget,
+    free_bytes,
+    is_out_of_memory,
+    measure_token_bytes,
+    missing_gradient_bytes,
+)
+from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.nn.attention import Gateway, TreeContext, TreeMask
+from treewise.nn.model import ModelParts, decoder_rows
+from treewise.nn.recurrent import TreeRows, kinds_of
+from treewise.planning.layout import lay_out
+from treewise.planning.planner import plan
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+logger = logging.getLogger("treewise")
+
+AUTO = "auto"
+
+
+class Budget:
+    """Tokens that may have live activations at a time.
+
+    setting: a number, None (no limit) or `auto` (from the free memory, measured at the first step).
+    """
+
+    def __init__(self, setting: int | str | None) -> None:
+        is_number = isinstance(setting, int | np.integer) and not isinstance(setting, bool)
+        if not (setting is None or setting == AUTO or (is_number and int(setting) > 0)):
+            raise ConfigError(f"max_tokens={setting!r}; give a positive number of tokens, None, or 'auto'.")
+        self.setting = setting
+        self.tokens: int | None = int(setting) if isinstance(setting, int | np.integer) else None
+        self.is_measured = setting != AUTO
+        self.recovers = True  # whether a step that runs out of memory may run again
+
+    def measure(
+        self, parts: ModelParts, train: Callable[[int], None], gateway_tokens: Callable[[int], int], reserve: int
+    ) -> None:
+        """Chooses the budget of an `auto` setting. `train(n)` runs forward and backward of n tokens.
+
+        reserve: bytes that are still to be taken by others (the optimizer's state).
+        """
+        config = parts.decoder.config
+        with gradients_restored(parts.model):
+            token_bytes = measure_token_bytes(train, config.num_hidden_layers, gateway_bytes(parts))
+        free = free_bytes(parts.device) - missing_gradient_bytes(parts.model.parameters()) - reserve
+        self.tokens = choose_budget(token_bytes, free, parts.device.type, gateway_tokens)
+        self.is_measured = True
+        logger.info(
+            "budget: %d tokens (%.2f MiB of activations a token, %.1f GiB free on %s)",
+            self.tokens,
+            token_bytes.activation / 2**20,
+            free / 2**30,
+            parts.device,
+        )
+
+    def run(self, model: nn.Module, num_tokens: int, step: Callable[[], object]) -> None:
+        """Runs `step`, again with half the budget while memory runs out.
+
+        Raises:
+            OutOfMemoryError: at a budget of one token, or with gradients of earlier calls that could not be kept apart.
+        """
+        is_clean = all(each.grad is None for each in model.parameters())
+        with gradients_set_aside(model, only_if=self.setting == AUTO):
+            while True:
+                try:
+                    step()
+                    return
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error) or not self.recovers:
+                        raise
+                    reason = str(error).splitlines()[0]
+                self.shrink(num_tokens, can_retry=is_clean or self.setting == AUTO, reason=reason)
+                for parameter in model.parameters():
+                    parameter.grad = None
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+
+    def shrink(self, num_tokens: int, can_retry: bool, reason: str) -> None:
+        """Halves the budget after a batch of `num_tokens` ran out of memory; raises where that cannot help."""
+        used = num_tokens if self.tokens is None else min(self.tokens, num_tokens)
+        if not can_retry:
+            raise OutOfMemoryError(
+                f"out of memory with {used:,} tokens at a time, and .grad now holds half of this step. Zero it, lower "
+                f"max_tokens (the gradients stay the same), or use max_tokens='auto', which recovers. ({reason})"
+            )
+        if used <= 1:
+            raise OutOfMemoryError(f"out of memory even with one token at a time. ({reason})")
+        self.tokens = used // 2
+        logger.warning("out of memory with %d tokens at a time; the same step again with %d", used, self.tokens)
+
+
+def gateway_bytes(parts: ModelParts) -> int:
+    """Bytes of one gateway token over all layers: keys and values in the model's dtype, their gradients in float32."""
+    config = parts.decoder.config
+    query_heads = getattr(config, "num_attention_heads", None)
+    if query_heads is None:
+        return 1  # no attention; never 0, so that other gateway memory can be counted in tokens
+    heads = getattr(config, "num_key_value_heads", None) or query_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    element = next(parts.decoder.parameters()).element_size()
+    return int(2 * heads * size * config.num_hidden_layers * (element + 4))
+
+
+@torch.no_grad()
+def state_bytes(parts: ModelParts) -> int:
+    """Bytes that recurrent layers keep in a gateway for one token that is continued elsewhere, gradients included; 0
+    without such layers. Seen on a tree of two tokens."""
+    if not kinds_of(parts.decoder):
+        return 0
+    run = plan(Forest.from_trajectories([Trajectory(np.zeros(2, dtype=np.int32))]), 1, hold="never")
+    layout, gateway = lay_out(run, 0), Gateway()
+    context = TreeContext(TreeMask.from_layout(layout), "reference", writes=gateway, rows=TreeRows(run, 0, layout))
+    decoder_rows(parts, layout.token_ids, layout.depth, context)
+    return sum(each.numel() * (each.element_size() + max(4, each.element_size())) for each in gateway.states.values())
+
+
+@contextmanager
+def gradients_set_aside(model: nn.Module, only_if: bool = True) -> Iterator[None]:
+    """Lets new gradients be made from nothing; afterwards adds the old ones, or on failure keeps only those."""
+    if not only_if:
+        yield
+        return
+    before = [(each, each.grad) for each in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for parameter, grad in before:
+            parameter.grad = grad
+        raise
+    for parameter, grad in before:
+        if grad is not None:
+            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+
+
+@contextmanager
+def gradients_restored(model: nn.Module) -> Iterator[None]:
+    """Gradients as they were before, whatever happens inside."""
+    before = [(each, each.grad) for each in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad

@@ -1,0 +1,129 @@
+"""From the padded or packed rows of a batch to a forest, and from values on its edges back to the rows.
+
+A scored label is an edge that leaves the token before it, whether or not the label is the next token of its row. Two
+rows whose tokens agree up to that place, and whose labels agree, share the edge. Padding, tokens after a sequence's
+last scored label and sequences without one are not computed at all: nothing that the caller gets depends on them.
+
+Letters: B rows of the batch, L tokens of a row, F real tokens, P scored labels, E edges.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+IGNORED = -100
+
+
+class NotShareable(Exception):
+    """A batch that the model's own forward has to take; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A batch as a forest with edges.
+
+    source: [E] int64 tree position of the token that predicts, ascending. label: [E] int64 token ids. place: [P] int64,
+    where in the flattened labels each scored label stands. edge: [P] int64, the edge that scores it. num_real: real
+    tokens of the batch, sharing and trimming left aside.
+    """
+
+    forest: Forest
+    source: np.ndarray
+    label: np.ndarray
+    place: np.ndarray
+    edge: np.ndarray
+    num_real: int
+
+
+def rows_to_forest(
+    token_ids: np.ndarray,
+    labels: np.ndarray,
+    attention_mask: np.ndarray | None = None,
+    position_ids: np.ndarray | None = None,
+    is_relative: bool = True,
+    keeps_all: bool = False,
+) -> Rows | None:
+    """Merges the rows' shared prefixes. None where no label is scored.
+
+    token_ids: [B, L] integers. labels: [B, L - 1] or [B, L], `labels[b, j]` is what the token at (b, j) predicts, -100
+    where nothing is. attention_mask: [B, L], zero for padding, on either side. position_ids: [B, L]; without an
+    attention mask a row in which they start anew holds several sequences that do not see one another, as in
+    transformers. is_relative: whether the model knows only differences of positions; otherwise a sequence that does not
+    begin at position 0 is refused. keeps_all: whether every real token is computed, scored or not.
+
+    Raises:
+        NotShareable: padding inside a sequence, positions that jump, or a label predicted by padding.
+    """
+    is_real = np.ones(token_ids.shape, dtype=bool) if attention_mask is None else attention_mask != 0
+    is_first = _first_tokens(is_real, position_ids, may_restart=attention_mask is None)
+    if not is_relative:
+        _refuse_offsets(is_first, position_ids)
+    is_scored = labels != IGNORED
+    if not is_scored.any():
+        return None
+    row, column = np.nonzero(is_scored)
+    if not is_real[row, column].all():
+        raise NotShareable("a label is predicted by a padding token")
+    flat_of = np.cumsum(is_real).reshape(is_real.shape) - 1
+    source_F = flat_of[row, column]
+    flat_ids = token_ids[is_real]
+    starts = flat_of[is_first]
+    last_F = np.append(starts[1:], len(flat_ids)) - 1 if keeps_all else source_F
+    kept, lengths = _kept_lengths(starts, last_F, len(flat_ids))
+    first = starts[kept]
+    forest = Forest.from_trajectories(
+        [Trajectory(flat_ids[start : start + length]) for start, length in zip(first, lengths, strict=True)]
+    )
+    sequence = np.searchsorted(first, source_F, side="right") - 1
+    tree_source = forest.path_index[forest.path_offsets[sequence] + source_F - first[sequence]]
+    label = labels[row, column].astype(np.int64)
+    if label.min() < 0:
+        raise NotShareable(f"a label is {label.min()}, which is neither a token nor {IGNORED}")
+    width = int(label.max()) + 1
+    key, edge = np.unique(tree_source * width + label, return_inverse=True)
+    return Rows(
+        forest=forest,
+        source=key // width,
+        label=key % width,
+        place=row * labels.shape[1] + column,
+        edge=edge.reshape(-1),
+        num_real=int(is_real.sum()),
+    )
+
+
+def _first_tokens(is_real: np.ndarray, position_ids: np.ndarray | None, may_restart: bool) -> np.ndarray:
+    """[B, L] bool, the first token of each sequence."""
+    before = np.zeros_like(is_real)
+    before[:, 1:] = is_real[:, :-1]
+    is_first = is_real & ~before
+    if is_first.sum(axis=1).max(initial=0) > 1:
+        raise NotShareable("padding stands between the tokens of a row")
+    if position_ids is None:
+        return is_first
+    jumps = np.zeros_like(is_real)
+    jumps[:, 1:] = is_real[:, 1:] & is_real[:, :-1] & (np.diff(position_ids, axis=1) != 1)
+    if not may_restart and jumps.any():
+        raise NotShareable("positions start anew or jump inside a row that has an attention mask")
+    return is_first | jumps
+
+
+def _refuse_offsets(is_first: np.ndarray, position_ids: np.ndarray | None) -> None:
+    places = np.nonzero(is_first)[1] if position_ids is None else position_ids[is_first]
+    if places.any():
+        raise NotShareable("the model has absolute positions, and a row does not begin at position 0 (left padding)")
+
+
+def _kept_lengths(starts: np.ndarray, needed_F: np.ndarray, num_flat: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which sequences have a needed token (ascending places), and how many of their tokens: up to the last of these."""
+    sequence = np.searchsorted(starts, needed_F, side="right") - 1
+    last = np.full(len(starts), -1)
+    last[sequence] = needed_F  # ascending, so the last one stays
+    kept = np.flatnonzero(last >= 0)
+    ends = np.append(starts[1:], num_flat)[kept]
+    lengths = np.maximum(last[kept] - starts[kept] + 1, 2)  # a trajectory has at least two tokens
+    if (starts[kept] + lengths > ends).any():
+        raise NotShareable("a sequence has one token only")
+    return kept, lengths

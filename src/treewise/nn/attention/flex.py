@@ -1,0 +1,310 @@
+"""FlexAttention with a block mask counted from the intervals: the implementation for CUDA.
+
+FlexAttention (Dong et al. 2024, arXiv:2412.05496) skips blocks of pairs that are hidden and does not mask blocks that
+are wholly visible. torch finds out which is which by evaluating the mask for every pair; here it is counted per block,
+O(K + blocks), and exact for the tree.
+
+On CUDA the kernels are compiled once for all lengths. On the CPU the operator runs uncompiled and holds all T x K
+scores: for tests, not for training.
+
+Letters: T queries, P queries padded to whole blocks, K keys (gateway keys first), H query heads, D head size,
+Q and J blocks of queries and keys.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch.nn import functional
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
+
+from treewise.nn.attention.mask import LayerRule, TreeMask
+
+BLOCK_SIZE = 128
+# Every combination of window or chunk, softcap, sinks, grad mode and "one block or more" is a kernel of its own. Beyond
+# the limit the compiled function raises (fullgraph): the uncompiled one would hold all scores.
+RECOMPILE_LIMIT = 64
+# Of the matrix products inside the kernels.
+MIN_HEAD_SIZE = 16
+
+Modifier = Callable[..., torch.Tensor]
+MaybeTensor = torch.Tensor | None
+Captured = tuple[torch.Tensor, torch.Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor]
+
+
+def flex_attention_tree(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: TreeMask,
+    rule: LayerRule,
+    sinks: torch.Tensor | None = None,
+    *,
+    block_size: int = BLOCK_SIZE,
+    kernel_options: FlexKernelOptions | None = None,
+) -> torch.Tensor:
+    """Attention of [1, H, T, D] queries over [1, Hkv, K, D] keys and values; returns [1, H, T, D of the values].
+
+    The contract of `reference_attention`. `kernel_options` goes to FlexAttention as it is, for heads that its default
+    tiles do not suit.
+    """
+    num_queries, num_padding = query.shape[2], -query.shape[2] % block_size
+    # Whole blocks of queries: the backward kernel loads the log-sum-exp of rows beyond the last one from nowhere
+    # (a masked load without a value, torch 2.11 to 2.13), and short queries would take the decoding kernel.
+    query = _wide_enough(functional.pad(query, (0, 0, 0, num_padding)))
+    width, key, value = value.shape[3], _wide_enough(key), _wide_enough(value)
+    attend = _compiled if query.is_cuda else _uncompiled
+    softcap = None if rule.softcap is None else _softcap(mask, rule.softcap, query)
+    blocks = block_mask(mask, rule, query.device, block_size)
+    out, lse = attend(query, key, value, blocks, softcap, rule.scaling, sinks is not None, kernel_options or {})
+    out = out[:, :, :num_queries, :width]
+    if sinks is None:
+        return out
+    assert lse is not None
+    share = torch.sigmoid(lse[:, :, :num_queries] - sinks.to(lse.dtype)[None, :, None])
+    return (out * share[..., None]).to(value.dtype)
+
+
+def _wide_enough(tensor: torch.Tensor) -> torch.Tensor:
+    """With zeros behind heads that are too small for the kernels: they add nothing to scores or results."""
+    missing = MIN_HEAD_SIZE - tensor.shape[3]
+    return functional.pad(tensor, (0, missing)) if missing > 0 else tensor
+
+
+def block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int = BLOCK_SIZE) -> BlockMask:
+    """The block mask of (P, K) pairs, made once per micro-batch and used by all layers of one window and chunk.
+
+    Without window and chunk, partial blocks are exactly those with both visible and hidden pairs. With them a partial
+    block may have no visible or no hidden pair; a full one never has a hidden pair.
+    """
+    key = ("flex", rule.window, rule.chunk, device, block_size)
+    if key not in mask.cache:
+        any_QJ, full_QJ = _classify(mask, rule, device, block_size)
+        partial_count, partial_index = _ordered(any_QJ & ~full_QJ)
+        full_count, full_index = _ordered(full_QJ)
+        mask.cache[key] = BlockMask.from_kv_blocks(
+            partial_count,
+            partial_index,
+            full_count,
+            full_index,
+            BLOCK_SIZE=block_size,
+            mask_mod=_mask_mod(*_captured(mask, rule, device, block_size)),
+            seq_lengths=(any_QJ.shape[0] * block_size, mask.num_keys),
+        )
+    return mask.cache[key]
+
+
+# -- which blocks ---------------------------------------------------------------------------------------------------
+
+
+def _classify(
+    mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two [Q, J] bools: blocks with a visible pair, and blocks without a hidden one. A block cut short by the end of
+    the queries or keys is never full."""
+    lo_K, hi_K, depth_K = mask.on(device)
+    num_rows = -(-mask.num_queries // block_size)
+    any_QJ = _keys_over_rows(lo_K // block_size, (hi_K - 1) // block_size + 1, num_rows, block_size) > 0
+    full_QJ = _keys_over_rows((lo_K - 1) // block_size + 1, hi_K // block_size, num_rows, block_size) == block_size
+    depth_T = depth_K[mask.num_gateway_keys :]
+    if rule.window is not None:
+        (least_Q, most_Q), (least_J, most_J) = _extremes(depth_T, block_size), _extremes(depth_K, block_size)
+        any_QJ &= least_Q[:, None] - most_J < rule.window
+        full_QJ &= most_Q[:, None] - least_J < rule.window
+    if rule.chunk is not None:
+        least_Q, most_Q = _extremes(depth_T // rule.chunk, block_size)
+        least_J, most_J = _extremes(depth_K // rule.chunk, block_size)
+        any_QJ &= (least_Q[:, None] <= most_J) & (least_J <= most_Q[:, None])
+        full_QJ &= (least_Q == most_Q)[:, None] & (least_J == most_J) & (least_Q[:, None] == least_J)
+    return any_QJ, full_QJ
+
+
+def _keys_over_rows(first_K: torch.Tensor, last_K: torch.Tensor, num_rows: int, block_size: int) -> torch.Tensor:
+    """[Q, J]: how many keys of block j have query block i in their range of blocks, `first <= i < last`."""
+    num_columns = -(-len(first_K) // block_size)
+    column_K = torch.arange(len(first_K), device=first_K.device) // block_size
+    steps = torch.zeros(num_rows + 1, num_columns, dtype=torch.int32, device=first_K.device)
+    one = torch.where(first_K < last_K, 1, 0).to(torch.int32)
+    steps.index_put_((first_K.clamp(max=num_rows).long(), column_K), one, accumulate=True)
+    steps.index_put_((last_K.long(), column_K), -one, accumulate=True)
+    return torch.cumsum(steps[:num_rows], dim=0, dtype=torch.int32)
+
+
+def _extremes(values: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest value of each block."""
+    num_missing = -len(values) % block_size
+    least, most = torch.cat([values, values[-1:].expand(num_missing)]).view(-1, block_size).aminmax(dim=1)
+    return least, most
+
+
+def _ordered(is_in_QJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlexAttention's form of a block matrix: [1, 1, Q] counts, and [1, 1, Q, J] columns, those that are in first."""
+    count = is_in_QJ.sum(dim=1, dtype=torch.int32)
+    index = torch.argsort(is_in_QJ.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
+    return count[None, None], index[None, None]
+
+
+# -- what the kernels read ------------------------------------------------------------------------------------------
+
+
+def _captured(mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int) -> Captured:
+    """What the mask function reads: lo and hi, then two [P] and [K] vectors each for the window and the chunks.
+
+    Tensors only: a Python number would be compiled in, and another one compiled again.
+    """
+    lo_K, hi_K, depth_K = mask.on(device)
+    depth_P = functional.pad(depth_K[mask.num_gateway_keys :], (0, -mask.num_queries % block_size))
+    window: tuple[MaybeTensor, MaybeTensor] = (None, None)
+    chunk: tuple[MaybeTensor, MaybeTensor] = (None, None)
+    if rule.window is not None:
+        window = (depth_P - rule.window, depth_K)
+    if rule.chunk is not None:
+        chunk = (depth_P // rule.chunk, depth_K // rule.chunk)
+    captured = (lo_K, hi_K, *window, *chunk)
+    for tensor in captured:
+        if tensor is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return captured
+
+
+def _mask_mod(
+    lo_K: torch.Tensor,
+    hi_K: torch.Tensor,
+    beyond_P: MaybeTensor,
+    depth_K: MaybeTensor,
+    chunk_P: MaybeTensor,
+    chunk_K: MaybeTensor,
+) -> Modifier:
+    def tree_mask(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        seen = (lo_K[k] <= q) & (q < hi_K[k])
+        if beyond_P is not None:
+            seen = seen & (depth_K[k] > beyond_P[q])  # type: ignore[index]
+        if chunk_P is not None:
+            seen = seen & (chunk_K[k] == chunk_P[q])  # type: ignore[index]
+        return seen
+
+    return tree_mask
+
+
+def _softcap(mask: TreeMask, softcap: float, query: torch.Tensor) -> torch.Tensor:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    key = ("softcap", softcap, dtype, query.device)
+    if key not in mask.cache:
+        mask.cache[key] = torch.full((), softcap, dtype=dtype, device=query.device)
+    return mask.cache[key]
+
+
+def _score_mod(softcap: MaybeTensor) -> Modifier | None:
+    if softcap is None:
+        return None
+
+    def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+# -- compiled or not ------------------------------------------------------------------------------------------------
+
+
+def _uncompiled(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: BlockMask,
+    softcap: MaybeTensor,
+    scaling: float,
+    needs_lse: bool,
+    kernel_options: FlexKernelOptions,
+) -> tuple[torch.Tensor, MaybeTensor]:
+    """The operator itself: torch's function around it refuses to differentiate on the CPU, the operator does not."""
+    score_mod = _score_mod(softcap) or _identity
+    out, lse, *_ = torch.ops.higher_order.flex_attention(
+        query, key, value, score_mod, blocks.as_tuple(), scaling, kernel_options
+    )
+    return out, lse * math.log(2)  # the operator's logarithms have base 2
+
+
+def _identity(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return score
+
+
+def _compiled(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: BlockMask,
+    softcap: MaybeTensor,
+    scaling: float,
+    needs_lse: bool,
+    kernel_options: FlexKernelOptions,
+) -> tuple[torch.Tensor, MaybeTensor]:
+    # Lengths and block counts are symbols of their own from the first call; all else is constant. `dynamic=True` would
+    # also make symbols of heads, head sizes and the scale, and one symbol of two lengths that happen to be equal.
+    for tensor in (query, key, value):
+        torch._dynamo.maybe_mark_dynamic(tensor, 2)
+    for name in _BLOCK_TENSORS:
+        tensor = getattr(blocks, name)
+        torch._dynamo.maybe_mark_dynamic(tensor, list(range(2, tensor.dim())))
+    # BACKEND: never another kernel than the one that was tested.
+    options: FlexKernelOptions = {"BACKEND": "TRITON", **_tiles(query), **kernel_options}
+    with torch._dynamo.config.patch(
+        recompile_limit=RECOMPILE_LIMIT, specialize_float=True, automatic_dynamic_shapes=False
+    ):
+        return _compiled_kernel()(query, key, value, blocks, softcap, scaling, needs_lse, options)
+
+
+def _tiles(query: torch.Tensor) -> FlexKernelOptions:
+    """Tiles for heads that torch has no table entry for: its default ones of float32 need 273 KiB of shared memory at
+    192 numbers a head, where an H200 has 227 (torch 2.11). These are its own for 256, to which heads are rounded up.
+    """
+    if query.dtype == torch.float32 and 128 < query.shape[3] < 256:
+        return cast(FlexKernelOptions, {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32})
+    return {}
+
+
+@functools.cache
+def _compiled_kernel() -> Callable[..., tuple[torch.Tensor, MaybeTensor]]:
+    return torch.compile(_kernel, fullgraph=True)
+
+
+_BLOCK_TENSORS = (
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+    "q_num_blocks",
+    "q_indices",
+    "full_q_num_blocks",
+    "full_q_indices",
+)
+
+
+def _kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: BlockMask,
+    softcap: MaybeTensor,
+    scaling: float,
+    needs_lse: bool,
+    kernel_options: FlexKernelOptions,
+) -> tuple[torch.Tensor, MaybeTensor]:
+    # The mask's own lengths are Python integers; taken from the shapes they are symbols, and no length recompiles.
+    lengths = (query.shape[2], key.shape[2])
+    tensors = {name: getattr(blocks, name) for name in _BLOCK_TENSORS}
+    blocks = BlockMask(seq_lengths=lengths, BLOCK_SIZE=blocks.BLOCK_SIZE, mask_mod=blocks.mask_mod, **tensors)
+    out, more = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=_score_mod(softcap),
+        block_mask=blocks,
+        scale=scaling,
+        enable_gqa=True,
+        kernel_options=kernel_options,
+        return_aux=AuxRequest(lse=needs_lse),
+    )
+    return out, more.lse

@@ -1,0 +1,238 @@
+"""The one attention function that treewise registers with transformers, under the name `"treewise"`.
+
+Tree metadata arrives as the keyword argument `treewise` of the model's forward, never through globals, so a
+recomputation by gradient checkpointing finds the same arguments. Some models drop keyword arguments on the way to
+their layers; all hand on the attention mask, so the empty mask that stands in for theirs carries the same context. The
+name stays installed: a forward without a tree (generation, evaluation) goes to the implementation that the model had
+before, which the name itself carries.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from treewise.errors import UnsupportedModelError
+from treewise.nn.attention import mask_audit
+from treewise.nn.attention.cascade import cascade_attention
+from treewise.nn.attention.gateway import Gateway, GatewayRead, Slot, extend, inject
+from treewise.nn.attention.mask import LayerRule, TreeMask
+from treewise.nn.attention.query_scale import at_depth
+from treewise.nn.attention.reference import reference_attention
+
+if TYPE_CHECKING:
+    from treewise.nn.recurrent.rows import TreeRows
+
+NAME = "treewise"
+IMPLEMENTATIONS = ("reference", "cascade", "flex")
+# Arguments that models hand to attention and that change nothing here: positions are already in queries and keys.
+_HARMLESS = {"position_ids", "position_embeddings", "cache_position", "output_attentions", "use_cache", "cu_seq_lens_q"}
+
+
+class AttentionName(str):
+    """The name `"treewise"` that remembers which implementation a model had before."""
+
+    previous: str
+
+    def __new__(cls, previous: str) -> "AttentionName":
+        name = super().__new__(cls, NAME)
+        name.previous = previous
+        return name
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return AttentionName, (self.previous,)
+
+
+@dataclass(eq=False)
+class TreeContext:
+    """What the layers of one micro-batch need, handed to the model's forward as `treewise=`.
+
+    impl: `reference`, `cascade` or `flex`. reads: gateway rows in front of the own keys. writes: the gateway to fill.
+    injects: the gateway whose collected gradients join the backward. rows: what recurrent layers follow; needed by
+    models that have some. is_done: the forward is over; what calls attention now recomputes. router_logits: where
+    wanted, what the forward's routers gave, a tensor [T, E] for each layer that has one.
+    """
+
+    mask: TreeMask
+    impl: str
+    reads: tuple[GatewayRead, ...] = ()
+    writes: Gateway | None = None
+    injects: Gateway | None = None
+    rows: "TreeRows | None" = None
+    is_done: bool = False
+    wants_router_logits: bool = False
+    router_logits: tuple[torch.Tensor, ...] = ()
+    _num_calls: dict[nn.Module, int] = field(default_factory=dict)
+
+    def empty_mask(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """[1, 1, 0, 0], the attention mask to hand to the model: a prepared one, so that it makes none of its own.
+
+        Nothing can be computed from it without an error, so a model that adds something to its mask is found out.
+        """
+        mask = torch.empty(1, 1, 0, 0, device=device, dtype=dtype)
+        mask.treewise = self  # type: ignore[attr-defined]
+        return mask
+
+    def slot(self, module: nn.Module) -> Slot:
+        """Names one call of an attention layer, the same in every forward; layers may be called several times.
+
+        Raises:
+            UnsupportedModelError: such a layer is recomputed by gradient checkpointing, in an order that nothing tells.
+        """
+        number = self._num_calls.get(module, 0)
+        if not (self.reads or self.writes or self.injects):
+            return module, 0  # nothing is kept under this name
+        if not self.is_done:
+            self._num_calls[module] = number + 1
+            return module, number
+        if number > 1:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends {number} times in one forward, which gradient checkpointing and a "
+                "budget cannot do together; turn one of them off."
+            )
+        return module, 0
+
+
+def install(configs: list[Any]) -> None:
+    """Puts the name into model configurations; twice changes nothing."""
+    AttentionInterface.register(NAME, tree_attention_forward)
+    AttentionMaskInterface.register(NAME, _previous_mask)
+    for config in configs:
+        current = config._attn_implementation
+        if not isinstance(current, AttentionName):
+            config._attn_implementation_internal = AttentionName(current or "eager")
+
+
+def is_installed(configs: list[Any]) -> bool:
+    """Whether all configurations still hold the name."""
+    return all(isinstance(config._attn_implementation, AttentionName) for config in configs)
+
+
+def tree_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    treewise: TreeContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention contract: [1, H, T, D] in, ([1, T, H, D], weights) out."""
+    if treewise is None:
+        treewise = getattr(attention_mask, "treewise", None)
+    if treewise is None:
+        if attention_mask is not None and attention_mask.numel() == 0:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} lost the tree between the model's forward and its attention. With gradient "
+                "checkpointing set use_reentrant=False."
+            )
+        if mask_audit.is_observed():
+            mask_audit.observe(module, layer_rule(module, query, kwargs), attention_mask)
+        return _previous_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is not None and attention_mask.numel() > 0:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} makes a mask of its own ({list(attention_mask.shape)}), which is unknown here."
+        )
+    return attend(module, query, key, value, treewise, kwargs), None
+
+
+@torch.compiler.disable
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: TreeContext,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """[1, T, H, D of the values]: attention of one layer under the tree."""
+    rule = layer_rule(module, query, kwargs)
+    sinks = kwargs.get("s_aux")
+    slot = context.slot(module)
+    query, key, value = _as_autocast(at_depth(module, query, context.mask), key, value)
+    if context.writes is not None:
+        context.writes.write(slot, key, value)
+    if context.injects is not None:
+        key, value = inject(key, value, context.injects, slot)
+    if context.impl == "cascade":
+        out = cascade_attention(query, key, value, context.mask, rule, sinks, context.reads, slot)
+        return out.transpose(1, 2).contiguous()
+    if context.reads:
+        key, value = extend(key, value, context.reads, slot)
+    if context.impl == "flex":
+        from treewise.nn.attention.flex import flex_attention_tree
+
+        out = flex_attention_tree(query, key, value, context.mask, rule, sinks)
+    else:
+        out = reference_attention(query, key, value, context.mask, rule, sinks)
+    return out.transpose(1, 2).contiguous()
+
+
+def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The dtype that autocast gives to scaled-dot-product attention, which kernels called directly do not see."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+
+
+def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> LayerRule:
+    """What a layer asks for, from its arguments and its configuration.
+
+    Raises:
+        UnsupportedModelError: dropout, non-causal attention, or an argument that treewise does not know.
+    """
+    name = type(module).__name__
+    if kwargs.get("dropout"):
+        raise UnsupportedModelError(f"{name} has active attention dropout ({kwargs['dropout']}); set it to 0.")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{name} is not causal, so it cannot follow a tree.")
+    known = _HARMLESS | {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
+    for argument, given in kwargs.items():
+        if argument not in known and isinstance(given, torch.Tensor):
+            raise UnsupportedModelError(f"{name} passes the tensor {argument!r} to attention, which is unknown here.")
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    # Some models tell their window only to their mask (Phi-3.5-MoE).
+    window, chunk = kwargs.get("sliding_window", getattr(config, "sliding_window", None)), None
+    if config is not None and kinds is not None and getattr(module, "layer_idx", None) is not None:
+        kind = kinds[module.layer_idx]
+        if kind == "sliding_attention":
+            window = window if window is not None else config.sliding_window
+        elif kind == "full_attention":
+            window = None
+        elif kind == "chunked_attention":
+            chunk = config.attention_chunk_size
+    scaling = kwargs.get("scaling")
+    return LayerRule(
+        scaling=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        window=window,
+        chunk=chunk,
+        softcap=kwargs.get("softcap"),
+    )
+
+
+def _previous_attention(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    previous = module.config._attn_implementation.previous  # type: ignore[union-attr]
+    if previous == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[previous]
+
+
+def _previous_mask(*args: Any, config: Any, **kwargs: Any) -> Any:
+    previous = config._attn_implementation.previous
+    if previous not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return None
+    if not mask_audit.is_observed():
+        return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, config=config, **kwargs)
+    kwargs["allow_is_causal_skip"] = False  # a mask that is left out cannot be asked
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, config=config, **kwargs)
+    if isinstance(mask, torch.Tensor):
+        mask.mask_function = kwargs.get("mask_function")  # type: ignore[attr-defined]
+    return mask

@@ -1,0 +1,69 @@
+"""Layers from before transformers' attention interface, which compute their scores in a method `_attn` of their own.
+
+GPT-J, CodeGen and GPT-Neo hand it queries, keys and values with positions already in them, and the mask, which carries
+the tree (see `interface`). A layer's instance gets an `_attn` that takes the tree's way where there is one; its class
+stays as it is.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from treewise.errors import UnsupportedModelError
+from treewise.nn.attention import mask_audit
+from treewise.nn.attention.interface import attend, layer_rule
+
+
+def _divided(layer: Any) -> dict[str, Any]:
+    return {"scaling": 1.0 / float(layer.scale_attn)}
+
+
+def _local_or_global(layer: Any) -> dict[str, Any]:
+    """GPT-Neo does not scale its scores, and its local layers see the last `window_size` tokens."""
+    return {"scaling": 1.0, "sliding_window": layer.config.window_size if layer.attention_type == "local" else None}
+
+
+# Class of a layer -> what it would tell the attention interface.
+_RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "CodeGenAttention": _divided,
+    "GPTJAttention": _divided,
+    "GPTNeoSelfAttention": _local_or_global,
+}
+
+
+def has_older(decoder: nn.Module) -> bool:
+    """Whether a decoder attends by layers of this kind."""
+    return any(type(module).__name__ in _RULES for module in decoder.modules())
+
+
+def install_older(decoder: nn.Module) -> None:
+    """Lets these layers of a decoder follow the tree that its mask carries; twice changes nothing."""
+    for module in decoder.modules():
+        if type(module).__name__ in _RULES and "_attn" not in vars(module):
+            module.__dict__["_attn"] = MethodType(_attn, module)
+
+
+def _attn(
+    self: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[1, H, T, D] in, ([1, H, T, D], weights) out."""
+    context = getattr(attention_mask, "treewise", None)
+    if context is not None:
+        return attend(self, query, key, value, context, _RULES[type(self).__name__](self)).transpose(1, 2), None
+    if attention_mask is not None and attention_mask.numel() == 0:
+        raise UnsupportedModelError(
+            f"{type(self).__name__} lost the tree between the model's forward and its attention. With gradient "
+            "checkpointing set use_reentrant=False."
+        )
+    if mask_audit.is_observed():
+        rule = layer_rule(self, query, _RULES[type(self).__name__](self))
+        # A local layer hides keys by a table of its own, so the mask has nothing to say about its window.
+        mask_audit.observe(self, rule, attention_mask if rule.window is None else None)
+    return type(self)._attn(self, query, key, value, attention_mask)

@@ -1,0 +1,66 @@
+"""The whole mask of a micro-batch in two vectors, and what a layer adds to it.
+
+Letters: T queries, G gateway keys, K = G + T keys (gateway keys first), H query heads, D head size.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from treewise.nn.device import to_device
+from treewise.planning.layout import Layout
+
+
+@dataclass(eq=False)
+class TreeMask:
+    """Query q sees key k exactly when `lo[k] <= q < hi[k]`.
+
+    lo, hi, key_depth: [K] int32 NumPy, kept on the host for planning. `on(device)` gives the tensors. `cache` holds
+    what an implementation derives from the intervals, once per micro-batch and used by all layers.
+    """
+
+    lo: np.ndarray
+    hi: np.ndarray
+    key_depth: np.ndarray
+    num_queries: int
+    cache: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_layout(cls, layout: Layout) -> "TreeMask":
+        return cls(layout.lo, layout.hi, layout.key_depth, layout.num_tokens)
+
+    @property
+    def num_keys(self) -> int:
+        return len(self.lo)
+
+    @property
+    def num_gateway_keys(self) -> int:
+        return len(self.lo) - self.num_queries
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`lo`, `hi` and `key_depth` as [K] int32 tensors; the depths of the queries are the last T of `key_depth`."""
+        key = ("tensors", device)
+        if key not in self.cache:
+            arrays = (self.lo, self.hi, self.key_depth)
+            self.cache[key] = to_device(np.stack(arrays), device, torch.int32).unbind()
+        return self.cache[key]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRule:
+    """What one layer asks of attention beyond the tree.
+
+    window: keys at a distance of `window` tokens or more are hidden. chunk: keys of another chunk of `chunk` depths are
+    hidden. softcap: scores become `softcap * tanh(scores / softcap)`. scaling: factor of the scores.
+    """
+
+    scaling: float
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.window is None and self.chunk is None and self.softcap is None

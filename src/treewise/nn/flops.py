@@ -1,0 +1,250 @@
+"""FLOPs of one training step, flat and on the tree: the ceiling that a measured speed-up is held against.
+
+Conventions. A multiply-add is two FLOPs. A linear layer costs one pass forward and one for each gradient (of its
+input, and of its weight where that is trained). An expert counts by the share of experts that a token visits.
+Attention costs `2 H (D + D of the values)` per pair of query and key it may see, which is `4 H D`; its backward 2.5
+times that, as in FlashAttention (arXiv 2307.08691), whose backward computes the scores again. The head counts per
+projected row, which is a row with a trained target; its backward projects again, so it costs 4 passes. Embeddings,
+norms, activations, the scans of recurrent layers and the optimizer are left out, on both sides.
+
+Letters: T tree tokens, N trajectories, S segments.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from treewise.planning.planner import Plan
+from treewise.tree.forest import Forest
+
+ATTENTION_BACKWARD = 2.5
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+# Values kept for the backward, per input and output of a linear layer: residuals and norms too. SmolLM2-135M in float32
+# keeps 1.4 MB a token (measured); its linear layers' inputs and outputs are 1.22 MB.
+ACTIVATIONS_PER_LINEAR = 1.15
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReach:
+    """How far attention looks back in some layers: a window, a chunk, or everything."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def pairs_below(self, depth: np.ndarray) -> np.ndarray:
+        """Pairs of all queries at depths 0..depth-1 of one path ([..] int64 in and out)."""
+        if self.window is not None:
+            near = np.minimum(depth, self.window)
+            return near * (near + 1) // 2 + (depth - near) * self.window
+        if self.chunk is not None:
+            full, rest = np.divmod(depth, self.chunk)
+            return full * (self.chunk * (self.chunk + 1) // 2) + rest * (rest + 1) // 2
+        return depth * (depth + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class FlopModel:
+    """What a model's step costs. All FLOPs are of one forward, but for `*_backward`.
+
+    linear, linear_backward: per token. head, head_backward: per projected row. pair_forward: per pair, for all layers
+    of a reach together. gateway_values: keys and values per token, all layers. activation_values: an estimate of
+    the values kept per token for the backward.
+    """
+
+    linear: float
+    linear_backward: float
+    head: float
+    head_backward: float
+    pair_forward: tuple[tuple[LayerReach, float], ...]
+    num_parameters: int
+    num_trained_parameters: int
+    gateway_values: int
+    activation_values: int
+
+    def flat(self, forest: Forest) -> float:
+        """One forward and backward of every trajectory alone."""
+        return self._step(forest.num_flat_tokens, flat_head_rows(forest), forest.path_lengths)
+
+    def leaf(self, forest: Forest) -> float:
+        """The same without the trajectories contained in another, whose trained tokens the longer one takes over."""
+        lengths = forest.path_lengths[forest.leaf_trajectories]
+        return self._step(int(lengths.sum()), leaf_head_rows(forest), lengths)
+
+    def native_flat(self, forest: Forest) -> float:
+        """Every trajectory through the model's own forward: logits of all rows, kept for the backward."""
+        head = self.head + self.head_backward - (self.head if self.head_backward > self.head else 0)
+        trained_rows = self._step(forest.num_flat_tokens, 0, forest.path_lengths)
+        return trained_rows + head * forest.num_flat_tokens
+
+    def tree(self, forest: Forest) -> float:
+        """One forward and backward of every tree token."""
+        first = forest.segments.depth
+        last = first + forest.segments.lengths
+        return self._step(forest.num_tokens, tree_head_rows(forest), last, first)
+
+    def recomputed(self, plan: Plan) -> float:
+        """What a plan adds: one more forward of the open tokens that are not held, without the head."""
+        again = [batch.positions() for batch in plan.micro_batches if batch.is_open and not batch.is_held]
+        if not again:
+            return 0.0
+        depth = plan.forest.depth[np.concatenate(again)].astype(np.int64)
+        return self.linear * len(depth) + self._pairs(depth + 1, depth)
+
+    def planned(self, plan: Plan) -> float:
+        """Everything that a plan computes."""
+        return self.tree(plan.forest) + self.recomputed(plan)
+
+    def _step(self, num_tokens: int, num_rows: int, last: np.ndarray, first: np.ndarray | int = 0) -> float:
+        linear = (self.linear + self.linear_backward) * num_tokens
+        head = (self.head + self.head_backward) * num_rows
+        return linear + head + (1 + ATTENTION_BACKWARD) * self._pairs(last, first)
+
+    def _pairs(self, last: np.ndarray, first: np.ndarray | int) -> float:
+        low, high = np.asarray(first, dtype=np.int64), np.asarray(last, dtype=np.int64)
+        return float(
+            sum(cost * (reach.pairs_below(high) - reach.pairs_below(low)).sum() for reach, cost in self.pair_forward)
+        )
+
+
+def flop_model(model: nn.Module) -> FlopModel:
+    """The costs of a transformers causal LM, read from the shapes of its parameters; `meta` tensors will do."""
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    head_modules = set(head.modules()) if head is not None else set()
+    share = _expert_share(config)
+    linear = backward = 0.0
+    activations = 0.0
+    for module, name, parameter in _matrices(model):
+        if isinstance(module, nn.Embedding) or module in head_modules:
+            continue
+        is_expert = parameter.ndim == 3 and parameter.shape[0] == share[0] and not isinstance(module, nn.Conv1d)
+        part = share[1] / share[0] if is_expert or ".experts." in name else 1.0
+        flops = 2.0 * parameter.numel() * part
+        linear += flops
+        backward += flops * (2 if parameter.requires_grad else 1)
+        visits = share[1] if is_expert else part
+        activations += visits * sum(parameter.shape[-2:]) * ACTIVATIONS_PER_LINEAR
+    head_flops = 2.0 * head.weight.numel() if head is not None else 0.0
+    is_head_trained = head is not None and head.weight.requires_grad
+    pairs = _attention_pairs(config)
+    return FlopModel(
+        linear=linear,
+        linear_backward=backward,
+        head=head_flops,
+        head_backward=head_flops * (3 if is_head_trained else 2),
+        pair_forward=tuple(pairs.items()),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_trained_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad),
+        gateway_values=_gateway_values(config),
+        activation_values=round(activations),
+    )
+
+
+def flop_model_of_config(config: Any) -> FlopModel:
+    """The costs of a model known by its transformers configuration alone; no weights are made or read."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return flop_model(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+
+
+def flop_bound(model: nn.Module | FlopModel, forest: Forest) -> float:
+    """Flat FLOPs / tree FLOPs: no exact method that computes each shared token once can be faster by more."""
+    flops = model if isinstance(model, FlopModel) else flop_model(model)
+    return flops.flat(forest) / flops.tree(forest)
+
+
+def leaf_flop_bound(model: nn.Module | FlopModel, forest: Forest) -> float:
+    """The same against flat training of only those trajectories that are not contained in another."""
+    flops = model if isinstance(model, FlopModel) else flop_model(model)
+    return flops.leaf(forest) / flops.tree(forest)
+
+
+# -- tokens and rows of a forest --------------------------------------------------------------------------------------
+
+
+def flat_head_rows(forest: Forest) -> int:
+    """Trained tokens of all trajectories: each is predicted by a row of its own."""
+    if forest.trajectories is not None:
+        return sum(item.num_trained_tokens for item in forest.trajectories)
+    return int(forest.multiplicity[forest.token_weights() > 0].sum())
+
+
+def tree_head_rows(forest: Forest) -> int:
+    """Tree tokens that predict at least one trained token."""
+    return len(np.unique(forest.parent[forest.token_weights() > 0]))
+
+
+def leaf_head_rows(forest: Forest) -> int:
+    """Trained tokens on the paths of the `leaf_trajectories`."""
+    # A segment adds its count to every path below it: +count where its subtree begins, -count where it ends.
+    segments = forest.segments
+    count = np.add.reduceat((forest.token_weights() > 0).astype(np.int64), segments.start)
+    change = np.zeros(forest.num_tokens + 1, dtype=np.int64)
+    change[segments.start] += count
+    np.subtract.at(change, segments.subtree_end, count)
+    on_path = np.cumsum(change)[segments.start]
+    return int(on_path[segments.end_segment[forest.leaf_trajectories]].sum())
+
+
+# -- shapes of a model ------------------------------------------------------------------------------------------------
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Parameters that multiply activations, each once."""
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim >= 2 and "bias" not in name and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield module, f"{module_name}.{name}", parameter
+
+
+def _expert_share(config: Any) -> tuple[int, int]:
+    """Experts of a layer, and how many of them a token visits; (1, 1) for a dense model."""
+    total = next((getattr(config, name) for name in EXPERT_COUNTS if getattr(config, name, None)), 1)
+    visited = next((getattr(config, name) for name in EXPERTS_PER_TOKEN if getattr(config, name, None)), total)
+    return int(total), int(visited)
+
+
+def _head_sizes(config: Any) -> tuple[int, int, int, int]:
+    """Query heads, key-value heads, size of keys, size of values, as attention sees them."""
+    heads = config.num_attention_heads
+    if getattr(config, "qk_nope_head_dim", None):
+        return heads, heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, size, size
+
+
+def _layer_reaches(config: Any) -> list[LayerReach]:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        uses_window = getattr(config, "use_sliding_window", True)
+        window = getattr(config, "sliding_window", None) if uses_window else None
+        return [LayerReach(window=window)] * config.num_hidden_layers
+    reach = {
+        "full_attention": LayerReach(),
+        "sliding_attention": LayerReach(window=getattr(config, "sliding_window", None)),
+        "chunked_attention": LayerReach(chunk=getattr(config, "attention_chunk_size", None)),
+    }
+    return [reach[kind] for kind in kinds if kind in ATTENTION_KINDS]
+
+
+def _attention_pairs(config: Any) -> Counter[LayerReach]:
+    heads, _, key_size, value_size = _head_sizes(config)
+    pairs: Counter[LayerReach] = Counter()
+    for reach in _layer_reaches(config):
+        pairs[reach] += 2 * heads * (key_size + value_size)
+    return pairs
+
+
+def _gateway_values(config: Any) -> int:
+    _, key_heads, key_size, value_size = _head_sizes(config)
+    return len(_layer_reaches(config)) * key_heads * (key_size + value_size)

@@ -1,0 +1,216 @@
+"""Recurrent layers of a model: which there are, which can follow a tree, and how they are made to.
+
+A mixer's class and module stay as they are. The mixer *instance* gets a forward that, when a tree is given, runs the
+class's own forward with its functions over tokens replaced (`kinds.FUNCTIONS`), in a copy of the globals that this
+forward sees; without a tree it is the class's forward, untouched. The tree arrives as the keyword argument `treewise`;
+where a decoder layer keeps it to itself, a hook on that layer lends it to the mixer for the duration of the layer's
+forward, so a recomputation by gradient checkpointing, which calls the layer again with the same arguments, finds it
+again.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from treewise.errors import UnsupportedModelError
+from treewise.nn.attention.interface import TreeContext
+from treewise.nn.recurrent.kinds import FUNCTIONS, KINDS, MIXERS, SINGLE_STEPS
+from treewise.nn.recurrent.layer_context import Place
+
+# What only recurrent layers have: names of parameters and buffers, and classes without such names.
+RECURRENT_PARAMETERS = {"A_log", "dt_bias", "time_decay", "recurrent_param", "slope_rate"}
+RECURRENT_CLASSES = {"xLSTMLayer"}
+_HELP = "Supported models: docs/models.md."
+
+
+def supports(module: nn.Module) -> bool:
+    """Whether a module is a recurrent layer (or short convolution) that can follow a tree."""
+    return type(module).__name__ in MIXERS or bool(_functions(module) & KINDS.keys())
+
+
+def kinds_of(model: nn.Module) -> dict[str, str]:
+    """The recurrent layers that can follow a tree: path in the model -> kind, such as `short convolution, Mamba2`."""
+    return {path: _kind(module) for path, module in model.named_modules() if supports(module)}
+
+
+def refuse_unknown(model: nn.Module, name: str) -> None:
+    """Raises if a part of the model carries something from token to token in a way that is not known here.
+
+    Raises:
+        UnsupportedModelError: naming the layer.
+    """
+    known = tuple(kinds_of(model))
+    for path, module in model.named_modules():
+        if _is_inside(path, known):
+            continue
+        if isinstance(module, nn.Conv1d):
+            raise UnsupportedModelError(
+                f"{name}.{path} is a convolution over tokens that cannot follow a tree yet. {_HELP}"
+            )
+        own = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
+        if own & RECURRENT_PARAMETERS or type(module).__name__ in RECURRENT_CLASSES:
+            raise UnsupportedModelError(
+                f"{name}.{path} ({type(module).__name__}) is a recurrent layer that cannot follow a tree yet. {_HELP}"
+            )
+
+
+def install(model: nn.Module) -> None:
+    """Lets the recurrent layers of a model follow the tree that its forward is given; twice changes nothing.
+
+    Raises:
+        UnsupportedModelError: a layer whose forward somebody else has replaced.
+    """
+    modules = dict(model.named_modules())
+    for path in kinds_of(model):
+        mixer = modules[path]
+        mixer.__dict__["_treewise_name"] = path
+        holder = "_old_forward" if "_old_forward" in vars(mixer) else "forward"  # accelerate keeps the forward there
+        current = vars(mixer).get(holder)
+        if getattr(current, "__func__", None) is forward:
+            continue
+        if current is not None and getattr(current, "__func__", None) is not type(mixer).forward:
+            raise UnsupportedModelError(
+                f"{path} ({type(mixer).__name__}) runs a forward that replaces its own, so it cannot follow a tree; "
+                f"load the model without replaced layers (use_kernels=False). {_HELP}"
+            )
+        mixer.__dict__[holder] = MethodType(forward, mixer)
+        layer = modules[path.rpartition(".")[0]]
+        if not vars(layer).get("_treewise_lends"):
+            layer.__dict__["_treewise_lends"] = True
+            layer.register_forward_pre_hook(_lend, with_kwargs=True)
+            layer.register_forward_hook(_take_back, always_call=True)
+
+
+def forward(self: nn.Module, *args: Any, treewise: TreeContext | None = None, **kwargs: Any) -> Any:
+    """The forward of a mixer that may be given a tree: by keyword, lent by its layer, or on the empty attention mask.
+
+    Raises:
+        UnsupportedModelError: the tree was lost on the way here, or has no row segments.
+    """
+    context = treewise if treewise is not None else vars(self).get("_treewise_lent")
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.dim() == 4:  # the empty mask of `TreeContext.empty_mask`
+        context = context if context is not None else getattr(mask, "treewise", None)
+        if mask.numel() == 0 and context is None:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} lost the tree between the model's forward and its own. With gradient "
+                "checkpointing set use_reentrant=False."
+            )
+        if context is not None:
+            kwargs["attention_mask"] = None
+    if context is None:
+        return type(self).forward(self, *args, **kwargs)
+    if context.rows is None:
+        raise UnsupportedModelError(f"{type(self).__name__} is recurrent, but its tree came without row segments.")
+    return _on_tree(self, context, args, kwargs)
+
+
+@torch.compiler.disable
+def _on_tree(mixer: nn.Module, context: TreeContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward of a mixer over the tree of `context`: the same code, other functions behind the names in it."""
+    calls: Counter[str] = Counter()
+    _, number = cast(tuple[nn.Module, int], context.slot(mixer))  # some models run a layer several times
+
+    def place_of(name: str) -> Place:
+        calls[name] += 1
+        return Place(context, f"{vars(mixer)['_treewise_name']}:{name}:{number}:{calls[name]}")
+
+    if type(mixer).__name__ in MIXERS:
+        return MIXERS[type(mixer).__name__][1](mixer, place_of, *args, **kwargs)
+
+    def stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: FUNCTIONS[name](place_of(name), original, *args, **kwargs)
+
+    return _with_globals(type(mixer).forward, stand_in)(mixer, *args, **kwargs)
+
+
+def _with_globals(function: Any, stand_in: Callable[[str, Callable[..., Any]], Any]) -> Any:
+    """A copy of a function (and of functions that it wraps) for which the known names mean something else."""
+    own = function.__globals__
+    replaced = {name: stand_in(name, own[name]) for name in function.__code__.co_names if name in FUNCTIONS}
+    cells = tuple(
+        CellType(_with_globals(cell.cell_contents, stand_in)) if isinstance(_content(cell), FunctionType) else cell
+        for cell in function.__closure__ or ()
+    )
+    copy = FunctionType(function.__code__, {**own, **replaced}, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _kind(module: nn.Module) -> str:
+    if type(module).__name__ in MIXERS:
+        return MIXERS[type(module).__name__][0]
+    return ", ".join(KINDS[name] for name in KINDS if name in _functions(module))
+
+
+def _functions(module: nn.Module) -> set[str]:
+    """Names of known functions over tokens that a module's own forward calls."""
+    function = inspect.unwrap(type(module).forward)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return set()
+    return {name for name in code.co_names if name in FUNCTIONS or name in SINGLE_STEPS} & function.__globals__.keys()
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _lend(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hook before a layer's forward. Gradient checkpointing calls it once, not when it recomputes, so what it
+    recomputes lends again.
+    """
+    _restore_checkpointing(layer)  # an interrupt (Ctrl-C) skips the hook after the forward
+    context = kwargs.get("treewise")
+    _give(layer, context)
+    checkpoint = vars(layer).get("_gradient_checkpointing_func")
+    if context is not None and checkpoint is not None:
+        layer.__dict__["_treewise_checkpoint"] = checkpoint
+        layer.__dict__["_gradient_checkpointing_func"] = partial(_checkpoint, layer, context, checkpoint)
+
+
+def _take_back(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    _give(layer, None)
+    _restore_checkpointing(layer)
+
+
+def _restore_checkpointing(layer: nn.Module) -> None:
+    if "_treewise_checkpoint" in vars(layer):
+        layer.__dict__["_gradient_checkpointing_func"] = layer.__dict__.pop("_treewise_checkpoint")
+
+
+def _checkpoint(
+    layer: nn.Module, context: TreeContext, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any
+) -> Any:
+    def lending(*args: Any) -> Any:
+        before = [vars(mixer).get("_treewise_lent") for mixer in _mixers_in(layer)]
+        _give(layer, context)
+        try:
+            return function(*args)
+        finally:
+            for mixer, lent in zip(_mixers_in(layer), before, strict=True):
+                mixer.__dict__["_treewise_lent"] = lent
+
+    return checkpoint(lending, *args)
+
+
+def _give(layer: nn.Module, context: TreeContext | None) -> None:
+    for mixer in _mixers_in(layer):
+        mixer.__dict__["_treewise_lent"] = context
+
+
+def _mixers_in(layer: nn.Module) -> Iterator[nn.Module]:
+    return (child for child in layer.children() if "_treewise_name" in vars(child))
+
+
+def _is_inside(path: str, known: tuple[str, ...]) -> bool:
+    return any(path == each or path.startswith(each + ".") for each in known)

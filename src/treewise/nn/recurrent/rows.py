@@ -1,0 +1,103 @@
+"""What recurrent layers need to know of one micro-batch, made when the first of them asks and shared by all."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from treewise.nn.device import to_device
+from treewise.nn.recurrent.schedule import Schedule, make_schedule
+from treewise.nn.recurrent.segments import RowSegments, row_segments, rows_before, rows_up_to_end
+from treewise.planning.layout import Layout
+from treewise.planning.planner import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ConvIndex:
+    """Where a convolution of a given width takes its inputs from.
+
+    Rows of the extended axis: T own rows, one row of zeros, then the tails of the entering segments, `width - 1` rows
+    each. gather: [T + S * (width - 1)] int64, every segment behind its tail. keep: [T] int64, the places of own rows in
+    it. tails: [P, width - 1] int64, what the gateway keeps for each cut.
+    """
+
+    gather: torch.Tensor
+    keep: torch.Tensor
+    tails: torch.Tensor
+
+
+@dataclass(eq=False)
+class TreeRows:
+    """Segments, schedule and index tensors of micro-batch `number` of a plan.
+
+    computed: tokens that each recurrent function of each layer has processed so far, padding not counted.
+    """
+
+    plan: Plan
+    number: int
+    layout: Layout
+    computed: Counter[str] = field(default_factory=Counter)
+    _tensors: dict[object, torch.Tensor] = field(default_factory=dict)
+    _convs: dict[object, ConvIndex] = field(default_factory=dict)
+
+    @cached_property
+    def segments(self) -> RowSegments:
+        return row_segments(self.plan, self.number, self.layout)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return make_schedule(self.segments)
+
+    @property
+    def is_one_path(self) -> bool:
+        """A single segment from a first token on: nothing to arrange."""
+        return self.segments.num_segments == 1 and self.segments.gateway[0] < 0
+
+    def tensor(self, name: object, array: np.ndarray, device: torch.device) -> torch.Tensor:
+        """An index array as an int64 tensor, made once for each device."""
+        if (name, device) not in self._tensors:
+            self._tensors[name, device] = to_device(array, device, torch.long)
+        return self._tensors[name, device]
+
+    def entering(self, gateway: int, cut_rows: np.ndarray) -> np.ndarray:
+        """Which of a gateway's kept states (at `cut_rows`) the segments below it begin with, in segment order."""
+        segments = self.segments
+        rows = segments.gateway_row[segments.gateway == gateway]
+        index = np.searchsorted(cut_rows, rows)
+        assert np.array_equal(cut_rows[index], rows), "a gateway keeps the state of every token that is read below it"
+        return index
+
+    @cached_property
+    def entering_order(self) -> np.ndarray:
+        """From entering segments ordered by gateway to entering segments in row order."""
+        gateway = self.segments.gateway[self.schedule.entering]
+        return np.argsort(np.argsort(gateway, kind="stable"), kind="stable")
+
+    def conv_index(self, width: int, device: torch.device) -> ConvIndex:
+        if (width, device) not in self._convs:
+            self._convs[width, device] = self._make_conv_index(width - 1, device)
+        return self._convs[width, device]
+
+    def _make_conv_index(self, tail: int, device: torch.device) -> ConvIndex:
+        segments, num_rows = self.segments, self.layout.num_tokens
+        before = rows_before(segments, tail)
+        cut_tails = rows_up_to_end(segments, before, segments.cuts)
+        rank = np.zeros(segments.num_segments, dtype=np.int64)  # an entering segment's number among them
+        rank[self.schedule.entering] = np.arange(len(self.schedule.entering))
+
+        def on_axis(code: np.ndarray) -> np.ndarray:
+            segment, place = np.divmod(np.maximum(-2 - code, 0), max(tail, 1))
+            kept = num_rows + 1 + rank[segment] * tail + place
+            return np.where(code >= 0, code, np.where(code == -1, num_rows, kept))
+
+        # Segment s begins at start[s] + (s + 1) * tail, its tail right before it.
+        shift = tail * np.repeat(np.arange(1, segments.num_segments + 1), segments.length)
+        keep = np.arange(num_rows) + shift
+        gather = np.empty(num_rows + tail * segments.num_segments, dtype=np.int64)
+        gather[keep] = np.arange(num_rows)
+        behind = segments.start[:, None] + tail * np.arange(segments.num_segments)[:, None] + np.arange(tail)
+        gather[behind] = on_axis(before)
+        arrays = (gather, keep, on_axis(cut_tails))
+        return ConvIndex(*(to_device(array, device, torch.long) for array in arrays))

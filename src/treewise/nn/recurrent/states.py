@@ -1,0 +1,120 @@
+"""Moving rows and states between segments and through gateways, with gradients that lose nothing.
+
+Letters: T rows, Z padded places, n states.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from treewise.nn.attention.gateway import Gateway
+
+
+class _Spread(torch.autograd.Function):
+    """[T, ...] rows to padded places, zeros where `order` is -1; `place` is the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order, place)
+        return _spread(rows, order, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _, place = ctx.saved_tensors
+        return grad.index_select(0, place), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The transpose of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order, place)
+        return padded.index_select(0, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _spread(grad, *ctx.saved_tensors), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows by index, any number of times each; gradients of one row add up in float32 or wider."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (index,) = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = torch.zeros(ctx.num_rows, *grad.shape[1:], dtype=wide, device=grad.device)
+        return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
+
+
+class _Enter(torch.autograd.Function):
+    """States that gateways keep; their gradients go back there. The anchors only make the result differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, reads: Sequence[tuple[Gateway, torch.Tensor]], device: torch.device, *anchors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.name, ctx.reads = name, reads
+        return torch.cat([each.states[name].index_select(0, index).to(device) for each, index in reads])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        start = 0
+        for gateway, index in ctx.reads:
+            gateway.add_state_gradients(ctx.name, index, grad[start : start + len(index)])
+            start += len(index)
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class _Leave(torch.autograd.Function):
+    """`out`, whose backward also carries into `states` the gradients that came back through the gateway."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, states: torch.Tensor, gateway: Gateway, name: str) -> torch.Tensor:
+        ctx.gateway, ctx.name, ctx.dtype, ctx.device = gateway, name, states.dtype, states.device
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        states = ctx.gateway.state_grads.get(ctx.name)
+        return grad, None if states is None else states.to(ctx.device, ctx.dtype), None, None
+
+
+def spread(rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """[Z, ...] rows at their padded places, zeros elsewhere. Each row has one place, so gradients are plain copies."""
+    return _Spread.apply(rows, order, place)
+
+
+def collect(padded: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """[T, ...] rows from their padded places."""
+    return _Collect.apply(padded, order, place)
+
+
+def gather(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows by index; a row may be taken by many, and their gradients add up in float32 or wider."""
+    return _Gather.apply(rows, index)
+
+
+def enter(
+    name: str, reads: Sequence[tuple[Gateway, torch.Tensor]], device: torch.device, anchors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """[n, ...] states kept by gateways. anchors: what the layer computes with; if one needs gradients, so do states."""
+    return _Enter.apply(name, tuple(reads), device, *anchors)
+
+
+def leave(out: torch.Tensor, states: torch.Tensor, gateway: Gateway, name: str) -> torch.Tensor:
+    """`out` unchanged; in the backward the gradients collected in `gateway` join those of `states`."""
+    return _Leave.apply(out, states, gateway, name)
+
+
+def _spread(rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    padded = rows.new_zeros(len(order), *rows.shape[1:])
+    return padded.index_copy_(0, place, rows)

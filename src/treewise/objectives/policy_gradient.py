@@ -1,0 +1,277 @@
+"""Policy gradients: one dataclass whose settings are what the methods of the literature differ in.
+
+Letters: F flat tokens, P terms (trained flat tokens, in the order of their tree positions), R rollouts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from treewise.errors import ConfigError, DataError
+from treewise.objectives import formulas
+from treewise.objectives.normalization import (
+    check_settings,
+    denominator,
+    normalized_weights,
+    require_whole_rollouts,
+    rollout_of_tokens,
+)
+from treewise.objectives.protocol import Streams, Terms, Values
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+SURROGATES = ("clip", "reinforce", "cispo")
+LEVELS = ("token", "sequence")
+CORRECTIONS = ("truncate", "mask")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyGradient:
+    """A loss on advantages, `sum over tokens of w [ s L(r, A) + beta KL - entropy_coefficient H ] / denominator`.
+
+    Per token: w the loss weight, A the advantage, r the importance ratio to `old_logprobs` (exactly 1, with its
+    gradient, where trajectories have none: data of the policy itself), s the weight that corrects for another engine's
+    sampling, KL an estimate against `ref_logprobs`, H the entropy of the model's distribution. Make it by one of the
+    names in `treewise.objectives.registry`, which fill in what a paper sets.
+
+    Parameters:
+        surrogate: L. `clip`: PPO's clipped one; `reinforce`: `-A log p`; `cispo`: `-sg(min(r, max_ratio)) A log p`.
+        ratio_level: `token`: `r = exp(log p - old)`; `sequence`: one ratio for a rollout, the exponential of the mean
+            of these differences over its trained tokens (GSPO).
+        clip_low, clip_high: r is clipped to `[1 - clip_low, 1 + clip_high]`; None leaves a side open.
+        dual_clip: for A < 0, L is at most `-dual_clip A`; above `1 + clip_high`, commonly 3.
+        max_ratio: of `cispo`.
+        kl, beta: estimator (`k1`, `k2`, `k3`) and its factor; beta=0 needs no reference.
+        entropy_coefficient: adds entropy as a bonus; averaged like the rest of the loss, as in verl (TRL takes the
+            token mean, whatever the loss type; with `token_mean` both are the same).
+        sampler_correction: None, `truncate` or `mask`, see `formulas.sampler_weights`; needs `sampler_logprobs`. The
+            ratio is `exp(old - sampler)`, with the current log-probs, detached, for `old` where there are none.
+        sampler_level: `token`, or `sequence`: one weight for a rollout, from the sum of differences over its tokens.
+        sampler_min, sampler_max: bounds of that weight.
+        weighting: `per_trajectory`: a shared token counts once for every trajectory that trains it, with that
+            trajectory's advantage, as flat training does; `once`: the mean of these terms; `per_rollout`: the sum over
+            rollouts of the mean over each rollout's rows.
+        normalization: `token_mean`: by the sum of weights of the step; `rollout_mean`: the mean over each rollout's
+            tokens, then over rollouts; `rollout_sum`: the sum over each rollout's tokens, divided by `constant` (1
+            where not given), then the mean over rollouts. See `treewise.objectives.normalization`.
+        measure_entropy: report the entropy although no bonus needs it.
+
+    Raises:
+        ConfigError: an unknown name, or settings that contradict one another.
+    """
+
+    surrogate: str = "clip"
+    ratio_level: str = "token"
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.2
+    dual_clip: float | None = None
+    max_ratio: float | None = None
+    kl: str = "k3"
+    beta: float = 0.0
+    entropy_coefficient: float = 0.0
+    sampler_correction: str | None = None
+    sampler_level: str = "token"
+    sampler_min: float | None = None
+    sampler_max: float | None = 2.0
+    weighting: str = "per_trajectory"
+    normalization: str = "token_mean"
+    constant: float | None = None
+    measure_entropy: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("surrogate", SURROGATES),
+            ("ratio_level", LEVELS),
+            ("kl", formulas.KL_ESTIMATORS),
+            ("sampler_correction", (None, *CORRECTIONS)),
+            ("sampler_level", LEVELS),
+        ):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose one of {choices}.")
+        check_settings(self.weighting, self.normalization, self.constant)
+        self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        for name in ("clip_low", "clip_high", "beta", "sampler_min"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{name}={value} must not be negative.")
+        if self.dual_clip is not None and not self.dual_clip > 1 + (self.clip_high or 0):
+            raise ConfigError(f"dual_clip={self.dual_clip} must exceed 1 + clip_high.")
+        if (self.surrogate == "cispo") != (self.max_ratio is not None):
+            raise ConfigError("surrogate='cispo' and max_ratio=<the largest weight> go together.")
+        if self.max_ratio is not None and not self.max_ratio > 0:
+            raise ConfigError(f"max_ratio={self.max_ratio} must be positive.")
+        if self.ratio_level == "sequence" and self.surrogate == "reinforce":
+            raise ConfigError("surrogate='reinforce' has no ratio, so ratio_level='sequence' means nothing.")
+        if self.sampler_correction is not None and self.sampler_min is None and self.sampler_max is None:
+            raise ConfigError("sampler_correction needs sampler_min or sampler_max.")
+        if self.sampler_min is not None and self.sampler_max is not None and self.sampler_min >= self.sampler_max:
+            raise ConfigError(f"sampler_min={self.sampler_min} must be less than sampler_max={self.sampler_max}.")
+
+    # -- what the engine asks -----------------------------------------------------------------------------------------
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("log_probs", "entropy") if self.entropy_coefficient or self.measure_entropy else ("log_probs",)
+
+    def is_separable(self, forest: Forest) -> bool:
+        """Not with ratios of whole sequences; nor with weights of whole sequences that start from the current
+        log-probs, because no `old_logprobs` are given.
+        """
+        return self.ratio_level == "token" and not self._needs_current_sequence_weights(forest)
+
+    def denominator(self, forest: Forest) -> float:
+        return denominator(forest, self.weighting, self.normalization, self.constant)
+
+    def terms(self, forest: Forest) -> Terms:
+        """Every trained token of every trajectory.
+
+        Raises:
+            DataError: a stream that the settings need is missing, or rows of a rollout whose ratio they need.
+        """
+        weights_F, plain_F = normalized_weights(forest, self.weighting, self.normalization)
+        trained = np.flatnonzero(weights_F)
+        trained = trained[np.argsort(forest.path_index[trained], kind="stable")]
+        streams = {"weights": weights_F, "plain_weights": plain_F, "advantages": forest.flat_stream("advantages")}
+        for name, is_needed in (
+            ("old_logprobs", False),
+            ("ref_logprobs", self.beta != 0),
+            ("sampler_logprobs", self.sampler_correction is not None),
+        ):
+            if is_needed or _is_given(forest, name):
+                streams[name] = forest.flat_stream(name)
+        streams = {name: stream[trained] for name, stream in streams.items()}
+        if self.ratio_level == "sequence" or (self.sampler_correction and self.sampler_level == "sequence"):
+            streams |= self._sequence_streams(forest, trained, streams)
+        return Terms(forest.path_index[trained], streams, weight=float(plain_F.sum()))
+
+    def token_losses(self, values: Values, streams: Streams) -> torch.Tensor:
+        logprobs, advantages = values["log_probs"], streams["advantages"]
+        losses = self._surrogate(logprobs, advantages, streams)
+        if self.sampler_correction is not None:
+            losses = losses * self._sampler_weights(logprobs, streams)
+        if self.beta:
+            losses = losses + self.beta * formulas.kl_estimate(logprobs, streams["ref_logprobs"], self.kl)
+        if self.entropy_coefficient:
+            losses = losses - self.entropy_coefficient * values["entropy"]
+        return streams["weights"] * losses
+
+    def token_metrics(self, values: Values, streams: Streams) -> dict[str, torch.Tensor]:
+        """Means over trained tokens, by their loss weights.
+
+        ratio, clip_fraction: of the importance ratios, where `old_logprobs` are given; approx_kl: k3 of the policy
+        against them. kl: against the reference, by the chosen estimator. entropy: where it is computed. sampler_weight:
+        of the correction. logprob_gap: mean of `exp(|old - sampler|)`, of the current log-probs without old ones; 1 is
+        no gap (NeMo RL's `token_mult_prob_error`, whose guide calls a drift beyond 1.02 a problem).
+        """
+        logprobs = values["log_probs"]
+        found = {}
+        if "old_logprobs" in streams:
+            found["approx_kl"] = formulas.kl_estimate(streams["old_logprobs"], logprobs, "k3")
+            if self.surrogate != "reinforce":
+                ratios = self._ratios(logprobs, streams)
+                found |= {"ratio": ratios, "clip_fraction": self._is_clipped(ratios, streams["advantages"])}
+        if self.beta:
+            found["kl"] = formulas.kl_estimate(logprobs, streams["ref_logprobs"], self.kl)
+        if "entropy" in values:
+            found["entropy"] = values["entropy"]
+        if self.sampler_correction is not None:
+            found["sampler_weight"] = self._sampler_weights(logprobs, streams)
+        if "sampler_logprobs" in streams:
+            policy = streams.get("old_logprobs", logprobs)
+            found["logprob_gap"] = torch.exp((policy - streams["sampler_logprobs"]).abs())
+        return {name: streams["plain_weights"] * value for name, value in found.items()}
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _surrogate(self, logprobs: torch.Tensor, advantages: torch.Tensor, streams: Streams) -> torch.Tensor:
+        if self.surrogate == "reinforce":
+            return formulas.weighted_logprob(torch.ones_like(logprobs), advantages, logprobs)
+        ratios = self._ratios(logprobs, streams)
+        if self.surrogate == "cispo":
+            return formulas.weighted_logprob(ratios.clamp(max=self.max_ratio), advantages, logprobs)
+        return formulas.clipped_surrogate(ratios, advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+    def _ratios(self, logprobs: torch.Tensor, streams: Streams) -> torch.Tensor:
+        differences = logprobs - streams.get("old_logprobs", logprobs.detach())
+        if self.ratio_level == "sequence":
+            differences = formulas.sums_over(streams["sequence"], streams["mean_share"] * differences)
+        return torch.exp(differences)
+
+    def _is_clipped(self, ratios: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        if self.surrogate == "cispo":
+            assert self.max_ratio is not None
+            return ratios > self.max_ratio
+        return formulas.is_clipped(ratios, advantages, self.clip_low, self.clip_high)
+
+    def _sampler_weights(self, logprobs: torch.Tensor, streams: Streams) -> torch.Tensor:
+        assert self.sampler_correction is not None
+        if "sampler_log_ratio" in streams:  # of a sequence, known before the model has run
+            log_ratio = streams["sampler_log_ratio"]
+        else:
+            log_ratio = streams.get("old_logprobs", logprobs.detach()) - streams["sampler_logprobs"]
+            if self.sampler_level == "sequence":
+                log_ratio = formulas.sums_over(streams["sequence"], streams["share"] * log_ratio)
+        return formulas.sampler_weights(
+            torch.exp(log_ratio), self.sampler_correction, self.sampler_min, self.sampler_max
+        )
+
+    def _needs_current_sequence_weights(self, forest: Forest) -> bool:
+        by_sequence = self.sampler_correction is not None and self.sampler_level == "sequence"
+        return by_sequence and not _is_given(forest, "old_logprobs")
+
+    def _sequence_streams(
+        self, forest: Forest, trained: np.ndarray, streams: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """[P] the rollout of each term, and its shares of that rollout's sum and mean.
+
+        A token that several rows of one rollout train was sampled once, so its terms share it.
+        """
+        require_whole_rollouts(forest, "a ratio of whole sequences")
+        rollout = rollout_of_tokens(forest)[trained]
+        _, sequence = np.unique(rollout, return_inverse=True)
+        _, token, count = np.unique(
+            sequence * forest.num_tokens + forest.path_index[trained], return_inverse=True, return_counts=True
+        )
+        share = 1.0 / count[token]
+        found = {
+            "sequence": sequence,
+            "share": share,
+            "mean_share": share / np.bincount(sequence, weights=share)[sequence],
+        }
+        if self.sampler_level == "sequence" and self.sampler_correction and "old_logprobs" in streams:
+            gap = streams["old_logprobs"].astype(np.float64) - streams["sampler_logprobs"]
+            found["sampler_log_ratio"] = np.bincount(sequence, weights=share * gap)[sequence]
+        return found
+
+
+def logprob_gap(trajectories: Sequence[Trajectory], stream: str = "old_logprobs") -> float:
+    """Mean of `exp(|stream - sampler_logprobs|)` over trained tokens, by their loss weights: 1 is no gap.
+
+    Score first: `engine.scored(trajectories, stream="old_logprobs")`. The same as the metric of a policy gradient.
+
+    Raises:
+        DataError: a trajectory without one of the two streams.
+    """
+    total = weight = 0.0
+    for number, item in enumerate(trajectories):
+        values, sampler = getattr(item, stream), item.sampler_logprobs
+        if values is None or sampler is None:
+            missing = stream if values is None else "sampler_logprobs"
+            raise DataError(f"{item.source or f'trajectory {number}'}: no {missing}, so there is no gap to measure.")
+        weights = np.asarray(item.loss_weights, dtype=np.float64)
+        total += float((weights * np.exp(np.abs(values.astype(np.float64) - sampler))).sum())
+        weight += float(weights.sum())
+    if not weight:
+        raise DataError("no trajectory given, so there is no gap to measure.")
+    return total / weight
+
+
+def _is_given(forest: Forest, name: str) -> bool:
+    """Whether any trajectory has the stream: then all must have it, and `flat_stream` names the one that has not."""
+    if forest.trajectories is None:
+        return forest.has_stream(name)
+    return any(getattr(item, name) is not None for item in forest.trajectories)

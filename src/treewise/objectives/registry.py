@@ -1,0 +1,138 @@
+"""Policy gradients by the names of the papers, and every objective by its name in a configuration."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from treewise.errors import ConfigError
+from treewise.objectives.distillation import Distillation
+from treewise.objectives.policy_gradient import PolicyGradient
+from treewise.objectives.protocol import Objective
+from treewise.objectives.sft import SFT
+
+
+def REINFORCE(*, normalization: str = "rollout_sum", **options: Any) -> PolicyGradient:
+    """`-A log p`, summed over each rollout's tokens and averaged over rollouts (Williams, 1992). With advantages of
+    `leave_one_out` it is RLOO (arXiv 2402.14740).
+    """
+    return PolicyGradient(surrogate="reinforce", normalization=normalization, **options)
+
+
+def PPO(*, clip_low: float = 0.2, clip_high: float | None = None, **options: Any) -> PolicyGradient:
+    """The clipped surrogate, averaged over the step's tokens (arXiv 1707.06347, eq. 7). `clip_high` is `clip_low` where
+    not given. Advantages come from a critic (see `examples/objectives/ppo_critic.py`).
+    """
+    return PolicyGradient(clip_low=clip_low, clip_high=clip_low if clip_high is None else clip_high, **options)
+
+
+def GRPO(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+    normalization: str = "rollout_mean",
+    **options: Any,
+) -> PolicyGradient:
+    """PPO's surrogate, averaged over each rollout's tokens, then over rollouts (DeepSeekMath, arXiv 2402.03300, eq. 3);
+    TRL's `loss_type="grpo"`. The paper adds `beta=0.04` (k3); here, as in TRL, beta is 0 until given. Advantages:
+    `group_normalized`.
+    """
+    high = clip_low if clip_high is None else clip_high
+    return PolicyGradient(clip_low=clip_low, clip_high=high, normalization=normalization, **options)
+
+
+def DrGRPO(
+    *, max_length: float, clip_low: float = 0.2, clip_high: float | None = None, **options: Any
+) -> PolicyGradient:
+    """GRPO without its length bias: each rollout's sum is divided by one `max_length` (the most tokens that a rollout
+    may generate), then averaged over rollouts (arXiv 2503.20783, section 3.2; TRL's `loss_type="dr_grpo"`). Advantages:
+    `mean_centered`.
+    """
+    high = clip_low if clip_high is None else clip_high
+    return PolicyGradient(
+        clip_low=clip_low, clip_high=high, normalization="rollout_sum", constant=max_length, **options
+    )
+
+
+def DAPO(*, clip_low: float = 0.2, clip_high: float = 0.28, **options: Any) -> PolicyGradient:
+    """PPO's surrogate with a higher upper bound, averaged over all tokens of the step (arXiv 2503.14476, eq. 8; TRL's
+    `loss_type="dapo"`). Filtering and shaping of rewards, which the paper adds, are the user's.
+    """
+    return PolicyGradient(clip_low=clip_low, clip_high=clip_high, normalization="token_mean", **options)
+
+
+def GSPO(
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    normalization: str = "rollout_mean",
+    **options: Any,
+) -> PolicyGradient:
+    """One ratio for a rollout, `exp(mean of log p - old)`, clipped as a whole (arXiv 2507.18071, eq. 5 to 7, bounds of
+    its section 5.1; TRL's `importance_sampling_level="sequence"`). Not separable.
+    """
+    return PolicyGradient(
+        ratio_level="sequence", clip_low=clip_low, clip_high=clip_high, normalization=normalization, **options
+    )
+
+
+def CISPO(*, max_ratio: float = 5.0, **options: Any) -> PolicyGradient:
+    """`-sg(min(r, max_ratio)) A log p`, averaged over all tokens of the step: a large ratio weighs less, and no token
+    loses its gradient (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5, without its lower bound; TRL's `loss_type="cispo"`,
+    where `max_ratio` is called `epsilon_high`, and 5 is recommended after ScaleRL, arXiv 2510.13786).
+    """
+    return PolicyGradient(surrogate="cispo", max_ratio=max_ratio, clip_low=None, clip_high=None, **options)
+
+
+OBJECTIVES: Mapping[str, Callable[..., Objective]] = {
+    "sft": SFT,
+    "reinforce": REINFORCE,
+    "ppo": PPO,
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "dapo": DAPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "policy_gradient": PolicyGradient,
+    "distillation": Distillation,
+}
+
+
+def objective_named(name: str, **settings: Any) -> Objective:
+    """The objective of a configuration: `objective_named("grpo", beta=0.04)`.
+
+    Raises:
+        ConfigError: an unknown name or setting, a missing one, or a value that the objective refuses.
+    """
+    make = OBJECTIVES.get(name)
+    if make is None:
+        raise ConfigError(f"unknown objective {name!r}.{_hint(name, OBJECTIVES)} Known: {', '.join(OBJECTIVES)}.")
+    known = _settings_of(make)
+    for setting in settings:
+        if setting not in known:
+            raise ConfigError(
+                f"unknown setting {setting!r} of objective {name!r}.{_hint(setting, known)} Known: {', '.join(known)}."
+            )
+    missing = [each for each, is_required in known.items() if is_required and each not in settings]
+    if missing:
+        raise ConfigError(f"objective {name!r} needs {', '.join(missing)}.")
+    try:
+        return make(**settings)
+    except TypeError as error:  # a value of a wrong type, or a setting that the name has fixed
+        reason = str(error).split(") ")[-1]
+        raise ConfigError(f"objective {name!r}: {reason}; see treewise.objectives.registry.") from None
+
+
+def _settings_of(make: Callable[..., Objective]) -> dict[str, bool]:
+    """Every setting, and whether it must be given; `**options` are those of `PolicyGradient`."""
+    parameters = inspect.signature(make).parameters.values()
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    own = {each.name: each.default is inspect.Parameter.empty for each in parameters if each.kind in kinds}
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        own |= {each: False for each in inspect.signature(PolicyGradient).parameters if each not in own}
+    return own
+
+
+def _hint(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

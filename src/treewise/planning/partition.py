@@ -1,0 +1,198 @@
+"""Open and closed tokens of a forest under a budget, and the groups that open tokens are computed in.
+
+A token whose subtree fits the budget is closed; all others are open, a connected top of every tree. The maximal closed
+subtrees are the *pieces*, each a contiguous range of tree positions. Open tokens are cut, at any token, into *trunks*:
+groups of at most the budget that hang off one parent trunk each, so trunks form a tree and a depth-first walk over it
+keeps the gateways of one path alive.
+
+Letters: S segments, P pieces.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from treewise.planning.bin_packing import best_fit
+from treewise.tree.forest import Forest
+from treewise.tree.prefix_merge import Segments
+
+# What one more micro-batch costs, in tokens of forward and backward. Recomputing a token costs a third of one.
+TOKENS_PER_LAUNCH = 64
+FORWARD_SHARE = 1 / 3
+
+
+@dataclass(slots=True)
+class Trunk:
+    """Open tokens computed together.
+
+    ranges: tree positions `[start, end)`, ascending. parent: index of the trunk above, -1 for none. room: tokens that
+    may run while this trunk is alive (less than the budget only below held ones). is_held: its graph is kept.
+    """
+
+    ranges: list[tuple[int, int]]
+    parent: int
+    room: int
+    is_held: bool = False
+    num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(end - start for start, end in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Pieces (start and size of each, [P] int64, ascending), the trunk above each ([P]; -1: none), and the trunks."""
+
+    piece_start: np.ndarray
+    piece_size: np.ndarray
+    piece_trunk: np.ndarray
+    trunks: list[Trunk]
+
+
+def partition(forest: Forest, budget: int, hold: str) -> Partition:
+    """Cuts a forest for a budget of tokens. `hold` is `auto`, `never` or `always` (wherever it is possible)."""
+    cut = _Cut(forest.segments, budget, hold)
+    cut.cut_trunks()
+    return Partition(cut.piece_start, cut.piece_size, cut.trunk_of_pieces(), cut.trunks)
+
+
+def cut_trunks(segments: Segments, budget: int, hold: str) -> list[Trunk]:
+    """The trunks alone, from a forest's segments alone."""
+    cut = _Cut(segments, budget, hold)
+    cut.cut_trunks()
+    return cut.trunks
+
+
+class _Cut:
+    """The arrays that cutting reads, and the trunks made so far."""
+
+    def __init__(self, segments: Segments, budget: int, hold: str) -> None:
+        self.segments, self.budget, self.hold = segments, budget, hold
+        self.start = segments.start
+        self.length = segments.lengths
+        self.subtree_end = segments.subtree_end
+        self.after = np.searchsorted(self.start, self.subtree_end)
+        # A token is open when more than `budget` tokens lie from it to the end of its subtree.
+        self.num_open = np.clip(self.subtree_end - budget - self.start, 0, self.length)
+        self.open_before = np.concatenate([[0], np.cumsum(self.num_open)])
+        self.trunks: list[Trunk] = []
+        self._find_pieces(segments.parent)
+        self._children = self._open_children(segments.parent)
+
+    def _find_pieces(self, parent: np.ndarray) -> None:
+        is_full = self.num_open == self.length
+        hangs = (parent < 0) | is_full[parent]
+        first = hangs & (self.num_open < self.length)
+        piece_start = np.where(first, self.start + self.num_open, -1)[first]
+        self.piece_start = piece_start
+        self.piece_size = self.subtree_end[first] - piece_start
+
+    def _open_children(self, parent: np.ndarray) -> dict[int, list[int]]:
+        children: dict[int, list[int]] = {}
+        for segment in np.flatnonzero(self.num_open > 0).tolist():
+            children.setdefault(int(parent[segment]), []).append(segment)
+        return children
+
+    def cut_trunks(self) -> None:
+        # A stub is an open subtree still to be cut: a segment and how many of its open tokens are already taken. The
+        # stack holds trunks whose turn is still to come, so their order is depth-first and parents come first.
+        stack = self._cut_stubs(-1, [(segment, 0) for segment in self._children.get(-1, [])])[::-1]
+        while stack:
+            trunk, below = stack.pop()
+            self.trunks.append(trunk)
+            stack.extend(self._cut_stubs(len(self.trunks) - 1, below)[::-1])
+
+    def _cut_stubs(self, parent: int, stubs: list[tuple[int, int]]) -> list[tuple[Trunk, list[tuple[int, int]]]]:
+        """Trunks for stubs that hang off one parent: small ones share a trunk, large ones begin one each."""
+        made: list[tuple[Trunk, list[tuple[int, int]]]] = []
+        together: list[tuple[int, int]] = []
+        together_size = 0
+        for segment, taken in stubs:
+            size = self._stub_size(segment, taken)
+            if self._should_hold(segment, taken, size):
+                ranges, _ = self._take(segment, taken, size)
+                made.append((Trunk(ranges, parent, self.budget - size, is_held=True), []))
+            elif size > self.budget:
+                ranges, below = self._take(segment, taken, self.budget)
+                made.append((Trunk(ranges, parent, self.budget), below))
+            else:
+                if together_size + size > self.budget:
+                    made.append((self._join(together, parent), []))
+                    together, together_size = [], 0
+                together.append((segment, taken))
+                together_size += size
+        if together:
+            made.append((self._join(together, parent), []))
+        return made
+
+    def _join(self, stubs: list[tuple[int, int]], parent: int) -> Trunk:
+        ranges = []
+        for segment, taken in stubs:
+            ranges += self._take(segment, taken, self._stub_size(segment, taken))[0]
+        return Trunk(_merged(ranges), parent, self.budget)
+
+    def _stub_size(self, segment: int, taken: int) -> int:
+        return int(self.open_before[self.after[segment]] - self.open_before[segment]) - taken
+
+    def _take(self, segment: int, taken: int, room: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The first `room` open tokens of a stub in depth-first order, and the stubs left below them."""
+        ranges: list[tuple[int, int]] = []
+        below: list[tuple[int, int]] = []
+        stack = [(segment, taken)]
+        while stack:
+            current, skip = stack.pop()
+            if room == 0:
+                below.append((current, skip))
+                continue
+            count = min(int(self.num_open[current]) - skip, room)
+            begin = int(self.start[current]) + skip
+            ranges.append((begin, begin + count))
+            room -= count
+            if skip + count < self.num_open[current]:
+                below.append((current, skip + count))
+            else:
+                stack.extend((child, 0) for child in reversed(self._children.get(current, [])))
+        return _merged(ranges), below
+
+    def _should_hold(self, segment: int, taken: int, size: int) -> bool:
+        """Whether keeping the graph of all these open tokens beats running them twice."""
+        if self.hold == "never" or size >= self.budget:
+            return False
+        low = int(self.start[segment]) + taken
+        first, last = np.searchsorted(self.piece_start, [low, int(self.subtree_end[segment])])
+        sizes = self.piece_size[first:last]
+        room = self.budget - size
+        if sizes.max() > room:
+            return False
+        if self.hold == "always":
+            return True
+        launches_held = 1 + len(best_fit(sizes.tolist(), room))
+        launches_twice = 2 + len(best_fit(sizes.tolist(), self.budget))
+        return TOKENS_PER_LAUNCH * (launches_held - launches_twice) <= FORWARD_SHARE * size
+
+    def trunk_of_pieces(self) -> np.ndarray:
+        """[P] the trunk that holds the token before each piece, -1 for a whole tree."""
+        bounds = sorted((start, end, number) for number, trunk in enumerate(self.trunks) for start, end in trunk.ranges)
+        result = np.full(len(self.piece_start), -1, dtype=np.int64)
+        if not bounds:
+            return result
+        starts = np.array([start for start, _, _ in bounds])
+        numbers = np.array([number for _, _, number in bounds])
+        segment = np.searchsorted(self.start, self.piece_start, side="right") - 1
+        above = self.segments.parent[segment]
+        last = np.where(above >= 0, (self.start + self.length)[above] - 1, -1)
+        before = np.where(self.piece_start == self.start[segment], last, self.piece_start - 1)
+        inner = before >= 0
+        result[inner] = numbers[np.searchsorted(starts, before[inner], side="right") - 1]
+        return result
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending ranges with touching ones joined."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined

@@ -1,7 +1,0 @@
-"""Recurrent and convolutional layers on trees: each segment computed once, from the state its parent ended with."""
-
-from treewise.recurrent.mixers import install, kinds_of, refuse_unknown, supports
-from treewise.recurrent.rows import TreeRows
-from treewise.recurrent.segments import peak_cuts
-
-__all__ = ["TreeRows", "install", "kinds_of", "peak_cuts", "refuse_unknown", "supports"]

@@ -1,0 +1,1 @@
+"""Facts about data, plans and runs, as plain numbers."""

@@ -1,0 +1,168 @@
+"""Facts about data: sizes of trees, their ratios, and what is suspicious. Plain numbers, with a JSON twin."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from treewise.data import LoadReport
+from treewise.nn.flops import FlopModel
+from treewise.report.analysis.findings import MEANINGS, Duplicates, long_trajectories, places, suspicions
+from treewise.report.analysis.token_text import TokenText
+from treewise.tree.forest import Forest
+
+NUM_BEST_TREES = 5
+NUM_EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TreeFacts:
+    """Sizes of one training tree, or sums over several. FLOPs are None where no model was named."""
+
+    name: str
+    num_trajectories: int
+    num_leaves: int
+    num_flat_tokens: int
+    num_leaf_tokens: int
+    num_tree_tokens: int
+    num_trained_tokens: int
+    num_flat_pairs: int
+    num_tree_pairs: int
+    max_depth: int
+    num_forks: int
+    flat_flops: float | None = None
+    leaf_flops: float | None = None
+    tree_flops: float | None = None
+
+    @property
+    def share_ratio(self) -> float:
+        return self.num_flat_tokens / self.num_tree_tokens
+
+    @property
+    def leaf_ratio(self) -> float:
+        return self.num_leaf_tokens / self.num_tree_tokens
+
+    @property
+    def pair_ratio(self) -> float:
+        return self.num_flat_pairs / self.num_tree_pairs
+
+    @property
+    def flop_bound(self) -> float | None:
+        return _quotient(self.flat_flops, self.tree_flops)
+
+    @property
+    def leaf_flop_bound(self) -> float | None:
+        return _quotient(self.leaf_flops, self.tree_flops)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, ratios included."""
+        ratios = ("share_ratio", "leaf_ratio", "pair_ratio", "flop_bound", "leaf_flop_bound")
+        return asdict(self) | {name: getattr(self, name) for name in ratios}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something in the data that is likely a mistake or a waste: how often, and where first."""
+
+    kind: str
+    count: int
+    meaning: str
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InspectReport:
+    """What a load of data holds. `total` sums the trees, each merged on its own; `trees` are in file order."""
+
+    model: str | None
+    num_files: int
+    num_records: int
+    total: TreeFacts
+    trees: tuple[TreeFacts, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def best_trees(self) -> list[TreeFacts]:
+        """The trees of the highest leaf ratio."""
+        return sorted(self.trees, key=lambda tree: -tree.leaf_ratio)[:NUM_BEST_TREES]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values under stable names."""
+        return {
+            "model": self.model,
+            "num_files": self.num_files,
+            "num_records": self.num_records,
+            "num_trees": len(self.trees),
+            "total": self.total.to_dict(),
+            "best_trees": [tree.name for tree in self.best_trees],
+            "trees": [tree.to_dict() for tree in self.trees],
+            "findings": [asdict(finding) | {"examples": list(finding.examples)} for finding in self.findings],
+        }
+
+
+def inspect_forests(
+    forests: Iterable[tuple[str, Forest]],
+    load: LoadReport,
+    flops: FlopModel | None = None,
+    model: str | None = None,
+    max_tokens: int | None = None,
+    text: TokenText | None = None,
+) -> InspectReport:
+    """Facts about named trees; one forest is alive at a time. With `text` special tokens inside text are found too."""
+    facts: list[TreeFacts] = []
+    noted: dict[str, list[str]] = defaultdict(list)
+    lengths, where, duplicates = [], [], Duplicates()
+    for name, forest in forests:
+        facts.append(tree_facts(name, forest, flops))
+        lengths.append(forest.path_lengths)
+        where.append(places(name, forest))
+        noted["duplicate in another tree"] += duplicates.add(name, forest, where[-1])
+        for kind, found in suspicions(name, forest, max_tokens, text).items():
+            noted[kind] += found
+    noted["extremely long trajectory"] = long_trajectories(lengths, where)
+    noted["retokenised or unusual"] = list(load.warnings)
+    noted["dropped record"] = [f"{place}: {reason}" for place, reason in load.dropped]
+    findings = tuple(
+        Finding(kind, len(noted[kind]), meaning, tuple(noted[kind][:NUM_EXAMPLES]))
+        for kind, meaning in MEANINGS.items()
+        if noted[kind]
+    )
+    return InspectReport(model, load.num_files, load.num_records, sum_facts("all", facts), tuple(facts), findings)
+
+
+def tree_facts(name: str, forest: Forest, flops: FlopModel | None = None) -> TreeFacts:
+    """Sizes of one tree, and its FLOPs for a model."""
+    above = forest.segments.parent
+    return TreeFacts(
+        name=name,
+        num_trajectories=forest.num_trajectories,
+        num_leaves=len(forest.leaf_trajectories),
+        num_flat_tokens=forest.num_flat_tokens,
+        num_leaf_tokens=forest.num_leaf_tokens,
+        num_tree_tokens=forest.num_tokens,
+        num_trained_tokens=int(np.count_nonzero(forest.token_weights())),
+        num_flat_pairs=forest.num_flat_pairs,
+        num_tree_pairs=forest.num_tree_pairs,
+        max_depth=int(forest.path_lengths.max()),
+        num_forks=int((np.bincount(above[above >= 0]) > 1).sum()),
+        flat_flops=flops.flat(forest) if flops else None,
+        leaf_flops=flops.leaf(forest) if flops else None,
+        tree_flops=flops.tree(forest) if flops else None,
+    )
+
+
+def sum_facts(name: str, facts: Sequence[TreeFacts]) -> TreeFacts:
+    """The sum over trees; the depth is the largest."""
+    values = [asdict(tree) for tree in facts]
+    sums: dict[str, Any] = {"name": name, "max_depth": max(tree.max_depth for tree in facts)}
+    for key in values[0]:
+        if key not in sums:
+            column = [value[key] for value in values]
+            sums[key] = None if None in column else sum(column)
+    return TreeFacts(**sums)
+
+
+def _quotient(above: float | None, below: float | None) -> float | None:
+    return None if above is None or below is None else above / below

@@ -1,0 +1,165 @@
+"""What in the data is likely a mistake or a waste: the kind, and the places."""
+
+import hashlib
+import re
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from treewise.report.analysis.token_text import TokenText
+from treewise.tree.forest import Forest
+
+VERY_SHORT = 16  # tokens
+LITTLE_SHARING = 1.05  # share ratio
+FEW_TRAINED = 0.005  # of the tokens of a trajectory
+LONG_FACTOR = 8  # times the median length
+MAX_SEARCHED_TOKENS = 4_000_000  # per tree, for special tokens
+
+MEANINGS = {
+    "dropped record": "left out of training",
+    "retokenised or unusual": "read with a warning",
+    "rewards all equal": "group-relative advantages are zero, so reinforcement learning learns nothing from it",
+    "special token in text": "a control token spelled out as ordinary text; the model would learn to write it",
+    "turn ends inside an answer": "a token that begins or ends a turn is trained, and the answer goes on behind it",
+    "duplicated trajectory": "the same tokens as an earlier one; counts again in the loss, costs nothing",
+    "duplicate in another tree": "the same tokens in two trees; a leak, if one of them is held out",
+    "extremely long trajectory": f"more than {LONG_FACTOR} times the median length, and twice what 95 % stay below",
+    "hardly any trained token": f"fewer than {FEW_TRAINED:.1%} of its tokens; nearly all of its cost is context",
+    "very short trajectory": f"fewer than {VERY_SHORT} tokens",
+    "no sharing": f"several trajectories, share ratio below {LITTLE_SHARING}; check that they share their prompt",
+    "single trajectory": "a tree of one, which trains as fast as flat",
+    "beyond max_tokens": "larger than one micro-batch: cut, with gateways",
+}
+
+
+def suspicions(
+    name: str, forest: Forest, max_tokens: int | None = None, text: TokenText | None = None
+) -> dict[str, list[str]]:
+    """Places in one tree, by kind of finding."""
+    where = places(name, forest)
+    _, first = np.unique(forest.segments.end_segment, return_index=True)
+    repeated = np.setdiff1d(np.arange(forest.num_trajectories), first)
+    single = forest.num_trajectories == 1
+    found = {
+        "rewards all equal": _equal_rewards(name, forest),
+        "duplicated trajectory": [where[index] for index in repeated],
+        "hardly any trained token": [where[index] for index in _hardly_trained(forest)],
+        "very short trajectory": [where[index] for index in np.flatnonzero(forest.path_lengths < VERY_SHORT)],
+        "no sharing": [name] if not single and forest.share_ratio < LITTLE_SHARING else [],
+        "single trajectory": [name] if single else [],
+        "beyond max_tokens": [name] if max_tokens is not None and forest.num_tokens > max_tokens else [],
+    }
+    if text is not None and text.has_text:
+        found |= _special_tokens(where, forest, text)
+    return found
+
+
+def long_trajectories(lengths: list[np.ndarray], where: list[list[str]]) -> list[str]:
+    """Trajectories of all trees that are far longer than the usual one, the longest first."""
+    all_lengths = np.concatenate(lengths)
+    # Where lengths are spread widely, many are far from the median, and none stands out.
+    limit = max(LONG_FACTOR * np.median(all_lengths), 2 * np.quantile(all_lengths, 0.95))
+    names = [place for each in where for place in each]
+    found = np.flatnonzero(all_lengths > limit)
+    found = found[np.argsort(-all_lengths[found], kind="stable")]
+    return [f"{names[index]} ({all_lengths[index]:,} tokens)" for index in found]
+
+
+class Duplicates:
+    """Finds trajectories whose tokens another tree holds too, by a hash of each."""
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, tuple[str, str]] = {}
+
+    def add(self, name: str, forest: Forest, where: list[str]) -> list[str]:
+        """Places in one tree, each with its twin's."""
+        found = []
+        for item, place in zip(forest.trajectories or (), where, strict=False):
+            key = hashlib.blake2b(item.token_ids.tobytes(), digest_size=16).digest()
+            tree, twin = self._first.setdefault(key, (name, place))
+            if tree != name:
+                found.append(f"{place}, as {twin}")
+        return found
+
+
+def places(name: str, forest: Forest) -> list[str]:
+    """Where each trajectory came from."""
+    if forest.trajectories is None:
+        return [f"{name}: trajectory {index}" for index in range(forest.num_trajectories)]
+    return [item.source or f"{name}: trajectory {index}" for index, item in enumerate(forest.trajectories)]
+
+
+def _hardly_trained(forest: Forest) -> list[int]:
+    return [
+        index
+        for index, item in enumerate(forest.trajectories or ())
+        if item.num_trained_tokens < FEW_TRAINED * len(item.token_ids)
+    ]
+
+
+def _equal_rewards(name: str, forest: Forest) -> list[str]:
+    """Groups of at least two rollouts whose rewards are all the same."""
+    rewards: dict[Any, dict[Any, float]] = defaultdict(dict)
+    for index, item in enumerate(forest.trajectories or ()):
+        if item.reward is not None:
+            rollout = index if item.rollout is None else item.rollout
+            rewards[name if item.group is None else item.group][rollout] = item.reward
+    return [str(group) for group, each in rewards.items() if len(each) > 1 and len(set(each.values())) == 1]
+
+
+def _special_tokens(where: list[str], forest: Forest, text: TokenText) -> dict[str, list[str]]:
+    """Special tokens where they should not be. Shared tokens are looked at once, and placed at one trajectory."""
+    searched = forest.token_ids[:MAX_SEARCHED_TOKENS]
+    is_special = np.isin(searched, np.array(sorted(text.special_ids), dtype=np.int64))
+    spelled = _spelled_out(searched, is_special, text)
+    inside = _inside_answers(searched, forest, text)
+    return {
+        "special token in text": _placed(spelled, where, forest, searched, text),
+        "turn ends inside an answer": _placed(inside, where, forest, searched, text),
+    }
+
+
+def _inside_answers(ids: np.ndarray, forest: Forest, text: TokenText) -> np.ndarray:
+    """Positions of trained tokens that begin or end a text (`turn_ids`), after which the same answer goes on.
+
+    Other special tokens may well lie inside: calls of tools and channels are written with them. White space that
+    closes a turn is no answer that goes on.
+    """
+    trained = forest.token_weights()[: len(ids)] > 0
+    goes_on = np.zeros(len(ids), dtype=bool)
+    goes_on[:-1] = trained[:-1] & trained[1:] & (forest.parent[1 : len(ids)] == np.arange(len(ids) - 1))
+    found = np.flatnonzero(goes_on & np.isin(ids, np.array(sorted(text.turn_ids), dtype=np.int64)))
+    is_end = [
+        not goes_on[position + 1] and not text.read(ids[position + 1 : position + 2]).strip() for position in found
+    ]
+    return found[~np.array(is_end, dtype=bool)]
+
+
+def _spelled_out(ids: np.ndarray, is_special: np.ndarray, text: TokenText) -> np.ndarray:
+    """[..] positions of ordinary tokens at which the text of a special token begins."""
+    if not text.special_texts:
+        return np.zeros(0, dtype=np.int64)
+    pieces = text.token_bytes(ids)
+    # A special token becomes one byte that is in no text, so nothing is found across it.
+    pieces = [b"\xff" if special else piece for piece, special in zip(pieces, is_special.tolist(), strict=True)]
+    ends = np.cumsum([len(piece) for piece in pieces])
+    pattern = re.compile(b"|".join(re.escape(each.encode()) for each in text.special_texts if len(each) > 2) or b"(?!)")
+    begins = [match.start() for match in pattern.finditer(b"".join(pieces))]
+    return np.unique(np.searchsorted(ends, begins, side="right"))
+
+
+def _placed(
+    positions: np.ndarray, where: list[str], forest: Forest, ids: np.ndarray, text: TokenText, limit: int = 1000
+) -> list[str]:
+    """One place per tree position: the first trajectory through it, the depth, and the text around it."""
+    found = []
+    segments = forest.segments
+    order = np.argsort(segments.end_segment, kind="stable")
+    ends = segments.end_segment[order]
+    for position in positions[:limit].tolist():
+        segment = int(forest.segment_of_token[position])
+        below = order[int(np.searchsorted(ends, segment))]
+        excerpt = text.read(ids[position : position + 8])[:40]
+        found.append(f"{where[below]}, token {forest.depth[position]:,}: {excerpt!r}")
+    return found + ["more"] * max(0, len(positions) - limit)

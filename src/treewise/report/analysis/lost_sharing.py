@@ -1,0 +1,227 @@
+"""Where sharing is lost: branches that differ early and are the same again later, with the text and what it costs.
+
+A cost is the number of tokens of the lighter branch that the heavier one holds too, in the same order, after the first
+difference (`alignment.py`). They are computed twice and would be computed once if the branches did not differ. It is a
+lower bound: only the heaviest path below each fork is compared, and runs shorter than `alignment.WINDOW` do not count.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from treewise.report.analysis.alignment import Fork, chain_heads, realigned_forks
+from treewise.report.analysis.findings import places
+from treewise.report.analysis.token_text import TokenText
+from treewise.tree import prefix_merge
+from treewise.tree.forest import Forest
+
+MIN_LOST = 32  # tokens
+MAX_BRANCHES = 20_000  # per tree, the longest ones
+MAX_SHOWN_TOKENS = 48  # of a difference
+MAX_READ = 4096  # tokens of a difference from which its cause is read
+CONTEXT = 24  # tokens shown before and after it
+MAX_ROOT_TOKENS = 16_384  # of a tree, compared with other trees
+MAX_COMPARED_TREES = 2048
+BETWEEN_TREES = "between trees"
+
+RETOKENISED = "retokenised"
+VOLATILE = "time, number or id"
+REWRITTEN = "history rewritten"
+PROMPT_DIFFERS = "prompt differs"
+OBSERVATION_DIFFERS = "observation differs"
+SAMPLED = "sampled apart"
+CAUSES = {
+    RETOKENISED: "the same text in other tokens: keep the sampled ids instead of tokenising the text again",
+    VOLATILE: "a clock, counter or identifier: move it behind what is shared, or freeze it for a group",
+    REWRITTEN: "one branch trains what the other dropped or edited, as a template does that removes reasoning",
+    PROMPT_DIFFERS: "prompts that differ, and agree again later: move what differs to their end",
+    OBSERVATION_DIFFERS: "tools or users answered otherwise, and the same followed: nothing to mend in a template",
+    SAMPLED: "both were sampled, and came back to the same tokens: the nature of sampling, nothing to mend",
+}
+AVOIDABLE = (RETOKENISED, VOLATILE, REWRITTEN, PROMPT_DIFFERS)
+
+_MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
+_DAYS = "mon|tue|wed|thu|fri|sat|sun"
+_VOLATILE = re.compile(
+    rf"(?:\d|[\s:.,/+\-_]|[tzTZ](?=\d|$)|(?:{_MONTHS}|{_DAYS})[a-z]*|am|pm|utc|gmt)*|[0-9a-fA-F\-]{{6,}}", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of two branches around their first difference, in text.
+
+    place: the record that it came from. different: the first tokens of the difference; num_hidden_tokens more follow
+    before the tokens that both branches hold again (`after`).
+    """
+
+    place: str
+    token_id: int
+    is_trained: bool
+    num_different_tokens: int
+    num_hidden_tokens: int
+    different: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class LostSharing:
+    """A fork at which sharing is lost.
+
+    depth: of the first differing token. num_branches: branches that leave here for the same cause.
+    num_lost_tokens: of all of them. num_tokens_to_next: of the shown branch, up to the next difference. before: the
+    shared text in front. heavy, light: the two branches shown, the costliest of the fork.
+    """
+
+    tree: str
+    cause: str
+    depth: int
+    num_branches: int
+    num_lost_tokens: int
+    num_tokens_to_next: int
+    before: str
+    heavy: Side
+    light: Side
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """What is compared: segments, ids and trained tokens ([T] each), and the place of each trajectory ([N])."""
+
+    name: str
+    segments: prefix_merge.Segments
+    token_ids: np.ndarray
+    is_trained: np.ndarray
+    places: Sequence[str]
+
+
+def lost_in_tree(name: str, forest: Forest, text: TokenText) -> tuple[list[LostSharing], int]:
+    """Where branches of one tree lose sharing, the costliest first; and how many branches were not looked at."""
+    trained = forest.token_weights() > 0
+    return _lost(TokenTree(name, forest.segments, forest.token_ids, trained, places(name, forest)), text)
+
+
+def lost_between_trees(trunks: Sequence[TokenTree], text: TokenText) -> tuple[list[LostSharing], int]:
+    """The same between trees, whose heaviest paths are compared; what they share exactly is no loss.
+
+    `trunks` are what `trunk_of` gives. Training merges trees of one batch, so this is lost only where they meet.
+    """
+    ids = [trunk.token_ids for trunk in trunks]
+    offsets = np.concatenate([[0], np.cumsum([len(each) for each in ids])])
+    segments = prefix_merge.merge_sequences(np.concatenate(ids), offsets)
+    source = segments.token_source
+    trained = np.concatenate([trunk.is_trained for trunk in trunks])[source]
+    where = [trunk.places[0] for trunk in trunks]
+    return _lost(TokenTree(BETWEEN_TREES, segments, np.concatenate(ids)[source], trained, where), text)
+
+
+def trunk_of(name: str, forest: Forest) -> TokenTree:
+    """The first tokens of a tree's heaviest path."""
+    heads = chain_heads(forest.segments)
+    begins = np.append(forest.segments.start[heads], forest.num_tokens)
+    end = min(int(begins[1]), MAX_ROOT_TOKENS)
+    trained = forest.token_weights()[:end] > 0
+    return TokenTree(name, forest.segments, forest.token_ids[:end].copy(), trained, (name,))
+
+
+def cause_of(texts: tuple[str, str] | None, is_trained: tuple[bool, bool], is_prompt: bool) -> str:
+    """Why two branches differ.
+
+    Parameters:
+        texts: what differs in each; None without a tokenizer.
+        is_trained: whether the first differing token of each is trained.
+        is_prompt: no token before the difference is trained.
+    """
+    if texts is not None and texts[0] == texts[1]:
+        return RETOKENISED
+    if all(is_trained):
+        return SAMPLED
+    if texts is not None and all(text and _VOLATILE.fullmatch(text) for text in texts):
+        return VOLATILE
+    if any(is_trained):
+        return REWRITTEN
+    return PROMPT_DIFFERS if is_prompt else OBSERVATION_DIFFERS
+
+
+def _lost(tree: TokenTree, text: TokenText) -> tuple[list[LostSharing], int]:
+    forks, num_skipped = realigned_forks(tree.segments, tree.token_ids, MAX_BRANCHES)
+    trained_above = _trained_above(tree)
+    groups: dict[tuple[int, str], list[Fork]] = defaultdict(list)
+    for fork in forks:
+        if fork.num_common_tokens >= MIN_LOST:
+            groups[fork.first_heavy, _cause(tree, fork, text, trained_above)].append(fork)
+    found = [_shown(tree, cause, members, text) for (_, cause), members in groups.items()]
+    return sorted(found, key=lambda each: -each.num_lost_tokens), num_skipped
+
+
+def _cause(tree: TokenTree, fork: Fork, text: TokenText, trained_above: list[bool]) -> str:
+    light, heavy = (int(value) for value in fork.runs[0, :2])
+    first = (fork.first_heavy, fork.first_light)
+    texts = None
+    if text.has_text:
+        ranges = zip(first, (heavy, light), strict=True)
+        heavy_text, light_text = (text.read(tree.token_ids[low : min(high, low + MAX_READ)]) for low, high in ranges)
+        texts = heavy_text, light_text
+    is_trained = bool(tree.is_trained[first[0]]), bool(tree.is_trained[first[1]])
+    return cause_of(texts, is_trained, fork.parent < 0 or not trained_above[fork.parent])
+
+
+def _trained_above(tree: TokenTree) -> list[bool]:
+    """[S] whether a segment or one above it has a trained token; parents come first."""
+    found = np.logical_or.reduceat(tree.is_trained, tree.segments.start).tolist()
+    for segment, above in enumerate(tree.segments.parent.tolist()):
+        if above >= 0:
+            found[segment] = found[segment] or found[above]
+    return found
+
+
+def _shown(tree: TokenTree, cause: str, forks: list[Fork], text: TokenText) -> LostSharing:
+    worst = max(forks, key=lambda fork: fork.num_common_tokens)
+    light, heavy, to_next = (int(value) for value in worst.runs[0])
+    before = _before(tree, worst)
+    segment = int(np.searchsorted(tree.segments.start, worst.first_light, side="right") - 1)
+    return LostSharing(
+        tree=tree.name,
+        cause=cause,
+        depth=int(tree.segments.depth[segment]),
+        num_branches=len(forks),
+        num_lost_tokens=sum(fork.num_common_tokens for fork in forks),
+        num_tokens_to_next=to_next,
+        before=text.read(before),
+        heavy=_side(tree, worst.first_heavy, heavy, text),
+        light=_side(tree, worst.first_light, light, text),
+    )
+
+
+def _before(tree: TokenTree, fork: Fork) -> np.ndarray:
+    """The last shared tokens before a fork."""
+    path = prefix_merge.path_to(tree.segments, fork.parent) if fork.parent >= 0 else np.zeros(0, dtype=np.int64)
+    return tree.token_ids[path[-CONTEXT:]]
+
+
+def _side(tree: TokenTree, first: int, common: int, text: TokenText) -> Side:
+    different = tree.token_ids[first:common]
+    return Side(
+        place=_place(tree, first),
+        token_id=int(tree.token_ids[first]),
+        is_trained=bool(tree.is_trained[first]),
+        num_different_tokens=len(different),
+        num_hidden_tokens=max(0, len(different) - MAX_SHOWN_TOKENS),
+        different=text.read(different[:MAX_SHOWN_TOKENS]),
+        after=text.read(tree.token_ids[common : common + CONTEXT]),
+    )
+
+
+def _place(tree: TokenTree, position: int) -> str:
+    """The first trajectory through a tree position."""
+    segment = int(np.searchsorted(tree.segments.start, position, side="right") - 1)
+    ends = np.where(tree.segments.end_segment >= segment, tree.segments.end_segment, len(tree.segments.start))
+    return tree.places[int(np.argmin(ends))]

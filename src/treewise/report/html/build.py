@@ -1,0 +1,291 @@
+"""From loaded data and a run's folder to one document: the JSON twin, and what the HTML page draws.
+
+Data is read twice, one tree at a time: first for facts, costs and lost sharing of all trees; then the trees to be drawn
+are loaded again, planned side by side, and turned into pictures.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from treewise.data import LoadReport
+from treewise.nn.flops import FlopModel
+from treewise.planning.planner import Plan, plan
+from treewise.report.analysis.budget_costs import BudgetCosts, Cost
+from treewise.report.analysis.facts import InspectReport, TreeFacts, inspect_forests
+from treewise.report.analysis.lost_totals import LostCollector, LostReport
+from treewise.report.analysis.plan_facts import PlanReport, report_plan
+from treewise.report.analysis.run_log import RunReport
+from treewise.report.analysis.token_text import TokenText
+from treewise.report.html.charts import Chart, histogram, histogram_chart, line_chart
+from treewise.report.html.picture import Vocabulary, micro_batch_runs, picture, picture_size, segment_table
+from treewise.tree.forest import Forest
+
+SCHEMA, SCHEMA_VERSION = "treewise.report", 1
+MAX_PAGE_CHARS = 20_000_000  # of pictures
+MAX_TIMELINE_POINTS = 5000
+DRAWN_RULE = "in turn the tree with the most tokens, the highest leaf ratio, and the most lost sharing"
+
+
+class NamedTree(Protocol):
+    """A tree with a name, made when asked for."""
+
+    @property
+    def name(self) -> str: ...
+
+    def forest(self) -> Forest: ...
+
+
+class NamedTrees(Protocol):
+    """Trees by index, as `TreeDataset` holds them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> NamedTree: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPlan:
+    """A plan of the drawn trees as one step, with its schedule over time.
+
+    timeline: for each step of the schedule the gateway tokens alive and the tokens with live activations; thinned to
+    its peaks where it is long. is_thinned says so.
+    """
+
+    facts: PlanReport
+    timeline: tuple[tuple[int, int], ...]
+    is_thinned: bool
+    micro_batches: tuple[dict[str, Any], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            **self.facts.to_dict(),
+            "timeline": [list(point) for point in self.timeline],
+            "is_timeline_thinned": self.is_thinned,
+            "micro_batches": list(self.micro_batches),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """Everything about some data. `pictures` and `vocabulary` are for the page, `segments` for the twin.
+
+    max_tokens: the budget that was asked for.
+    """
+
+    sources: tuple[str, ...]
+    tokenizer: str | None
+    facts: InspectReport
+    costs: tuple[Cost, ...]
+    lost: LostReport
+    plans: tuple[DrawnPlan, ...]
+    pictures: tuple[dict[str, Any], ...]
+    vocabulary: dict[str, Any]
+    segments: tuple[dict[str, Any], ...]
+    num_without_room: int
+    max_tokens: int | None = None
+
+    @property
+    def first_plan(self) -> int:
+        """Index of the plan that is shown first: the one of the budget that was asked for."""
+        budgets = [each.facts.max_tokens for each in self.plans]
+        return budgets.index(self.max_tokens) if self.max_tokens in budgets else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The part of the twin that speaks about data."""
+        return {
+            "sources": list(self.sources),
+            "tokenizer": self.tokenizer,
+            **self.facts.to_dict(),
+            "costs": [cost.to_dict() for cost in self.costs],
+            "distributions": {name: histogram(values).to_dict() for name, values in _ratios(self.facts).items()},
+            "lost_sharing": self.lost.to_dict(),
+            "drawn_trees": {"rule": DRAWN_RULE, "num_without_room": self.num_without_room, "trees": self.segments},
+            "plans": [each.to_dict() for each in self.plans],
+        }
+
+    @property
+    def charts(self) -> list[Chart]:
+        """Distributions over trees."""
+        titles = {
+            "share_ratio": ("Share ratio", "flat tokens / tree tokens"),
+            "leaf_ratio": ("Leaf ratio", "tokens not contained / tree tokens"),
+            "pair_ratio": ("Pair ratio", "attention pairs, flat / tree"),
+            "num_tree_tokens": ("Size", "tokens of a tree"),
+        }
+        return [histogram_chart(values, *titles[name]) for name, values in _ratios(self.facts).items()]
+
+
+def build_data_report(
+    trees: NamedTrees,
+    load: LoadReport,
+    *,
+    sources: Sequence[str] = (),
+    tokenizer: Any = None,
+    tokenizer_name: str | None = None,
+    flops: FlopModel | None = None,
+    model: str | None = None,
+    dtype: str = "float32",
+    max_tokens: int | None = None,
+    num_drawn: int = 12,
+) -> DataReport:
+    """Everything that a page says about data.
+
+    Parameters:
+        trees: named trees by index, such as a `TreeDataset`.
+        load: what loading them had to say.
+        sources: where they came from, for the heading.
+        tokenizer: turns tokens into text; without it they are shown as numbers.
+        flops: costs of a model, for FLOPs and bytes; `model` and `dtype` name it.
+        max_tokens: a budget to be shown beside those that fit the data.
+        num_drawn: trees to draw.
+    """
+    text = TokenText(tokenizer)
+    costs = BudgetCosts(flops, () if max_tokens is None else (max_tokens,))
+    lost, could_save = LostCollector(text), []
+
+    def forests() -> Any:
+        for index in range(len(trees)):
+            tree = trees[index]
+            forest = tree.forest()
+            costs.add(forest)
+            could_save.append(lost.add(tree.name, forest))
+            yield tree.name, forest
+
+    facts = inspect_forests(forests(), load, flops, model, max_tokens, text)
+    chosen = interesting(facts.trees, could_save, num_drawn)
+    drawn = [(trees[index].name, trees[index].forest()) for index in chosen]
+    budgets = _budgets_of_pictures(costs.budgets, [forest for _, forest in drawn])
+    plans = [plan([forest for _, forest in drawn], budget) for budget in budgets] if drawn else []
+    vocabulary = Vocabulary(text)
+    pictures, without_room = _pictures(drawn, plans, vocabulary)
+    return DataReport(
+        sources=tuple(sources),
+        tokenizer=tokenizer_name,
+        facts=facts,
+        costs=tuple(costs.rows(facts.total)),
+        lost=lost.result(),
+        plans=tuple(_drawn_plan(each, flops, model, dtype) for each in plans),
+        pictures=tuple(pictures),
+        vocabulary=vocabulary.to_dict(),
+        segments=tuple(segment_table(name, forest) for name, forest in drawn[: len(pictures)]),
+        num_without_room=without_room,
+        max_tokens=max_tokens,
+    )
+
+
+def interesting(facts: Sequence[TreeFacts], could_save: Sequence[int], count: int) -> list[int]:
+    """Indices of the trees to draw, the first by each of three orders in turn (`DRAWN_RULE`)."""
+    indices = range(len(facts))
+    orders = [
+        sorted(indices, key=lambda index: -facts[index].num_tree_tokens),
+        sorted(indices, key=lambda index: -facts[index].leaf_ratio),
+        sorted(indices, key=lambda index: -could_save[index]),
+    ]
+    chosen = dict.fromkeys(index for row in zip(*orders, strict=True) for index in row)
+    return list(chosen)[: max(0, count)]
+
+
+def twin(data: DataReport | None, run: RunReport | None, version: str) -> dict[str, Any]:
+    """The JSON twin of a page. Its fields are described in docs/inspect.md."""
+    return {
+        "schema": SCHEMA,
+        "version": SCHEMA_VERSION,
+        "treewise": version,
+        "data": None if data is None else data.to_dict(),
+        "run": None if run is None else run.to_dict(),
+    }
+
+
+def timeline_chart(drawn: DrawnPlan) -> Chart:
+    """Tokens alive over the schedule of a plan."""
+    # A step lasts until the next one, the last one too.
+    steps = list(range(len(drawn.timeline) + 1))
+    gateways, live = zip(*drawn.timeline, drawn.timeline[-1], strict=True)
+    series = [("with live activations", steps, live), ("in gateways", steps, gateways)]
+    return line_chart(series, "Tokens in memory", "step of the schedule", "tokens", is_stepped=True, from_zero=True)
+
+
+def memory_chart(drawn: DrawnPlan) -> Chart | None:
+    """Bytes alive over the schedule, as predicted from the shapes of a model; None without one."""
+    facts = drawn.facts
+    if facts.bytes_weights is None or facts.bytes_activations is None or facts.bytes_per_gateway_token is None:
+        return None
+    per_live = facts.bytes_activations / max(1, facts.peak_live_tokens)
+    steps = list(range(len(drawn.timeline) + 1))
+    points = (*drawn.timeline, drawn.timeline[-1])
+    gateways = [facts.bytes_per_gateway_token * alive / 2**30 for alive, _ in points]
+    above = [facts.bytes_weights / 2**30 + gateway for gateway in gateways]
+    total = [below + per_live * live / 2**30 for below, (_, live) in zip(above, points, strict=True)]
+    series = [
+        ("with activations", steps, total),
+        ("weights, gradients, AdamW and gateways", steps, above),
+        ("gateways", steps, gateways),
+    ]
+    title = f"Predicted memory, {facts.dtype}"
+    return line_chart(series, title, "step of the schedule", "GiB", is_stepped=True, from_zero=True)
+
+
+FROM_ZERO = ("speed", "share ratio", "efficiency", "memory", "arithmetic")
+
+
+def run_charts(run: RunReport) -> list[Chart]:
+    """One chart per kind of logged value."""
+    charts = []
+    for group in run.charts:
+        lines = [(each.label, each.steps, each.values) for each in group]
+        from_zero = group[0].chart in FROM_ZERO  # else a change of one in a thousand looks like a cliff
+        charts.append(line_chart(lines, _title(group[0].chart), "step", group[0].unit, from_zero=from_zero))
+    return charts
+
+
+def _title(name: str) -> str:
+    return name[:1].upper() + name[1:]
+
+
+def _ratios(facts: InspectReport) -> dict[str, list[float]]:
+    names = ("share_ratio", "leaf_ratio", "pair_ratio", "num_tree_tokens")
+    return {name: [float(getattr(tree, name)) for tree in facts.trees] for name in names}
+
+
+def _budgets_of_pictures(budgets: Sequence[int], forests: Sequence[Forest]) -> list[int | None]:
+    """Budgets at which the drawn trees are planned, from large to small; None (whole) where none cuts them."""
+    size = sum(forest.num_tokens for forest in forests)
+    cutting: list[int | None] = [budget for budget in reversed(budgets) if budget < size]
+    return cutting or [None]
+
+
+def _pictures(
+    drawn: Sequence[tuple[str, Forest]], plans: Sequence[Plan], vocabulary: Vocabulary
+) -> tuple[list[dict[str, Any]], int]:
+    """Pictures as long as there is room, first without the tokens, then not at all; and how many found none."""
+    bounds = np.concatenate([[0], np.cumsum([forest.num_tokens for _, forest in drawn])]).tolist()
+    runs = [micro_batch_runs(each, bounds) for each in plans]
+    made: list[dict[str, Any]] = []
+    room = MAX_PAGE_CHARS
+    for number, (name, forest) in enumerate(drawn):
+        size = picture_size(forest, len(plans))
+        with_tokens = size <= room
+        if not with_tokens:
+            size -= 4 * forest.num_tokens * 4 // 3
+            if size > room:
+                return made, len(drawn) - number
+        room -= size
+        made.append(picture(name, forest, vocabulary, [each[number] for each in runs], with_tokens))
+    return made, 0
+
+
+def _drawn_plan(made: Plan, flops: FlopModel | None, model: str | None, dtype: str) -> DrawnPlan:
+    timeline = np.array(made.timeline, dtype=np.int64)
+    is_thinned = len(timeline) > MAX_TIMELINE_POINTS
+    if is_thinned:
+        timeline = np.array([part.max(axis=0) for part in np.array_split(timeline, MAX_TIMELINE_POINTS)])
+    batches = tuple(
+        {"num_tokens": batch.num_tokens, "is_open": batch.is_open, "is_held": batch.is_held}
+        for batch in made.micro_batches
+    )
+    points = tuple((int(gateway), int(live)) for gateway, live in timeline.tolist())
+    return DrawnPlan(report_plan(made, flops, model, dtype), points, is_thinned, batches)

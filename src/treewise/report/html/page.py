@@ -1,0 +1,182 @@
+"""One HTML file that needs nothing else, and its JSON twin beside it.
+
+Records are untrusted. The template escapes all text; what scripts read is JSON in a block that cannot be closed from
+inside, and they write text as text. A content security policy allows our own scripts and styles by their hashes, and
+no connection at all.
+"""
+
+import base64
+import hashlib
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from treewise.errors import ConfigError
+from treewise.report.analysis.lost_sharing import AVOIDABLE
+from treewise.report.analysis.run_log import RunReport
+from treewise.report.html.build import DRAWN_RULE, DataReport, memory_chart, run_charts, timeline_chart, twin
+from treewise.report.html.charts import Chart
+
+SCRIPTS = ("arrays.js", "tree.js", "colours.js", "draw.js", "detail.js", "picture.js", "input.js", "page.js")
+STYLES = ("sections.css", "picture.css", "report.css")  # the last has the rules of narrow screens
+
+
+def write_page(path: str | Path, data: DataReport | None, run: RunReport | None, version: str) -> tuple[Path, Path]:
+    """Writes the page and its twin (`.json` beside it); returns both paths.
+
+    Raises:
+        ConfigError: neither data nor a run, a name that does not end in `.html`, or a folder that cannot be written.
+    """
+    html = Path(path)
+    if html.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"{html}: the report is an HTML file; name it {html.stem or 'report'}.html.")
+    if data is None and run is None:
+        raise ConfigError("nothing to report: name data, a run, or both.")
+    twin_path = html.with_suffix(".json")
+    try:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(render_page(data, run, version), encoding="utf-8")
+        twin_path.write_text(json.dumps(twin(data, run, version), indent=1), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename or html}: cannot be written ({error.strerror}).") from None
+    return html, twin_path
+
+
+def render_page(data: DataReport | None, run: RunReport | None, version: str) -> str:
+    """The page as text."""
+    charts: dict[str, Chart] = {}
+    if data is not None:
+        charts |= {f"ratio-{number}": chart for number, chart in enumerate(data.charts)}
+        for number, each in enumerate(data.plans):
+            charts[f"plan-{number}"] = timeline_chart(each)
+            memory = memory_chart(each)
+            if memory is not None:
+                charts[f"memory-{number}"] = memory
+    if run is not None:
+        charts |= {f"run-{number}": chart for number, chart in enumerate(run_charts(run))}
+    static = resources.files("treewise.report.html") / "static"
+    script = "\n".join((static / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    style = "\n".join((static / name).read_text(encoding="utf-8") for name in STYLES)
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            data=data,
+            run=run,
+            charts=charts,
+            version=version,
+            title=_title(data, run),
+            script=Markup(script),
+            style=Markup(style),
+            script_hash=_policy_hash(script),
+            style_hash=_policy_hash(style),
+            drawn_rule=DRAWN_RULE,
+            page_data=embedded_json(_page_data(data, charts)),
+        )
+    )
+
+
+def embedded_json(value: Any) -> Markup:
+    """JSON for a `<script type="application/json">` block: nothing in it can end the block or the line."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return Markup(text)
+
+
+def _page_data(data: DataReport | None, charts: dict[str, Chart]) -> dict[str, Any]:
+    """What the scripts read."""
+    reading = {name: chart.reading() for name, chart in charts.items() if chart.lines}
+    if data is None:
+        return {"charts": reading, "trees": []}
+    plans = [
+        {
+            "max_tokens": each.facts.max_tokens,
+            "kinds": [("held" if b["is_held"] else "open") if b["is_open"] else "closed" for b in each.micro_batches],
+        }
+        for each in data.plans
+    ]
+    return {
+        "charts": reading,
+        "trees": data.pictures,
+        "vocabulary": data.vocabulary,
+        "plans": plans,
+        "first_plan": data.first_plan,
+    }
+
+
+def _title(data: DataReport | None, run: RunReport | None) -> str:
+    parts = [Path(source).name for source in (data.sources[:3] if data else ())]
+    if data and len(data.sources) > 3:
+        parts.append(f"{len(data.sources) - 3} more")
+    if run:
+        parts.append(f"run {Path(run.folder).name}")
+    return ", ".join(parts) or "data"
+
+
+def _policy_hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("treewise.report.html", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.tests["avoidable"] = AVOIDABLE.__contains__
+    environment.filters |= {
+        "many": many,
+        "count": count,
+        "ratio": ratio,
+        "flops": flops,
+        "size": size,
+        "percent": percent,
+    }
+    return environment
+
+
+def count(value: float | None) -> str:
+    """1234567 as 1,234,567."""
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def many(value: float, noun: str) -> str:
+    """A count with its noun: 1 tree, 2 trees."""
+    return f"{count(value)} {noun}{'' if value == 1 else 's'}"
+
+
+def ratio(value: float | None) -> str:
+    """1.234 as 1.23 ×."""
+    return "–" if value is None else f"{value:,.2f} ×"
+
+
+def percent(value: float) -> str:
+    """0.123 as 12.3 %; small ones keep two figures."""
+    return f"{100 * value:.{1 if value >= 0.001 or value == 0 else 3}f} %"
+
+
+def flops(value: float | None) -> str:
+    """FLOPs with a prefix: 1.2e15 as 1.20 PFLOP."""
+    if value is None:
+        return "–"
+    for limit, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if value >= limit:
+            return f"{value / limit:,.2f} {prefix}FLOP"
+    return f"{value / 1e6:,.2f} MFLOP"
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units."""
+    if value is None:
+        return "–"
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= limit:
+            return f"{value / limit:,.2f} {unit}"
+    return f"{value:,.0f} bytes"

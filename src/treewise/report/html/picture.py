@@ -1,0 +1,174 @@
+"""A tree as compact arrays that a page can draw: segments, what colours them, their tokens, and the trajectories.
+
+What varies along a segment is stored as runs: where a value begins, and the value. Arrays are little-endian and
+base64; token ids are numbers into one vocabulary for the whole page, whose bytes are stored once.
+
+Letters: T tree tokens, S segments, N trajectories, R runs.
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from treewise.planning.planner import Plan
+from treewise.report.analysis.findings import places
+from treewise.report.analysis.token_text import TokenText
+from treewise.tree.forest import Forest
+
+MAX_LISTED_TRAJECTORIES = 5000
+
+
+@dataclass(slots=True)
+class Vocabulary:
+    """The tokens that a page shows, numbered in order of appearance."""
+
+    text: TokenText
+    _number: dict[int, int] = field(default_factory=dict)
+
+    def numbers(self, token_ids: np.ndarray) -> np.ndarray:
+        """[T] the page's numbers of some tokens; unknown ones get the next number."""
+        unique, inverse = np.unique(token_ids, return_inverse=True)
+        own = [self._number.setdefault(token, len(self._number)) for token in unique.tolist()]
+        return np.array(own, dtype=np.int64)[inverse]
+
+    def to_dict(self) -> dict[str, Any]:
+        """ids: of the tokens. bytes: all of them in a row. lengths: bytes of each."""
+        pieces = self.text.token_bytes(list(self._number))
+        return {
+            "has_text": self.text.has_text,
+            "ids": packed(list(self._number), "u4"),
+            "lengths": packed([len(piece) for piece in pieces], "u2"),
+            "bytes": base64.b64encode(b"".join(pieces)).decode(),
+        }
+
+
+def packed(values: Sequence[int] | Sequence[float] | np.ndarray, kind: str) -> dict[str, str]:
+    """Values as base64 of a little-endian array of `kind` (`u2`, `u4`, `i4`, `f4`)."""
+    array = np.asarray(values).astype("<" + kind)
+    return {"kind": kind, "data": base64.b64encode(array.tobytes()).decode()}
+
+
+def picture_size(forest: Forest, num_budgets: int) -> int:
+    """About how many characters of base64 a tree takes, tokens included."""
+    return (4 * forest.num_tokens + (24 + 8 * num_budgets) * len(forest.segments.start)) * 4 // 3
+
+
+def picture(
+    name: str,
+    forest: Forest,
+    vocabulary: Vocabulary,
+    micro_batches: Sequence[tuple[np.ndarray, np.ndarray]],
+    with_tokens: bool = True,
+) -> dict[str, Any]:
+    """A tree for the page. `micro_batches` are runs (`micro_batch_runs`), one pair per budget shown."""
+    segments = forest.segments
+    rewards = _segment_rewards(forest)
+    streams = {"weight": _runs(forest.token_weights())}
+    advantages = _advantages(forest)
+    if advantages is not None:
+        streams["advantage"] = _runs(advantages)
+    if rewards is not None:
+        streams["reward"] = (segments.start, rewards)
+    wide = len(forest.token_ids) and with_tokens
+    numbers = vocabulary.numbers(forest.token_ids) if wide else np.zeros(0, dtype=np.int64)
+    return {
+        "name": name,
+        "num_tokens": forest.num_tokens,
+        "start": packed(segments.start, "u4"),
+        "parent": packed(segments.parent, "i4"),
+        "multiplicity": packed(forest.segment_multiplicity, "u4"),
+        "streams": {key: _packed_runs(*value, "f4") for key, value in streams.items()},
+        "micro_batches": [_packed_runs(*runs, "u4") for runs in micro_batches],
+        "tokens": packed(numbers, "u2" if not len(numbers) or numbers.max() < 2**16 else "u4"),
+        "end_segment": packed(segments.end_segment, "u4"),
+        "trajectories": _trajectories(name, forest),
+    }
+
+
+def segment_table(name: str, forest: Forest) -> dict[str, Any]:
+    """The same segments for the JSON twin: one list per column."""
+    segments = forest.segments
+    trained = np.add.reduceat((forest.token_weights() > 0).astype(np.int64), segments.start)
+    return {
+        "name": name,
+        "num_tokens": forest.num_tokens,
+        "segments": {
+            "start": segments.start.tolist(),
+            "num_tokens": segments.lengths.tolist(),
+            "parent": segments.parent.tolist(),
+            "depth": segments.depth.tolist(),
+            "multiplicity": forest.segment_multiplicity.tolist(),
+            "num_trained_tokens": trained.tolist(),
+        },
+        "end_segment": segments.end_segment.tolist(),
+    }
+
+
+def micro_batch_runs(made: Plan, bounds: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each tree of a plan's forest, which micro-batch its tokens belong to, as runs of its own positions.
+
+    bounds: tree positions at which the trees begin, and the end of the last.
+    """
+    ranges = np.concatenate([batch.ranges for batch in made.micro_batches])
+    numbers = np.repeat(np.arange(made.num_micro_batches), [len(batch.ranges) for batch in made.micro_batches])
+    order = np.argsort(ranges[:, 0], kind="stable")
+    starts, numbers = ranges[order, 0], numbers[order]
+    result = []
+    for low, high in pairwise(bounds):
+        first, last = np.searchsorted(starts, [low, high])
+        begins, own = starts[first:last], numbers[first:last]
+        if not len(begins) or begins[0] > low:  # a range that began in the tree before goes on here
+            begins, own = np.append(low, begins), np.append(numbers[first - 1], own)
+        result.append((begins - low, own))
+    return result
+
+
+def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """([R] where a value begins, [R] the values); NaN equals NaN."""
+    changes = (values[1:] != values[:-1]) & ~(np.isnan(values[1:]) & np.isnan(values[:-1]))
+    starts = np.concatenate([[0], np.flatnonzero(changes) + 1])
+    return starts, values[starts]
+
+
+def _packed_runs(starts: np.ndarray, values: np.ndarray, kind: str) -> dict[str, Any]:
+    return {"starts": packed(starts, "u4"), "values": packed(values, kind)}
+
+
+def _advantages(forest: Forest) -> np.ndarray | None:
+    """[T] mean over the trajectories that train a token, NaN where none does; None without advantages."""
+    if not forest.has_stream("advantages"):
+        return None
+    if forest.trajectories is None:
+        return np.where(forest.tree_streams["loss_weights"] > 0, forest.tree_streams["advantages"], np.nan)
+    trained = forest.flat_weights() > 0
+    index, size = forest.path_index, forest.num_tokens
+    total = np.bincount(index, weights=np.where(trained, forest.flat_stream("advantages"), 0), minlength=size)
+    count = np.bincount(index, weights=trained, minlength=size)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _segment_rewards(forest: Forest) -> np.ndarray | None:
+    """[S] mean reward of the trajectories through each segment; None where a trajectory has none."""
+    rewards = [item.reward for item in forest.trajectories or ()]
+    if not rewards or None in rewards:
+        return None
+    segments = forest.segments
+    at_end = np.bincount(segments.end_segment, weights=np.array(rewards, dtype=float), minlength=len(segments.start))
+    total = np.concatenate([[0.0], np.cumsum(at_end)])
+    after = np.searchsorted(segments.start, segments.subtree_end)
+    return (total[after] - total[:-1]) / forest.segment_multiplicity
+
+
+def _trajectories(name: str, forest: Forest) -> dict[str, Any]:
+    """Names and rewards of the first trajectories; the page numbers the rest."""
+    shown = places(name, forest)[:MAX_LISTED_TRAJECTORIES]
+    items = (forest.trajectories or ())[:MAX_LISTED_TRAJECTORIES]
+    return {
+        "places": shown,
+        "rewards": [item.reward for item in items],
+        "num_trained": [item.num_trained_tokens for item in items],
+    }

@@ -1,0 +1,157 @@
+"""The same facts as terminal tables, drawn with rich. Nothing is printed here."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from treewise.planning.planner import Plan
+from treewise.report.analysis.facts import Finding, InspectReport
+from treewise.report.analysis.plan_facts import PlanReport
+from treewise.report.analysis.run_log import RunReport
+from treewise.verification.report import VerificationReport
+
+
+def inspect_view(report: InspectReport) -> RenderableType:
+    """Totals, the best trees, and what looks wrong."""
+    total = report.total
+    facts = _facts_table("what the data holds")
+    facts.add_row("files, records", f"{report.num_files:,}, {report.num_records:,}")
+    facts.add_row("trees", f"{len(report.trees):,}")
+    facts.add_row("trajectories", f"{total.num_trajectories:,} ({total.num_leaves:,} not contained in another)")
+    facts.add_row("flat tokens", f"{total.num_flat_tokens:,} ({total.num_leaf_tokens:,} of those not contained)")
+    facts.add_row("tree tokens", f"{total.num_tree_tokens:,} ({total.num_trained_tokens:,} trained)")
+    facts.add_row("share ratio", f"{total.share_ratio:.2f}  every trajectory alone / tree")
+    facts.add_row("leaf ratio", f"{total.leaf_ratio:.2f}  those not contained in another / tree")
+    facts.add_row("pair ratio", f"{total.pair_ratio:.2f}  attention pairs, flat / tree")
+    if total.flop_bound is not None and total.leaf_flop_bound is not None:
+        bound = f"{total.flop_bound:.2f}, against leaves {total.leaf_flop_bound:.2f}  for {report.model}"
+        facts.add_row("FLOP bound", escape(bound))
+    facts.add_row("longest path, forks", f"{total.max_depth:,} tokens, {total.num_forks:,} forks")
+    parts: list[RenderableType] = [facts, _best_trees_table(report)]
+    if report.findings:
+        parts.append(_findings_table(report.findings))
+    return Group(*parts)
+
+
+def _best_trees_table(report: InspectReport) -> Table:
+    table = Table(title="best trees, by leaf ratio (ratios are flat / tree)", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("tree", overflow="ellipsis", max_width=32)
+    names = ["trajectories", "flat tokens", "tree", "share", "leaf", "pair"]
+    with_bound = report.total.flop_bound is not None
+    for name in names + (["FLOPs"] if with_bound else []):
+        table.add_column(name, justify="right", no_wrap=True)
+    for tree in report.best_trees:
+        counts = (tree.num_trajectories, tree.num_flat_tokens, tree.num_tree_tokens)
+        ratios = [tree.share_ratio, tree.leaf_ratio, tree.pair_ratio]
+        if tree.flop_bound is not None:
+            ratios.append(tree.flop_bound)
+        table.add_row(escape(tree.name), *(f"{count:,}" for count in counts), *(f"{ratio:.2f}" for ratio in ratios))
+    return table
+
+
+def _findings_table(findings: Sequence[Finding]) -> Table:
+    table = Table(title="worth a look", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("finding")
+    table.add_column("count", justify="right")
+    table.add_column("what it means, and where", overflow="fold")
+    for finding in findings:
+        places = "; ".join(finding.examples) + ("; ..." if finding.count > len(finding.examples) else "")
+        table.add_row(finding.kind, f"{finding.count:,}", escape(f"{finding.meaning}: {places}"))
+    return table
+
+
+def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
+    """`plan.describe()`, and the predictions."""
+    description = Text(plan.describe(report.bytes_per_gateway_token))
+    if report.relative_time is None or report.relative_leaf_time is None:
+        return Group(description, Text("name a --model for bytes and time", style="dim"))
+    table = _facts_table(f"predicted for {report.model} in {report.dtype} (from shapes; not measured)")
+    table.add_row("weights, gradients, AdamW", _size(report.bytes_weights))
+    table.add_row("activations", f"{_size(report.bytes_activations)} for {report.peak_live_tokens:,} live tokens")
+    table.add_row("gateways", f"{_size(report.bytes_gateways)} for {report.peak_gateway_tokens:,} tokens")
+    table.add_row("peak memory", _size(report.bytes_peak))
+    table.add_row("time / flat", f"{report.relative_time:.3f}  {1 / report.relative_time:.2f} times faster by FLOPs")
+    leaf = f"{report.relative_leaf_time:.3f}  {1 / report.relative_leaf_time:.2f} times faster by FLOPs"
+    table.add_row("time / flat leaves", leaf)
+    return Group(description, table)
+
+
+def run_view(report: RunReport) -> RenderableType:
+    """What a run logged: first, best and last of each value."""
+    table = Table(title=escape(f"run {report.folder}"), title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("logged")
+    for name in ("times", "first", "lowest", "highest", "last"):
+        table.add_column(name, justify="right")
+    for each in report.series:
+        values = (each.values[0], min(each.values), max(each.values), each.values[-1])
+        label = f"{each.label}, {each.unit}" if each.unit else each.label
+        name = label if each.chart == each.label else f"{each.chart}: {label}"
+        table.add_row(escape(name), f"{len(each.values):,}", *(f"{value:,.5g}" for value in values))
+    state = "finished" if report.is_finished else "not finished"
+    steps = f"{report.num_steps:,} of {report.max_steps:,}" if report.max_steps else f"{report.num_steps:,}"
+    note = Text(f"{steps} optimizer steps, {state}; from {report.log}")
+    if report.num_not_finite:
+        note.append(f"\n{report.num_not_finite:,} logged values are not finite numbers", style="red")
+    return Group(table, note)
+
+
+def verification_view(report: VerificationReport, num_parameters: int = 5) -> RenderableType:
+    """The proof of equality: each error beside its limit, and the worst parameters."""
+    verdict = "[green]equal[/]" if report.passed else "[bold red]DIFFERENT[/]"
+    budget = "whole trees" if report.max_tokens is None else f"max_tokens {report.max_tokens:,}"
+    setting = f"{report.model}, {report.dtype}, attention {report.attention}, {budget}"
+    table = Table(title=f"flat and tree: {verdict}", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("", "flat", "tree", "error", "limit"):
+        table.add_column(name, justify="left" if not name else "right")
+    limits = report.limits
+
+    def row(label: str, name: str, flat: str = "", tree: str = "") -> None:
+        error = report.errors[name]
+        limit = f"{limits[name]:.1e}" if name in limits else ""
+        style = "red" if name in limits and not error <= limits[name] else ""
+        table.add_row(escape(label), flat, tree, Text(f"{error:.1e}", style=style), limit)
+
+    row("loss", "loss", f"{report.loss_flat:.7f}", f"{report.loss_tree:.7f}")
+    row("log-probs, largest difference", "max_logprob")
+    row("log-probs, root mean square", "rms_logprob")
+    row("whole gradient, relative", "gradient", f"norm {report.gradient_norm:.4g}")
+    row("worst parameter, relative", "worst_parameter")
+    flat_seconds, tree_seconds = f"{report.seconds_flat:.2f} s", f"{report.seconds_tree:.2f} s"
+    table.add_row("tokens computed", f"{report.num_flat_tokens:,}", f"{report.num_computed_tokens:,}")
+    table.add_row("one run each", flat_seconds, tree_seconds, f"{report.speed_up:.2f} x")
+    note = Text(
+        f"{setting}\n"
+        f"{report.num_trajectories:,} trajectories, {report.num_trees:,} trees; reference: {report.reference}\n"
+        f"worst parameter: {report.worst_parameter.name}\n"
+        f"one run each; by FLOPs {report.flop_bound:.2f} x, as the flat side computes the logits of all its rows"
+    )
+    parts: list[RenderableType] = [table, note]
+    if not report.passed:
+        parts.append(_parameters_table(report, num_parameters))
+    return Group(*parts)
+
+
+def _parameters_table(report: VerificationReport, count: int) -> Table:
+    table = Table(title="worst parameters", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("parameter")
+    table.add_column("norm of its gradient", justify="right")
+    table.add_column("relative error", justify="right")
+    for parameter in report.parameters[:count]:
+        table.add_row(escape(parameter.name), f"{parameter.norm:.3e}", f"{parameter.error:.3e}")
+    return table
+
+
+def _facts_table(title: str) -> Table:
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    return table
+
+
+def _size(num_bytes: int | None) -> str:
+    value = float(num_bytes or 0)
+    return f"{value / 2**30:,.2f} GiB" if value >= 2**30 else f"{value / 2**20:,.1f} MiB"

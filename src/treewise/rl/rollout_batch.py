@@ -1,0 +1,245 @@
+"""The step before an update of RL: log-probs of the policy and a reference, and advantages, on all rollouts of a batch.
+
+What a rollout engine recorded comes in; what the objective needs goes out. Each stream takes one pass through the trees
+without gradients, cut as the training steps will be.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
+from typing import Any
+
+import numpy as np
+import torch
+
+from treewise import advantages
+from treewise.advantages import AdvantageReport, Credited, with_rollout_weights
+from treewise.engine.engine import TreeEngine
+from treewise.errors import ConfigError, DataError
+from treewise.objectives import PolicyGradient
+from treewise.tree.trajectory import Trajectory
+
+Trees = list[list[Trajectory]]
+
+# Names of `--advantages`, after the methods that introduced them.
+ADVANTAGES: Mapping[str, Callable[..., Credited]] = {
+    "grpo": advantages.group_normalized,
+    "batch": partial(advantages.group_normalized, scale="batch"),
+    "dr_grpo": advantages.mean_centered,
+    "rloo": advantages.leave_one_out,
+    "siblings": advantages.sibling_relative,
+    "turns": advantages.per_turn,
+}
+# What an objective was published with. PPO's come from a critic, which is not trained here.
+USUAL = {
+    "reinforce": "rloo",
+    "grpo": "grpo",
+    "dr_grpo": "dr_grpo",
+    "dapo": "grpo",
+    "gspo": "grpo",
+    "cispo": "grpo",
+}
+GIVEN = "given"
+OLD_LOGPROBS = ("auto", "recompute", "sampler", GIVEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Where the log-probs of an update come from: `given`, `policy`, `sampler`, `reference`, or None (not needed)."""
+
+    old: str | None
+    ref: str | None
+
+
+def has_all(trees: Sequence[Sequence[Trajectory]], name: str) -> bool:
+    """Whether every trajectory has a stream.
+
+    Raises:
+        DataError: some have it and some have not; the first without is named.
+    """
+    items = [item for tree in trees for item in tree]
+    without = [item for item in items if getattr(item, name) is None]
+    if without and len(without) < len(items):
+        raise DataError(
+            f"{without[0].source or 'a trajectory'}: no {name}, but {len(items) - len(without):,} of {len(items):,} "
+            "rows have them; give them on all rows or on none."
+        )
+    return not without
+
+
+def choose_streams(objective: Any, trees: Trees, old: str, num_updates: int) -> Streams:
+    """Which log-probs an objective needs, and where they come from.
+
+    Parameters:
+        old: `auto` takes the rows' own `old_logprobs`; where they have none, computes them with the policy before the
+            update, unless there is but one update, in which that policy is the one that is trained (the ratio is 1).
+            `recompute` always computes them, `sampler` takes the sampler's instead, `given` asks for the rows' own.
+        num_updates: optimizer steps of the run.
+
+    Raises:
+        ConfigError: an unknown choice.
+        DataError: `given` or `sampler` without the stream on every row.
+    """
+    if old not in OLD_LOGPROBS:
+        raise ConfigError(f"old_logprobs={old!r} is unknown; choose one of {', '.join(OLD_LOGPROBS)}.")
+    if not isinstance(objective, PolicyGradient):
+        return Streams(None, None)
+    found: str | None
+    if old in (GIVEN, "sampler"):
+        name = "sampler_logprobs" if old == "sampler" else "old_logprobs"
+        if not has_all(trees, name):
+            raise DataError(f"old_logprobs={old!r}, but the rows have no {name}; use old_logprobs='recompute'.")
+        found = old
+    elif old == "auto" and has_all(trees, "old_logprobs"):
+        found = GIVEN
+    elif old == "auto" and (num_updates <= 1 or objective.surrogate == "reinforce"):
+        found = None
+    else:
+        found = "policy"
+    ref = None
+    if objective.beta:
+        ref = GIVEN if has_all(trees, "ref_logprobs") else "reference"
+    return Streams(found, ref)
+
+
+def without_partial_sampler(objective: Any, trees: Trees) -> tuple[Trees, int]:
+    """The trees without `sampler_logprobs` where some rows lack them, and how many do.
+
+    Raises:
+        DataError: the objective corrects for the sampler, so it needs them on every row.
+    """
+    num_without = sum(item.sampler_logprobs is None for tree in trees for item in tree)
+    if getattr(objective, "sampler_correction", None) is not None:
+        if num_without and not has_all(trees, "sampler_logprobs"):
+            raise DataError("sampler_correction needs sampler_logprobs, and the rows have none.")
+        return trees, 0
+    if 0 < num_without < sum(map(len, trees)):
+        trees = [[replace(item, sampler_logprobs=None) for item in tree] for tree in trees]
+    return trees, num_without
+
+
+def fill_streams(
+    trees: Trees, streams: Streams, engine: TreeEngine, reference: TreeEngine | None, batch_size: int
+) -> Trees:
+    """The trajectories with `old_logprobs` and `ref_logprobs` as chosen.
+
+    Parameters:
+        engine: the policy before the update.
+        reference: None for the same policy; with adapters, without them.
+        batch_size: trees that are scored side by side.
+    """
+    if streams.old == "sampler":
+        trees = [[replace(item, old_logprobs=item.sampler_logprobs) for item in tree] for tree in trees]
+    elif streams.old is None:
+        trees = [[replace(item, old_logprobs=None) for item in tree] for tree in trees]
+    elif streams.old == "policy":
+        trees = scored(engine, trees, "old_logprobs", batch_size)
+    if streams.ref != "reference":
+        return trees
+    adapters_off = getattr(engine.model, "disable_adapter", None)
+    if reference is not None:
+        return scored(reference, trees, "ref_logprobs", batch_size)
+    if streams.old == "policy" and adapters_off is None:  # the same model on the same tokens
+        return [[replace(item, ref_logprobs=item.old_logprobs) for item in tree] for tree in trees]
+    with nullcontext() if adapters_off is None else adapters_off():
+        return scored(engine, trees, "ref_logprobs", batch_size)
+
+
+def scored(engine: TreeEngine, trees: Trees, stream: str, batch_size: int) -> Trees:
+    """Trajectories with a stream of the engine's log-probs. Ranks share the work and all get the whole."""
+    rank, num_ranks = 0, 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    own: dict[int, list[np.ndarray]] = {}
+    is_training = engine.model.training
+    engine.model.eval()  # dropout has no place in a measurement
+    try:
+        for numbers in _batches(range(rank, len(trees), num_ranks), batch_size):
+            items = iter(engine.scored([item for number in numbers for item in trees[number]], stream=stream))
+            for number in numbers:
+                own[number] = [getattr(next(items), stream) for _ in trees[number]]
+    finally:
+        engine.model.train(is_training)
+    parts: list[Any] = [own]
+    if num_ranks > 1:
+        parts = [None] * num_ranks
+        torch.distributed.all_gather_object(parts, own)
+    whole = {number: arrays for part in parts for number, arrays in part.items()}
+    return [
+        [replace(item, **{stream: array}) for item, array in zip(tree, whole[number], strict=True)]
+        for number, tree in enumerate(trees)
+    ]
+
+
+def usual_method(objective: str, trees: Trees) -> str:
+    """How rewards become advantages where nobody chose: `given` where the rows have some, else as published.
+
+    Raises:
+        ConfigError: the objective of this name was published with none, and the rows have none.
+    """
+    if has_all(trees, "advantages"):
+        return GIVEN
+    if objective not in USUAL:
+        raise ConfigError(
+            f"objective {objective!r} has no advantages of its own and the rows hold none; choose "
+            f"--advantages {', '.join(ADVANTAGES)}."
+        )
+    return USUAL[objective]
+
+
+def credit(trees: Trees, method: str, settings: Mapping[str, Any]) -> tuple[Trees, AdvantageReport | None]:
+    """The trajectories with advantages, over all groups at once. `given` leaves the rows' own.
+
+    Raises:
+        ConfigError: an unknown method or setting.
+        DataError: rows without a reward or a group, or with `given`, without advantages.
+    """
+    items = [item for tree in trees for item in tree]
+    if method == GIVEN:
+        if not has_all(trees, "advantages"):
+            raise DataError(
+                "the rows have no advantages; give them, or choose how they follow from rewards: "
+                f"advantages={', '.join(ADVANTAGES)}."
+            )
+        return _as_trees(with_rollout_weights(items), trees), None
+    if method not in ADVANTAGES:
+        raise ConfigError(f"advantages={method!r} is unknown; choose one of {', '.join([*ADVANTAGES, GIVEN])}.")
+    function = ADVANTAGES[method]
+    known = [name for name in inspect.signature(function).parameters if name not in ("trajectories", "turn_rewards")]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(
+                f"unknown setting {name!r} of advantages={method!r}. Known: {', '.join(known) or 'none'}."
+            )
+    result = function(items, **settings)
+    return _as_trees(result.trajectories, trees), result.report
+
+
+def without_groups(trees: Trees, groups: Sequence[Any]) -> Trees:
+    """The trees without the trajectories of these groups; a tree that loses all of them goes."""
+    left = [[item for item in tree if item.group not in groups] for tree in trees]
+    return [tree for tree in left if tree]
+
+
+def trees_per_batch(num_trees: int, num_mini_batches: int, num_ranks: int) -> int:
+    """Trees of one rank in each of `num_mini_batches` optimizer steps that together see every tree once.
+
+    Raises:
+        ConfigError: more mini-batches than trees.
+    """
+    if num_mini_batches < 1 or num_mini_batches > num_trees:
+        raise ConfigError(f"mini_batches={num_mini_batches}: give 1 to {num_trees}, the number of trees (groups).")
+    return ceil(num_trees / (num_mini_batches * num_ranks))
+
+
+def _as_trees(items: Sequence[Trajectory], like: Trees) -> Trees:
+    source = iter(items)
+    return [[next(source) for _ in tree] for tree in like]
+
+
+def _batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for start in range(0, len(numbers), size):
+        yield numbers[start : start + size]

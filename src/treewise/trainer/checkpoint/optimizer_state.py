@@ -1,0 +1,165 @@
+"""The state of a run besides its weights, in safetensors and JSON: optimizer, schedule, random generators.
+
+The optimizer's state is kept under the names of the parameters, so that it fits however many processes resume it.
+Nothing is pickled, and nothing that could run code is read.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from treewise.distributed import ranks
+from treewise.distributed.fsdp import like_shard
+from treewise.errors import CheckpointError
+from treewise.trainer.checkpoint.json_values import from_plain, to_plain
+from treewise.trainer.checkpoint.sharded_io import load_shards, save_shards
+
+OPTIMIZER = "optimizer"  # .safetensors and .json
+SCHEDULE = "schedule.json"
+
+
+def optimizer_state(optimizer: Any, model: nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
+    """What an optimizer keeps: plain values, and its tensors under `parameter name/what`.
+
+    Raises:
+        CheckpointError: a value that cannot be saved without pickle.
+    """
+    state = optimizer.state_dict()
+    names = _names(optimizer, model)
+    tensors: dict[str, torch.Tensor] = {}
+    kept = {names[number]: entry for number, entry in state["state"].items()}
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    plain = {
+        "state": {name: to_plain(entry, tensors, name) for name, entry in kept.items()},
+        "groups": to_plain(groups),
+        "rest": to_plain(rest),
+    }
+    return plain, tensors
+
+
+def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Puts back what `optimizer_state` gave.
+
+    Raises:
+        CheckpointError: the optimizer trains other parameters than the saved one did.
+    """
+    number_of = {name: number for number, name in _names(optimizer, model).items()}
+    now, groups = optimizer.state_dict()["param_groups"], from_plain(plain["groups"])
+    known = {name for group in groups for name in group["params"]}
+    if known != set(number_of) or len(now) != len(groups):
+        changed = sorted(known.symmetric_difference(number_of))
+        raise CheckpointError(
+            f"the optimizer of the checkpoint trained other parameters ({', '.join(changed[:5]) or 'in other groups'});"
+            " resume with the same model, adapters and optimizer."
+        )
+    optimizer.load_state_dict(
+        {
+            "state": {number_of[name]: from_plain(entry, tensors) for name, entry in plain["state"].items()},
+            "param_groups": [{**group, "params": [number_of[name] for name in group["params"]]} for group in groups],
+            **from_plain(plain["rest"]),
+        }
+    )
+
+
+def save_optimizer_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes the tensors that `optimizer_state` gave, where they are shards. Every rank calls this."""
+    save_shards(folder / OPTIMIZER, tensors)
+
+
+def save_optimizer(folder: Path, plain: Any, tensors: dict[str, torch.Tensor], is_sharded: bool) -> None:
+    """Writes what `optimizer_state` gave, the tensors unless they are shards: rank 0 for all."""
+    if ranks.own() != 0:
+        return
+    if not is_sharded:
+        save_file({name: each.detach().cpu().contiguous() for name, each in tensors.items()}, _tensor_file(folder))
+    shapes = {name: _kind(each) for name, each in tensors.items()}
+    write_json(folder / f"{OPTIMIZER}.json", {**plain, "shapes": shapes})
+
+
+def load_optimizer(folder: Path, optimizer: Any, model: nn.Module) -> None:
+    """Reads what `save_optimizer` wrote, sharded or not, into an optimizer that is sharded or not."""
+    plain = json.loads((folder / f"{OPTIMIZER}.json").read_text(encoding="utf-8"))
+    parameters = dict(model.named_parameters())
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (shape, dtype) in plain["shapes"].items():
+        owner = parameters.get(name.rsplit("/", 1)[0])
+        empty = torch.empty(shape, dtype=getattr(torch, dtype))
+        is_shard = owner is not None and isinstance(owner.data, DTensor) and list(owner.shape) == shape
+        tensors[name] = torch.empty_like(owner.data, dtype=empty.dtype) if is_shard and owner is not None else empty
+    if (folder / OPTIMIZER).is_dir():
+        load_shards(folder / OPTIMIZER, tensors)
+    else:
+        for name, whole in load_file(_tensor_file(folder)).items():
+            held = tensors[name]
+            tensors[name] = like_shard(whole, held) if isinstance(held, DTensor) else whole
+    load_optimizer_state(optimizer, model, plain, tensors)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[list[int], str]:
+    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def save_schedule(folder: Path, scheduler: Any) -> None:
+    """Writes a learning-rate schedule."""
+    write_json(folder / SCHEDULE, to_plain(scheduler.state_dict()))
+
+
+def load_schedule(folder: Path, scheduler: Any) -> None:
+    """Reads what `save_schedule` wrote."""
+    scheduler.load_state_dict(from_plain(json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))))
+
+
+def save_random_state(folder: Path, rank: int) -> None:
+    """Writes the generators of this process: Python's, NumPy's and torch's, with those of its CUDA devices."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 - callbacks and transformers draw from the global generator
+        "torch": torch.random.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    write_json(_random_file(folder, rank), to_plain(state))
+
+
+def load_random_state(folder: Path, rank: int) -> bool:
+    """Reads what `save_random_state` wrote for this rank; False where there was no such rank. Steps draw no random
+    numbers (their order has a generator of its own, and dropout is refused), so this matters to callbacks alone.
+    """
+    path = _random_file(folder, rank)
+    if not path.is_file():
+        return False
+    state = from_plain(json.loads(path.read_text(encoding="utf-8")))
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.random.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    return True
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Plain values as a file."""
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _names(optimizer: Any, model: nn.Module) -> dict[int, str]:
+    """The names of an optimizer's parameters by their numbers in its `state_dict`."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    inner = getattr(optimizer, "optimizer", optimizer)
+    flat = [parameter for group in inner.param_groups for parameter in group["params"]]
+    return {number: known.get(id(parameter), f"parameter {number}") for number, parameter in enumerate(flat)}
+
+
+def _tensor_file(folder: Path) -> Path:
+    return folder / f"{OPTIMIZER}.safetensors"
+
+
+def _random_file(folder: Path, rank: int) -> Path:
+    return folder / f"random_{rank}.json"

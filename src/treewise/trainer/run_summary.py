@@ -1,0 +1,73 @@
+"""The derived numbers of a run, printed before step 0: what will be trained, in how many steps, at which ratios."""
+
+import math
+from itertools import islice
+from typing import Any
+
+from treewise.engine.budget import AUTO
+from treewise.planning.planner import plan
+from treewise.trainer.arguments import TreeTrainingArguments
+from treewise.trainer.data_loader import DataFacts, TreeSampler, collate
+
+
+def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
+    """The order of the training trees: for this rank, or for all where trees are placed on ranks later."""
+    facts = args.order_facts()
+    seed = facts["seed"] if facts["shuffle"] else None
+    if args.places_trees:
+        return TreeSampler(num_trees, args.per_device_train_batch_size * args.world_size, seed)
+    return TreeSampler(num_trees, args.per_device_train_batch_size, seed, args.process_index, args.world_size)
+
+
+def steps_per_epoch(args: TreeTrainingArguments, num_trees: int) -> int:
+    """Optimizer steps in which every tree is trained once."""
+    batches = math.ceil(num_trees / (args.per_device_train_batch_size * args.world_size))
+    return math.ceil(batches / args.gradient_accumulation_steps)
+
+
+def num_optimizer_steps(args: TreeTrainingArguments, num_trees: int) -> int:
+    """Optimizer steps of the whole run."""
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    return math.ceil(args.num_train_epochs * steps_per_epoch(args, num_trees))
+
+
+def describe(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -> str:
+    """A table for people. The last lines are about the first batches of this rank, as they will be computed."""
+    sampler = make_sampler(args, facts.num_trees)
+    steps = num_optimizer_steps(args, facts.num_trees)
+    limit = args.max_tokens if isinstance(args.max_tokens, int) else None
+    budget = f"{limit:,} tokens" if limit else "none (each batch is one micro-batch)"
+    if args.max_tokens == AUTO:
+        budget = "auto (measured at the first step)"
+    first = [
+        plan(collate([dataset[index] for index in batch], args.merges_trees), limit)
+        for batch in islice(sampler, args.gradient_accumulation_steps)
+        if batch
+    ]
+    tree_tokens = sum(each.forest.num_tokens for each in first)
+    flat_tokens = sum(each.forest.num_flat_tokens for each in first)
+    num_micro_batches = sum(each.num_micro_batches for each in first)
+    computed = sum(each.num_computed_tokens for each in first)
+    work = f", {num_micro_batches:,} micro-batches, {computed:,} tokens computed"
+    rank = f" on rank {args.process_index} of {args.world_size}" if args.world_size > 1 else ""
+    if args.places_trees:
+        rank = f" on {args.world_size} ranks together"
+    per_step = facts.num_tree_tokens * min(args.trees_per_step, facts.num_trees) / facts.num_trees
+    lines = [
+        ("trees", f"{facts.num_trees:,}"),
+        ("trajectories", f"{facts.num_trajectories:,}"),
+        ("flat tokens", f"{facts.num_flat_tokens:,}"),
+        ("tree tokens", f"{facts.num_tree_tokens:,}"),
+        ("share ratio", f"{facts.num_flat_tokens / facts.num_tree_tokens:.2f}"),
+        ("leaf ratio", f"{facts.num_leaf_tokens / facts.num_tree_tokens:.2f}"),
+        ("optimizer steps", f"{steps:,} of {args.trees_per_step:,} trees, {per_step:,.0f} tree tokens"),
+        ("budget", budget),
+        (
+            "first step",
+            f"{tree_tokens:,} tree tokens, share ratio {flat_tokens / max(1, tree_tokens):.2f}"
+            + ("" if args.max_tokens == AUTO else work)
+            + rank,
+        ),
+    ]
+    return "\n".join(f"{name:<16} {value}" for name, value in lines)

@@ -1,0 +1,201 @@
+"""Declared trees: nodes that name their parents, each with its own tokens.
+
+Nothing has to be discovered, so a tree of any depth is laid out without touching a token twice. Each end (a leaf, or
+a node marked as one) is a trajectory. Streams belong to nodes and are shared by all trajectories through them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from treewise.errors import DataError
+from treewise.tree import prefix_merge
+from treewise.tree.trajectory import MAX_TOKEN_ID, as_array
+
+Streams = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredTree:
+    """Declared nodes in depth-first order.
+
+    token_ids: [T] int32. streams: [T] float32 each. end_nodes: [N] int64, the node, counted as declared, that each
+    trajectory ends at.
+    """
+
+    segments: prefix_merge.Segments
+    token_ids: np.ndarray
+    streams: Streams
+    end_nodes: np.ndarray
+
+
+def lay_out_nodes(
+    parents: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
+    streams: Mapping[str, Sequence[Sequence[float]] | None],
+    ends: Sequence[bool] | None,
+    merge_siblings: bool,
+    place: str,
+) -> DeclaredTree:
+    """Lays declared nodes out in depth-first order, one segment for each.
+
+    Parameters:
+        parents: index of each node's parent, -1 for a root; parents come first.
+        token_ids: tokens that each node adds, at least one.
+        streams: per name, one value per token of each node, or None.
+        ends: whether a trajectory ends at the node; leaves where not given.
+        merge_siblings: merge siblings with equal tokens; otherwise keep them apart as declared.
+        place: where the tree came from, for error messages.
+
+    Raises:
+        DataError: a parent that is missing, comes later or is the node itself; an empty node; bad tokens or streams.
+    """
+    parent = _checked_parents(parents, place)
+    flat_ids, lengths = _joined(token_ids, len(parent), "token_ids", np.int64, place)
+    if (lengths == 0).any():
+        raise DataError(f"{place}: node {int(np.argmin(lengths))} has no tokens; merge it into its parent.")
+    bad = np.flatnonzero((flat_ids < 0) | (flat_ids > MAX_TOKEN_ID))
+    if len(bad):
+        node = _node_of(int(bad[0]), lengths)
+        raise DataError(f"{place}: node {node}: token id {flat_ids[bad[0]]} is outside 0..{MAX_TOKEN_ID}.")
+    values = {name: _stream(items, name, lengths, place) for name, items in streams.items() if items is not None}
+    end_nodes = declared_ends = _end_nodes(parent, ends, place)
+    first_tokens = (np.cumsum(lengths) - lengths)[parent < 0]
+    if "loss_weights" not in values:
+        values["loss_weights"] = np.ones(len(flat_ids), dtype=np.float32)
+        values["loss_weights"][first_tokens] = 0
+    _check_weights(values["loss_weights"], first_tokens, lengths, place)
+    if merge_siblings:
+        parent, end_nodes, kept = _merge_equal_siblings(parent, flat_ids, lengths, end_nodes, values, place)
+        flat_ids, lengths, values = _select(kept, flat_ids, lengths, values)
+    offsets = np.cumsum(lengths) - lengths
+    segments, _ = prefix_merge.chain_nodes(parent, lengths, end_nodes, offsets)
+    ids = flat_ids.astype(np.int32)[segments.token_source]
+    tree_streams = {name: value[segments.token_source] for name, value in values.items()}
+    return DeclaredTree(segments, ids, tree_streams, declared_ends)
+
+
+def spread_over_nodes(
+    values: Sequence[Sequence[float] | float], token_ids: Sequence[Sequence[int]]
+) -> list[Sequence[float]]:
+    """A stream of nodes in which a node may hold one number: it becomes one value for each token of the node."""
+    numbers = (int, float, np.integer, np.floating)
+    return [
+        [float(value)] * (len(token_ids[node]) if node < len(token_ids) else 1) if isinstance(value, numbers) else value
+        for node, value in enumerate(values)
+    ]
+
+
+def _checked_parents(parents: Sequence[int], place: str) -> np.ndarray:
+    parent = as_array(parents, "parents", place)
+    if parent.ndim != 1 or len(parent) == 0 or not np.issubdtype(parent.dtype, np.integer):
+        raise DataError(f"{place}: parents must be a flat, non-empty list of integers (-1 for a root).")
+    parent = parent.astype(np.int64)
+    node = np.arange(len(parent))
+    bad = np.flatnonzero((parent < -1) | (parent >= node))
+    if len(bad):
+        first = int(bad[0])
+        above = int(parent[first])
+        if above == first:
+            why = "is its own parent"
+        elif above >= len(parent) or above < -1:
+            why = f"has parent {above}, which does not exist ({len(parent)} nodes; -1 for a root)"
+        else:
+            why = f"has parent {above}, which comes after it; list parents first"
+        raise DataError(f"{place}: node {first} {why}.")
+    return parent
+
+
+def _joined(
+    items: Sequence[Sequence[float]], num_nodes: int, name: str, dtype: type, place: str
+) -> tuple[np.ndarray, np.ndarray]:
+    if len(items) != num_nodes:
+        raise DataError(f"{place}: {len(items)} {name} lists for {num_nodes} nodes.")
+    arrays = [as_array(item, name, f"{place}: node {number}") for number, item in enumerate(items)]
+    lengths = np.array([array.size for array in arrays], dtype=np.int64)
+    for number, array in enumerate(arrays):
+        kinds = "iu" if dtype is np.int64 else "iufb"
+        if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+            raise DataError(f"{place}: node {number}: {name} must be a flat list of numbers, found {array.dtype}.")
+        if dtype is np.int64 and array.dtype == np.uint64 and array.max() > MAX_TOKEN_ID:  # may not fit an int64
+            raise DataError(f"{place}: node {number}: token id {array.max()} is outside 0..{MAX_TOKEN_ID}.")
+    with np.errstate(over="ignore"):
+        return np.concatenate(arrays).astype(dtype), lengths
+
+
+def _stream(items: Sequence[Sequence[float]], name: str, lengths: np.ndarray, place: str) -> np.ndarray:
+    values, found = _joined(items, len(lengths), name, np.float32, place)
+    bad = np.flatnonzero(found != lengths)
+    if len(bad):
+        raise DataError(f"{place}: node {bad[0]}: {found[bad[0]]} {name} for {lengths[bad[0]]} tokens.")
+    if not np.isfinite(values).all():
+        node = _node_of(int(np.argmin(np.isfinite(values))), lengths)
+        raise DataError(f"{place}: node {node}: {name} holds a value that is not finite.")
+    return values
+
+
+def _check_weights(weights: np.ndarray, first_tokens: np.ndarray, lengths: np.ndarray, place: str) -> None:
+    weighted = first_tokens[weights[first_tokens] != 0]
+    if len(weighted):
+        raise DataError(
+            f"{place}: node {_node_of(int(weighted[0]), lengths)}: loss_weights[0] is {weights[weighted[0]]:g}, "
+            "but nothing predicts a first token; set it to 0."
+        )
+    negative = np.flatnonzero(weights < 0)
+    if len(negative):
+        raise DataError(
+            f"{place}: node {_node_of(int(negative[0]), lengths)}: loss weight {weights[negative[0]]:g} is negative; "
+            "advantages carry the sign."
+        )
+
+
+def _node_of(flat_index: int, lengths: np.ndarray) -> int:
+    return int(np.searchsorted(np.cumsum(lengths), flat_index, side="right"))
+
+
+def _end_nodes(parent: np.ndarray, ends: Sequence[bool] | None, place: str) -> np.ndarray:
+    is_leaf = np.ones(len(parent), dtype=bool)
+    is_leaf[parent[parent >= 0]] = False
+    if ends is None:
+        return np.flatnonzero(is_leaf)
+    marked = np.asarray(ends, dtype=bool)
+    if len(marked) != len(parent):
+        raise DataError(f"{place}: {len(marked)} end marks for {len(parent)} nodes.")
+    lost = np.flatnonzero(is_leaf & ~marked)
+    if len(lost):
+        raise DataError(f"{place}: node {lost[0]} is a leaf but not an end, so its tokens belong to no trajectory.")
+    return np.flatnonzero(marked)
+
+
+def _merge_equal_siblings(
+    parent: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, end_nodes: np.ndarray, values: Streams, place: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """New parents of the kept nodes, new end nodes, and which nodes are kept; merged nodes must agree in streams."""
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    seen: dict[tuple[int, bytes], int] = {}
+    canonical = np.empty(len(parent), dtype=np.int64)
+    above = parent.tolist()
+    for node in range(len(parent)):
+        low, high = bounds[node], bounds[node + 1]
+        up = int(canonical[above[node]]) if above[node] >= 0 else -1
+        first = seen.setdefault((up, flat_ids[low:high].tobytes()), node)
+        canonical[node] = first
+        if first != node:
+            for name, value in values.items():
+                if not np.array_equal(value[low:high], value[bounds[first] : bounds[first + 1]]):
+                    raise DataError(
+                        f"{place}: nodes {first} and {node} are siblings with equal tokens but different {name}; "
+                        "keep them apart (merge_siblings=False) or make them agree."
+                    )
+    kept = canonical == np.arange(len(parent))
+    renumbered = np.cumsum(kept) - 1
+    new_parent = np.where(parent >= 0, renumbered[canonical[parent]], -1)[kept]
+    return new_parent, renumbered[canonical[end_nodes]], kept
+
+
+def _select(
+    kept: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, values: Streams
+) -> tuple[np.ndarray, np.ndarray, Streams]:
+    tokens = np.repeat(kept, lengths)
+    return flat_ids[tokens], lengths[kept], {name: value[tokens] for name, value in values.items()}

@@ -1,0 +1,361 @@
+"""The forest: trajectories with their shared prefixes merged, laid out in depth-first pre-order.
+
+In this order the descendants of a token are the contiguous range after it, so `subtree_end` alone says which tokens
+may see which: query `q` sees key `k` exactly when `k <= q < subtree_end[k]`.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+
+from treewise.errors import ConfigError, DataError
+from treewise.tree import prefix_merge
+from treewise.tree.declared import lay_out_nodes, spread_over_nodes
+from treewise.tree.geometry import TreeShape
+from treewise.tree.trajectory import Trajectory, number_rollouts
+
+# Declared trees beyond this many flat tokens keep their streams per tree token, never per trajectory.
+MAX_FLAT_TOKENS = 200_000_000
+LOGPROB_STREAMS = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
+STREAM_NAMES = ("loss_weights", "advantages", *LOGPROB_STREAMS)
+WEIGHTINGS = ("per_trajectory", "once", "per_rollout")
+
+
+class Forest(TreeShape):
+    """Several trajectories as prefix trees. Make one with `from_trajectories`, `from_nodes` or `concatenate`.
+
+    Letters: T tree tokens, N trajectories, S segments, F flat tokens. All arrays are NumPy, in depth-first order.
+
+    Attributes:
+        token_ids: [T] int32.
+        depth: [T] int32, position of the token in its trajectories; the position id given to the model.
+        parent: [T] int64, tree position of the token before it, -1 for a first token.
+        subtree_end: [T] int64, one past the last token below it.
+        multiplicity: [T] int64, number of trajectories through it.
+        ends: [N] int64, tree position of each trajectory's last token, in input order.
+        trajectories: the N trajectories in input order; None for a declared tree too large to hold flat, whose
+            streams are then in `tree_streams` ([T] each).
+        tree_starts: [number of trees] int64, tree position of each first token.
+    """
+
+    def __init__(
+        self,
+        segments: prefix_merge.Segments,
+        token_ids: np.ndarray,
+        trajectories: tuple[Trajectory, ...] | None,
+        tree_streams: dict[str, np.ndarray] | None = None,
+    ) -> None:
+        super().__init__(segments)
+        self.token_ids = token_ids
+        self.trajectories = trajectories
+        self.tree_streams = tree_streams or {}
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "Forest":
+        """Merges shared prefixes exactly, token by token; any order, duplicates and contained prefixes included.
+
+        Time is linear in the flat tokens, but for a logarithmic factor in the number of trajectories that is spent
+        in memory comparison.
+
+        Raises:
+            DataError: no trajectory at all, or something that is not a `Trajectory`.
+        """
+        if isinstance(trajectories, Trajectory | Forest):
+            raise DataError(f"expected a list of trajectories, found one {type(trajectories).__name__}.")
+        items = tuple(trajectories)
+        if not items:
+            raise DataError("a forest needs at least one trajectory, got none.")
+        for number, item in enumerate(items):
+            if not isinstance(item, Trajectory):
+                raise DataError(f"trajectory {number} is a {type(item).__name__}; wrap its tokens in tw.Trajectory.")
+        flat_ids = np.concatenate([item.token_ids for item in items])
+        offsets = np.concatenate([[0], np.cumsum([len(item.token_ids) for item in items])])
+        segments = prefix_merge.merge_sequences(flat_ids, offsets)
+        return cls(segments, flat_ids[segments.token_source], items)
+
+    @classmethod
+    def from_nodes(
+        cls,
+        parents: Sequence[int],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        loss_weights: Sequence[Sequence[float]] | None = None,
+        advantages: Sequence[Sequence[float] | float] | None = None,
+        old_logprobs: Sequence[Sequence[float]] | None = None,
+        ref_logprobs: Sequence[Sequence[float]] | None = None,
+        sampler_logprobs: Sequence[Sequence[float]] | None = None,
+        ends: Sequence[bool] | None = None,
+        merge_siblings: bool = True,
+        group: object = None,
+        source: str = "",
+    ) -> "Forest":
+        """A declared tree: nodes, parents first, each with its own tokens. See `treewise.tree.declared`.
+
+        Streams hold one list per node, one value per token; a node's advantages may be one number for all its tokens.
+
+        Each end becomes a trajectory, unless they have more than `MAX_FLAT_TOKENS` tokens together: then there is one
+        copy of every stream value, in `tree_streams`.
+        """
+        place = source or "declared tree"
+        streams = {
+            "loss_weights": loss_weights,
+            "advantages": None if advantages is None else spread_over_nodes(advantages, token_ids),
+            "old_logprobs": old_logprobs,
+            "ref_logprobs": ref_logprobs,
+            "sampler_logprobs": sampler_logprobs,
+        }
+        tree = lay_out_nodes(parents, token_ids, streams, ends, merge_siblings, place)
+        forest = cls(tree.segments, tree.token_ids, None, tree.streams)
+        if forest.num_flat_tokens > MAX_FLAT_TOKENS:
+            return forest
+        path_index, offsets = forest._flat_paths
+        flat = {name: value[path_index] for name, value in tree.streams.items()}
+        flat["token_ids"] = tree.token_ids[path_index]
+        forest.trajectories = tuple(
+            Trajectory(
+                **{name: value[start:end] for name, value in flat.items()}, group=group, source=f"{place}, node {node}"
+            )
+            for start, end, node in zip(offsets[:-1], offsets[1:], tree.end_nodes, strict=True)
+        )
+        forest.tree_streams = {}
+        return forest
+
+    @classmethod
+    def concatenate(cls, forests: Sequence["Forest"]) -> "Forest":
+        """Puts forests side by side; nothing is merged across them. Trajectories follow one another in order.
+
+        Raises:
+            DataError: no forest at all, or something that is not a `Forest`.
+        """
+        if not forests:
+            raise DataError("nothing to concatenate: no forest given.")
+        for each in forests:
+            if not isinstance(each, Forest):
+                raise DataError(
+                    f"expected forests, found a {type(each).__name__}; merge trajectories first: "
+                    "tw.Forest.from_trajectories(trajectories)."
+                )
+        if len(forests) == 1:
+            return forests[0]
+        token_shift = np.cumsum([0] + [forest.num_tokens for forest in forests])
+        segment_shift = np.cumsum([0] + [len(forest.segments.start) for forest in forests])
+        parts = [forest.segments for forest in forests]
+        segments = prefix_merge.Segments(
+            start=_shifted([part.start for part in parts], token_shift),
+            parent=np.concatenate(
+                [
+                    np.where(part.parent >= 0, part.parent + shift, -1)
+                    for part, shift in zip(parts, segment_shift[:-1], strict=True)
+                ]
+            ),
+            depth=np.concatenate([part.depth for part in parts]),
+            subtree_end=_shifted([part.subtree_end for part in parts], token_shift),
+            end_segment=_shifted([part.end_segment for part in parts], segment_shift),
+            token_source=np.zeros(0, dtype=np.int64),
+            num_tokens=int(token_shift[-1]),
+        )
+        held = [forest.trajectories for forest in forests]
+        trajectories = tuple(item for items in held for item in items or ()) if all(held) else None
+        streams = None
+        if trajectories is None:
+            streams = {
+                name: np.concatenate([forest._shared_stream(name) for forest in forests])
+                for name in STREAM_NAMES
+                if all(forest.has_stream(name) for forest in forests)
+            }
+        return cls(segments, np.concatenate([forest.token_ids for forest in forests]), trajectories, streams)
+
+    # -- trajectories on the tree -----------------------------------------------------------------------------------
+
+    @property
+    def paths(self) -> "Paths":
+        """`paths[i]` is the tree positions of trajectory i, in order ([its length] int64)."""
+        return Paths(self)
+
+    @cached_property
+    def _flat_paths(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.num_flat_tokens > MAX_FLAT_TOKENS:
+            raise DataError(
+                f"{self.num_flat_tokens:,} flat tokens are too many to restore at once (limit {MAX_FLAT_TOKENS:,}); "
+                "use forest.paths[i], one trajectory at a time."
+            )
+        return prefix_merge.path_index(self.segments)
+
+    @property
+    def path_index(self) -> np.ndarray:
+        """[F] int64, tree position of every flat token, trajectory after trajectory: the gather that restores."""
+        return self._flat_paths[0]
+
+    @property
+    def path_offsets(self) -> np.ndarray:
+        """[N + 1] int64, where each trajectory begins in `path_index`."""
+        return self._flat_paths[1]
+
+    def has_stream(self, name: str) -> bool:
+        """Whether every trajectory carries this stream."""
+        if self.trajectories is None:
+            return name in self.tree_streams
+        return all(getattr(item, name) is not None for item in self.trajectories)
+
+    def flat_stream(self, name: str) -> np.ndarray:
+        """[F] float32, a stream of every trajectory, one after the other.
+
+        Raises:
+            DataError: a trajectory lacks the stream; it is named.
+        """
+        if self.trajectories is None:
+            return self.tree_streams[name][self.path_index]
+        values = [getattr(item, name) for item in self.trajectories]
+        for number, value in enumerate(values):
+            if value is None:
+                raise DataError(f"{self.place(number)}: no {name}, which this objective needs.")
+        return np.concatenate(values)
+
+    @cached_property
+    def rollout_of_trajectory(self) -> np.ndarray:
+        """[N] int64, the number of each trajectory's rollout, in order of first appearance.
+
+        Trajectories that share `rollout` within one `group` are one rollout; one without a rollout id is its own.
+        """
+        if self.trajectories is None:
+            return np.arange(self.num_trajectories)
+        return number_rollouts(self.trajectories)
+
+    def flat_teacher(self) -> tuple[np.ndarray, np.ndarray]:
+        """[F, k] int32 candidates and [F, k] float32 log-probs of a teacher; `-inf` where a trajectory has fewer.
+
+        Raises:
+            DataError: a trajectory without them; it is named.
+        """
+        if self.trajectories is None:
+            raise DataError("teacher streams need trajectories; this declared tree is too large to hold them flat.")
+        ids, logprobs = [], []
+        for number, item in enumerate(self.trajectories):
+            if item.teacher_ids is None or item.teacher_logprobs is None:
+                raise DataError(f"{self.place(number)}: no teacher_ids, which this objective needs.")
+            ids.append(item.teacher_ids)
+            logprobs.append(item.teacher_logprobs)
+        width = max(each.shape[1] for each in ids)
+        return _padded(ids, width, 0), _padded(logprobs, width, -np.inf)
+
+    def place(self, number: int) -> str:
+        """Where a trajectory came from, for error messages."""
+        if self.trajectories is None:
+            return f"trajectory {number}"
+        return self.trajectories[number].source or f"trajectory {number}"
+
+    def token_stream(self, name: str) -> np.ndarray:
+        """[T] float64, the sum of a stream over all trajectories through each token."""
+        if self.trajectories is None:
+            return self.tree_streams[name].astype(np.float64) * self.multiplicity
+        return np.bincount(self.path_index, weights=self.flat_stream(name), minlength=self.num_tokens)
+
+    def _shared_stream(self, name: str) -> np.ndarray:
+        """[T] float32, the value that all trajectories through a token agree on."""
+        if self.trajectories is None:
+            return self.tree_streams[name]
+        flat = self.flat_stream(name)
+        values = np.empty(self.num_tokens, dtype=np.float32)
+        values[self.path_index] = flat
+        if not np.array_equal(values[self.path_index], flat):
+            raise DataError(
+                f"trajectories disagree in the {name} of a token that they share, so they cannot stand beside a "
+                f"declared tree of more than {MAX_FLAT_TOKENS:,} flat tokens; use several forests."
+            )
+        return values
+
+    def flat_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
+        """[F] float64, the loss weight of every flat token, trajectory after trajectory.
+
+        `per_trajectory` leaves the weights as they are, as flat training does; `once` divides each by the number of
+        trajectories that train its tree token, so that a shared token counts like any other: their mean.
+        `per_rollout` divides by the number of trajectories *of the same rollout* that train it, so that a rollout
+        counts its tokens once, however its rows overlap.
+
+        Raises:
+            ConfigError: an unknown weighting.
+            DataError: `per_rollout` on a declared tree that is too large to hold trajectories.
+        """
+        _check_weighting(weighting)
+        weights = self.flat_stream("loss_weights").astype(np.float64)
+        if weighting == "per_trajectory":
+            return weights
+        key, num_keys = self.path_index, self.num_tokens
+        if weighting == "per_rollout":
+            if self.trajectories is None:
+                raise DataError("weighting='per_rollout' needs trajectories; this declared tree is too large for them.")
+            rollout_F = np.repeat(self.rollout_of_trajectory, self.path_lengths)
+            _, key = np.unique(rollout_F * self.num_tokens + self.path_index, return_inverse=True)
+            num_keys = len(key)
+        return weights / np.maximum(np.bincount(key, weights=weights > 0, minlength=num_keys), 1)[key]
+
+    def token_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
+        """[T] float64, the sum of `flat_weights` over all trajectories through each tree token."""
+        _check_weighting(weighting)
+        if self.trajectories is None and weighting != "per_rollout":  # a declared tree, where all of them agree
+            weights = self.tree_streams["loss_weights"].astype(np.float64)
+            return weights if weighting == "once" else weights * self.multiplicity
+        return np.bincount(self.path_index, weights=self.flat_weights(weighting), minlength=self.num_tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"Forest({self.num_trees} trees, {self.num_trajectories} trajectories, {self.num_tokens:,} tree tokens, "
+            f"{self.num_flat_tokens:,} flat tokens, share ratio {self.share_ratio:.2f})"
+        )
+
+
+class Paths(Sequence[np.ndarray]):
+    """The paths of a forest's trajectories, made when asked for."""
+
+    def __init__(self, forest: Forest) -> None:
+        self._forest = forest
+
+    def __len__(self) -> int:
+        return self._forest.num_trajectories
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"trajectory {index} of {len(self)}")
+        forest = self._forest
+        if "_flat_paths" in forest.__dict__:
+            offsets = forest.path_offsets
+            index %= len(self)
+            return forest.path_index[offsets[index] : offsets[index + 1]]
+        return prefix_merge.path_to(forest.segments, int(forest.segments.end_segment[index]))
+
+
+def _padded(parts: list[np.ndarray], width: int, value: float) -> np.ndarray:
+    """The rows of all parts ([.., k]), one after the other, each filled up to [width]."""
+    missing = [((0, 0), (0, width - part.shape[1])) for part in parts]
+    return np.concatenate([np.pad(part, pad, constant_values=value) for part, pad in zip(parts, missing, strict=True)])
+
+
+def _check_weighting(weighting: str) -> None:
+    if weighting not in WEIGHTINGS:
+        raise ConfigError(f"weighting={weighting!r} is unknown; choose one of {', '.join(WEIGHTINGS)}.")
+
+
+def _shifted(parts: Sequence[np.ndarray], shifts: np.ndarray) -> np.ndarray:
+    return np.concatenate([part + shift for part, shift in zip(parts, shifts[:-1], strict=True)])
+
+
+def one_forest(forests: Forest | Sequence[Forest]) -> Forest:
+    """A forest as it is, several side by side; what every function that takes forests does first.
+
+    Raises:
+        DataError: something else, with the way to make a forest of it.
+    """
+    if isinstance(forests, Forest):
+        return forests
+    parts: list[Forest] = list(forests) if isinstance(forests, Iterable) else [forests]
+    return Forest.concatenate(parts)

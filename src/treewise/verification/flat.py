@@ -1,0 +1,254 @@
+"""The flat side of a verification: every trajectory alone, by the model's own forward.
+
+Plain code that knows nothing of trees. SFT is written out from its definition. Any other objective is asked for its
+terms on trajectories between which nothing is merged, so its own formulas run on flat rows; a function gets the flat
+log-probs. What a shared token counts for (`weighting`) is told by the hash of the path to it.
+
+Letters: V vocabulary, L tokens of one trajectory, P terms of one trajectory, N trajectories.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from treewise.errors import ConfigError
+from treewise.objectives.protocol import Objective
+from treewise.objectives.sft import SFT
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory, number_rollouts
+
+Loss = Callable[[list[torch.Tensor]], torch.Tensor]
+Values = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTerms:
+    """What one trajectory contributes: the row that predicts each term ([P]), the token that is scored there ([P]), and
+    what the loss multiplies and compares it with ([P] each)."""
+
+    row: np.ndarray
+    token: np.ndarray
+    streams: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRun:
+    """The loss; the sum of the sizes of its terms, which may cancel; and the log-probs of each trajectory's own tokens
+    ([L - 1] float64 on the host)."""
+
+    loss: float
+    size: float
+    logprobs: list[torch.Tensor]
+
+
+class FlatLoss:
+    """A loss on trajectories that are computed one after the other.
+
+    Raises:
+        ConfigError: an objective that has no flat form, or neither an objective nor a function.
+    """
+
+    def __init__(self, trajectories: Sequence[Trajectory], objective: Objective | Loss) -> None:
+        self.items, self.objective = list(trajectories), objective
+        if isinstance(objective, SFT):
+            self.terms, self.denominator, self.is_separable = _sft_terms(self.items, objective), 1.0, True
+        elif isinstance(objective, Objective):
+            self.terms, self.denominator, self.is_separable = _objective_terms(self.items, objective)
+        elif callable(objective):
+            self.terms, self.denominator, self.is_separable = [_every_token(each) for each in self.items], 1.0, False
+        else:
+            raise ConfigError(f"objective is a {type(objective).__name__}; give an objective or a function.")
+
+    def run(self, model: nn.Module, device: torch.device) -> FlatRun:
+        """Adds the gradients into `.grad`.
+
+        One pass over the trajectories, or two where the loss is not a sum over tokens: values of all of them, then each
+        once more with the loss's gradients on its values.
+        """
+        if self.is_separable:
+            runs = [self._train_alone(model, device, number) for number in self._numbers]
+            return FlatRun(
+                sum(each.loss for each in runs),
+                sum(each.size for each in runs),
+                [logprobs for each in runs for logprobs in each.logprobs],
+            )
+        with torch.no_grad():
+            values = [self._values(model, device, number)[0] for number in self._numbers]
+        loss, size, slopes = self._slopes(values)
+        logprobs_N = []
+        for number in self._numbers:
+            again, logprobs = self._values(model, device, number)
+            torch.stack([(again[name] * slope).sum() for name, slope in slopes[number].items()]).sum().backward()
+            logprobs_N.append(logprobs)
+        return FlatRun(loss, size, logprobs_N)
+
+    def warm_up(self, model: nn.Module, device: torch.device) -> None:
+        """Forward and backward of the longest trajectory, to touch the memory that the timed run uses."""
+        longest = max(self._numbers, key=lambda number: len(self.items[number]))
+        self._values(model, device, longest)[0]["log_probs"].sum().backward()
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self.items))
+
+    def _train_alone(self, model: nn.Module, device: torch.device, number: int) -> FlatRun:
+        values, logprobs = self._values(model, device, number)
+        losses = self._losses(values, [self.terms[number]])
+        losses.sum().backward()
+        return FlatRun(losses.sum().item(), losses.abs().sum().item(), [logprobs])
+
+    def _values(self, model: nn.Module, device: torch.device, number: int) -> tuple[Values, torch.Tensor]:
+        """[P] values of a trajectory's terms by name, and the [L - 1] log-probs of its own tokens without a graph."""
+        ids = torch.tensor(self.items[number].token_ids, dtype=torch.long, device=device)
+        logits_LV = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
+        # Not log_softmax: on CPU in float32 it is biased for large vocabularies (torch 2.13: 5e-6 at 150,000 tokens,
+        # where logsumexp is at 4e-8), which alone put SmolLM2's flat gradient 5e-5 away from float64, 3e-6 without it.
+        lse_L = torch.logsumexp(logits_LV, dim=-1)
+        logprobs = (logits_LV.detach().gather(1, ids[1:, None])[:, 0] - lse_L.detach()).double().cpu()
+        row = torch.tensor(self.terms[number].row, device=device)
+        token = torch.tensor(self.terms[number].token, dtype=torch.long, device=device)
+        values = {"log_probs": logits_LV[row, token] - lse_L[row]}
+        if "entropy" in self._outputs:
+            probabilities = torch.exp(logits_LV - lse_L[:, None])
+            values["entropy"] = (lse_L - (probabilities * logits_LV).sum(-1))[row]
+        return values, logprobs
+
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        return self.objective.outputs if isinstance(self.objective, Objective) else ("log_probs",)
+
+    def _losses(self, values: Values, terms: Sequence[FlatTerms]) -> torch.Tensor:
+        """The objective's token losses, by its denominator."""
+        assert isinstance(self.objective, Objective)
+        like = values["log_probs"]
+        streams = {
+            name: _as_tensor(np.concatenate([each.streams[name] for each in terms]), like) for name in terms[0].streams
+        }
+        return self.objective.token_losses(values, streams) / self.denominator
+
+    def _slopes(self, values: list[Values]) -> tuple[float, float, list[Values]]:
+        """The loss, its size, and its gradients by every trajectory's values."""
+        leaves = [{name: value.detach().requires_grad_() for name, value in each.items()} for each in values]
+        if isinstance(self.objective, Objective):
+            joined = {name: torch.cat([each[name] for each in leaves]) for name in leaves[0]}
+            losses = self._losses(joined, self.terms)
+            loss, size = losses.sum(), losses.abs().sum()
+        else:
+            loss = self.objective([each["log_probs"] for each in leaves])
+            size = loss.abs()
+        flat = [leaf for each in leaves for leaf in each.values()]
+        slopes = iter(torch.autograd.grad(loss, flat, materialize_grads=True))
+        return loss.item(), size.item(), [{name: next(slopes) for name in each} for each in leaves]
+
+
+def flat_weights(trajectories: Sequence[Trajectory], objective: SFT) -> list[np.ndarray]:
+    """What each token's negative log-prob is multiplied by in the flat loss ([L] float64 per trajectory).
+
+    Written from the definition of the objective, without a tree: a prefix is known by the hash of its tokens.
+    """
+    weights = _counted_weights(trajectories, objective.weighting)
+    rollouts = number_rollouts(trajectories)
+    if objective.normalization == "trajectory_mean":
+        return [weight / weight.sum() / len(weights) for weight in weights]
+    if objective.normalization == "rollout_mean":
+        totals = np.bincount(rollouts, weights=[weight.sum() for weight in weights])
+        return [weight / totals[rollout] / len(totals) for rollout, weight in zip(rollouts, weights, strict=True)]
+    if objective.normalization == "constant":
+        assert objective.constant is not None
+        return [weight / objective.constant for weight in weights]
+    total = sum(weight.sum() for weight in weights)
+    return [weight / total for weight in weights]
+
+
+def _sft_terms(items: list[Trajectory], objective: SFT) -> list[FlatTerms]:
+    weights = flat_weights(items, objective)
+    return [
+        replace(_every_token(item), streams={"weights": weight[1:]})
+        for item, weight in zip(items, weights, strict=True)
+    ]
+
+
+def _every_token(item: Trajectory) -> FlatTerms:
+    return FlatTerms(np.arange(len(item) - 1), item.token_ids[1:], {})
+
+
+def _objective_terms(items: list[Trajectory], objective: Objective) -> tuple[list[FlatTerms], float, bool]:
+    """Terms by trajectory, denominator, and whether the loss is a sum over tokens: asked of the objective itself, on
+    trajectories that stand side by side, with nothing merged."""
+    unknown = set(objective.outputs) - {"log_probs", "entropy"}
+    if unknown:
+        raise ConfigError(f"verify knows log-probs and entropies of flat rows, not {', '.join(sorted(unknown))}.")
+    plain: Any = objective
+    weighting = getattr(objective, "weighting", "per_trajectory")
+    if weighting != "per_trajectory":
+        weights = _counted_weights(items, weighting)
+        items = [replace(item, loss_weights=weight) for item, weight in zip(items, weights, strict=True)]
+        plain = replace(plain, weighting="per_trajectory")
+    _refuse_joint_tokens(items, objective)
+    apart = Forest.concatenate([Forest.from_trajectories([item]) for item in items])
+    terms = plain.terms(apart)
+    starts = np.concatenate([[0], np.cumsum([len(item) for item in items])])
+    bounds = np.searchsorted(terms.positions, starts)
+    tokens = apart.token_ids[terms.positions] if terms.tokens is None else terms.tokens
+    found = []
+    for number in range(len(items)):
+        part = slice(bounds[number], bounds[number + 1])
+        streams = {name: stream[part] for name, stream in terms.streams.items()}
+        found.append(FlatTerms(terms.positions[part] - starts[number] - 1, tokens[part], streams))
+    return found, plain.denominator(apart), plain.is_separable(apart)
+
+
+def _refuse_joint_tokens(items: Sequence[Trajectory], objective: Any) -> None:
+    """A ratio of a whole rollout counts a token that several of its rows train once, which flat rows cannot say."""
+    by_ratio = getattr(objective, "ratio_level", "token") == "sequence"
+    by_sampler = getattr(objective, "sampler_correction", None) and objective.sampler_level == "sequence"
+    if not by_ratio and not by_sampler:
+        return
+    seen: set[tuple[int, bytes]] = set()
+    for rollout, item in zip(number_rollouts(items).tolist(), items, strict=True):
+        keys = _prefix_keys(item.token_ids)
+        trained = {(rollout, keys[place]) for place in np.flatnonzero(np.asarray(item.loss_weights)).tolist()}
+        if trained & seen:
+            raise ConfigError(
+                "two rows of one rollout train the same token, which a ratio of whole sequences counts once; flat rows "
+                "cannot say so. Verify with rollouts of one row each."
+            )
+        seen |= trained
+
+
+def _counted_weights(trajectories: Sequence[Trajectory], weighting: str) -> list[np.ndarray]:
+    """[L] float64 loss weights of each trajectory, divided by how many train the token, as `weighting` says."""
+    weights = [np.asarray(item.loss_weights, dtype=np.float64) for item in trajectories]
+    if weighting == "per_trajectory":
+        return weights
+    rollouts = number_rollouts(trajectories)
+    of_rollout = rollouts if weighting == "per_rollout" else np.zeros_like(rollouts)
+    keys = [
+        [(rollout, key) for key in _prefix_keys(item.token_ids)]
+        for rollout, item in zip(of_rollout.tolist(), trajectories, strict=True)
+    ]
+    trains = Counter(
+        key for each, weight in zip(keys, weights, strict=True) for key, w in zip(each, weight, strict=True) if w
+    )
+    return [weight / [max(1, trains[key]) for key in each] for each, weight in zip(keys, weights, strict=True)]
+
+
+def _prefix_keys(token_ids: np.ndarray) -> list[bytes]:
+    """For each token a hash of the path to it."""
+    state, keys = blake2b(digest_size=16), []
+    for token in token_ids.astype("<i4"):
+        state.update(token.tobytes())
+        keys.append(state.digest())
+    return keys
+
+
+def _as_tensor(stream: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    dtype = like.dtype if stream.dtype.kind == "f" else torch.long
+    return torch.tensor(stream, dtype=dtype, device=like.device)

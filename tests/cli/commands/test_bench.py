@@ -1,0 +1,81 @@
+"""`treewise bench` as it is called."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.commands import save_tiny_model, write_rows
+from treewise.cli.main import main
+
+pytest.importorskip("trl")
+
+TINY = ["bench", "--model", "qwen3-tiny", "--size", "tiny", "--device", "cpu", "--repetitions", "1"]
+
+
+def test_a_run_is_printed_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    words = [*TINY, "--workload", "grpo", "--against", "flat", "--max-tokens", "30"]
+    assert main([*words, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "qwen3-tiny, grpo, float32 on cpu: 241 flat and 73 tree tokens" in printed
+    assert "tree@30" in printed
+    found = json.loads(out.read_text())
+    assert found["benchmark"] == "treewise bench"
+    assert found["rows"][0]["contestants"]["tree"]["gradient_error"] < 2e-6
+
+    assert main([*words, "--check", str(out), "--min-share", "0.001"]) == 0
+    assert "2 contestants compared" in capsys.readouterr().out
+    found["rows"][0]["contestants"]["tree"]["seconds"]["min"] /= 1e6
+    out.write_text(json.dumps(found))
+    assert main([*words, "--check", str(out)]) == 1
+    assert "WORSE qwen3-tiny, grpo: tree has 0.00 of" in capsys.readouterr().out
+    assert main([*TINY, "--workload", "search", "--against", "flat", "--check", str(out)]) == 2
+    assert "no case in common" in capsys.readouterr().err
+
+
+def test_own_trees_on_an_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    prompt = list(range(1, 20))
+    rows = [{"group": group, "token_ids": [*prompt, 20 + end, 30]} for group in ("a", "b") for end in range(4)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    words = ["bench", str(data), "--model", str(model), "--device", "cpu", "--repetitions", "1", "--against", "merged"]
+    out = tmp_path / "out.json"
+    assert main([*words, "--trees", "b", "--max-flat-tokens", "70", "--json", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["workload"], row["num_trajectories"], row["tree_tokens"]) == ("b", 3, 25)
+    assert main([*words, "--trees", "c"]) == 2
+    assert "no tree 'c'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--repetitions", "0"], "--repetitions is 0"),
+        (["--trees", "a"], "no DATA is named"),
+        (["--max-tokens", "0"], "at least 1 token"),
+        (["--row-tokens", "-1"], "--row_tokens is -1"),
+        (["--check", "none.json"], "no results of treewise bench"),
+        (["--device", "abacus"], "--device is 'abacus'"),
+        (["--device", "meta"], "runs on cpu and cuda"),
+    ],
+)
+def test_settings_without_sense_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_models_without_room_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("treewise.bench.model_shapes.free_bytes", lambda _: 1000)
+    assert main(TINY) == 2
+    captured = capsys.readouterr()
+    assert "qwen3-tiny: weights and gradients take" in captured.out
+    assert "nothing was measured" in captured.err
+
+
+def test_a_gpu_that_is_not_there_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "--device", "cuda"]) == 2
+    assert "finds no GPU here" in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""`treewise models` and `treewise doctor`."""
+
+import json
+
+import pytest
+
+from treewise.cli.commands import doctor
+from treewise.cli.main import main
+from treewise.nn.support_table import REFUSED, SUPPORTED, CapabilityTable
+
+TABLE = CapabilityTable.load()
+
+
+def test_all_families_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["family"] for row in found["rows"]} == {row.family for row in TABLE.rows}
+    assert found["transformers"] == TABLE.transformers
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert f"{TABLE.counts()[SUPPORTED]} supported" in out
+    assert "llama" in out
+
+
+def test_statuses_are_selected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--refused", "--json"]) == 0
+    assert {row["status"] for row in json.loads(capsys.readouterr().out)["rows"]} == {REFUSED}
+
+
+def test_one_family_and_its_exit_code(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+    assert main(["models", "llama"]) == 0
+    assert "LlamaForCausalLM): supported" in capsys.readouterr().out
+    assert main(["models", "bloom"]) == 1
+    assert "refused" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert main(["models", str(tmp_path)]) == 0
+    assert "Qwen3ForCausalLM): supported" in capsys.readouterr().out
+
+
+def test_an_unknown_family_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "lama"]) == 2
+    assert "Did you mean 'llama'?" in capsys.readouterr().err
+
+
+def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["attention"]["auto"] == "cascade"
+    assert facts["self-check"]["passed"]
+    assert facts["self-check"]["max_tokens=6"] < 1e-5
+    assert main(["doctor", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.endswith("ready\n")
+
+
+def test_doctor_fails_where_gradients_are_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = doctor._flat_gradient
+    monkeypatch.setattr(doctor, "_flat_gradient", lambda *args: 1.001 * own(*args))
+    assert main(["doctor", "--device", "cpu"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_doctor_shows_what_a_broken_installation_raises(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise OSError("libtorch is gone")
+
+    monkeypatch.setattr(doctor, "_flat_gradient", broken)
+    assert main(["doctor", "--device", "cpu"]) == 1
+    assert "OSError: libtorch is gone" in capsys.readouterr().out

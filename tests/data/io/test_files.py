@@ -1,0 +1,193 @@
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treewise.data import load_trees
+from treewise.data.io.files import find_files, read_records
+from treewise.errors import DataError
+
+ROW = {"token_ids": [1, 2, 3]}
+LINE = json.dumps(ROW).encode()
+
+
+def places(path):
+    return [raw.place.rpartition(":")[2] for raw in read_records(path)]
+
+
+def refuse(path, *words, **options):
+    with pytest.raises(DataError) as caught:
+        load_trees(path, **options)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_blank_lines_bom_and_crlf_keep_physical_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + LINE + b"\r\n\r\n  \n" + LINE + b"\r\n" + LINE)
+    assert places(path) == ["1", "4", "5"]
+    assert len(load_trees(path)) == 3
+
+
+def test_a_file_that_is_given_twice_is_read_once(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINE)
+    assert find_files([path, tmp_path, str(tmp_path / "*.jsonl")]) == [path]
+
+
+def test_a_folder_yields_its_data_files_in_order_without_side_files(tmp_path):
+    for name in ("b.jsonl", "a.jsonl.gz", "tools.json", "notes.txt", ".hidden.jsonl"):
+        (tmp_path / name).write_bytes(gzip.compress(LINE, mtime=0) if name.endswith("gz") else LINE)
+    assert [path.name for path in find_files(tmp_path)] == ["a.jsonl.gz", "b.jsonl"]
+
+
+def test_a_json_list_names_the_physical_line_of_each_record(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('[\n{"token_ids": [1, 2]},\n\n{"token_ids":\n [1, 3]}, {"token_ids": [1]}\n]\n')
+    assert places(path) == ["2", "4", "5"]
+    refuse(path, "a.json:5", "one token only")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"token_ids": [1, 2]}', ("one list", ".jsonl")),
+        ('[{"token_ids": [1, 2]}, 3]', ("a.json:1", "object", "int")),
+        ('[{"token_ids": [1, 2]}\n{"token_ids": [1, 2]}]', ("a.json:2:1", "Expecting")),
+        ('[{"token_ids": [1, 2]}', ("a.json:1:23", "not valid JSON")),
+        ('[{"token_ids": [1, 2]}] x', ("after the end of the list",)),
+        ("[" * 100_000, ("cannot be read", "RecursionError")),
+    ],
+)
+def test_bad_json_lists_are_refused(tmp_path, text, words):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    refuse(path, *words)
+
+
+def test_numbers_and_text_come_from_parquet_with_null_padding_stripped(tmp_path, tokenizer):
+    messages = [
+        {"role": "user", "content": "Hi", "weight": None},
+        {"role": "assistant", "content": "Yes", "weight": 2.0},
+    ]
+    as_structs = pa.table({"messages": [messages, messages], "reward": [1.0, None]})
+    pq.write_table(as_structs, tmp_path / "a.parquet")
+    pq.write_table(pa.table({"messages": [json.dumps(messages)] * 2, "reward": [1.0, None]}), tmp_path / "b.parquet")
+    first, second = load_trees(tmp_path / "a.parquet", tokenizer), load_trees(tmp_path / "b.parquet", tokenizer)
+    assert first.fingerprint == second.fingerprint
+    assert first[0].trajectories[0].loss_weights.max() == 2
+    assert [tree.trajectories[0].reward for tree in first] == [1.0, None]
+
+
+def test_parquet_rows_are_named(tmp_path):
+    table = pa.table({"token_ids": [[1, 2, 3], [4, 5]], "old_logprobs": [[0.0, -1.0, -2.0], [0.0]]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    refuse(tmp_path / "a.parquet", "a.parquet:row 2", "1 old_logprobs for 2 tokens")
+
+
+def test_a_cut_last_line_is_named_and_may_be_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINE + b"\n" + LINE[:-3])
+    refuse(path, "a.jsonl:2", "incomplete final line", "allow_partial_tail")
+    dataset = load_trees(path, allow_partial_tail=True)
+    assert len(dataset) == 1
+    assert dataset.report.dropped[0][0] == f"{path}:2"
+
+
+def test_a_line_cut_inside_a_letter_is_incomplete_too(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINE + b'\n{"a": "\xc3')
+    refuse(path, "incomplete final line")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.jsonl", LINE + b'\n{"token_ids": [1, 2}\n', ("a.jsonl:2:20", "not valid JSON", "Expecting ','")),
+        ("a.jsonl", LINE + b"\n[1, 2]\n", ("a.jsonl:2", "object", "list")),
+        ("a.jsonl", LINE + b'\n{"a": "\xff"}\n', ("a.jsonl:2", "UTF-8", f"byte {len(LINE) + 8}")),
+        ("a.jsonl", b'{"group": "\\ud800", "token_ids": [1, 2]}\n', ("a.jsonl:1", "lone surrogate", "byte 11")),
+        ("a.jsonl", b'{"a": ' + b"[" * 100_000 + b"\n", ("a.jsonl:1", "deep")),
+        ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}\n", ("a.jsonl:1", "cannot be read")),
+        ("a.jsonl", b"", ("no record",)),
+        ("a.jsonl", gzip.compress(LINE, mtime=0), ("gzip data", ".gz")),
+        ("a.jsonl", b"PAR1", ("Parquet",)),
+        ("a.jsonl.gz", LINE, ("not a gzip file",)),
+        ("a.jsonl.gz", gzip.compress(LINE * 100, mtime=0)[:-12], ("cut short",)),
+        ("a.jsonl.gz", gzip.compress(LINE, mtime=0)[:-8] + b"\0" * 8, ("damaged gzip",)),
+        ("a.parquet", LINE, ("not a Parquet file",)),
+        ("a.parquet", b"PAR1" + b"\0" * 50, ("damaged Parquet",)),
+        ("a.csv", LINE, ("unknown kind", ".jsonl")),
+    ],
+)
+def test_bad_files_are_refused_with_their_place(tmp_path, name, data, words):
+    path = tmp_path / name
+    path.write_bytes(data)
+    refuse(path, name, *words) if data else refuse(path, *words)
+
+
+def test_missing_paths_are_refused(tmp_path):
+    refuse(tmp_path / "none.jsonl", "no such file")
+    refuse(tmp_path / "*.jsonl", "matches no")
+    refuse(tmp_path, "holds no")
+    refuse([], "no data paths")
+
+
+def test_control_characters_of_a_record_never_reach_the_message(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "\x1b[31mroot" + "x" * 1000, "content": ""}]}) + "\n")
+    with pytest.raises(DataError) as caught:
+        load_trees(path, "unused" if False else _AnyTokenizer())
+    assert "\x1b" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+class _AnyTokenizer:
+    """Stands in where no text is reached."""
+
+    added_tokens_decoder: dict = {}  # noqa: RUF012
+    all_special_tokens: list = []  # noqa: RUF012
+    special_tokens_map: dict = {}  # noqa: RUF012
+    chat_template = None
+
+    def get_vocab(self):
+        return {}
+
+    def __call__(self, texts, **_):
+        return {"input_ids": [[1] for _ in texts]}
+
+    def apply_chat_template(self, *_, **__):
+        raise ValueError("no template")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=8),
+    st.sampled_from(["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet"]),
+)
+def test_flipped_bytes_give_data_or_a_data_error(tmp_path_factory, flips, name):
+    data = _file_bytes(name)
+    for position, value in flips:
+        data[position % len(data)] = value
+    path = tmp_path_factory.mktemp("flip") / name
+    path.write_bytes(bytes(data))
+    try:
+        dataset = load_trees(path)
+        [tree.forest() for tree in dataset]
+    except DataError as error:
+        assert str(path) in str(error) or "no record" in str(error)  # noqa: PT017
+
+
+def _file_bytes(name: str) -> bytearray:
+    rows = [{"token_ids": [1, 2, 3], "advantages": 0.5, "group": "g"}, {"seqs": [{"ids": [5, 6], "loss": [[1, 2]]}]}]
+    if name == "a.json":
+        return bytearray(json.dumps(rows).encode())
+    if name == "a.parquet":
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"token_ids": [[1, 2, 3], [4, 5]], "group": ["a", "b"]}), sink)
+        return bytearray(sink.getvalue().to_pybytes())
+    text = "\n".join(map(json.dumps, rows)).encode() + b"\n"
+    return bytearray(gzip.compress(text, mtime=0) if name.endswith("gz") else text)

@@ -1,0 +1,153 @@
+import numpy as np
+import pytest
+
+from treewise.data import RenderOptions, load_trees
+from treewise.data.render.piece_tokenizer import Encoder, joined
+from treewise.data.render.template import common_prefix, template_text
+from treewise.errors import ConfigError, DataError
+
+USER = {"role": "user", "content": "Hi"}
+OPENS_THINKING = """\
+{%- for m in messages %}{% if m.role == 'assistant' -%}
+<|im_start|>assistant\n{{ m.content.split('</think>')[-1].lstrip('\\n') }}<|im_end|>\n
+{%- else -%}
+<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n
+{%- endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"""
+
+
+def load(write, tokenizer, messages, **options):
+    [tree] = load_trees(write({"messages": messages}), tokenizer, options=RenderOptions(**options))
+    return [
+        tuple(tokenizer.decode(t.token_ids[(t.loss_weights > 0) == part]) for part in (False, True))
+        for t in tree.trajectories
+    ]
+
+
+def answer(content="Yes.", **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def test_qwen3_samples_an_empty_think_block_and_drops_it_from_history(write, tokenizer, qwen3_template):
+    calls = load(write, tokenizer, [USER, answer(), USER, answer("No.")], chat_template=qwen3_template)
+    assert [sampled for _, sampled in calls] == [
+        "<think>\n\n</think>\n\nYes.<|im_end|>",
+        "<think>\n\n</think>\n\nNo.<|im_end|>",
+    ]
+    assert "<think>" not in calls[1][0]
+
+
+def test_qwen3_reasoning_is_trained_from_its_field_and_from_its_content(write, tokenizer, qwen3_template):
+    by_field = load(write, tokenizer, [USER, answer(reasoning_content="Hm.")], chat_template=qwen3_template)
+    in_text = load(write, tokenizer, [USER, answer("<think>\nHm.\n</think>\n\nYes.")], chat_template=qwen3_template)
+    assert by_field == in_text
+    assert by_field[0][1] == "<think>\nHm.\n</think>\n\nYes.<|im_end|>"
+
+
+def test_a_closed_think_block_of_the_prompt_is_context(write, tokenizer, qwen3_template):
+    options = {"chat_template": qwen3_template, "chat_template_kwargs": {"enable_thinking": False}}
+    [(prompt, sampled)] = load(write, tokenizer, [USER, answer()], **options)
+    assert prompt.endswith("<think>\n\n</think>\n\n")
+    assert sampled == "Yes.<|im_end|>"
+
+
+def test_reasoning_after_a_closed_think_block_cannot_be_aligned(write, tokenizer, qwen3_template):
+    options = {"chat_template": qwen3_template, "chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(DataError, match=r"jsonl:1: turn 1 .*does not write this turn.*character \d+.*Hm"):
+        load(write, tokenizer, [USER, answer(reasoning_content="Hm.")], **options)
+
+
+def test_a_turn_right_after_another_is_found_though_the_history_changes(write, tokenizer, qwen3_template):
+    messages = [USER, answer("One."), answer("Two.", reasoning_content="More.")]
+    calls = load(write, tokenizer, messages, chat_template=qwen3_template)
+    assert calls[1][0].endswith("<think>\n\n</think>\n\nOne.<|im_end|>\n<|im_start|>assistant\n")
+    assert calls[1][1] == "<think>\nMore.\n</think>\n\nTwo.<|im_end|>"
+
+
+def test_an_opened_think_block_continues_with_the_logged_reasoning(write, tokenizer):
+    for turn in (answer(reasoning_content="Hm."), answer("<think>\nHm.\n</think>\n\nYes.")):
+        [(prompt, sampled)] = load(write, tokenizer, [USER, turn], chat_template=OPENS_THINKING)
+        assert prompt.endswith("<|im_start|>assistant\n<think>\n")
+        assert sampled == "Hm.\n</think>\n\nYes.<|im_end|>"
+
+
+def test_an_opened_think_block_without_reasoning_is_refused(write, tokenizer):
+    with pytest.raises(DataError, match=r"turn 1 .*opens <think>.*no reasoning_content"):
+        load(write, tokenizer, [USER, answer()], chat_template=OPENS_THINKING)
+
+
+def test_keeping_is_refused_where_the_template_has_no_append_only_form(write, tokenizer):
+    shown = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}{% if m.role == 'user' %}"
+    lost = shown + "<|im_end|>{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    assert len(load(write, tokenizer, [USER, answer()], chat_template=lost)) == 1
+    with pytest.raises(DataError, match="thinking='keep' is not possible"):
+        load(write, tokenizer, [USER, answer(), USER, answer()], chat_template=lost, thinking="keep")
+
+
+def test_a_missing_end_token_is_added_and_reported(write, tokenizer):
+    turns = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    template = turns + "{% if add_generation_prompt %}[assistant] {% endif %}"
+    dataset = load_trees(
+        write({"messages": [USER, answer()]}), tokenizer, options=RenderOptions(chat_template=template)
+    )
+    [trajectory] = dataset[0].trajectories
+    assert tokenizer.decode(trajectory.token_ids[trajectory.loss_weights > 0]) == "Yes.<|im_end|>"
+    assert "end-of-turn" in dataset.report.warnings[0]
+
+
+def test_reasoning_that_a_template_never_writes_is_reported(write, tokenizer):
+    dataset = load_trees(write({"messages": [USER, answer(reasoning_content="Hm.")]}), tokenizer)
+    assert "reasoning is not trained" in dataset.report.warnings[0]
+
+
+def test_tools_that_a_template_never_writes_are_reported(write, tokenizer):
+    record = {"messages": [USER, answer()], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    dataset = load_trees(write(record), tokenizer)
+    assert "never writes tools" in dataset.report.warnings[0]
+
+
+def test_the_reason_of_a_refusing_template_is_passed_on(write, tokenizer):
+    template = "{{ raise_exception('Roles must alternate') }}{# {{ #}"
+    with pytest.raises(DataError, match=r"jsonl:1: .*Roles must alternate"):
+        load(write, tokenizer, [USER, answer()], chat_template=template)
+
+
+def test_a_tokenizer_without_a_template_says_what_to_give(write, tokenizer_folder):
+    from transformers import AutoTokenizer
+
+    bare = AutoTokenizer.from_pretrained(tokenizer_folder)
+    bare.chat_template = None
+    with pytest.raises(DataError, match="no chat template; give one as chat_template"):
+        load(write, bare, [USER, answer()])
+
+
+def test_a_template_may_lie_in_a_file(tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ messages }}")
+    assert template_text(str(path)) == "{{ messages }}"
+    with pytest.raises(ConfigError, match="neither Jinja text"):
+        template_text(str(tmp_path / "none"))
+
+
+def test_pieces_give_the_ids_of_the_whole_text(fixtures, tokenizer):
+    [tree] = load_trees(fixtures / "nemo.jsonl.gz", tokenizer, options=RenderOptions(chat_template="chatml"))
+    texts = [tokenizer.decode(item.token_ids) for item in tree.trajectories] + ["", "plain", "<|im_end|>"]
+    for text, pieces in zip(texts, Encoder(tokenizer).encode(texts), strict=True):
+        assert np.array_equal(joined(pieces), tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_continuations_get_no_space_in_front_from_a_sentencepiece_tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["<u>", "▁", "a", "▁a", "b", "<0x0A>", "\n", "</s>"])}
+    backend = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<u>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace()
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<u>", eos_token="</s>"))
+    assert joined(encoder.encode(["a"])[0]).tolist() == [3]
+    assert encoder.encode_continuations(["a"])[0].tolist() == [2]
+
+
+@pytest.mark.parametrize(("a", "b", "length"), [("", "x", 0), ("abc", "abx", 2), ("ab", "abc", 2), ("xa", "ya", 0)])
+def test_common_prefix(a, b, length):
+    assert common_prefix(a, b) == length

@@ -1,0 +1,195 @@
+"""Placements: every trajectory once, loads as the shares' own work says, near what trying everything finds."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strategies import forests
+from treewise.distributed.placement import CostModel, Placement, place, share_of, work_of
+from treewise.distributed.placement.leaf_costs import priced
+from treewise.distributed.placement.local_search import improved, loads_of
+from treewise.distributed.placement.multifit import longest_first, lower_bound, multifit
+from treewise.errors import ConfigError, DataError, PlanError
+from treewise.planning.partition import FORWARD_SHARE
+from treewise.planning.planner import plan
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+COST = CostModel(seconds_per_token=1.0, seconds_per_pair=0.01, seconds_per_micro_batch=0.0)
+SPLITS = ("rollouts", "trajectories", "never")
+
+
+def declared(rng, num_nodes, max_tokens=30):
+    parents = [-1] + [int(rng.integers(0, node)) for node in range(1, num_nodes)]
+    return Forest.from_nodes(parents, [[1] * int(rng.integers(2, max_tokens)) for _ in parents], merge_siblings=False)
+
+
+def samples(rng, prompt, lengths, rollouts=None):
+    """Samples of one prompt, as they come from a policy."""
+    head = rng.integers(0, 100, prompt).tolist()
+    return Forest.from_trajectories(
+        [
+            Trajectory([*head, 1000 + number, *rng.integers(0, 100, length).tolist()], rollout=rollout)
+            for number, (length, rollout) in enumerate(zip(lengths, rollouts or [None] * len(lengths), strict=True))
+        ]
+    )
+
+
+def true_seconds(share, cost, max_tokens=None):
+    return sum(cost.seconds(work_of(plan(forest, max_tokens))) for forest in share)
+
+
+@given(st.lists(forests(), min_size=1, max_size=4), st.integers(1, 5), st.sampled_from(SPLITS))
+def test_every_trajectory_goes_to_one_rank_and_loads_are_true(some, num_ranks, split):
+    found = place(some, num_ranks, COST, split=split)
+    assert len(found.rank_of_trajectory) == sum(forest.num_trajectories for forest in some)
+    shares = [share_of(some, found, rank) for rank in range(num_ranks)]
+    held = [id(item) for share in shares for forest in share for item in forest.trajectories]
+    assert sorted(held) == sorted(id(item) for forest in some for item in forest.trajectories)
+    np.testing.assert_allclose(found.seconds, [true_seconds(share, COST) for share in shares], rtol=1e-6, atol=1e-6)
+    assert found.seconds.max() >= found.bound_seconds * (1 - 1e-9)
+
+
+@given(st.lists(forests(), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 99), st.booleans())
+def test_loads_are_true_for_any_owners(some, num_ranks, seed, is_joined):
+    rng = np.random.default_rng(seed)
+    leaves = priced(some, COST, None).leaves()
+    if is_joined:
+        leaves = leaves.joined(np.append(True, rng.random(len(leaves.new) - 1) < 0.6))
+    owners = rng.integers(0, num_ranks, len(leaves.new))
+    loads = loads_of(leaves, owners, num_ranks) * leaves.seconds_per_unit
+    placed = Placement(owners[leaves.of_trajectory], loads, 0.0)
+    expected = [true_seconds(share_of(some, placed, rank), COST) for rank in range(num_ranks)]
+    np.testing.assert_allclose(loads, expected, rtol=1e-6, atol=1e-6)
+
+
+@given(st.lists(forests(), min_size=1, max_size=3), st.integers(1, 4))
+def test_trees_stay_whole_where_asked(some, num_ranks):
+    found = place(some, num_ranks, COST, split="never")
+    for forest, ranks in zip(some, np.split(found.rank_of_trajectory, _ends(some)), strict=True):
+        tree = np.searchsorted(forest.tree_starts, forest.ends, side="right")
+        for number in range(1, forest.num_trees + 1):
+            assert len(set(ranks[tree == number].tolist())) == 1
+
+
+@given(st.lists(forests(), min_size=1, max_size=3), st.integers(2, 4), st.data())
+def test_rollouts_stay_together(some, num_ranks, data):
+    for forest in some:
+        names = data.draw(
+            st.lists(st.integers(0, 3), min_size=forest.num_trajectories, max_size=forest.num_trajectories)
+        )
+        for item, name in zip(forest.trajectories, names, strict=True):
+            object.__setattr__(item, "rollout", name)
+    found = place(some, num_ranks, COST)
+    for forest, ranks in zip(some, np.split(found.rank_of_trajectory, _ends(some)), strict=True):
+        for number in range(int(forest.rollout_of_trajectory.max()) + 1):
+            assert len(set(ranks[forest.rollout_of_trajectory == number].tolist())) == 1
+    shares = [share_of(some, found, rank) for rank in range(num_ranks)]
+    np.testing.assert_allclose(found.seconds, [true_seconds(share, COST) for share in shares], rtol=1e-6, atol=1e-6)
+
+
+def _ends(some):
+    return np.cumsum([forest.num_trajectories for forest in some])[:-1]
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8, 16, 32, 64])
+def test_steps_of_many_trees_are_even(num_ranks):
+    rng = np.random.default_rng(num_ranks)
+    # Like agents' rollouts: a few samples of a long prompt, lengths over two orders of magnitude.
+    trees = []
+    for _ in range(max(32, 2 * num_ranks)):
+        lengths = rng.lognormal(5, 0.7, 8).astype(int) + 1
+        trees.append(samples(rng, int(rng.integers(50, 400)), lengths))
+    found = place(trees, num_ranks, CostModel(1.0, 1e-4, 64.0), max_tokens=1024)
+    assert found.imbalance <= 1.03
+    assert found.seconds.max() <= 1.05 * found.bound_seconds  # the bound counts no micro-batch that is not full
+
+
+def test_fewer_trees_than_ranks_are_cut():
+    rng = np.random.default_rng(0)
+    trees = [samples(rng, 20, [200] * 16) for _ in range(4)]
+    found = place(trees, 16, COST)
+    assert found.imbalance < 1.01
+    assert found.seconds.max() < place(trees, 16, COST, split="never").seconds.max() / 3
+
+
+@given(st.lists(forests(), min_size=1, max_size=4), st.integers(1, 5))
+def test_local_search_never_makes_a_placement_slower(some, num_ranks):
+    leaves = priced(some, COST, None).leaves()
+    for start in (multifit, longest_first):
+        runs = start(leaves, num_ranks)
+        covered = sorted(each for own in runs for each in own)
+        assert [begin for begin, _ in covered] == [0, *(end for _, end in covered[:-1])]
+        assert covered[-1][1] == len(leaves.new)
+        costs = [sum(leaves.again[begin] + leaves.new[begin:end].sum() for begin, end in own) for own in runs]
+        better = loads_of(leaves, improved(leaves, runs, 0)[0], num_ranks)
+        assert better.max() <= max(costs)
+        assert better.max() >= lower_bound(leaves, num_ranks)
+
+
+def test_placements_repeat_and_need_shapes_only():
+    rng = np.random.default_rng(3)
+    trees = [declared(rng, int(rng.integers(5, 40))) for _ in range(20)]
+    one = place(trees, 8, COST, max_tokens=64, split="trajectories")
+    two = place([forest.segments for forest in trees], 8, COST, max_tokens=64)
+    np.testing.assert_array_equal(one.rank_of_trajectory, two.rank_of_trajectory)
+
+
+def test_what_a_budget_computes_twice_is_counted():
+    rng = np.random.default_rng(0)
+    chain = Forest.from_trajectories([Trajectory(np.arange(1000))])
+    cost = CostModel(1.0, 0.0, 0.0)
+    seconds = place([chain], 1, cost, max_tokens=100).seconds
+    made = plan(chain, 100)
+    assert made.num_recomputed_tokens > 0
+    np.testing.assert_allclose(seconds, 1000 + FORWARD_SHARE * made.num_recomputed_tokens, rtol=1e-9)
+    trees = [declared(rng, 40) for _ in range(6)]
+    for price in (CostModel(1.0, 0.0, 0.0), CostModel(0.0, 1.0, 0.0)):
+        seconds = place(trees, 1, price, max_tokens=64).seconds
+        expected = sum(price.seconds(work_of(plan(forest, 64))) for forest in trees)
+        np.testing.assert_allclose(seconds, expected, rtol=1e-9)
+
+
+def test_some_ranks_may_get_nothing():
+    tree = Forest.from_trajectories([Trajectory([1, 2, 3])])
+    found = place([tree], 3, COST)
+    assert sorted(found.seconds.tolist())[:2] == [0, 0]
+    assert sum(len(share_of([tree], found, rank)) for rank in range(3)) == 1
+
+
+def test_bad_calls_are_refused():
+    tree = Forest.from_trajectories([Trajectory([1, 2, 3])])
+    with pytest.raises(PlanError, match="num_ranks is 0"):
+        place([tree], 0, COST)
+    with pytest.raises(PlanError, match="max_tokens is 0"):
+        place([tree], 2, COST, max_tokens=0)
+    with pytest.raises(PlanError, match="split='always' is unknown"):
+        place([tree], 2, COST, split="always")
+    with pytest.raises(DataError, match="nothing to place"):
+        place([], 2, COST)
+    with pytest.raises(DataError, match="2 trajectories for a placement of 1"):
+        share_of([tree, tree], place([tree], 2, COST), 0)
+    with pytest.raises(ConfigError, match="cannot both be free"):
+        CostModel(0.0, 0.0, 1.0)
+
+
+def test_imbalance_is_the_slowest_over_the_mean():
+    assert Placement(np.zeros(1, dtype=np.int64), np.array([3.0, 1.0]), 2.0).imbalance == 1.5
+
+
+@given(st.lists(st.integers(2, 300), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 64))
+def test_mixed_lengths_never_exceed_the_budget(lengths, num_ranks, max_tokens):
+    rng = np.random.default_rng(0)
+    # A long tail: every seventh sample is ten times as long.
+    rows = [Trajectory(rng.integers(0, 9, length * (10 if length % 7 == 0 else 1))) for length in lengths]
+    samples_alone = [Forest.from_trajectories([row]) for row in rows]
+    found = place(samples_alone, num_ranks, COST, max_tokens=max_tokens)
+    num_tokens = 0
+    for rank in range(num_ranks):
+        share = share_of(samples_alone, found, rank)
+        if share:
+            made = plan(share, max_tokens)
+            assert max(live for _, live in made.timeline) <= max_tokens
+            num_tokens += made.forest.num_tokens
+    assert num_tokens == sum(map(len, rows))  # nothing is dropped or cut off

@@ -1,0 +1,122 @@
+"""Budgets: measured from memory, and smaller after an out-of-memory error, with the same result."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from families import tiny_model
+from oracle import flat_sft, gradient_error, gradients_of
+from treewise import ConfigError, Forest, OutOfMemoryError, Trajectory, TreeEngine
+from treewise.engine import walk
+from treewise.engine.calibration import MAX_TOKENS, MIN_TOKENS, TokenBytes, choose_budget, measure_token_bytes
+
+TOLERANCE = 5e-6
+
+
+@pytest.fixture
+def rollouts() -> list[Trajectory]:
+    rng = np.random.default_rng(1)
+    prompt = rng.integers(3, 64, 9)
+    return [Trajectory(np.concatenate([prompt, rng.integers(3, 64, 8)])) for _ in range(6)]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes every forward of more than 20 tokens run out of memory; records the sizes of those that ran."""
+    ran: list[int] = []
+    rows = walk.decoder_rows
+
+    def limited(parts, token_ids, *args):
+        if len(token_ids) > 20:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: no.")
+        ran.append(len(token_ids))
+        return rows(parts, token_ids, *args)
+
+    monkeypatch.setattr(walk, "decoder_rows", limited)
+    return ran
+
+
+def test_a_step_that_runs_out_of_memory_runs_again_with_the_same_result(rollouts, memory, caplog) -> None:
+    model = tiny_model()
+    loss, _, expected = flat_sft(model, rollouts)
+    model.zero_grad(set_to_none=True)
+    engine = TreeEngine(model)
+    with caplog.at_level(logging.WARNING, "treewise"):
+        out = engine.step(Forest.from_trajectories(rollouts))
+    assert out.loss == pytest.approx(loss, rel=TOLERANCE)
+    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+    assert engine.max_tokens == 57 // 2
+    assert max(memory) <= 20
+    assert "the same step again" in caplog.text
+
+
+def test_auto_keeps_the_gradients_of_earlier_calls(rollouts, memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treewise.engine.calibration.CALIBRATION_TOKENS", (8, 16))
+    model = tiny_model()
+    _, _, expected = flat_sft(model, rollouts)
+    model.zero_grad(set_to_none=True)
+    forest, denominator = Forest.from_trajectories(rollouts), 6 * 16.0
+    halves = [Forest.from_trajectories(rollouts[:2]), Forest.from_trajectories(rollouts[2:])]
+    engine = TreeEngine(model, "auto")
+    for half in halves:
+        engine.step(half, denominator=denominator)
+    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+    assert max(memory) <= 20 < forest.num_tokens
+
+
+def test_a_given_budget_says_that_the_gradients_are_half_made(rollouts, memory) -> None:
+    model = tiny_model()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(OutOfMemoryError, match="Zero it, lower max_tokens"):
+        TreeEngine(model, 40).step(Forest.from_trajectories(rollouts))
+
+
+def test_other_errors_are_not_taken_for_memory(rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_args: object) -> None:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(walk, "decoder_rows", broken)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        TreeEngine(tiny_model(), check=False).step(Forest.from_trajectories(rollouts))
+
+
+def test_auto_measures_and_leaves_gradients_alone(rollouts) -> None:
+    model = tiny_model()
+    _, _, expected = flat_sft(model, rollouts)
+    engine = TreeEngine(model, "auto")
+    before = gradients_of(model)
+    engine.plan(Forest.from_trajectories(rollouts))
+    assert engine.max_tokens == MAX_TOKENS["cpu"]  # a tiny model fits many tokens
+    assert gradient_error(gradients_of(model), before) == 0
+    model.zero_grad()
+    engine.step(Forest.from_trajectories(rollouts))
+    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+
+
+def test_bytes_per_token_count_what_autograd_keeps() -> None:
+    """Two linear layers without bias: the input of each is kept, 16 and 32 float32 values a token."""
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(32, 4, bias=False))
+
+    def run(num_tokens: int) -> None:
+        layers(torch.randn(num_tokens, 16, requires_grad=True)).sum().backward()
+
+    measured = measure_token_bytes(run, num_layers=2, gateway=7)
+    assert measured == TokenBytes(activation=int((16 + 32) * 4 * 1.25), gateway=7)
+
+
+def test_the_budget_leaves_room_for_gateways() -> None:
+    cost = TokenBytes(activation=1000, gateway=100)
+    free = 2_000_000  # 60 % of it: 1,200 tokens
+    assert choose_budget(cost, free, "cpu", lambda budget: 0) == 1200
+    assert choose_budget(cost, free, "cpu", lambda budget: 5000) == 600
+    assert choose_budget(cost, free, "cpu", lambda budget: 50_000) == MIN_TOKENS
+    assert choose_budget(cost, 10**12, "cpu", lambda budget: 0) == MAX_TOKENS["cpu"]
+
+
+@pytest.mark.parametrize("setting", [0, -1, 1.5, "many", True])
+def test_bad_budgets(setting: object) -> None:
+    with pytest.raises(ConfigError, match="max_tokens="):
+        TreeEngine(tiny_model(), setting)

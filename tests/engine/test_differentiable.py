@@ -1,0 +1,116 @@
+"""Values of a whole forest as differentiable functions: hidden states, entropies, tokens that are not the tree's."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from families import tiny_model
+from oracle import gradient_error, gradients_of
+from strategies import budgets, trajectories
+from treewise import Forest, Trajectory, TreeEngine
+from treewise.engine.scoring import Wanted
+from treewise.engine.values import scores, tree_values
+from treewise.nn.lm_head import CONSTANT, OUTPUTS
+
+# See test_families: differences of independent float32 summation orders.
+TOLERANCE = 5e-6
+MODEL = tiny_model("llama", num_hidden_layers=2)
+# The embedding of token 0, the padding, is zero, and so is everything that follows from it alone.
+WITHOUT_PADDING = trajectories(vocab_size=5).map(lambda items: [Trajectory(item.token_ids + 1) for item in items])
+
+
+def flat_outputs(item: Trajectory) -> tuple[torch.Tensor, torch.Tensor]:
+    """Final hidden states [n, M] and log-probabilities of all tokens [n, V], with a graph."""
+    ids = torch.from_numpy(item.token_ids.astype(np.int64))[None]
+    hidden = MODEL.model(input_ids=ids, use_cache=False).last_hidden_state
+    return hidden[0], torch.log_softmax(MODEL.lm_head(hidden)[0], dim=-1)
+
+
+def mixed(values: list[torch.Tensor], seed: int) -> torch.Tensor:
+    """A function whose gradient differs for each value, depends on the others, and never vanishes."""
+    generator = torch.Generator().manual_seed(seed)
+    sums = torch.stack([(each * torch.randn(each.shape, generator=generator)).sum() for each in values])
+    return ((1 + sums.square()).sqrt() + 2 * sums).sum()
+
+
+def gradients(loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    MODEL.zero_grad()
+    loss.backward()
+    return gradients_of(MODEL)
+
+
+@settings(max_examples=20)
+@given(data=st.data(), items=WITHOUT_PADDING, hold=st.sampled_from(["never", "always"]))
+def test_hidden_states(data: st.DataObject, items: list[Trajectory], hold: str) -> None:
+    forest = Forest.from_trajectories(items)
+    engine = TreeEngine(MODEL, data.draw(budgets(forest)), hold=hold, check=False)
+    found, expected = engine.hidden_states(forest), [flat_outputs(item)[0] for item in items]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+    assert gradient_error(gradients(mixed(found, 0)), gradients(mixed(expected, 0))) < 2 * TOLERANCE
+
+
+@settings(max_examples=20)
+@given(data=st.data(), items=WITHOUT_PADDING)
+def test_entropies_beside_log_probs(data: st.DataObject, items: list[Trajectory]) -> None:
+    forest = Forest.from_trajectories(items)
+    engine = TreeEngine(MODEL, data.draw(budgets(forest)), check=False)
+    values = tree_values(engine, engine.plan(forest), OUTPUTS)
+    assert not any(values[name].requires_grad for name in CONSTANT)
+    logits = [flat_outputs(item)[1][:-1] for item in items]
+    paths = [torch.as_tensor(path[1:]) for path in forest.paths]
+    entropy = [-(each.exp() * each).sum(-1) for each in logits]
+    chosen = [
+        each.gather(1, torch.as_tensor(item.token_ids[1:, None].astype(np.int64)))[:, 0]
+        for each, item in zip(logits, items, strict=True)
+    ]
+    for path, one, other, each in zip(paths, entropy, chosen, logits, strict=True):
+        torch.testing.assert_close(values["entropy"][path], one, rtol=0, atol=2e-5)
+        torch.testing.assert_close(values["log_probs"][path], other, rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            values["log_sum_sq_probs"][path], each.exp().square().sum(-1).log(), rtol=0, atol=2e-5
+        )
+    found = mixed([values["entropy"][path] for path in paths] + [values["log_probs"][path] for path in paths], 1)
+    assert gradient_error(gradients(found), gradients(mixed(entropy + chosen, 1))) < 2 * TOLERANCE
+
+
+@settings(max_examples=20)
+@given(data=st.data(), items=WITHOUT_PADDING, seed=st.integers(0, 2**31))
+def test_tokens_that_are_not_the_trees(data: st.DataObject, items: list[Trajectory], seed: int) -> None:
+    """Three candidates for every token of every trajectory, as distillation scores them."""
+    rng = np.random.default_rng(seed)
+    forest = Forest.from_trajectories(items)
+    engine = TreeEngine(MODEL, data.draw(budgets(forest)), check=False)
+    candidates = [rng.integers(0, 64, (len(item) - 1, 3)) for item in items]
+    positions = np.concatenate([np.repeat(path[1:], 3) for path in forest.paths])
+    order = np.argsort(positions, kind="stable")
+    wanted = Wanted(positions[order], np.concatenate([each.ravel() for each in candidates])[order])
+    in_order = scores(engine, engine.plan(forest), wanted)["log_probs"]
+    found = torch.zeros_like(in_order).index_copy(0, torch.as_tensor(order), in_order)
+    expected = torch.cat(
+        [
+            flat_outputs(item)[1][:-1].gather(1, torch.as_tensor(each)).ravel()
+            for item, each in zip(items, candidates, strict=True)
+        ]
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert gradient_error(gradients(mixed([found], 2)), gradients(mixed([expected], 2))) < 2 * TOLERANCE
+
+
+def test_nothing_wanted_is_a_zero_with_a_backward() -> None:
+    forest = Forest.from_trajectories([Trajectory(np.arange(9)), Trajectory(np.arange(4))])
+    for max_tokens in (None, 3):
+        engine = TreeEngine(MODEL, max_tokens, check=False)
+        values = tree_values(engine, engine.plan(forest), is_needed=np.zeros(forest.num_tokens, dtype=bool))
+        assert not values["log_probs"].any()
+        assert all(not grad.any() for grad in gradients(values["log_probs"].sum()).values())
+
+
+@pytest.mark.parametrize("max_tokens", [None, 3])
+def test_without_gradients(max_tokens: int | None) -> None:
+    forest = Forest.from_trajectories([Trajectory(np.arange(9)), Trajectory(np.arange(4))])
+    engine = TreeEngine(MODEL, max_tokens, check=False)
+    with torch.no_grad():
+        assert not engine.hidden_states(forest)[0].requires_grad

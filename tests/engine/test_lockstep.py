@@ -1,0 +1,69 @@
+"""Walks in step with other ranks: gradients and log-probs as alone, whatever the others run and in whatever order."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from families import tiny_model
+from oracle import flat_sft, gradient_error, gradients_of
+from strategies import budgets, forests_and_budgets, trajectories
+from treewise import SFT, Forest, Trajectory, TreeEngine
+from treewise.distributed.lockstep import training_passes, visiting_passes
+from treewise.engine.lockstep import DONE
+from treewise.planning.planner import plan
+
+# See test_families: differences of independent float32 summation orders.
+TOLERANCE = 5e-6
+MODEL = tiny_model("llama", num_hidden_layers=2)
+# The embedding of token 0, the padding, is zero, and so is everything that follows from it alone.
+WITHOUT_PADDING = trajectories(vocab_size=5).map(lambda items: [Trajectory(item.token_ids + 1) for item in items])
+
+
+def paced(max_tokens, other):
+    """An engine beside a second rank, which runs `other` in its only walk; and the texts that it was told."""
+    engine = TreeEngine(MODEL, max_tokens, "reference", check=False)
+    told = []
+
+    def exchange(text):
+        told.append(text)
+        return [text, other if len(told) == 1 else DONE]
+
+    engine.keep_pace(exchange)
+    return engine, told
+
+
+@settings(max_examples=25)
+@given(data=st.data(), items=WITHOUT_PADDING, other=forests_and_budgets())
+def test_gradients_beside_any_other_rank(data, items, other):
+    forest = Forest.from_trajectories(items)
+    expected_loss, _, expected = flat_sft(MODEL, items)
+    engine, told = paced(data.draw(budgets(forest)), training_passes(plan(*other)).text)
+    MODEL.zero_grad()
+    loss = engine.step(forest, SFT()).loss
+    engine.finish_pace()
+    assert told[-1] == DONE
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert gradient_error(gradients_of(MODEL), expected) < TOLERANCE
+
+
+@settings(max_examples=10)
+@given(data=st.data(), items=WITHOUT_PADDING, other=forests_and_budgets())
+def test_log_probs_beside_any_other_rank(data, items, other):
+    forest = Forest.from_trajectories(items)
+    _, expected, _ = flat_sft(MODEL, items)
+    engine, _ = paced(data.draw(budgets(forest)), visiting_passes(plan(*other)).text)
+    with torch.no_grad():
+        found = engine.logprobs(forest)
+    engine.finish_pace()
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_without_work_runs_empty_passes_and_gets_no_gradient():
+    made = plan(Forest.from_trajectories([Trajectory(range(1, 40))]), 8)
+    engine, told = paced(8, training_passes(made).text)
+    MODEL.zero_grad()
+    engine.finish_pace()
+    assert told == [DONE, DONE]
+    assert all(float(each.abs().max()) == 0 for each in gradients_of(MODEL).values())

@@ -1,0 +1,288 @@
+"""The block mask against the exact mask, block by block; outputs and gradients against the reference."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from strategies import forests_and_budgets
+from treewise.nn.attention import flex
+from treewise.nn.attention.flex import block_mask, flex_attention_tree
+from treewise.nn.attention.mask import LayerRule, TreeMask
+from treewise.nn.attention.reference import reference_attention, visible
+from treewise.planning.layout import lay_out
+from treewise.planning.planner import plan
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+CPU = torch.device("cpu")
+BLOCK = 4
+H, HKV, D, DV = 4, 2, 16, 32
+
+RULES = {
+    "plain": LayerRule(scaling=0.2),
+    "window": LayerRule(scaling=0.3, window=5),
+    "chunk": LayerRule(scaling=0.2, chunk=6),
+    "softcap": LayerRule(scaling=0.2, softcap=1.3),
+    "all": LayerRule(scaling=0.3, window=9, chunk=7, softcap=0.9),
+}
+CUDA_RULES = {
+    "plain": LayerRule(scaling=0.2),
+    "window": LayerRule(scaling=0.3, window=150),
+    "chunk": LayerRule(scaling=0.2, chunk=200),
+    "softcap": LayerRule(scaling=0.2, softcap=1.3),
+    "all": LayerRule(scaling=0.3, window=150, chunk=300, softcap=0.9),
+}
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> TreeMask:
+    """The mask of one micro-batch of a random plan: with gateway keys or without, of any length."""
+    forest, budget = draw(forests_and_budgets())
+    parts = plan(forest, budget)
+    return TreeMask.from_layout(lay_out(parts, draw(st.integers(0, parts.num_micro_batches - 1))))
+
+
+def dense(blocks: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
+    """[Q, J] bools: partial and full blocks."""
+    assert blocks.full_kv_num_blocks is not None
+    assert blocks.full_kv_indices is not None
+    partial = BlockMask.from_kv_blocks(blocks.kv_num_blocks, blocks.kv_indices).to_dense()
+    full = BlockMask.from_kv_blocks(blocks.full_kv_num_blocks, blocks.full_kv_indices).to_dense()
+    return partial[0, 0].bool(), full[0, 0].bool()
+
+
+def exact_counts(mask: TreeMask, rule: LayerRule) -> torch.Tensor:
+    """[Q, J]: visible pairs of each block, from the dense mask."""
+    seen = visible(mask, rule, CPU)
+    missing = (0, -mask.num_keys % BLOCK, 0, -mask.num_queries % BLOCK)
+    seen = torch.nn.functional.pad(seen, missing)
+    return seen.view(seen.shape[0] // BLOCK, BLOCK, -1, BLOCK).sum(dim=(1, 3))
+
+
+# -- the block mask -------------------------------------------------------------------------------------------------
+
+
+@given(mask=masks())
+def test_blocks_of_a_tree_are_classified_exactly(mask):
+    partial, full = dense(block_mask(mask, RULES["plain"], CPU, BLOCK))
+    counts = exact_counts(mask, RULES["plain"])
+    assert torch.equal(full, counts == BLOCK * BLOCK)
+    assert torch.equal(partial, (counts > 0) & (counts < BLOCK * BLOCK))
+
+
+@pytest.mark.parametrize("name", ["window", "chunk", "all"])
+@given(mask=masks())
+def test_full_blocks_hide_nothing_and_no_visible_pair_is_left_out(mask, name):
+    partial, full = dense(block_mask(mask, RULES[name], CPU, BLOCK))
+    counts = exact_counts(mask, RULES[name])
+    assert not (partial & full).any()
+    assert (counts[full] == BLOCK * BLOCK).all()
+    assert (partial | full)[counts > 0].all()
+
+
+@settings(max_examples=15)
+@given(mask=masks())
+def test_block_mask_is_the_one_that_torch_makes_pair_by_pair(mask):
+    ours = block_mask(mask, RULES["plain"], CPU, BLOCK)
+    theirs = create_block_mask(ours.mask_mod, None, None, *ours.seq_lengths, device="cpu", BLOCK_SIZE=BLOCK)
+    assert theirs.shape == ours.shape
+    for name in flex._BLOCK_TENSORS:
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        assert getattr(ours, name).is_contiguous()
+
+
+def test_layers_with_one_window_and_chunk_share_a_block_mask():
+    mask = TreeMask.from_layout(lay_out(plan(Forest.from_trajectories([Trajectory([1, 2, 3])])), 0))
+    first = block_mask(mask, LayerRule(scaling=0.1), CPU)
+    assert block_mask(mask, LayerRule(scaling=0.2, softcap=30.0), CPU) is first
+    assert block_mask(mask, LayerRule(scaling=0.1, window=2), CPU) is not first
+
+
+def test_most_blocks_of_a_long_prefix_are_full():
+    shared = list(range(64))
+    forest = Forest.from_trajectories([Trajectory([*shared, 100 + branch] + [0] * 31) for branch in range(3)])
+    mask = TreeMask.from_layout(lay_out(plan(forest), 0))
+    _, full = dense(block_mask(mask, RULES["plain"], CPU, 32))
+    assert full[2:, :2].all()
+
+
+# -- outputs and gradients --------------------------------------------------------------------------------------------
+
+
+def draw_inputs(mask: TreeMask, has_sinks: bool, dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
+    shapes = [(1, H, mask.num_queries, D), (1, HKV, mask.num_keys, D), (1, HKV, mask.num_keys, DV), (H,)]
+    shapes = shapes if has_sinks else shapes[:3]
+    return [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+
+
+def with_gradients(attention, inputs: list[torch.Tensor], mask: TreeMask, rule: LayerRule, cotangent, **options):
+    query, key, value, *sinks = inputs
+    out = attention(query, key, value, mask, rule, *sinks, **options)
+    return [out, *torch.autograd.grad(out, inputs, cotangent.to(out.dtype))]
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["no_sinks", "sinks"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@settings(max_examples=10)
+@given(mask=masks())
+def test_outputs_and_gradients_are_those_of_the_reference(mask, rule, has_sinks):
+    inputs = draw_inputs(mask, has_sinks, torch.float64)
+    cotangent = torch.randn(1, H, mask.num_queries, DV)
+    expected = with_gradients(reference_attention, inputs, mask, rule, cotangent)
+    found = with_gradients(flex_attention_tree, inputs, mask, rule, cotangent, block_size=BLOCK)
+    for ours, wanted in zip(found, expected, strict=True):
+        assert (ours - wanted).abs().max() < 1e-12  # float64, values of order one
+
+
+def test_heads_smaller_than_the_kernels_take():
+    mask = TreeMask.from_layout(lay_out(plan(Forest.from_trajectories([Trajectory([1, 2, 3]), Trajectory([1, 4])])), 0))
+    shapes = [(1, H, mask.num_queries, 8), (1, HKV, mask.num_keys, 8), (1, HKV, mask.num_keys, 6)]
+    inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    cotangent = torch.randn(1, H, mask.num_queries, 6)
+    expected = with_gradients(reference_attention, inputs, mask, RULES["plain"], cotangent)
+    found = with_gradients(flex_attention_tree, inputs, mask, RULES["plain"], cotangent)
+    for ours, wanted in zip(found, expected, strict=True):
+        assert ours.shape == wanted.shape
+        assert (ours - wanted).abs().max() < 1e-12
+
+
+def test_bfloat16_in_bfloat16_out():
+    mask = TreeMask.from_layout(lay_out(plan(Forest.from_trajectories([Trajectory([1, 2, 3])])), 0))
+    query, key, value, sinks = draw_inputs(mask, True, torch.bfloat16)
+    assert flex_attention_tree(query, key, value, mask, RULES["all"], sinks).dtype == torch.bfloat16
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+
+
+def branching_mask(num_branches: int, num_shared: int, num_own: int, budget: int | None = None, number: int = -1):
+    """A prefix of `num_shared` tokens and its branches; with a budget, a micro-batch below a gateway."""
+    rng = np.random.default_rng(num_branches * num_shared + num_own)
+    shared = rng.integers(0, 1000, num_shared)
+    branches = [Trajectory(np.concatenate([shared, rng.integers(0, 1000, num_own)])) for _ in range(num_branches)]
+    parts = plan(Forest.from_trajectories(branches), budget, hold="never")
+    return TreeMask.from_layout(lay_out(parts, range(parts.num_micro_batches)[number]))
+
+
+def many_lengths() -> list[TreeMask]:
+    """Masks of more than one block of queries, with gateway keys and without: those that share a kernel."""
+    shapes = [(2, 150, 90), (3, 257, 64), (5, 128, 128), (9, 300, 31), (2, 500, 77)]
+    whole = [branching_mask(*shape) for shape in shapes]
+    below = [branching_mask(*shape, budget=shape[1] + shape[2]) for shape in shapes]
+    return [mask for mask in whole + below if mask.num_queries > flex.BLOCK_SIZE]
+
+
+def test_no_length_is_compiled_twice(monkeypatch):
+    num_graphs = 0
+
+    def count(graph, _):
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph.forward
+
+    compiled = torch.compile(flex._kernel, fullgraph=True, backend=count)
+    monkeypatch.setattr(flex, "_compiled_kernel", lambda: compiled)
+    monkeypatch.setattr(flex, "_uncompiled", flex._compiled)
+    masks = many_lengths()
+    assert any(mask.num_gateway_keys for mask in masks)
+    for mask in masks:
+        for window in (64, 100):
+            rule = LayerRule(scaling=0.3, window=window, softcap=float(window))
+            inputs = [tensor.detach() for tensor in draw_inputs(mask, False, torch.float32)]
+            out = flex_attention_tree(*inputs, mask, rule)
+            assert (out - reference_attention(*inputs, mask, rule)).abs().max() < 1e-5
+    assert num_graphs == 1
+    flex_attention_tree(*inputs, mask, LayerRule(scaling=0.2, window=64, softcap=64.0))
+    assert num_graphs == 2
+
+
+def test_fifty_random_trees_take_four_kernels(monkeypatch):
+    """One block of queries or more, one block of keys or more; beyond that no shape of a tree is compiled in."""
+    num_graphs = 0
+
+    def count(graph, _):
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph.forward
+
+    compiled = torch.compile(flex._kernel, fullgraph=True, backend=count)
+    monkeypatch.setattr(flex, "_compiled_kernel", lambda: compiled)
+    monkeypatch.setattr(flex, "_uncompiled", flex._compiled)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        num_branches, num_shared, num_own = (int(rng.integers(1, most)) for most in (5, 400, 200))
+        budget = num_shared + num_own if rng.random() < 0.5 else None
+        mask = branching_mask(num_branches, num_shared, num_own, budget, number=int(rng.choice([0, -1])))
+        inputs = [tensor.detach() for tensor in draw_inputs(mask, False, torch.float32)]
+        out = flex_attention_tree(*inputs, mask, RULES["plain"])
+        assert (out - reference_attention(*inputs, mask, RULES["plain"])).abs().max() < 1e-5
+    assert num_graphs <= 4
+
+
+def assert_within_budget(inputs, mask: TreeMask, rule: LayerRule) -> None:
+    """The compiled kernel errs a few times as much as the reference in the same dtype; a float64 oracle judges both.
+
+    A gradient of the sinks is a sum over all rows: roundings of its terms add up like their root mean square.
+    """
+    cotangent = torch.randn(1, H, mask.num_queries, DV, device="cuda").to(inputs[0].dtype)
+    found = with_gradients(flex_attention_tree, inputs, mask, rule, cotangent)
+    plain = with_gradients(reference_attention, inputs, mask, rule, cotangent)
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    oracle = with_gradients(reference_attention, wide, mask, rule, cotangent)
+    sizes = [exact.abs().max() for exact in oracle[:4]] + [
+        (oracle[0] * cotangent).square().sum(dim=(0, 2, 3)).max().sqrt()
+    ]
+    names = ["out", "query", "key", "value", "sinks"][: len(found)]
+    for name, ours, same_dtype, exact, size in zip(names, found, plain, oracle, sizes[: len(found)], strict=True):
+        budget = 4 * ((same_dtype - exact).abs().max() + torch.finfo(ours.dtype).eps * size)
+        error = (ours - exact).abs().max()
+        assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["no_sinks", "sinks"])
+@pytest.mark.parametrize("rule", CUDA_RULES.values(), ids=CUDA_RULES)
+@pytest.mark.parametrize("shape", [(2, 20, 9), (4, 300, 151), (3, 500, 333, 900)], ids=["tiny", "whole", "gateway"])
+def test_cuda_outputs_and_gradients_within_the_error_budget(shape, rule, has_sinks, dtype):
+    mask = branching_mask(*shape)
+    assert_within_budget(draw_inputs(mask, has_sinks, dtype, "cuda"), mask, rule)
+
+
+@pytest.mark.gpu
+def test_cuda_compiles_once_for_all_lengths():
+    def num_graphs() -> int:
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    masks = many_lengths()
+    rule = LayerRule(scaling=0.123)
+    assert_within_budget(draw_inputs(masks[0], False, torch.bfloat16, "cuda"), masks[0], rule)
+    before = num_graphs()
+    for mask in masks[1:]:
+        assert_within_budget(draw_inputs(mask, False, torch.bfloat16, "cuda"), mask, rule)
+    assert num_graphs() == before
+
+
+@pytest.mark.gpu
+def test_cuda_transposed_inputs_as_models_give_them():
+    mask = branching_mask(4, 300, 151)
+    inputs = draw_inputs(mask, False, torch.bfloat16, "cuda")
+    inputs = [tensor.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for tensor in inputs]
+    assert_within_budget(inputs, mask, CUDA_RULES["plain"])
+
+
+@pytest.mark.gpu
+def test_cuda_large_mask_on_sampled_rows():
+    mask = branching_mask(64, 8000, 800)
+    query, key, value = (tensor.detach() for tensor in draw_inputs(mask, False, torch.float32, "cuda"))
+    out = flex_attention_tree(query, key, value, mask, CUDA_RULES["plain"])
+    assert out.isfinite().all()
+    for row in np.random.default_rng(0).integers(0, mask.num_queries, 50).tolist():
+        seen = torch.as_tensor((mask.lo <= row) & (row < mask.hi), device="cuda")
+        keys, values = (tensor[0, :, seen].double().repeat_interleave(H // HKV, dim=0) for tensor in (key, value))
+        scores = (query[0, :, row, None].double() * keys).sum(dim=-1) * CUDA_RULES["plain"].scaling
+        exact = (torch.softmax(scores, dim=-1)[..., None] * values).sum(dim=1)
+        assert (out[0, :, row] - exact).abs().max() < 1e-5

@@ -1,0 +1,54 @@
+"""What gateways keep of recurrent layers is counted where the budget is chosen."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from nn.recurrent.hybrids import hybrid
+from strategies import forests_and_budgets
+from treewise import Forest, Trajectory, TreeEngine
+from treewise.engine.budget import gateway_bytes, state_bytes
+from treewise.nn.model import take_apart
+from treewise.nn.recurrent import peak_cuts
+from treewise.nn.recurrent.segments import row_segments
+from treewise.planning.layout import lay_out
+from treewise.planning.planner import plan
+
+
+def test_bytes_of_a_cut_are_those_of_states_and_tails() -> None:
+    parts = take_apart(hybrid("qwen3_next"))
+    state, tail = 4 * 8 * 8, 3 * (2 * 2 * 8 + 4 * 8)  # heads, keys, values; three tokens of queries, keys and values
+    num_layers, value_and_gradient = 2, 4 + 4
+    assert state_bytes(parts) == num_layers * value_and_gradient * (state + tail)
+    assert state_bytes(take_apart(hybrid("minimax"))) == 2 * 8 * (4 * 8 * 8)
+
+
+def test_models_without_attention_have_gateways_of_states_only() -> None:
+    parts = take_apart(hybrid("mamba2"))
+    assert gateway_bytes(parts) == 1
+    assert state_bytes(parts) > 0
+
+
+@settings(max_examples=25)
+@given(forests_and_budgets())
+def test_most_cuts_alive(given) -> None:
+    forest, budget = given
+    run = plan(forest, budget)
+    alive, most = {}, 0
+    for step in run.schedule:
+        if step.action in ("forward", "hold"):
+            segments = row_segments(run, step.micro_batch, lay_out(run, step.micro_batch))
+            alive[step.micro_batch] = len(segments.cuts)
+        most = max(most, sum(alive.values()))
+        if step.action in ("train", "backward"):
+            alive.pop(step.micro_batch, None)
+    assert peak_cuts(run) == most
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_a_measured_budget(family: str) -> None:
+    rng = np.random.default_rng(0)
+    engine = TreeEngine(hybrid(family), "auto", reserve_bytes=0)
+    out = engine.step(Forest.from_trajectories([Trajectory(rng.integers(3, 64, 40)) for _ in range(3)]))
+    assert engine.max_tokens >= 128
+    assert np.isfinite(out.loss)

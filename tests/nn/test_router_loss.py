@@ -1,0 +1,217 @@
+"""Losses on routers: a tree's equal those of flat training with all trajectories as one batch, at any budget."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from capability import SUPPORTED, sample_trajectories
+from families import causal_families, tiny_model
+from oracle import gradient_error, gradients_of
+from strategies import forests_and_budgets
+from strategies import trajectories as random_trajectories
+from treewise import SFT, Forest, TreeEngine
+from treewise.engine.values import tree_values_and_router_loss
+from treewise.errors import UnsupportedModelError
+from treewise.nn.router_loss import Routing, RoutingRule
+from treewise.nn.support_table import CapabilityTable
+
+COEFFICIENT = 0.7  # large, so that a mistake shows beside the loss of the tokens
+TOLERANCE = 1e-5
+TABLE = CapabilityTable.load()
+# DeepSeek's kin balance by a bias; these hold a coefficient in their configuration and use it for nothing.
+UNUSED = {"deepseek_v2", "deepseek_v4", "hunyuan_v1_moe", "kolibri1", "llama4_text", "mimo_v2_flash"}
+
+
+def has_router_loss(family: str) -> bool:
+    fields = CONFIG_MAPPING[family]
+    names = {each.name for each in dataclasses.fields(fields)} if dataclasses.is_dataclass(fields) else set()
+    row = TABLE.find(family)
+    return "router_aux_loss_coef" in names and row is not None and row.status == SUPPORTED and family not in UNUSED
+
+
+FAMILIES = [family for family in causal_families() if has_router_loss(family)]
+
+
+def flat(model, trajectories):
+    """Loss, load-balancing loss, expert counts and gradients of one padded batch through the model's own forward."""
+    model.zero_grad()
+    longest = max(len(item.token_ids) for item in trajectories)
+    ids = torch.zeros(len(trajectories), longest, dtype=torch.long)
+    mask, weights = torch.zeros_like(ids), torch.zeros(ids.shape)
+    for row, item in enumerate(trajectories):
+        length = len(item.token_ids)
+        ids[row, :length] = torch.from_numpy(item.token_ids.astype(np.int64))
+        mask[row, :length] = 1
+        weights[row, :length] = torch.tensor(item.loss_weights)
+    out = model(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False)
+    logprobs = torch.log_softmax(out.logits[:, :-1].float(), -1).gather(2, ids[:, 1:, None])[..., 0]
+    loss = -(logprobs * weights[:, 1:]).sum() / weights.sum() + COEFFICIENT * out.aux_loss
+    loss.backward()
+    return float(loss.detach()), float(out.aux_loss.detach()), out.router_logits, mask, gradients_of(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("default")
+def test_tree_equals_one_flat_batch(family):
+    model = tiny_model(family, router_aux_loss_coef=COEFFICIENT, output_router_logits=True)
+    trajectories = sample_trajectories()
+    flat_loss, flat_aux, _, _, flat_gradients = flat(model, trajectories)
+    forest = Forest.from_trajectories(trajectories)
+    for max_tokens in (None, 7):
+        model.zero_grad()
+        out = TreeEngine(model, max_tokens).step(forest)
+        assert out.loss == pytest.approx(flat_loss, rel=TOLERANCE)
+        assert out.routing.aux_loss == pytest.approx(flat_aux, rel=TOLERANCE)
+        assert gradient_error(gradients_of(model), flat_gradients) < TOLERANCE, max_tokens
+
+
+@pytest.fixture(scope="module")
+def mixtral():
+    # Without a padding token: its zero embedding would make a tree of it alone without a gradient.
+    return tiny_model("mixtral", router_aux_loss_coef=COEFFICIENT, output_router_logits=True, pad_token_id=None)
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_random_trees_equal_flat(mixtral, data):
+    model = mixtral
+    trajectories = data.draw(random_trajectories(vocab_size=64, max_sequences=5))
+    budget = data.draw(st.integers(1, 40))
+    flat_loss, _, _, _, flat_gradients = flat(model, trajectories)
+    model.zero_grad()
+    out = TreeEngine(model, budget, check=False, hold=data.draw(st.sampled_from(["auto", "never", "always"]))).step(
+        Forest.from_trajectories(trajectories)
+    )
+    assert out.loss == pytest.approx(flat_loss, rel=TOLERANCE)
+    assert gradient_error(gradients_of(model), flat_gradients) < TOLERANCE
+
+
+@pytest.mark.parametrize("max_tokens", [None, 5])
+def test_any_loss_and_evaluation_hold_the_router_loss(max_tokens):
+    model = tiny_model("qwen3_moe", router_aux_loss_coef=COEFFICIENT)
+    trajectories = sample_trajectories()
+    flat_loss, _, _, _, flat_gradients = flat(model, trajectories)
+    total = sum(float(item.loss_weights.sum()) for item in trajectories)
+    engine = TreeEngine(model, max_tokens, router_aux_loss=True)
+    forest = Forest.from_trajectories(trajectories)
+    assert engine.evaluate(forest).loss == pytest.approx(flat_loss, rel=TOLERANCE)
+
+    def weighted(logprobs):
+        pairs = zip(logprobs, trajectories, strict=True)
+        return -sum((each * torch.tensor(item.loss_weights[1:])).sum() for each, item in pairs) / total
+
+    model.zero_grad()
+    out = engine.step(forest, weighted)
+    assert out.loss == pytest.approx(flat_loss, rel=TOLERANCE)
+    assert gradient_error(gradients_of(model), flat_gradients) < TOLERANCE
+
+
+@pytest.mark.parametrize("max_tokens", [None, 7])
+def test_the_loss_on_routers_alone_is_differentiable(max_tokens):
+    model = tiny_model("olmoe")
+    trajectories = sample_trajectories()
+    engine = TreeEngine(model, max_tokens)
+    run = engine.plan(Forest.from_trajectories(trajectories))
+    _, loss = tree_values_and_router_loss(engine, run, rule=RoutingRule(2, 1.0))
+    _, flat_aux, _, _, _ = flat(model, trajectories)
+    assert float(loss.detach()) == pytest.approx(flat_aux, rel=TOLERANCE)
+    model.zero_grad()
+    (3.0 * loss).backward()
+    found = gradients_of(model)
+    model.zero_grad()
+    torch.autograd.backward(3.0 * flat_aux_loss(model, trajectories))
+    assert gradient_error(found, gradients_of(model)) < TOLERANCE
+
+
+def flat_aux_loss(model, trajectories):
+    longest = max(len(item.token_ids) for item in trajectories)
+    padded = [np.pad(item.token_ids.astype(np.int64), (0, longest - len(item.token_ids))) for item in trajectories]
+    lengths = torch.tensor([len(item.token_ids) for item in trajectories])
+    mask = (torch.arange(longest) < lengths[:, None]).long()
+    ids = torch.from_numpy(np.stack(padded))
+    return model(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False).aux_loss
+
+
+@pytest.mark.parametrize("max_tokens", [None, 5])
+def test_expert_load_and_z_loss_equal_flat(max_tokens):
+    model = tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.0)
+    trajectories = sample_trajectories()
+    _, _, router_logits, mask, _ = flat(model, trajectories)
+    rows = mask.reshape(-1).bool()
+    kept = [logits.detach()[rows] for logits in router_logits]
+    z_loss = torch.cat([torch.logsumexp(logits, -1).square() for logits in kept]).mean()
+    load = np.stack([np.bincount(each.topk(2).indices.reshape(-1), minlength=4) / (2 * len(each)) for each in kept])
+    out = TreeEngine(model, max_tokens, router_z_coefficient=0.1).step(Forest.from_trajectories(trajectories))
+    np.testing.assert_allclose(out.routing.expert_load, load, atol=1e-12)
+    assert out.routing.z_loss == pytest.approx(float(z_loss), rel=TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+def test_recomputation_by_checkpointing_changes_nothing():
+    model = tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=COEFFICIENT)
+    forest = Forest.from_trajectories(sample_trajectories())
+    found = []
+    for checkpoints in (False, True):
+        if checkpoints:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.zero_grad()
+        out = TreeEngine(model, 9).step(forest)
+        found.append((out.loss, out.routing.expert_load, gradients_of(model)))
+    assert found[0][0] == found[1][0]
+    np.testing.assert_array_equal(found[0][1], found[1][1])
+    assert gradient_error(found[1][2], found[0][2]) < 1e-7
+
+
+@settings(max_examples=20)
+@given(forests_and_budgets(), st.integers(0, 2**32 - 1))
+def test_parts_count_and_weigh_like_the_whole(forest_and_budget, seed):
+    forest, budget = forest_and_budget
+    generator = torch.Generator().manual_seed(seed)
+    logits = tuple(torch.randn(forest.num_tokens, 5, generator=generator, dtype=torch.float64) for _ in range(3))
+    rule = RoutingRule(2, 0.3, 0.2)
+    everywhere = np.arange(forest.num_tokens)
+    whole = Routing(rule, forest.multiplicity)
+    whole.count(logits, everywhere)
+    whole.is_counted = True
+    expected = whole.loss(logits, everywhere)
+    parts = Routing(rule, forest.multiplicity)
+    cuts = [everywhere[start : start + budget] for start in range(0, forest.num_tokens, budget)]
+    for cut in cuts:
+        parts.count(tuple(each[cut] for each in logits), cut)
+    parts.is_counted = True
+    found = sum(parts.loss(tuple(each[cut] for each in logits), cut) for cut in cuts)
+    assert torch.equal(parts.counts, whole.counts)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_model_without_routers_is_refused():
+    with pytest.raises(UnsupportedModelError, match="no loss on its routers"):
+        TreeEngine(tiny_model("llama"), router_aux_loss=True)
+
+
+@pytest.mark.parametrize("family", ["dots1", "mimo_v2_flash", "hunyuan_v1_moe"])
+def test_models_whose_forward_adds_no_such_loss_are_refused(family):
+    model = tiny_model(family)
+    model.config.router_aux_loss_coef = 0.1
+    with pytest.raises(UnsupportedModelError, match="no load-balancing loss of its own"):
+        TreeEngine(model, router_aux_loss=True).step(Forest.from_trajectories(sample_trajectories()))
+
+
+def test_another_formula_is_refused():
+    model = tiny_model("mixtral", output_router_logits=True)
+    model.num_experts_per_tok = 1  # what it passes to its formula, while its routers choose two
+    model.config.num_experts_per_tok = 2
+    engine = TreeEngine(model)
+    engine.routing_rule = RoutingRule(2, 1.0)
+    with pytest.raises(UnsupportedModelError, match="another one than Mixtral's"):
+        engine.step(Forest.from_trajectories(sample_trajectories()))
+
+
+def test_without_asking_there_is_no_router_loss():
+    out = TreeEngine(tiny_model("mixtral")).step(Forest.from_trajectories(sample_trajectories()), SFT())
+    assert out.routing is None

@@ -1,0 +1,124 @@
+"""Causes of lost sharing, and what they cost, on text."""
+
+import pytest
+
+from report.rows import ANSWER, POLICY, QUESTION, RECORDS, Named, named_trees
+from treewise.report.analysis import lost_sharing
+from treewise.report.analysis.lost_sharing import (
+    OBSERVATION_DIFFERS,
+    PROMPT_DIFFERS,
+    RETOKENISED,
+    REWRITTEN,
+    SAMPLED,
+    VOLATILE,
+    cause_of,
+    lost_in_tree,
+)
+from treewise.report.analysis.lost_totals import LostCollector
+from treewise.report.analysis.token_text import TokenText
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+
+def worst(tokenizer, name: str) -> lost_sharing.LostSharing:
+    tree = Named(name, RECORDS[name], tokenizer)
+    return lost_in_tree(name, tree.forest(), TokenText(tokenizer))[0][0]
+
+
+def num_tokens(tokenizer, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_a_clock_in_the_prompt_is_found_with_its_cost(tokenizer) -> None:
+    found = worst(tokenizer, "clock")
+    assert found.cause == VOLATILE
+    assert found.before.endswith("The time is ")
+    assert {found.heavy.different, found.light.different} == {"14:05:31", "09:44:02"}
+    assert found.light.after.startswith(". You are an agent")
+    shown = {side.different: side.place for side in (found.heavy, found.light)}
+    assert shown == {"14:05:31": "rows.jsonl:clock-0", "09:44:02": "rows.jsonl:clock-1"}
+    # All that follows the clock, up to the sampled answers, is computed twice.
+    assert found.num_tokens_to_next == num_tokens(tokenizer, ". ") + num_tokens(tokenizer, POLICY) + num_tokens(
+        tokenizer, QUESTION
+    )
+    assert found.num_lost_tokens == found.num_tokens_to_next
+
+
+def test_reasoning_that_a_template_drops_is_history_rewritten(tokenizer) -> None:
+    found = worst(tokenizer, "thinking")
+    assert found.cause == REWRITTEN
+    assert found.num_lost_tokens == pytest.approx(num_tokens(tokenizer, ANSWER), abs=1)
+    sides = sorted((found.heavy, found.light), key=lambda side: side.num_different_tokens)
+    assert [side.is_trained for side in sides] == [False, True]
+    assert sides[1].different.startswith("<think>")
+
+
+def test_two_samples_are_told_from_what_can_be_mended(tokenizer) -> None:
+    assert worst(tokenizer, "samples").cause == SAMPLED
+    collector = LostCollector(TokenText(tokenizer))
+    tree = Named("samples", RECORDS["samples"], tokenizer)
+    assert collector.add("samples", tree.forest()) == 0
+    assert collector.result().num_avoidable_tokens == 0
+
+
+def test_the_same_text_in_other_tokens_is_retokenised(tokenizer) -> None:
+    sampled = [token for part in (" Skin", "ny") for token in tokenizer(part, add_special_tokens=False)["input_ids"]]
+    again = tokenizer(" Skinny", add_special_tokens=False)["input_ids"]
+    assert sampled != again
+    body = tokenizer(POLICY, add_special_tokens=False)["input_ids"]
+    question = tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
+    forest = Forest.from_trajectories([Trajectory(question + each + body) for each in (sampled, again)])
+    (found,), _ = lost_in_tree("drift", forest, TokenText(tokenizer))
+    assert found.cause == RETOKENISED
+    assert found.num_lost_tokens == len(body)
+    assert "".join((" Skin", "ny")).endswith(found.heavy.different)
+    assert found.heavy.different == found.light.different
+
+
+@pytest.mark.parametrize(
+    ("texts", "is_trained", "is_prompt", "expected"),
+    [
+        (("same", "same"), (True, True), True, RETOKENISED),
+        (("a", "b"), (True, True), True, SAMPLED),
+        (("2024-05-15 15:00", "2025-11-21 09:13"), (False, False), True, VOLATILE),
+        (("9f3c21aa-77", "01bc99e0-42"), (False, False), False, VOLATILE),
+        (("Wed, May 15", "Fri, November 21"), (False, False), True, VOLATILE),
+        (("cancel", "change"), (False, False), True, PROMPT_DIFFERS),
+        (("cancel", "change"), (False, False), False, OBSERVATION_DIFFERS),
+        (("", "reasoning"), (False, True), False, REWRITTEN),
+        (None, (False, False), True, PROMPT_DIFFERS),
+        (None, (False, True), True, REWRITTEN),
+    ],
+)
+def test_causes(texts: tuple[str, str] | None, is_trained: tuple[bool, bool], is_prompt: bool, expected: str) -> None:
+    assert cause_of(texts, is_trained, is_prompt) == expected
+
+
+def test_without_a_tokenizer_tokens_are_numbers(tokenizer) -> None:
+    tree = Named("clock", RECORDS["clock"], tokenizer)
+    found = lost_in_tree("clock", tree.forest(), TokenText())[0][0]
+    assert found.cause == PROMPT_DIFFERS
+    assert found.light.different.startswith("[")
+
+
+def test_trees_are_compared_with_one_another(tokenizer) -> None:
+    collector = LostCollector(TokenText(tokenizer))
+    for tree in named_trees(tokenizer):
+        collector.add(tree.name, tree.forest())
+    report = collector.result()
+    # "clock" and the others hold the same policy, behind a clock or not.
+    assert report.num_trees_compared == 4
+    assert report.num_avoidable_tokens_between >= num_tokens(tokenizer, POLICY) - 1
+    assert {each.tree for each in report.forks_between} == {"between trees"}
+
+
+def test_only_the_costliest_forks_are_kept_and_all_are_counted(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treewise.report.analysis.lost_totals.MAX_SHOWN_FORKS", 1)
+    collector = LostCollector(TokenText(tokenizer))
+    trees = named_trees(tokenizer)
+    for tree in trees:
+        collector.add(tree.name, tree.forest())
+    report = collector.result()
+    assert len(report.forks) == 1
+    assert report.forks[0].cause == VOLATILE
+    assert {each.cause for each in report.causes} >= {VOLATILE, REWRITTEN, SAMPLED}

@@ -1,0 +1,189 @@
+"""The page and its twin: complete, self-contained, and safe to open whatever the records hold."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from cli.commands import call, save_tiny_model
+from report.analysis.test_run_log import HISTORY, write_run
+from report.rows import HOSTILE
+from treewise.errors import ConfigError
+from treewise.report import read_run
+from treewise.report.html.build import SCHEMA, SCHEMA_VERSION, DataReport, twin
+from treewise.report.html.page import count, embedded_json, flops, percent, ratio, render_page, size, write_page
+
+VOID = {"meta", "input", "link", "br", "img", "rect", "line", "path"}
+
+
+class Tags(HTMLParser):
+    """Collects tags, attributes, and the text of script blocks."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.unbalanced: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in VOID:
+            return
+        if not self.open or self.open.pop() != tag:
+            self.unbalanced.append(tag)
+
+
+@pytest.fixture(scope="module")
+def page(data_report: DataReport, tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = read_run(write_run(tmp_path_factory.mktemp("run"), HISTORY))
+    return render_page(data_report, run, "0")
+
+
+def test_the_page_is_well_formed_and_names_nothing_outside(page: str) -> None:
+    parsed = Tags(page)
+    assert parsed.unbalanced == []
+    assert parsed.open == []
+    for tag, attributes in parsed.tags:
+        assert not {"src", "srcset", "action", "background"} & set(attributes), tag
+        assert (attributes.get("href") or "#").startswith("#")
+        assert not [name for name in attributes if name.startswith("on") or name == "style"]
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+def test_records_cannot_add_markup(page: str, data_report: DataReport) -> None:
+    shown = [fork.light.after for fork in data_report.lost.forks if fork.tree == "hostile<b>&"]
+    assert [text for text in shown if HOSTILE[:30] in text]
+    parsed = Tags(page)
+    assert [tag for tag, _ in parsed.tags].count("script") == 2
+    assert "img" not in {tag for tag, _ in parsed.tags}
+    # Nor does their text stand in the page as it is.
+    assert "<img" not in page
+    assert "hostile<b>" not in page
+    assert page.count("&lt;/script&gt;") >= 2
+    assert "\u2028" not in page.split("<script")[1]
+
+
+def test_embedded_json_is_read_back_and_cannot_end_its_block() -> None:
+    value = {"text": HOSTILE + "<!-- ]]> \u2029", "number": 1.5}
+    text = str(embedded_json(value))
+    assert json.loads(text) == value
+    assert not set("<>&\u2028\u2029") & set(text)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        embedded_json(float("nan"))
+
+
+def test_the_policy_allows_our_own_scripts_alone(page: str) -> None:
+    policy = next(a["content"] for tag, a in Tags(page).tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    assert "http" not in policy
+
+
+def test_every_heading_control_and_picture_has_a_name(page: str) -> None:
+    parsed = Tags(page)
+    ids = {attributes.get("id") for _, attributes in parsed.tags}
+    for tag, attributes in parsed.tags:
+        if tag == "svg":
+            assert attributes.get("aria-label") or attributes.get("aria-hidden") or "width" in attributes
+        if tag == "section":
+            assert attributes["aria-labelledby"] in ids
+        if tag == "canvas":
+            assert attributes["aria-label"]
+        for name in ("aria-describedby", "aria-labelledby"):
+            assert attributes.get(name) is None or attributes[name] in ids
+    links = {attributes["href"][1:] for tag, attributes in parsed.tags if tag == "a"}
+    assert links <= ids
+
+
+def test_the_twin_holds_the_numbers_of_the_page(data_report: DataReport, tmp_path: Path) -> None:
+    html, json_file = write_page(tmp_path / "new" / "report.html", data_report, None, "0.1")
+    assert json_file.name == "report.json"
+    found = json.loads(json_file.read_text())
+    assert (found["schema"], found["version"], found["run"]) == (SCHEMA, SCHEMA_VERSION, None)
+    data = found["data"]
+    assert data["num_trees"] == 4
+    assert {each["cause"] for each in data["lost_sharing"]["causes"]} >= {"time, number or id", "history rewritten"}
+    assert len(data["drawn_trees"]["trees"]) == 4
+    assert sum(data["distributions"]["share_ratio"]["counts"]) == 4
+    assert data["costs"][0]["num_tokens"] == data["total"]["num_flat_tokens"]
+    assert all(len(plan["timeline"]) >= plan["num_micro_batches"] for plan in data["plans"])
+    assert f"{data['total']['num_tree_tokens']:,}" in html.read_text()
+
+
+def test_the_fields_of_the_twin_are_documented(data_report: DataReport) -> None:
+    """Each field of the first two levels stands in the documentation."""
+    text = (Path(__file__).parents[3] / "docs" / "inspect.md").read_text()
+    found = twin(data_report, None, "0")
+    names = {*found, *found["data"], *found["data"]["lost_sharing"], *found["data"]["drawn_trees"]}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+
+
+@pytest.mark.parametrize("name", ["report", "report.txt"])
+def test_a_page_is_named_html(name: str, tmp_path: Path, data_report: DataReport) -> None:
+    with pytest.raises(ConfigError, match=r"\.html"):
+        write_page(tmp_path / name, data_report, None, "0")
+
+
+def test_a_page_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to report"):
+        write_page(tmp_path / "report.html", None, None, "0")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, data_report: DataReport) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file"):
+        write_page(tmp_path / "file" / "report.html", data_report, None, "0")
+
+
+def test_numbers_are_printed_with_units() -> None:
+    assert (count(1234567), count(None)) == ("1,234,567", "–")
+    assert ratio(1.234) == "1.23 ×"
+    assert (percent(0.1234), percent(0), percent(0.00012)) == ("12.3 %", "0.0 %", "0.012 %")
+    assert (flops(1.25e15), flops(2e6), flops(None)) == ("1.25 PFLOP", "2.00 MFLOP", "–")
+    assert (size(3 * 2**30), size(1536), size(7)) == ("3.00 GiB", "1.50 KiB", "7 bytes")
+
+
+def test_the_command_writes_both_files(
+    rows: Path, tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    run = write_run(tmp_path / "run", HISTORY)
+    html = tmp_path / "report.html"
+    arguments = ["--tokenizer", tokenizer_folder, "--model", model, "--max_tokens", 64, "--trees", 2]
+    assert call("inspect", rows, "--html", html, "--run", run, *arguments) == 0
+    assert str(html) in capsys.readouterr().out
+    text = html.read_text()
+    for part in ("FLOP bound", "peak memory", "<figcaption>Loss", "budget 64", "64 tokens"):
+        assert part in text
+    found = json.loads(html.with_suffix(".json").read_text())
+    assert found["run"]["num_steps"] == 2
+    assert len(found["data"]["drawn_trees"]["trees"]) == 2
+    assert found["data"]["plans"][-1]["bytes_peak"] > 0
+
+
+def test_a_run_alone_needs_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", HISTORY)
+    assert call("inspect", "--run", run, "--html", tmp_path / "run.html") == 0
+    assert "data" not in re.findall(r'id="([a-z-]+)"', (tmp_path / "run.html").read_text())
+    capsys.readouterr()
+    assert call("inspect", "--run", run) == 0
+    assert "flat tokens" in capsys.readouterr().out
+    assert call("inspect", "--run", run, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["run"]["num_steps"] == 2
+
+
+def test_nothing_to_inspect_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="nothing to inspect"):
+        call("inspect")

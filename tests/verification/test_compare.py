@@ -1,0 +1,248 @@
+"""`verify` passes on a right engine, and fails on every wrong one that we can think of."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from treewise import objectives
+from treewise.engine import TreeEngine, engine, walk
+from treewise.errors import ConfigError, VerificationError
+from treewise.nn.attention.gateway import Gateway
+from treewise.objectives import SFT, Terms
+from treewise.planning.layout import Layout, lay_out
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+from treewise.verification.compare import verify
+from treewise.verification.flat import flat_weights
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def branching() -> list[Trajectory]:
+    """A trunk with forks at two depths, a duplicate, a contained prefix, and a tree of its own."""
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(0, 97, 12)
+    items = [Trajectory(np.concatenate([trunk[: 7 + 2 * (i % 3)], rng.integers(0, 97, 5 + i)])) for i in range(4)]
+    weights = [0, 0.5, *([1.0] * 10)]
+    return [*items, Trajectory(trunk, loss_weights=weights), Trajectory(trunk), Trajectory(rng.integers(0, 97, 6))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("max_tokens", [None, 10])
+def test_a_right_engine_passes(dtype: torch.dtype, max_tokens: int | None) -> None:
+    report = verify(tiny_llama(dtype), branching(), max_tokens)
+    assert report.passed, report.describe()
+    assert (report.num_micro_batches > 1) == (max_tokens is not None)
+
+
+@pytest.mark.parametrize("weighting", ["per_trajectory", "once"])
+@pytest.mark.parametrize("normalization", ["token_mean", "trajectory_mean", "constant"])
+def test_every_form_of_sft_passes(weighting: str, normalization: str) -> None:
+    constant = 7.0 if normalization == "constant" else None
+    report = verify(tiny_llama(), branching(), objective=SFT(weighting, normalization, constant))
+    assert report.passed, report.describe()
+
+
+def test_siblings_that_see_one_another_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaky(*args: object) -> Layout:
+        layout = lay_out(*args)
+        return replace(layout, hi=np.full_like(layout.hi, layout.num_tokens))
+
+    monkeypatch.setattr(engine, "probe", lambda *args: None)  # it would notice first
+    monkeypatch.setattr(walk, "lay_out", leaky)
+    report = verify(tiny_llama(), branching())
+    assert {line.split()[0] for line in report.failures} == {"loss", "max_logprob", "gradient", "worst_parameter"}
+
+
+def test_positions_of_the_layout_instead_of_depths_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def misplaced(*args: object) -> Layout:
+        layout = lay_out(*args)
+        return replace(layout, depth=np.arange(layout.num_tokens, dtype=np.int32))
+
+    monkeypatch.setattr(engine, "probe", lambda *args: None)  # it would notice first
+    monkeypatch.setattr(walk, "lay_out", misplaced)
+    assert not verify(tiny_llama(), branching()).passed
+
+
+def test_lost_gateway_gradients_fail_though_the_loss_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gateway, "add_gradients", lambda *args: None)
+    report = verify(tiny_llama(), branching(), max_tokens=10)
+    assert report.loss_error < 1e-6
+    assert any(line.startswith("gradient") for line in report.failures)
+
+
+def test_lost_gateway_gradients_fail_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gateway, "add_gradients", lambda *args: None)
+    assert not verify(tiny_llama(torch.bfloat16), branching(), max_tokens=10).passed
+
+
+def test_shared_tokens_that_count_once_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = TreeEngine.step
+    monkeypatch.setattr(TreeEngine, "step", lambda self, forest, _: step(self, forest, SFT(weighting="once")))
+    assert not verify(tiny_llama(), branching()).passed
+
+
+def test_one_wrong_small_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    step = TreeEngine.step
+
+    def spoil(self: TreeEngine, *args: object) -> object:
+        out = step(self, *args)
+        model.model.layers[1].post_attention_layernorm.weight.grad *= 1.01
+        return out
+
+    monkeypatch.setattr(TreeEngine, "step", spoil)
+    report = verify(model, branching())
+    assert report.worst_parameter.name == "model.layers.1.post_attention_layernorm.weight"
+    assert any("post_attention_layernorm" in line for line in report.failures)
+    with pytest.raises(VerificationError, match=r"layers\.1\.post_attention_layernorm"):
+        report.raise_if_failed()
+
+
+def test_not_a_number_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    step = TreeEngine.step
+
+    def spoil(self: TreeEngine, *args: object) -> object:
+        out = step(self, *args)
+        model.lm_head.weight.grad[0, 0] = torch.nan
+        return out
+
+    monkeypatch.setattr(TreeEngine, "step", spoil)
+    report = verify(model, branching())
+    assert report.worst_parameter.name == "lm_head.weight"
+    assert not report.passed
+
+
+def test_the_model_is_left_as_it_was_found() -> None:
+    model = tiny_llama().train()
+    model.model.layers[0].eval()
+    gradient = torch.ones_like(model.lm_head.weight)
+    model.lm_head.weight.grad = gradient
+    state = torch.get_rng_state()
+    verify(model, branching())
+    assert model.lm_head.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(gradient))
+    assert model.model.norm.weight.grad is None
+    assert model.training
+    assert not model.model.layers[0].training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_report_is_json_and_text() -> None:
+    report = verify(tiny_llama(), branching(), max_tokens=20)
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["passed"] is True
+    assert values["parameters"][0]["name"] == values["worst_parameter"] == report.worst_parameter.name
+    assert report.worst_parameter.name in report.describe()
+
+
+def test_a_tolerance_replaces_the_float32_copy() -> None:
+    report = verify(tiny_llama(torch.bfloat16), branching(), tolerance=0.5)
+    assert report.reference == "flat training"
+    assert report.limits["gradient"] == 0.5
+    with pytest.raises(ConfigError, match="tolerance"):
+        verify(tiny_llama(), branching(), tolerance=0.0)
+
+
+def test_flat_weights_by_hand() -> None:
+    items = [Trajectory([1, 2, 3], [0, 1, 1]), Trajectory([1, 2, 4], [0, 1, 2]), Trajectory([1, 2, 5], [0, 0, 1])]
+    once = flat_weights(items, SFT(weighting="once"))
+    assert [weight.tolist() for weight in once] == [[0, 0.1, 0.2], [0, 0.1, 0.4], [0, 0, 0.2]]
+    mean = flat_weights(items, SFT(normalization="trajectory_mean"))
+    np.testing.assert_allclose(np.concatenate(mean), np.array([0, 1 / 2, 1 / 2, 0, 1 / 3, 2 / 3, 0, 0, 1]) / 3)
+    rows = [Trajectory([1, 2, 3], rollout=1), Trajectory([1, 2, 4], rollout=1), Trajectory([1, 2, 5], rollout=2)]
+    by_rollout = flat_weights(rows, SFT(normalization="rollout_mean", weighting="per_rollout"))
+    np.testing.assert_allclose(by_rollout, np.array([[0, 0.5, 1], [0, 0.5, 1], [0, 1.5, 1.5]]) / 6)
+
+
+def with_streams(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Every stream, random, so that branches through one token disagree."""
+    rng = np.random.default_rng(3)
+    items = []
+    for item in trajectories:
+        length = len(item)
+        teacher = np.log(rng.dirichlet(np.ones(3), length)[:, :2])
+        items.append(
+            replace(
+                item,
+                advantages=rng.normal(size=length),
+                old_logprobs=-rng.exponential(size=length),
+                ref_logprobs=-rng.exponential(size=length),
+                sampler_logprobs=-rng.exponential(size=length),
+                teacher_ids=np.stack([rng.permutation(97)[:2] for _ in range(length)]),
+                teacher_logprobs=teacher,
+            )
+        )
+    return items
+
+
+def pairwise(logprobs: list[torch.Tensor]) -> torch.Tensor:
+    sums = torch.stack([each.sum() for each in logprobs])
+    return -torch.nn.functional.logsigmoid(0.1 * (sums[0] - sums[1:])).sum()
+
+
+EVERYTHING = {"beta": 0.1, "entropy_coefficient": 0.2}
+OBJECTIVES = [
+    objectives.GRPO(**EVERYTHING, weighting="once"),
+    objectives.GRPO(sampler_correction="mask", sampler_level="sequence", sampler_min=0.1),
+    objectives.GSPO(**EVERYTHING, clip_low=0.5, clip_high=0.5),
+    objectives.CISPO(weighting="per_rollout"),
+    objectives.Distillation(weighting="once", normalization="rollout_mean"),
+    objectives.Distillation(tail="ignore"),
+    pairwise,
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda each: type(each).__name__)
+def test_other_objectives_pass(objective) -> None:
+    for max_tokens in (None, 10):
+        report = verify(tiny_llama(), with_streams(branching()), max_tokens, objective=objective)
+        assert report.passed, report.describe()
+        assert report.gradient_norm > 1e-3
+
+
+@pytest.mark.parametrize("objective", [objectives.GRPO(), objectives.GSPO(clip_low=9, clip_high=9)])
+def test_advantages_of_another_branch_fail(objective, monkeypatch: pytest.MonkeyPatch) -> None:
+    def terms(forest: Forest) -> Terms:
+        found = type(objective).terms(objective, forest)
+        if forest.num_tokens == forest.num_flat_tokens:  # the flat side
+            return found
+        return replace(found, streams={**found.streams, "advantages": found.streams["advantages"][::-1].copy()})
+
+    wrong = SimpleNamespace(**{name: getattr(objective, name) for name in dir(objective) if not name.startswith("__")})
+    wrong.terms = terms
+    assert not verify(tiny_llama(), with_streams(branching()), objective=wrong).passed
+
+
+def test_a_loss_that_cancels_is_held_to_its_terms() -> None:
+    items = [Trajectory([1, 2, 3, 4], advantages=1.0), Trajectory([1, 2, 5, 6], advantages=-1.0)]
+    report = verify(tiny_llama(), items, objective=objectives.REINFORCE())
+    assert report.passed, report.describe()
+    report = verify(tiny_llama(), items, objective=objectives.GRPO())  # its ratios are 1: the loss is 0
+    assert abs(report.loss_flat) < 1e-7
+    assert report.passed, report.describe()
+
+
+def test_an_objective_without_a_flat_form_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give an objective"):
+        verify(tiny_llama(), branching(), objective=7)
+    overlapping = [replace(item, rollout=1) for item in with_streams(branching())]
+    with pytest.raises(ConfigError, match="two rows of one rollout"):
+        verify(tiny_llama(), overlapping, objective=objectives.GSPO())
