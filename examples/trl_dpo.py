@@ -17,7 +17,7 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
 import treewise
-from treewise.integrations import Sharing
+from treewise.integrations.trl import Sharing
 
 DATA = Path(__file__).parent / "data" / "searches.jsonl.gz"
 LIKELY, HOPELESS = 20.0, 0.01  # values that the search gave to a move

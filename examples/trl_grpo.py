@@ -15,7 +15,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 import treewise
-from treewise.integrations import Sharing
+from treewise.integrations.trl import Sharing
 
 EXAMPLES = [(3, 4), (12, 5), (20, 31), (7, 9)]
 

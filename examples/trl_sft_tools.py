@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 import treewise
-from treewise.integrations import Sharing
+from treewise.integrations.trl import Sharing
 
 DATA = Path(__file__).parent / "data" / "toolbench.jsonl.gz"
 # ChatML with tools and tool calls; `generation` marks what is trained.

@@ -72,6 +72,6 @@ def test_type_checkers_see_every_lazy_name():
 
 def test_type_checkers_see_the_fields_of_a_trajectory():
     """Its constructor is declared once more, with the wider types that it takes."""
-    tree = ast.parse((ROOT / "src" / "treewise" / "trajectory.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "src" / "treewise" / "tree" / "trajectory.py").read_text(encoding="utf-8"))
     (declared,) = (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == "__init__")
     assert [each.arg for each in declared.args.args[1:]] == [each.name for each in fields(treewise.Trajectory)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.commands import call, save_tiny_model
+from cli.helpers import call, save_tiny_model
 from report.analysis.test_run_log import HISTORY, write_run
 from report.rows import HOSTILE
 from treewise.errors import ConfigError

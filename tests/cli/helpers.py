@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 def call(command: str, *arguments: object) -> int:
     """The exit code of `treewise COMMAND ARGUMENTS`."""
-    module = import_module(f"treewise.cli.{command}")
+    module = import_module(f"treewise.cli.commands.{command}")
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     return module.run(parser.parse_args([str(argument) for argument in arguments]))
