@@ -1,9 +1,9 @@
-"""A GPU that is not there: tensors that say `cuda` and are computed on the CPU, and a list of what would wait.
+"""A GPU that is not there: tensors marked `cuda` and are computed on the CPU, and a list of what would wait.
 
 Inside `PretendCuda` whatever is asked for on `cuda` is made on the CPU and marked; marks follow the storage of a tensor
 and the operations on it. So code for a GPU runs whole, with real values, and two mistakes show: operations on tensors
 of both devices (`RuntimeError`, as CUDA raises it), and places where the host waits for the device, which are noted in
-`waits` with the place in the code. What kernels do inside, and how they are timed, is not seen.
+`waits` with the location in the code. What kernels do inside, and how they are timed, is not seen.
 
 torch's own fake tensors cannot do this: without a CUDA build, autograd ends the process at the first of them.
 """
@@ -12,6 +12,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,9 @@ INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_
 
 
 class PretendCuda(TorchFunctionMode):
-    """Makes and follows tensors that say they are on `cuda:0`.
+    """Makes and follows tensors marked as on `cuda:0`.
 
-    waits: how often the host waited, by (what, place): `read` of a result, a blocking copy `to the device`.
+    waits: how often the host waited, by (what, location): `read` of a result, a blocking copy `to the device`.
     """
 
     def __init__(self) -> None:
@@ -72,13 +74,13 @@ class PretendCuda(TorchFunctionMode):
         return "cpu" if found is None else found[1]
 
     def mark(self, tensor: torch.Tensor, device: str) -> None:
-        """Says where a tensor is."""
+        """Records the device of a tensor: `cuda`, `cpu` or `any`."""
         storage = _storage(tensor)
         self._marks[storage._cdata] = StorageWeakRef(storage), device
 
     def wait(self, what: str) -> None:
         """Notes that the host waits, and where."""
-        self.waits[what, _place()] += 1
+        self.waits[what, _location()] += 1
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it on the host, for code beneath the functions, where `.device` is the real one."""
@@ -245,7 +247,7 @@ class _Operations(TorchDispatchMode):
             if {to, source} == {"cuda", "cpu"} and not (len(args) > 2 and args[2]):
                 outer.wait("to the device" if to == "cuda" else "read")
         elif "cpu" in where and name not in CROSSING:
-            raise RuntimeError(f"{MIXED} ({name}, at {_place()})")
+            raise RuntimeError(f"{MIXED} ({name}, at {_location()})")
 
     def _mark(self, name: str, args: Any, found: Any, given: list[torch.Tensor], is_cuda: bool) -> None:
         outer = self.outer
@@ -283,22 +285,28 @@ def _on_cpu(value: Any) -> Any:
     return CPU if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
 
 
-def _place() -> str:
-    """The innermost function of a library that runs now, as `treewise/walk.py: _rows`; torch and tests aside."""
+def _location() -> str:
+    """The innermost function of a library that runs now, as `treewise.engine: totals`; torch and tests aside."""
     frame = sys._getframe(1)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        for library in ("treewise", "transformers", "trl", "peft", "accelerate"):
-            if library in path.parts[:-1]:
-                at = len(path.parts) - 1 - path.parts[::-1].index(library)
-                return f"{'/'.join(path.parts[at:])}: {frame.f_code.co_name}"
+        for library, folder in _libraries().items():
+            if frame.f_code.co_filename.startswith(folder):
+                package = ".".join([library, *Path(frame.f_code.co_filename[len(folder) :]).parts[:-1]])
+                return f"{package}: {frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
 
 
+@cache
+def _libraries() -> dict[str, str]:
+    """Folders of installed libraries, with a slash at the end; a clone of ours may have any name."""
+    specs = {name: find_spec(name) for name in ("treewise", "transformers", "trl", "peft", "accelerate")}
+    return {name: f"{Path(spec.origin).parent}/" for name, spec in specs.items() if spec and spec.origin}
+
+
 @contextmanager
 def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
-    """A GPU as `PretendCuda` has it, with what torch.cuda says of one; FlexAttention runs uncompiled."""
+    """A GPU as `PretendCuda` has it, with the answers of torch.cuda for one; FlexAttention runs uncompiled."""
     from treewise.nn.attention import flex, mask_audit
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -12,10 +12,10 @@ from treewise import GRPO, GSPO, SFT, Distillation, Forest, Trajectory, TreeEngi
 from treewise.nn.device import to_device
 
 # Where the host reads a result: the loss and the metrics, once, when all is computed.
-LOSS = ("read", "treewise/scoring.py: totals")
+LOSS = ("read", "treewise.engine: totals")
 ROUTERS = {
-    ("read", "treewise/outputs.py: output_of"),
-    ("read", "treewise/routing.py: report"),
+    ("read", "treewise.engine: output_of"),
+    ("read", "treewise.nn: report"),
 }
 TOLERANCE = 5e-6
 
@@ -55,7 +55,9 @@ def waits_of(pretend: PretendCuda, call) -> dict[tuple[str, str], int]:
     """Where the library waits during a call; what models and this test do by themselves aside."""
     pretend.waits.clear()
     call()
-    return {(what, place): count for (what, place), count in pretend.waits.items() if place.startswith("treewise")}
+    return {
+        (what, location): count for (what, location), count in pretend.waits.items() if location.startswith("treewise")
+    }
 
 
 # -- the pretence itself ----------------------------------------------------------------------------------------------
@@ -101,6 +103,14 @@ def test_waits_are_noted(pretend: PretendCuda, wait) -> None:
     pretend.waits.clear()
     wait(there)
     assert sum(pretend.waits.values()) == 1
+
+
+def test_a_folder_that_is_named_like_the_library_is_not_the_library(pretend: PretendCuda) -> None:
+    """`git clone` makes a folder called treewise, in which tests run."""
+    there = torch.ones(3, device="cuda")
+    pretend.waits.clear()
+    exec(compile("there.tolist()", "/home/me/treewise/tests/test_any.py", "exec"), {"there": there})
+    assert pretend.waits == {("read", "elsewhere"): 1}
 
 
 def test_what_a_backward_does_is_seen(pretend: PretendCuda) -> None:
@@ -189,10 +199,10 @@ def test_of_any_function_of_logprobs(pretend: PretendCuda, rollouts: list[Trajec
     def loss(logprobs: list[torch.Tensor]) -> torch.Tensor:
         return -torch.stack([each.sum() for each in logprobs]).mean()
 
-    assert waits_of(pretend, lambda: engine.step(forest, loss)) == {("read", "treewise/engine.py: _step_any_loss"): 1}
+    assert waits_of(pretend, lambda: engine.step(forest, loss)) == {("read", "treewise.engine: _step_any_loss"): 1}
     assert waits_of(pretend, lambda: sum(each.sum() for each in engine.hidden_states(forest)).backward()) == {}
     scored = waits_of(pretend, lambda: engine.scored(rollouts))
-    assert scored == {("read", "treewise/engine.py: scored"): 1}
+    assert scored == {("read", "treewise.engine: scored"): 1}
 
 
 @pytest.mark.filterwarnings("default")

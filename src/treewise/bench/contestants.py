@@ -18,11 +18,11 @@ from torch import nn
 
 from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajectories
 from treewise.bench.trl_rows import TrlRows, packing_module
-from treewise.engine.calibration import free_bytes
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, OutOfMemoryError, TreewiseError
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.row_blocks import plan_blocks
+from treewise.nn.device import free_bytes
 from treewise.nn.flops import flop_model
 from treewise.nn.model import ModelParts, take_apart
 from treewise.nn.recurrent import kinds_of

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from treewise.bench.process_memory import limited_to_free, peak_bytes
-from treewise.engine.calibration import is_out_of_memory
+from treewise.nn.device import is_out_of_memory, synchronized_clock
+from treewise.nn.gradients import zero_gradients
 
 Gradients = dict[str, torch.Tensor]
 Contestants = dict[str, Callable[[], float]]
@@ -47,7 +48,7 @@ def measure(
     """
     started = time.perf_counter()
     found = {name: Measured() for name in contestants}
-    _clear(model)
+    zero_gradients(model)
     with limited_to_free(_device(model)):
         for name, step in contestants.items():
             reference = _warm_up(model, step, found[name], reference)
@@ -56,16 +57,16 @@ def measure(
                 break
             for name, step in contestants.items():
                 if found[name].skipped is None:
-                    _clear(model)
+                    zero_gradients(model)
                     _unless_out_of_memory(partial(_time, step, found[name], _device(model)), found[name])
-    _clear(model)
+    zero_gradients(model)
     return found
 
 
 def _warm_up(
     model: nn.Module, step: Callable[[], float], out: Measured, reference: Gradients | None
 ) -> Gradients | None:
-    _clear(model)
+    zero_gradients(model)
     _hand_back()  # what the contestant before left in pieces
     before = peak_bytes(_device(model), reset=True)
 
@@ -98,11 +99,9 @@ def _unless_out_of_memory(run: Callable[[], object], out: Measured) -> None:
 
 def _time(step: Callable[[], float], out: Measured, device: torch.device) -> None:
     gc.collect()
-    _synchronize(device)
-    started = time.perf_counter()
+    started = synchronized_clock(device)
     step()
-    _synchronize(device)
-    out.seconds.append(time.perf_counter() - started)
+    out.seconds.append(synchronized_clock(device) - started)
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -133,15 +132,6 @@ def gradient_error(model: nn.Module, reference: Gradients) -> float:
     return float((difference / norm) ** 0.5)
 
 
-def _clear(model: nn.Module) -> None:
-    """Zeros that are really in memory, so that no contestant is the one to make them."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.zero_()
-
-
 # -- devices ---------------------------------------------------------------------------------------------------------
 
 
@@ -150,11 +140,6 @@ def _hand_back() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _device(model: nn.Module) -> torch.device:

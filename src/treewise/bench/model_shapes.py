@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.engine.calibration import free_bytes
 from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.nn.device import free_bytes
 
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
 _DELTA_NET = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from treewise.engine.calibration import free_bytes
+from treewise.nn.device import free_bytes
 
 # Of the memory that is free, what may be taken. Past the end the kernel of Linux ends a process without a word.
 USABLE_SHARE = 0.9

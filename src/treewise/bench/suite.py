@@ -14,8 +14,8 @@ from treewise.bench.measure import Gradients, Measured, gradients, measure, spre
 from treewise.bench.record import is_ours
 from treewise.bench.varlen import kernel
 from treewise.bench.workloads import Workload
-from treewise.engine.calibration import free_bytes, is_out_of_memory
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
+from treewise.nn.device import free_bytes, is_out_of_memory
 from treewise.nn.flops import flop_model
 from treewise.tree.forest import Forest
 

@@ -11,7 +11,6 @@ Measured prices are never the same twice, so two runs with them place differentl
 
 import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
@@ -23,6 +22,7 @@ from treewise.distributed import ranks
 from treewise.distributed.placement import CostFit, CostModel, Work, place, share_of, work_of
 from treewise.distributed.placement.cost_model import ODD_RATIO
 from treewise.distributed.prefetch import made_ahead
+from treewise.nn.device import synchronized_clock
 from treewise.nn.flops import FlopModel
 from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest
@@ -106,11 +106,9 @@ class Placing:
         """Measures the computation of a batch, of which this rank runs `plan` (None: nothing). All ranks call this for
         every batch, so their measurements line up.
         """
-        _settle(device)
-        started = time.perf_counter()
+        started = synchronized_clock(device)
         yield
-        _settle(device)
-        self.add(NOTHING if plan is None else work_of(plan), time.perf_counter() - started)
+        self.add(NOTHING if plan is None else work_of(plan), synchronized_clock(device) - started)
 
     def add(self, work: Work, seconds: float) -> None:
         """One batch of this rank."""
@@ -201,9 +199,3 @@ def _followed(prior: CostModel, prices: CostModel, batches: Sequence[tuple[list[
 def _error(prices: CostModel, batches: Sequence[tuple[list[Work], float]]) -> float:
     ratios = (max(map(prices.seconds, works)) / seconds for works, seconds in batches)
     return sum(math.log1p(((ratio - 1) / ODD_RATIO) ** 2) for ratio in ratios)
-
-
-def _settle(device: torch.device) -> None:
-    """Waits until a device has done what it was given, so that a clock tells its time."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

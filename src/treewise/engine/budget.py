@@ -6,22 +6,18 @@ dropped, those of earlier calls are kept.
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 from torch import nn
 
-from treewise.engine.calibration import (
-    choose_budget,
-    free_bytes,
-    is_out_of_memory,
-    measure_token_bytes,
-    missing_gradient_bytes,
-)
+from treewise.engine.calibration import choose_budget, measure_token_bytes, missing_gradient_bytes
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention import Gateway, TreeContext, TreeMask
+from treewise.nn.device import free_bytes, is_out_of_memory
+from treewise.nn.gradients import clear_gradients, gradients_restored, gradients_set_aside
 from treewise.nn.model import ModelParts, decoder_rows
 from treewise.nn.recurrent import TreeRows, kinds_of
 from treewise.planning.layout import lay_out
@@ -77,7 +73,7 @@ class Budget:
             OutOfMemoryError: at a budget of one token, or with gradients of earlier calls that could not be kept apart.
         """
         is_clean = all(each.grad is None for each in model.parameters())
-        with gradients_set_aside(model, only_if=self.setting == AUTO):
+        with gradients_set_aside(model) if self.setting == AUTO else nullcontext():
             while True:
                 try:
                     step()
@@ -87,8 +83,7 @@ class Budget:
                         raise
                     reason = str(error).splitlines()[0]
                 self.shrink(num_tokens, can_retry=is_clean or self.setting == AUTO, reason=reason)
-                for parameter in model.parameters():
-                    parameter.grad = None
+                clear_gradients(model.parameters())
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
@@ -130,36 +125,3 @@ def state_bytes(parts: ModelParts) -> int:
     context = TreeContext(TreeMask.from_layout(layout), "reference", writes=gateway, rows=TreeRows(run, 0, layout))
     decoder_rows(parts, layout.token_ids, layout.depth, context)
     return sum(each.numel() * (each.element_size() + max(4, each.element_size())) for each in gateway.states.values())
-
-
-@contextmanager
-def gradients_set_aside(model: nn.Module, only_if: bool = True) -> Iterator[None]:
-    """Lets new gradients be made from nothing; afterwards adds the old ones, or on failure keeps only those."""
-    if not only_if:
-        yield
-        return
-    before = [(each, each.grad) for each in model.parameters()]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield
-    except BaseException:
-        for parameter, grad in before:
-            parameter.grad = grad
-        raise
-    for parameter, grad in before:
-        if grad is not None:
-            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
-
-
-@contextmanager
-def gradients_restored(model: nn.Module) -> Iterator[None]:
-    """Gradients as they were before, whatever happens inside."""
-    before = [(each, each.grad) for each in model.parameters()]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, grad in before:
-            parameter.grad = grad

@@ -7,10 +7,8 @@ checkpointing one layer at a time is made again in the backward, and is counted 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 # Of the free memory, what activations may take; the rest is for gradients in flight, kernels' workspace and fragments.
@@ -52,26 +50,10 @@ def choose_budget(token_bytes: TokenBytes, free: int, device_type: str, gateway_
     return max(budget, MIN_TOKENS)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on a device, what the caching allocator holds included."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + cached)
-    return min(psutil.virtual_memory().available, _cgroup_room())
-
-
 def missing_gradient_bytes(parameters: Any) -> int:
     """Bytes that gradients will take once they exist."""
     wanted = (each for each in parameters if each.requires_grad and each.grad is None)
     return sum(each.numel() * each.element_size() for each in wanted)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation failed, on any device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _kept_bytes(run: Callable[[int], None], num_tokens: int, num_layers: int) -> float:
@@ -94,14 +76,3 @@ def _kept_bytes(run: Callable[[int], None], num_tokens: int, num_layers: int) ->
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         run(num_tokens)
     return sum(seen.values()) + sum(again.values()) / max(1, num_layers)
-
-
-def _cgroup_room() -> int:
-    """What the container's limit leaves; without a limit, a number beyond any machine."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-    except (OSError, ValueError):
-        return 2**62
-    return 2**62 if limit == "max" else max(0, int(limit) - used)

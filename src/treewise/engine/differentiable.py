@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from treewise.engine.walk import Autocast, Walk
+from treewise.engine.walk import Walk
 from treewise.errors import ConfigError
-from treewise.nn.device import to_device
+from treewise.nn.device import Autocast, to_device
 from treewise.nn.lm_head import CONSTANT
 
 # What a micro-batch hands out: the numbers of its entries ([E]), and by name their values ([E, ...]).

@@ -4,9 +4,8 @@ A walk is blind to the loss: a callback maps the hidden rows of a micro-batch to
 loss of its own. Gradients are added into the parameters' `.grad` by autograd.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 
 import numpy as np
@@ -22,24 +21,6 @@ from treewise.planning.layout import Edges, Layout, edges_of, lay_out
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Plan
 
 LossOf = Callable[[int, torch.Tensor], torch.Tensor | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Autocast:
-    """The autocast state of the caller, so that a backward which runs later computes as the forward did."""
-
-    device_type: str
-    dtype: torch.dtype
-    is_enabled: bool
-
-    @classmethod
-    def now(cls, device_type: str) -> "Autocast":
-        return cls(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.is_enabled):
-            yield
 
 
 class Walk:

@@ -1,19 +1,82 @@
-"""Arrays of the host as tensors of a device, without the host waiting for the device.
+"""What depends on the device at hand: copies to it, free memory, a clock, the autocast state."""
 
-A plain copy from ordinary memory to a GPU waits until everything that was queued before it has run. From pinned memory
-it is queued like a kernel, so the host lays out the next micro-batch while the device still computes this one.
-"""
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
+
+_NO_LIMIT = 2**62
 
 
 def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The array as a tensor of the device, in its own dtype where none is given.
 
-    On CUDA the copy is queued. torch's cache of pinned memory keeps the source until it is done.
+    A plain copy from ordinary memory to a GPU waits until everything queued before it has run. From pinned memory it is
+    queued like a kernel, so the host lays out the next micro-batch while the device still computes this one; torch's
+    cache of pinned memory keeps the source until the copy is done.
     """
     tensor = torch.as_tensor(array, dtype=dtype, device="cpu")  # whatever the default device
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device, unused blocks of the caching allocator included.
+
+    On the CPU: available memory, or what the limit of the container (cgroup v2) leaves if that is less.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + cached)
+    return min(psutil.virtual_memory().available, _cgroup_room())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that an allocation failed, on any device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def synchronized_clock(device: torch.device) -> float:
+    """`time.perf_counter()` once the device has finished all queued work. Seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The caller's autocast state, kept so that a backward that runs later computes in the dtypes of the forward."""
+
+    device_type: str
+    dtype: torch.dtype
+    is_enabled: bool
+
+    @classmethod
+    def now(cls, device_type: str) -> "Autocast":
+        """The state of the current thread."""
+        return cls(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The kept state inside."""
+        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.is_enabled):
+            yield
+
+
+def _cgroup_room() -> int:
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+    except (OSError, ValueError):
+        return _NO_LIMIT
+    return _NO_LIMIT if limit == "max" else max(0, int(limit) - used)

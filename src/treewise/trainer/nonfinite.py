@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from treewise.errors import NonFiniteError
 from treewise.tree.forest import STREAM_NAMES, Forest
@@ -69,12 +68,6 @@ class Faults:
                 trees = ", ".join(sources(forests)) or "unnamed trees"
                 logger.warning("step %d: gradient norm %.3g, the median before is %.3g: %s", step, norm, median, trees)
         self._norms.append(norm)
-
-
-def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """What makes an optimizer leave parameters and its own state as they are."""
-    for parameter in parameters:
-        parameter.grad = None
 
 
 def sources(forests: Iterable[Forest], limit: int = 5) -> list[str]:

@@ -17,14 +17,15 @@ from treewise.distributed import ranks
 from treewise.distributed.fsdp import Ends, ShardedModel, ShardSettings, gradient_norm, shard
 from treewise.distributed.signals import StopSignals
 from treewise.engine.budget import AUTO
-from treewise.engine.calibration import is_out_of_memory
 from treewise.engine.engine import TreeEngine
 from treewise.errors import OutOfMemoryError
+from treewise.nn.device import is_out_of_memory
+from treewise.nn.gradients import clear_gradients
 from treewise.objectives import SFT
 from treewise.trainer.data_loader import TreeLoader, forest_of
 from treewise.trainer.feeding import FeedingTrainer
 from treewise.trainer.metrics import MetricMeans
-from treewise.trainer.nonfinite import Faults, drop_gradients, unsound
+from treewise.trainer.nonfinite import Faults, unsound
 from treewise.tree.forest import Forest
 
 
@@ -181,7 +182,7 @@ class ComputingTrainer(FeedingTrainer):
         suspects = self._suspects() if num_faulty and self.args.world_size == 1 and self._ends is None else []
         step = self.state.global_step + 1
         if not self._faults.judge(step, float(norm), not num_faulty, self._forests, suspects):
-            drop_gradients(self.model.parameters())
+            clear_gradients(self.model.parameters())
         return norm
 
     def _clip_grad_norm(self, model: torch.nn.Module, max_norm: float | None = None) -> Any:

@@ -24,13 +24,14 @@ from treewise.distributed.signals import StepAbandoned, StopSignals
 from treewise.distributed.watchdog import RankWatch
 from treewise.errors import ConfigError, StoppedError
 from treewise.nn.flops import flop_model
+from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents
 from treewise.trainer.checkpoint import store as seals
 from treewise.trainer.checkpoint.manager import KeepingTrainer
 from treewise.trainer.metrics import MetricMeans
-from treewise.trainer.nonfinite import Faults, drop_gradients
+from treewise.trainer.nonfinite import Faults
 from treewise.trainer.run_lock import RunLock
 from treewise.trainer.run_summary import describe, num_optimizer_steps
 from treewise.trainer.throughput import Throughput
@@ -150,7 +151,7 @@ class TreeTrainer(KeepingTrainer):
             try:
                 result = super().train(resume_from, trial, ignore_keys_for_eval)
             except StepAbandoned:
-                drop_gradients(self.model.parameters())
+                clear_gradients(self.model.parameters())
                 if self.state.global_step > max(self._saved_step, self._resumed_step):
                     self._save_checkpoint(self.model_wrapped, trial)
             else:

@@ -15,7 +15,6 @@ Letters: L tokens of one trajectory.
 
 import copy
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from treewise.engine.calibration import free_bytes
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
+from treewise.nn.device import free_bytes, synchronized_clock
 from treewise.nn.flops import flop_model
+from treewise.nn.gradients import gradients_restored, take_gradients, zero_gradients
 from treewise.objectives import SFT, Objective
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -76,6 +76,8 @@ def verify(
     items = list(trajectories)
     if tolerance is not None and not tolerance > 0:
         raise ConfigError(f"tolerance is {tolerance}; give a positive relative error, or None.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"{type(model).__name__} has no trained parameter; nothing to compare.")
     objective = SFT() if objective is None else objective
     forest = Forest.from_trajectories(items)
     loss = FlatLoss(items, objective)
@@ -140,16 +142,18 @@ def _run_flat(model: nn.Module, loss: FlatLoss) -> _Run:
     """Every trajectory alone, by the model's own forward."""
     device = _device(model)
     loss.warm_up(model, device)
-    _clear_gradients(model)
-    started = _now(device)
+    zero_gradients(model)
+    started = synchronized_clock(device)
     found = loss.run(model, device)
-    seconds = _now(device) - started
-    return _Run(found.loss, found.size, found.logprobs, _take_gradients(model), seconds)
+    seconds = synchronized_clock(device) - started
+    return _Run(found.loss, found.size, found.logprobs, take_gradients(model), seconds)
 
 
 def _run_wide_copy(model: nn.Module, loss: FlatLoss) -> _Run:
     """The flat side of a float32 copy."""
-    needed = 4 * (sum(p.numel() for p in model.parameters()) + sum(p.numel() for p in _trained(model).values()))
+    needed = 4 * (
+        sum(p.numel() for p in model.parameters()) + sum(p.numel() for p in model.parameters() if p.requires_grad)
+    )
     free = free_bytes(_device(model))
     if needed > free:
         raise ConfigError(
@@ -165,12 +169,12 @@ def _run_tree(engine: TreeEngine, model: nn.Module, forest: Forest, objective: O
     device = _device(model)
     with torch.no_grad():
         logprobs = [each.double().cpu() for each in engine.logprobs(forest)]
-    _clear_gradients(model)
-    started = _now(device)
+    zero_gradients(model)
+    started = synchronized_clock(device)
     out = engine.step(forest, objective)
-    seconds = _now(device) - started
+    seconds = synchronized_clock(device) - started
     loss = float(out.loss)
-    return _Run(loss, abs(loss), logprobs, _take_gradients(model), seconds, int(out.num_computed_tokens))
+    return _Run(loss, abs(loss), logprobs, take_gradients(model), seconds, int(out.num_computed_tokens))
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------
@@ -238,40 +242,14 @@ def _ratio(error: float, norm: float) -> float:
 def _as_found(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; modes, gradients and random generators as they were afterwards."""
     modes = {module: module.training for module in model.modules()}
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
     devices = [_device(model)] if _device(model).type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), gradients_restored(model):
         try:
             model.eval()
-            for parameter in gradients:
-                parameter.grad = None
             yield
         finally:
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
             for module, mode in modes.items():
                 module.training = mode
-
-
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not found:
-        raise ConfigError(f"{type(model).__name__} has no trained parameter; nothing to compare.")
-    return found
-
-
-def _clear_gradients(model: nn.Module) -> None:
-    """Zeros that are really in memory, so that neither side is timed while the system hands out pages."""
-    for parameter in _trained(model).values():
-        parameter.grad = torch.empty_like(parameter).zero_()
-
-
-def _take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    taken = {}
-    for name, parameter in _trained(model).items():
-        assert parameter.grad is not None
-        taken[name], parameter.grad = parameter.grad, None
-    return taken
 
 
 def _lowest_dtype(model: nn.Module) -> torch.dtype:
@@ -285,9 +263,3 @@ def _lowest_dtype(model: nn.Module) -> torch.dtype:
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

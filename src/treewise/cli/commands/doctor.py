@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import treewise
 from treewise.cli.devices import chosen_device
-from treewise.engine.calibration import free_bytes
 from treewise.engine.engine import TreeEngine
 from treewise.nn.attention.cascade import kernel_takes_groups
+from treewise.nn.device import free_bytes
 from treewise.nn.support_table import CapabilityTable
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

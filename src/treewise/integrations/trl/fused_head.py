@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from treewise.engine.walk import Autocast
 from treewise.errors import UnsupportedModelError
+from treewise.nn.device import Autocast
 
 # Fields of TRL's output that are not one value per label made from hidden rows.
 _NOT_PER_LABEL = ("loss", "label_mask", "aux_loss")

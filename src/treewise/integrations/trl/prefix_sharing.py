@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.engine.calibration import is_out_of_memory
 from treewise.engine.differentiable import Part, Read, gather
 from treewise.engine.engine import TreeEngine
 from treewise.engine.routed import gather_routed
@@ -26,7 +25,7 @@ from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.integrations.trl.batch_forest import IGNORED, NotShareable, Rows
 from treewise.integrations.trl.call import num_ranks, rows_of_call
 from treewise.integrations.trl.fused_head import Fields, FusedHead, has_fused_head
-from treewise.nn.device import to_device
+from treewise.nn.device import is_out_of_memory, to_device
 from treewise.nn.model import refuse_dropout
 from treewise.nn.router_loss import Routing, RoutingRule, rule_of
 from treewise.planning.planner import Plan

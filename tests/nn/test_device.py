@@ -1,0 +1,58 @@
+"""Copies, free memory, out-of-memory errors, the clock and autocast, on the CPU and on a pretended GPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from treewise.nn import device
+from treewise.nn.device import Autocast, free_bytes, is_out_of_memory, synchronized_clock, to_device
+
+CPU = torch.device("cpu")
+
+
+def test_arrays_keep_their_dtype_unless_another_is_given() -> None:
+    assert to_device(np.arange(3, dtype=np.int32), CPU).dtype == torch.int32
+    assert to_device(np.arange(3, dtype=np.int32), CPU, torch.long).tolist() == [0, 1, 2]
+
+
+def test_a_container_limits_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < free_bytes(CPU) < 2**50
+    monkeypatch.setattr(device, "_cgroup_room", lambda: 1000)
+    assert free_bytes(CPU) == 1000
+
+
+def test_unused_blocks_of_the_caching_allocator_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
+    assert free_bytes(torch.device("cuda", 0)) == 130
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_errors_of_failed_allocations(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_the_clock_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    assert synchronized_clock(CPU) <= synchronized_clock(torch.device("cuda", 0))
+    assert waited == [torch.device("cuda", 0)]
+
+
+def test_autocast_is_kept_for_later() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        kept = Autocast.now("cpu")
+    one = torch.ones(2, 2)
+    with kept.again():
+        assert (one @ one).dtype == torch.bfloat16
+    assert (one @ one).dtype == torch.float32
