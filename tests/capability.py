@@ -19,13 +19,13 @@ import torch
 import transformers
 from torch import nn
 
-from families import causal_families, image_families, tiny_model
-from oracle import flat_sft, gradient_error, gradients_of
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import UnsupportedModelError
 from treewise.nn import recurrent
 from treewise.nn.attention import observed
 from treewise.nn.support_table import FILE, REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable, as_markdown
+from treewise.testing.families import causal_families, image_families, tiny_model
+from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
 WRONG, BROKEN = "wrong", "broken"
 # float32 sums in another order: 24 bits give 6e-8 per operation; most families differ by 1e-7 to 5e-7 here.

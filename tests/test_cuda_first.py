@@ -12,13 +12,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from families import tiny_model
-from nn.attention.test_flex import branching_mask, with_gradients
-from oracle import flat_sft, gradient_error, gradients_of
+from tests.nn.attention.test_flex import branching_mask, with_gradients
 from treewise import SFT, Forest, Trajectory, TreeEngine, TreeTrainer, TreeTrainingArguments
 from treewise.nn.attention.flex import flex_attention_tree
 from treewise.nn.attention.mask import LayerRule
 from treewise.nn.attention.reference import reference_attention
+from treewise.testing.families import tiny_model
+from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -285,7 +285,7 @@ def test_a_trainer_of_trl(tmp_path) -> None:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from integrations.trl.helpers import assert_same_training, model_for_trl, settings, tiny_tokenizer
+    from tests.integrations.trl.helpers import assert_same_training, model_for_trl, settings, tiny_tokenizer
 
     rng = np.random.default_rng(2)
     prompt = " ".join(f"w{number}" for number in rng.integers(0, 50, 40))

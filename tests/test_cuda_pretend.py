@@ -5,11 +5,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cuda_pretend import CUDA, PretendCuda, pretend_cuda
-from families import tiny_model
-from oracle import flat_sft, gradient_error, gradients_of
+from tests.cuda_pretend import CUDA, PretendCuda, pretend_cuda
 from treewise import GRPO, GSPO, SFT, Distillation, Forest, Trajectory, TreeEngine
 from treewise.nn.device import to_device
+from treewise.testing.families import tiny_model
+from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
 # Where the host reads a result: the loss and the metrics, once, when all is computed.
 LOSS = ("read", "treewise.engine: totals")

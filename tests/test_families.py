@@ -5,9 +5,9 @@ import re
 import pytest
 import transformers
 
-from capability import REFUSED, SUPPORTED, UNTRIED, examine
-from families import causal_families, image_families
+from tests.capability import REFUSED, SUPPORTED, UNTRIED, examine
 from treewise.nn.support_table import Capability, CapabilityTable, as_markdown
+from treewise.testing.families import causal_families, image_families
 
 TABLE = CapabilityTable.load()
 FAMILIES = [*causal_families(), *image_families()]

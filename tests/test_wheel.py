@@ -15,13 +15,11 @@ SMOKE = """
 import sys, treewise as tw
 assert tw.__file__.startswith(sys.argv[1]), tw.__file__
 assert "torch" not in sys.modules
-from transformers import LlamaConfig, LlamaForCausalLM
 from treewise.nn.support_table import CapabilityTable
 from treewise.cli.main import main
-model = LlamaForCausalLM(LlamaConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2))
 items = [tw.Trajectory([1, 2, 3, 4]), tw.Trajectory([1, 2, 5])]
-tw.verify(model, items, max_tokens=2).raise_if_failed()
+from treewise.testing import assert_equals_flat, tiny_model
+assert_equals_flat(tiny_model("qwen3"), items, max_tokens=[None, 2])
 assert CapabilityTable.load().rows
 open("rows.jsonl", "w").write('{"token_ids": [1, 2, 3]}\\n{"token_ids": [1, 2, 4]}\\n')
 assert main(["inspect", "rows.jsonl", "--html", "report.html"]) == 0
@@ -67,7 +65,7 @@ def test_the_sdist_holds_what_builds_tests_and_explains(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
     wanted = {"LICENSE", "README.md", "DESIGN.md", "CHANGELOG.md", "CITATION.cff", "Makefile", "mkdocs.yml"}
-    wanted |= {"pyproject.toml", "tests/oracle.py", "examples/demo.py", "examples/LICENSES.txt"}
+    wanted |= {"pyproject.toml", "tests/conftest.py", "examples/demo.py", "examples/LICENSES.txt"}
     wanted |= {"examples/data/searches.jsonl.gz", "benchmarks/common.py", "docs/figures/overview.svg"}
     assert (wanted | pages | {f"src/{name}" for name in sources()}) <= names
     assert not [name for name in names if name.startswith((".", "build/", "runs/")) and name != ".gitignore"]

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies import MAX_SEED, token_lists
 from treewise import ConfigError, DataError, Trajectory
 from treewise.advantages import (
     group_normalized,
@@ -21,6 +20,7 @@ from treewise.advantages import (
     turns_of,
     with_rollout_weights,
 )
+from treewise.testing.strategies import MAX_SEED, token_lists
 
 METHODS = {
     "group": group_normalized,

@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 
-from oracle import flat_sft
-from strategies import trajectories
 from treewise.bench import make, random_model, varlen
 from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, can_pack, merged_trajectories
@@ -17,6 +15,8 @@ from treewise.bench.varlen import varlen_attention
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
+from treewise.testing.oracle import flat_sft
+from treewise.testing.strategies import trajectories
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

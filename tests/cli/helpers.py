@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from treewise.testing import tiny_model
 
 
 def call(command: str, *arguments: object) -> int:
@@ -24,13 +24,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def save_tiny_model(folder: Path) -> Path:
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_model(
+        vocab_size=97, num_hidden_layers=2, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    ).save_pretrained(folder)
     return folder

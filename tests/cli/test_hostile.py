@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.helpers import save_tiny_model, write_rows
+from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.main import main
 
 GOOD = [

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import treewise as tw
-from families import tiny_model
 from treewise import errors
 from treewise.cli.config import read_config
 from treewise.data import load_trees
 from treewise.engine.budget import Budget
+from treewise.testing.families import tiny_model
 from treewise.trainer.checkpoint.json_values import to_plain
 from treewise.trainer.checkpoint.store import read_seal
 from treewise.trainer.nonfinite import Faults

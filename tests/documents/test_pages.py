@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 import treewise as tw
 from treewise.cli.main import main
+from treewise.testing import tiny_model
 
 STANDALONE = ("README.md", "concepts.md")
 TOKENIZER = Path(__file__).parents[1] / "data" / "fixtures" / "smollm2"
@@ -51,11 +52,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def at_hand(folder: Path) -> dict[str, object]:
     """The reader's own things: rollouts, a model with its tokenizer and a run in the folder, the rest by name."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(config)
+    model = tiny_model(vocab_size=49152, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
     model.save_pretrained(folder / "my-model")
     for path in TOKENIZER.iterdir():
         content = path.read_bytes()

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from families import tiny_model
-from oracle import flat_sft, gradient_error, gradients_of
 from treewise import ConfigError, Forest, OutOfMemoryError, Trajectory, TreeEngine
 from treewise.engine import walk
 from treewise.engine.calibration import MAX_TOKENS, MIN_TOKENS, TokenBytes, choose_budget, measure_token_bytes
+from treewise.testing.families import tiny_model
+from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
 TOLERANCE = 5e-6
 

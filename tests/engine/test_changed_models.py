@@ -6,10 +6,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from families import tiny_model
-from oracle import flat_sft, gradient_error, gradients_of
 from treewise import Distillation, Forest, Trajectory, TreeEngine
 from treewise.errors import ConfigError, DataError
+from treewise.testing.families import tiny_model
+from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
 TOLERANCE = 5e-6
 ROLLOUTS = [Trajectory([3, 4, 5, 6, 7, 8]), Trajectory([3, 4, 5, 9, 10]), Trajectory([3, 4, 11, 12, 13, 14, 15])]

@@ -6,13 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from families import tiny_model
-from oracle import gradient_error, gradients_of
-from strategies import budgets, trajectories
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.engine.scoring import Wanted
 from treewise.engine.values import scores, tree_values
 from treewise.nn.lm_head import CONSTANT, OUTPUTS
+from treewise.testing.families import tiny_model
+from treewise.testing.oracle import gradient_error, gradients_of
+from treewise.testing.strategies import budgets, trajectories
 
 # See test_families: differences of independent float32 summation orders.
 TOLERANCE = 5e-6

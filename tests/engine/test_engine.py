@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from families import tiny_model
-from oracle import flat_loss, flat_sft, gradient_error, gradients_of
-from strategies import budgets, trajectories
 from treewise import SFT, ConfigError, DataError, Forest, Trajectory, TreeEngine, UnsupportedModelError, plan
 from treewise.objectives import NORMALIZATIONS, WEIGHTINGS
+from treewise.testing.families import tiny_model
+from treewise.testing.oracle import flat_loss, flat_sft, gradient_error, gradients_of
+from treewise.testing.strategies import budgets, trajectories
 
 # See test_families: differences of independent float32 summation orders.
 TOLERANCE = 5e-6

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from families import tiny_model
-from oracle import flat_sft, gradient_error, gradients_of
-from strategies import budgets, forests_and_budgets, trajectories
 from treewise import SFT, Forest, Trajectory, TreeEngine
 from treewise.distributed.lockstep import training_passes, visiting_passes
 from treewise.engine.lockstep import DONE
 from treewise.planning.planner import plan
+from treewise.testing.families import tiny_model
+from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
+from treewise.testing.strategies import budgets, forests_and_budgets, trajectories
 
 # See test_families: differences of independent float32 summation orders.
 TOLERANCE = 5e-6

@@ -9,15 +9,15 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from families import tiny_model
-from oracle import flat_sft, gradient_error, gradients_of
-from strategies import random_tree
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import refuse_other_masks
 from treewise.nn.attention.mask import LayerRule
 from treewise.nn.attention.mask_audit import Observation
 from treewise.nn.model import takes_any_argument
+from treewise.testing.families import tiny_model
+from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
+from treewise.testing.strategies import random_tree
 
 TOLERANCE = 5e-6
 ROLLOUTS = [Trajectory([3, 4, 5, 6, 7, 8]), Trajectory([3, 4, 5, 9, 10]), Trajectory([3, 4, 11, 12, 13, 14, 15])]

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from capability import SUPPORTED, sample_trajectories
-from families import causal_families, tiny_model
-from oracle import gradient_error, gradients_of
-from strategies import forests_and_budgets
-from strategies import trajectories as random_trajectories
+from tests.capability import SUPPORTED, sample_trajectories
 from treewise import SFT, Forest, TreeEngine
 from treewise.engine.values import tree_values_and_router_loss
 from treewise.errors import UnsupportedModelError
 from treewise.nn.router_loss import Routing, RoutingRule
 from treewise.nn.support_table import CapabilityTable
+from treewise.testing.families import causal_families, tiny_model
+from treewise.testing.oracle import gradient_error, gradients_of
+from treewise.testing.strategies import forests_and_budgets
+from treewise.testing.strategies import trajectories as random_trajectories
 
 COEFFICIENT = 0.7  # large, so that a mistake shows beside the loss of the tokens
 TOLERANCE = 1e-5

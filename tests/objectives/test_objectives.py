@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treewise as tw
-from families import tiny_model
-from flat_objectives import Rows, distillation_loss, policy_loss, run_padded
-from oracle import gradients_of
-from strategies import MAX_SEED, trajectories
+from tests.objectives.flat_objectives import Rows, distillation_loss, policy_loss, run_padded
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.objectives import Distillation, Objective, PolicyGradient
+from treewise.testing.families import tiny_model
+from treewise.testing.oracle import gradients_of
+from treewise.testing.strategies import MAX_SEED, trajectories
 
 MODEL = tiny_model("llama", num_hidden_layers=2)
 EXACT = tiny_model("llama", num_hidden_layers=2, dtype=torch.float64)

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 import treewise as tw
-from advantages.test_advantages import cut, rollout_lists
-from families import tiny_model
-from flat_objectives import over_rollouts, run_padded, stream
-from objectives.test_objectives import DISTILLATION, MODEL, POLICY, rollout_rows, with_teacher
-from oracle import gradient_error, gradients_of
-from strategies import MAX_SEED
+from tests.advantages.test_advantages import cut, rollout_lists
+from tests.objectives.flat_objectives import over_rollouts, run_padded, stream
+from tests.objectives.test_objectives import DISTILLATION, MODEL, POLICY, rollout_rows, with_teacher
 from treewise import SFT, ConfigError, DataError, Forest, Trajectory, TreeEngine
 from treewise.advantages import with_rollout_weights
 from treewise.objectives import Objective, PolicyGradient, objective_named
+from treewise.testing.families import tiny_model
+from treewise.testing.oracle import gradient_error, gradients_of
+from treewise.testing.strategies import MAX_SEED
 
 ALL = {"sft": SFT(), **POLICY, **DISTILLATION}
 

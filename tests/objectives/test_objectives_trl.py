@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import treewise as tw
-from families import tiny_model
-from flat_objectives import run_padded
-from oracle import gradient_error, gradients_of
+from tests.objectives.flat_objectives import run_padded
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.objectives import PolicyGradient
+from treewise.testing.families import tiny_model
+from treewise.testing.oracle import gradient_error, gradients_of
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
 

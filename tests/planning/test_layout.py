@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import forests_and_budgets, is_above, random_tree
 from treewise.planning.layout import edges_of, lay_out
 from treewise.planning.planner import plan
+from treewise.testing.strategies import forests_and_budgets, is_above, random_tree
 
 HOLDS = ("auto", "never", "always")
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import forests_and_budgets, is_above
 from treewise.planning.partition import partition
+from treewise.testing.strategies import forests_and_budgets, is_above
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

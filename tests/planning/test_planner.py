@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.test_bin_packing import fewest_bins
-from strategies import forests, forests_and_budgets, is_above, random_tree
+from tests.planning.test_bin_packing import fewest_bins
 from treewise.errors import PlanError
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
+from treewise.testing.strategies import forests, forests_and_budgets, is_above, random_tree
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from report.rows import named_trees, write_rows
+from tests.report.rows import named_trees, write_rows
 from treewise.data import LoadReport
 from treewise.report.html.build import DataReport, build_data_report
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.helpers import some_trees, tiny_model
+from tests.trainer.helpers import some_trees, tiny_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from trainer.helpers import in_child, some_trees, tiny_model
-from trainer.torn import FILE_EVENTS
+from tests.trainer.helpers import in_child, some_trees, tiny_model
+from tests.trainer.torn import FILE_EVENTS
 from treewise.errors import TreewiseError
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import store as seals

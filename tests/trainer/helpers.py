@@ -7,28 +7,17 @@ import warnings
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from treewise import testing
 from treewise.tree.trajectory import Trajectory
 
 VOCABULARY = 61
 
 
 def tiny_model(seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
+    return testing.tiny_model(
+        seed=seed, vocab_size=VOCABULARY, num_hidden_layers=2, intermediate_size=64, max_position_embeddings=128
     )
-    return LlamaForCausalLM(config)
 
 
 def some_trees(num_trees=7, seed=0):

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from families import tiny_model as family_model
-from trainer.helpers import losses, some_trees, tiny_model
+from tests.trainer.helpers import losses, some_trees, tiny_model
 from treewise.engine import budget
 from treewise.errors import StoppedError
+from treewise.testing.families import tiny_model as family_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import optimizer_state
 
@@ -135,7 +135,7 @@ def launch(num_ranks, folder, runs, timeout=400):
     program = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
     result = subprocess.run(
         [*program, *rendezvous, __file__, str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

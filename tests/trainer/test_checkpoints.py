@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
-from families import tiny_model as family_model
-from trainer.helpers import losses, some_trees, tiny_model
+from tests.trainer.helpers import losses, some_trees, tiny_model
 from treewise.errors import CheckpointError
+from treewise.testing.families import tiny_model as family_model
 from treewise.trainer import TreeTrainer
 from treewise.trainer.checkpoint import store as seals
 from treewise.trainer.checkpoint.json_values import to_plain

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainerCallback
 
-from trainer.helpers import in_child, losses, tiny_model
+from tests.trainer.helpers import in_child, losses, tiny_model
 from treewise.cli.main import main
 from treewise.data import load_trees
 from treewise.distributed.signals import StopSignals

@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from cli.helpers import save_tiny_model, write_rows
+from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.main import main
 from treewise.trainer.checkpoint import store as seals
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.helpers import tiny_model
-from trainer.ranks import launch, outcome, train
+from tests.trainer.helpers import tiny_model
+from tests.trainer.ranks import launch, outcome, train
 from treewise.distributed.online_placement import FIT_STEPS
 from treewise.errors import ConfigError
 from treewise.trainer import TreeTrainingArguments

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from trainer import forked_ranks
-from trainer.forked_ranks import FAULT_STEP, NUM_KILLS
+from tests.trainer import forked_ranks
+from tests.trainer.forked_ranks import FAULT_STEP, NUM_KILLS
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from trainer.helpers import flat_loss, losses, tiny_model
+from tests.trainer.helpers import flat_loss, losses, tiny_model
 from treewise.errors import ConfigError, DataError
 from treewise.nn.flops import flop_model
 from treewise.trainer import TreeTrainingArguments, throughput

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from trainer import torn
-from trainer.helpers import some_trees
-from trainer.torn import killed_at
+from tests.trainer import torn
+from tests.trainer.helpers import some_trees
+from tests.trainer.torn import killed_at
 from treewise.trainer.checkpoint import store as seals
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

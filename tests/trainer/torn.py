@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.helpers import in_child, some_trees, tiny_model
+from tests.trainer.helpers import in_child, some_trees, tiny_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import store as seals
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treewise.tree.forest
-from strategies import declared_nodes
 from treewise.errors import ConfigError, DataError
+from treewise.testing.strategies import declared_nodes
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

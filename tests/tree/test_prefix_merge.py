@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import declared_nodes, token_lists
+from treewise.testing.strategies import declared_nodes, token_lists
 from treewise.tree import prefix_merge
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from treewise import objectives
 from treewise.engine import TreeEngine, engine, walk
@@ -15,6 +15,7 @@ from treewise.errors import ConfigError, VerificationError
 from treewise.nn.attention.gateway import Gateway
 from treewise.objectives import SFT, Terms
 from treewise.planning.layout import Layout, lay_out
+from treewise.testing import tiny_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 from treewise.verification.compare import verify
@@ -22,16 +23,7 @@ from treewise.verification.flat import flat_weights
 
 
 def tiny_llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    return tiny_model(dtype=dtype, vocab_size=97, num_hidden_layers=2, initializer_range=0.3)
 
 
 def branching() -> list[Trajectory]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.helpers import call, save_tiny_model, write_rows
+from tests.cli.helpers import call, save_tiny_model, write_rows
 
 TRUNK = list(range(1, 21))
 ROWS = [

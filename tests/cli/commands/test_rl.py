@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from cli.helpers import save_tiny_model, write_rows
+from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.main import main
 from treewise.rl import rollout_batch
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from cli.helpers import save_tiny_model, write_rows
+from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.load_model import DEMO_MODEL, load_model, locate
 from treewise.cli.main import main
 from treewise.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cli.helpers import call, save_tiny_model, write_rows
+from tests.cli.helpers import call, save_tiny_model, write_rows
 from treewise.cli.main import main
 from treewise.engine import engine, walk
 from treewise.planning.layout import Layout, lay_out

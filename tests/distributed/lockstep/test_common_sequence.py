@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import forests_and_budgets
 from treewise.distributed.lockstep.common_sequence import merged, slots_of
 from treewise.errors import PlanError
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
+from treewise.testing.strategies import forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

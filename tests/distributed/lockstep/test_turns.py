@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import forests_and_budgets
 from treewise.distributed.lockstep import Passes, equal_schedules, training_passes, turns_of, visiting_passes
 from treewise.distributed.lockstep.turns import NO_PASSES
 from treewise.distributed.placement import CostModel, place, share_of, work_of
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
+from treewise.testing.strategies import forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from strategies import random_tree
 from treewise.distributed.placement import CostModel, Placement, part_of, place, share_of, work_of
 from treewise.distributed.placement.leaf_costs import priced
 from treewise.planning.planner import plan
+from treewise.testing.strategies import random_tree
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import chain_nodes
 

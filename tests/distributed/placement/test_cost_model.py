@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import forests_and_budgets
 from treewise.distributed.placement import CostFit, CostModel, Work, fit, work_of
 from treewise.distributed.placement.cost_model import PAIR_FORWARD_SHARE, non_negative_least_squares
 from treewise.errors import ConfigError
 from treewise.planning.partition import FORWARD_SHARE
 from treewise.planning.planner import BACKWARD, FORWARD, plan
+from treewise.testing.strategies import forests_and_budgets
 
 PRIOR = CostModel.from_flops(flops_per_token=6e8, flops_per_pair=1e5)
 

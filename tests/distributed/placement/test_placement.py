@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import forests
 from treewise.distributed.placement import CostModel, Placement, place, share_of, work_of
 from treewise.distributed.placement.leaf_costs import priced
 from treewise.distributed.placement.local_search import improved, loads_of
@@ -13,6 +12,7 @@ from treewise.distributed.placement.multifit import longest_first, lower_bound, 
 from treewise.errors import ConfigError, DataError, PlanError
 from treewise.planning.partition import FORWARD_SHARE
 from treewise.planning.planner import plan
+from treewise.testing.strategies import forests
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

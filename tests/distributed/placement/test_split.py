@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import forests
 from treewise.distributed.placement import CostModel, part_of, place, share_of
 from treewise.errors import DataError
+from treewise.testing.strategies import forests
 from treewise.tree.forest import WEIGHTINGS, Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -110,10 +110,10 @@ def test_large_declared_trees_are_cut_too(monkeypatch):
 
 @pytest.mark.parametrize("weighting", ["per_trajectory", "once"])
 def test_gradients_of_all_ranks_add_up_to_those_of_one_process(weighting):
-    from families import tiny_model
-    from oracle import flat_sft, gradient_error, gradients_of
     from treewise.engine.engine import TreeEngine
     from treewise.objectives import SFT
+    from treewise.testing.families import tiny_model
+    from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
     rng = np.random.default_rng(0)
     head = rng.integers(0, 50, 12).tolist()

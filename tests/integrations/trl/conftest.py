@@ -7,7 +7,7 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from integrations.trl.helpers import model_for_trl, settings, tiny_tokenizer, words
+from tests.integrations.trl.helpers import model_for_trl, settings, tiny_tokenizer, words
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 import treewise
-from families import tiny_model
+from treewise.testing.families import tiny_model
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|call|>"]
 WORDS = [*SPECIAL, *(f"w{number}" for number in range(64 - len(SPECIAL)))]

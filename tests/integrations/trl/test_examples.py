@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from integrations.trl.helpers import model_for_trl, tiny_tokenizer
+from tests.integrations.trl.helpers import model_for_trl, tiny_tokenizer
 
 # TRL still uses a name that transformers deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-from integrations.trl.helpers import CHECKPOINTING, assert_same_training, model_for_trl
+from tests.integrations.trl.helpers import CHECKPOINTING, assert_same_training, model_for_trl
 
 DPO_LOSSES = [
     "sigmoid",

@@ -10,8 +10,8 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
 import treewise
-from integrations.trl.helpers import model_for_trl
-from oracle import gradient_error, gradients_of
+from tests.integrations.trl.helpers import model_for_trl
+from treewise.testing.oracle import gradient_error, gradients_of
 
 # PEFT still uses names that transformers deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

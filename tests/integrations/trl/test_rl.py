@@ -6,7 +6,7 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import treewise
-from integrations.trl.helpers import CHECKPOINTING, assert_same_training, model_for_trl
+from tests.integrations.trl.helpers import CHECKPOINTING, assert_same_training, model_for_trl
 
 GRPO_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 

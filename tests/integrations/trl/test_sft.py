@@ -7,7 +7,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
-from integrations.trl.helpers import CHECKPOINTING, Run, assert_same_training, model_for_trl, words
+from tests.integrations.trl.helpers import CHECKPOINTING, Run, assert_same_training, model_for_trl, words
 
 # PEFT and TRL still use names that transformers deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

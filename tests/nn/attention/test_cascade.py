@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies import forests_and_budgets, random_tree
 from treewise.nn.attention import row_blocks
 from treewise.nn.attention.cascade import cascade_attention, kernel_takes_groups
 from treewise.nn.attention.gateway import Gateway, GatewayRead
@@ -18,6 +17,7 @@ from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.testing.strategies import forests_and_budgets, random_tree
 from treewise.tree.forest import Forest
 
 LAYER, SCALING = 3, 0.37

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from strategies import forests_and_budgets
 from treewise.nn.attention import flex
 from treewise.nn.attention.flex import block_mask, flex_attention_tree
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention, visible
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.testing.strategies import forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

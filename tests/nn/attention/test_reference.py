@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from strategies import forests, forests_and_budgets
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention, visible
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.testing.strategies import forests, forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

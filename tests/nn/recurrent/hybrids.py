@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from families import tiny_model
+from treewise.testing.families import tiny_model
 
 _ALTERNATING = ["linear_attention", "full_attention", "linear_attention"]
 _DELTA_NET = {

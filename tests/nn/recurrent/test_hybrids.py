@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 import treewise.nn.recurrent.scan
-from nn.recurrent.hybrids import HYBRIDS, hybrid
-from nn.recurrent.wide import widened
-from oracle import flat_sft, gradient_error, gradients_of
-from strategies import budgets, trajectories
+from tests.nn.recurrent.hybrids import HYBRIDS, hybrid
+from tests.nn.recurrent.wide import widened
 from treewise import Forest, Trajectory, TreeEngine, UnsupportedModelError
 from treewise.engine import walk
 from treewise.nn.recurrent import kinds_of
 from treewise.nn.recurrent.segments import row_segments
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
+from treewise.testing.strategies import budgets, trajectories
 
 # float32 against flat float32. Both are this far or farther from float64 (see the test of the oracle): states add up
 # rounding along a path, and a chunk of a scan begins where a segment begins instead of every 64th token of a path.

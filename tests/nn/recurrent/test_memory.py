@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from nn.recurrent.hybrids import hybrid
-from strategies import forests_and_budgets
+from tests.nn.recurrent.hybrids import hybrid
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.engine.budget import gateway_bytes, state_bytes
 from treewise.nn.model import take_apart
@@ -13,6 +12,7 @@ from treewise.nn.recurrent import peak_cuts
 from treewise.nn.recurrent.segments import row_segments
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.testing.strategies import forests_and_budgets
 
 
 def test_bytes_of_a_cut_are_those_of_states_and_tails() -> None:

@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies import forests_and_budgets
 from treewise.nn.recurrent.rows import TreeRows
 from treewise.nn.recurrent.schedule import CALL_TOKENS, GATEWAY, NOTHING, make_schedule
 from treewise.nn.recurrent.segments import RowSegments, row_segments, rows_before, rows_up_to_end
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import Plan, plan
+from treewise.testing.strategies import forests_and_budgets
 
 HOLDS = st.sampled_from(["auto", "never", "always"])
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import forests
 from treewise.report.analysis import alignment
 from treewise.report.analysis.alignment import WINDOW, chain_heads, realigned_forks, window_hashes
+from treewise.testing.strategies import forests
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

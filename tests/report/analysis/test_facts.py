@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from strategies import forests
 from treewise.data import LoadReport
 from treewise.nn.flops import FlopModel, LayerReach
 from treewise.planning.planner import plan
@@ -13,6 +12,7 @@ from treewise.report.analysis.facts import inspect_forests, sum_facts, tree_fact
 from treewise.report.analysis.findings import suspicions
 from treewise.report.analysis.token_text import TokenText
 from treewise.report.html.build import build_data_report, interesting
+from treewise.testing.strategies import forests
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

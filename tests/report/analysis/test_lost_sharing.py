@@ -2,7 +2,7 @@
 
 import pytest
 
-from report.rows import ANSWER, POLICY, QUESTION, RECORDS, Named, named_trees
+from tests.report.rows import ANSWER, POLICY, QUESTION, RECORDS, Named, named_trees
 from treewise.report.analysis import lost_sharing
 from treewise.report.analysis.lost_sharing import (
     OBSERVATION_DIFFERS,

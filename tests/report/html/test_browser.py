@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from report.analysis.test_run_log import HISTORY, write_run
-from report.rows import HOSTILE, named_trees
+from tests.report.analysis.test_run_log import HISTORY, write_run
+from tests.report.rows import HOSTILE, named_trees
 from treewise.data import LoadReport
 from treewise.report import read_run
 from treewise.report.html.build import DataReport, build_data_report

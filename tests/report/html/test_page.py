@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.helpers import call, save_tiny_model
-from report.analysis.test_run_log import HISTORY, write_run
-from report.rows import HOSTILE
+from tests.cli.helpers import call, save_tiny_model
+from tests.report.analysis.test_run_log import HISTORY, write_run
+from tests.report.rows import HOSTILE
 from treewise.errors import ConfigError
 from treewise.report import read_run
 from treewise.report.html.build import SCHEMA, SCHEMA_VERSION, DataReport, twin

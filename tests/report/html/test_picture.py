@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import forests, forests_and_budgets
 from treewise.planning.planner import plan
 from treewise.report.analysis.token_text import TokenText
 from treewise.report.html.picture import Vocabulary, micro_batch_runs, packed, picture, picture_size, segment_table
+from treewise.testing.strategies import forests, forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

@@ -236,9 +236,20 @@ def image_families() -> list[str]:
     ]
 
 
-def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A random model in training mode, the same at every call."""
-    torch.manual_seed(0)
+def tiny_model(
+    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """A random model of a family in training mode, the same at every call: 3 layers, width 32, 64 tokens.
+
+    Parameters:
+        family: `model_type` of the family's configuration (`llama`, `qwen3`, `qwen3_next`, ...).
+        seed: of torch's global generator, which is set.
+        changes: fields of the configuration in place of the tiny ones.
+
+    Raises:
+        KeyError: a family that this transformers does not have.
+    """
+    torch.manual_seed(seed)
     kind = CONFIG_MAPPING[family]
     config = kind(**_tiny_fields(kind, {**FAMILIES.get(family, {}), **changes}))
     config._attn_implementation = "eager" if family in _EAGER else None
@@ -254,7 +265,7 @@ def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float32, **chan
     return model.to(dtype).train()
 
 
-def _tiny_fields(kind: type, changes: dict[str, Any]) -> dict[str, Any]:
+def _tiny_fields(kind: Any, changes: dict[str, Any]) -> dict[str, Any]:
     """Constructor arguments of a tiny configuration, those of its parts as dictionaries."""
     common_names = {own: common for common, own in getattr(kind, "attribute_map", {}).items()}
     fields: dict[str, Any] = {}
@@ -276,7 +287,7 @@ def _tiny_fields(kind: type, changes: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _parts(kind: type) -> dict[str, type]:
+def _parts(kind: Any) -> dict[str, Any]:
     """The configuration classes of a configuration's parts; where a part may be any, the default one's."""
     parts = dict(kind.sub_configs)
     if AutoConfig in parts.values():

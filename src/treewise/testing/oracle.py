@@ -20,18 +20,18 @@ def flat_logprobs(model: nn.Module, trajectory: Trajectory) -> torch.Tensor:
 
 
 def flat_sft(model: nn.Module, trajectories: Sequence[Trajectory]) -> tuple[float, list[torch.Tensor], Gradients]:
-    """Loss, log-probs and gradients of the weighted token mean over all trajectories."""
+    """Loss, log-probs ([length - 1] each) and gradients of the weighted token mean over all trajectories."""
     model.zero_grad()
-    total = sum(float(item.loss_weights.sum()) for item in trajectories)
-    loss, kept = 0.0, []
-    for item in trajectories:
+    weights_N = [np.asarray(item.loss_weights) for item in trajectories]
+    total = sum(float(weights.sum()) for weights in weights_N)
+    loss, logprobs_N = 0.0, []
+    for item, weights in zip(trajectories, weights_N, strict=True):
         logprobs = flat_logprobs(model, item)
-        weights = torch.tensor(item.loss_weights[1:], dtype=logprobs.dtype)
-        share = -(logprobs * weights).sum() / total
-        share.backward()
-        loss += float(share.detach())
-        kept.append(logprobs.detach())
-    return loss, kept, gradients_of(model)
+        loss_part = -(logprobs * torch.tensor(weights[1:], dtype=logprobs.dtype)).sum() / total
+        loss_part.backward()
+        loss += float(loss_part.detach())
+        logprobs_N.append(logprobs.detach())
+    return loss, logprobs_N, gradients_of(model)
 
 
 def flat_loss(
@@ -45,16 +45,17 @@ def flat_loss(
 
 
 def gradients_of(model: nn.Module) -> Gradients:
+    """Copies of the gradients that a model has, by the name of the parameter."""
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
-def gradient_error(found: Gradients, expected: Gradients) -> float:
+def gradient_error(computed: Gradients, expected: Gradients) -> float:
     """Norm of the difference of the whole gradient over the norm of the expected one; a missing one counts as zero."""
     difference = norm = 0.0
-    for name in found.keys() | expected.keys():
-        left, right = found.get(name), expected.get(name)
-        left = torch.zeros_like(right) if left is None else left
-        right = torch.zeros_like(left) if right is None else right
+    for name in computed.keys() | expected.keys():
+        left, right = computed.get(name), expected.get(name)
+        zero = torch.zeros_like(expected[name] if left is None else left)
+        left, right = zero if left is None else left, zero if right is None else right
         difference += float((left.double() - right.double()).square().sum())
         norm += float(right.double().square().sum())
     return (difference / norm) ** 0.5

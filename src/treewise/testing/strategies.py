@@ -1,4 +1,4 @@
-"""The one hypothesis strategy that all equivalence tests share: random trajectories, forests, declared trees, budgets.
+"""Strategies for hypothesis that all equivalence tests share: random trajectories, forests, declared trees, budgets.
 
 Trees have forks, trajectories contained in others, duplicates and several roots; every stream is random, so that two
 branches through one token disagree about it.
@@ -7,10 +7,15 @@ branches through one token disagree about it.
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
 
+from treewise.errors import ConfigError
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
+
+try:
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise ConfigError("random trees need the hypothesis package: pip install 'treewise[test]'") from error
 
 MAX_SEED = 2**32 - 1
 
@@ -27,8 +32,8 @@ def token_lists(
     sequences: list[list[int]] = []
     for _ in range(draw(st.integers(1, max_sequences))):
         shared: list[int] = []
-        if sequences and draw(st.integers(0, 3)):
-            before = draw(st.sampled_from(sequences))
+        if sequences and draw(st.integers(0, 3)) > 0:
+            before = sequences[draw(st.integers(0, len(sequences) - 1))]
             shared = before[: draw(st.integers(0, len(before)))]
         new = draw(st.lists(token, min_size=max(0, 2 - len(shared)), max_size=max_new_tokens))
         sequences.append(shared + new)
@@ -40,14 +45,14 @@ def trajectories(draw: st.DrawFn, **sizes: Any) -> list[Trajectory]:
     """Trajectories with random weights (some zero), advantages, old and reference log-probs, groups and rewards."""
     sequences = draw(token_lists(**sizes))
     rng = np.random.default_rng(draw(st.integers(0, MAX_SEED)))
-    return [_with_streams(sequence, rng, number) for number, sequence in enumerate(sequences)]
+    return [_with_streams(sequence, rng, index) for index, sequence in enumerate(sequences)]
 
 
 @st.composite
 def forests(draw: st.DrawFn, max_forests: int = 2, **sizes: Any) -> Forest:
     """A forest from trajectories, or several such forests side by side."""
-    number = draw(st.integers(1, max_forests))
-    return Forest.concatenate([Forest.from_trajectories(draw(trajectories(**sizes))) for _ in range(number)])
+    num_forests = draw(st.integers(1, max_forests))
+    return Forest.concatenate([Forest.from_trajectories(draw(trajectories(**sizes))) for _ in range(num_forests)])
 
 
 @st.composite
@@ -57,7 +62,8 @@ def forests_and_budgets(draw: st.DrawFn, **sizes: Any) -> tuple[Forest, int]:
     return forest, draw(budgets(forest))
 
 
-def budgets(forest: Forest) -> st.SearchStrategy[int]:
+def budgets(forest: Forest) -> "st.SearchStrategy[int]":
+    """A budget between one token and one more than all of the forest."""
     return st.integers(1, forest.num_tokens + 1)
 
 
@@ -94,7 +100,7 @@ def is_above(parent: np.ndarray) -> np.ndarray:
     return seen
 
 
-def _with_streams(token_ids: list[int], rng: np.random.Generator, number: int) -> Trajectory:
+def _with_streams(token_ids: list[int], rng: np.random.Generator, index: int) -> Trajectory:
     length = len(token_ids)
     weights = rng.choice([0.0, 0.5, 1.0, 2.0], length)
     weights[0], weights[-1] = 0.0, 1.0
@@ -104,7 +110,7 @@ def _with_streams(token_ids: list[int], rng: np.random.Generator, number: int) -
         advantages=rng.normal(size=length),
         old_logprobs=-rng.exponential(size=length),
         ref_logprobs=-rng.exponential(size=length),
-        group=f"group {number % 2}",
+        group=f"group {index % 2}",
         reward=float(rng.normal()),
-        source=f"random:{number + 1}",
+        source=f"random:{index + 1}",
     )

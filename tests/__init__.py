@@ -1,0 +1,1 @@
+"""The tests, as a package: helpers are imported from it (`from tests.trainer.helpers import ...`)."""
