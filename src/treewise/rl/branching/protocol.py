@@ -1,0 +1,89 @@
+"""What a branching policy is given and what it asks for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from treewise.errors import ConfigError
+from treewise.rl.branching.rollout_node import PROMPT
+from treewise.rl.branching.rollout_tree import RolloutTree
+
+# A policy: tree so far, signals, its settings, a random generator -> requests of the next round.
+Rule = Callable[[RolloutTree, "Signals", Any, np.random.Generator], list["Branch"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A request: continue after the first `position` own tokens of `node` (`PROMPT`, 0: from the prompt).
+
+    count: independent continuations.
+    first_token: their first token, already drawn from the distribution that the sampler recorded at this position; it
+        is generated, and recorded with that log-prob. None: the sampler draws it.
+    max_tokens: the most tokens to generate before the node is left unfinished; None for no limit but the loop's own.
+    """
+
+    node: int = PROMPT
+    position: int = 0
+    count: int = 1
+    first_token: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What is known besides the tree.
+
+    success: predicted probability of success of the task, in 0..1 (`SuccessBook`).
+    node_success: the same for branch points that are known better, by (node, position).
+    expected_tokens: tokens that a rollout of the task generates; used until the tree has rollouts of its own.
+    vocab_size: of the model; what entropies are normalised by where a rule asks for it.
+    """
+
+    success: float = 0.5
+    node_success: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    expected_tokens: float | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for value in (self.success, *self.node_success.values()):
+            if not 0 <= value <= 1:
+                raise ConfigError(f"a probability of success is {value}; it must lie in 0..1.")
+
+    def success_at(self, node: int, position: int) -> float:
+        """The prediction at a branch point; the task's where the point is not known."""
+        return self.node_success.get((node, position), self.success)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `ConfigError` where a setting is out of range."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def within_budget(branches: Sequence[Branch], tree: RolloutTree, signals: Signals, budget_left: int) -> list[Branch]:
+    """The first branches whose expected tokens fit what is left, at least one continuation.
+
+    A continuation is expected to generate the mean length of the rollouts that ended so far, less what is generated
+    before its position. So all policies spend a budget alike: rounds go on while any of it is left, and the last one
+    passes it by about one rollout at most.
+    """
+    lengths = [tree.num_sampled_before(leaf, len(tree[leaf])) for leaf in tree.leaves]
+    typical = float(np.mean(lengths)) if lengths else signals.expected_tokens
+    kept: list[Branch] = []
+    left = float(budget_left)
+    for branch in branches:
+        if typical is None:
+            kept.append(branch)
+            continue
+        cost = max(1.0, typical - tree.num_sampled_before(branch.node, branch.position))
+        if branch.max_tokens is not None:
+            cost = min(cost, branch.max_tokens)
+        count = min(branch.count, max(int(left // cost), 0 if kept else 1))
+        if count:
+            kept.append(replace(branch, count=count))
+        left -= cost * count
+        if count < branch.count:
+            break
+    return kept

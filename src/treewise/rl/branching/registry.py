@@ -1,0 +1,99 @@
+"""Every branching policy by its name in a configuration."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from treewise.errors import ConfigError
+from treewise.rl.branching.arpo import ArpoBranching, after_tool_calls
+from treewise.rl.branching.entropy import EntropyBranching, most_uncertain_tokens
+from treewise.rl.branching.lcr import LcrBranching, open_outcomes
+from treewise.rl.branching.none import NoBranching, independent
+from treewise.rl.branching.protocol import Branch, Rule, Signals, within_budget
+from treewise.rl.branching.random import RandomBranching, random_points
+from treewise.rl.branching.rollout_tree import RolloutTree
+from treewise.rl.branching.segments import SegmentBranching, fixed_segments
+from treewise.rl.branching.turns import TurnBranching, whole_turns
+
+
+class BranchingKind(NamedTuple):
+    """settings: a frozen dataclass. rule: a pure function of the tree, the signals, the settings and a generator.
+    streams: what the sampler is asked to record (`entropies`, `top`), where every setting needs it.
+    """
+
+    settings: type
+    rule: Rule
+    streams: tuple[str, ...] = ()
+
+
+BRANCHINGS: Mapping[str, BranchingKind] = {
+    "none": BranchingKind(NoBranching, independent),
+    "random": BranchingKind(RandomBranching, random_points),
+    "entropy": BranchingKind(EntropyBranching, most_uncertain_tokens, ("entropies",)),
+    "arpo": BranchingKind(ArpoBranching, after_tool_calls, ("entropies",)),
+    "segments": BranchingKind(SegmentBranching, fixed_segments),
+    "turns": BranchingKind(TurnBranching, whole_turns),
+    "lcr": BranchingKind(LcrBranching, open_outcomes),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Branching:
+    """A policy with its settings; make one with `branching_named`."""
+
+    name: str
+    settings: Any
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """What the sampler must record besides tokens and their log-probs."""
+        if getattr(self.settings, "definition", "shannon") != "shannon":
+            return ()
+        return BRANCHINGS[self.name].streams
+
+    def next_requests(
+        self, tree: RolloutTree, signals: Signals, budget_left: int, rng: np.random.Generator
+    ) -> list[Branch]:
+        """The requests of the next round, which may be sampled as one batch; empty where the budget is spent.
+
+        Parameters:
+            tree: so far; a rollout without a reward has no outcome.
+            budget_left: generated tokens (`RolloutTree.num_sampled_tokens` counts those spent).
+        """
+        if budget_left <= 0:
+            return []
+        branches = BRANCHINGS[self.name].rule(tree, signals, self.settings, rng)
+        return within_budget(branches, tree, signals, budget_left)
+
+
+def branching_named(name: str, **settings: Any) -> Branching:
+    """The policy of a configuration: `branching_named("lcr", variations=5)`.
+
+    Raises:
+        ConfigError: an unknown name or setting, or a value that is out of range or of another type.
+    """
+    if name not in BRANCHINGS:
+        raise ConfigError(f"unknown branching {name!r}.{_hint(name, BRANCHINGS)} Known: {', '.join(BRANCHINGS)}.")
+    make = BRANCHINGS[name].settings
+    known = {each.name: each.type for each in fields(make)}
+    for setting, value in settings.items():
+        if setting not in known:
+            raise ConfigError(
+                f"unknown setting {setting!r} of branching {name!r}.{_hint(setting, known)} Known: {', '.join(known)}."
+            )
+        _check_type(name, setting, value, known[setting])
+    return Branching(name, make(**settings))
+
+
+def _check_type(name: str, setting: str, value: Any, expected: Any) -> None:
+    allowed = (int, float) if expected is float else (expected,)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and expected is not bool):
+        raise ConfigError(f"branching {name!r}: {setting}={value!r} must be of type {expected.__name__}.")
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
