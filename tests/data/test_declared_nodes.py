@@ -45,9 +45,9 @@ def test_streams_are_given_by_node_or_by_token(write):
     left = {**LEFT, "advantages": 2, "old_logprobs": [-1, -2], "loss_weights": [0.5, 1]}
     right = {**RIGHT, "advantages": -1, "old_logprobs": -3}
     nodes = load_trees(write({"nodes": [ROOT, left, right]}))[0].nodes
-    assert [stream.tolist() for stream in nodes.advantages] == [[0, 0], [2, 2], [-1, -1]]
-    assert [stream.tolist() for stream in nodes.old_logprobs] == [[0, 0], [-1, -2], [-3, -3]]
-    assert [stream.tolist() for stream in nodes.loss_weights] == [[0, 0], [0.5, 1], [1, 1]]
+    assert [stream.tolist() for stream in nodes.streams["advantages"]] == [[0, 0], [2, 2], [-1, -1]]
+    assert [stream.tolist() for stream in nodes.streams["old_logprobs"]] == [[0, 0], [-1, -2], [-3, -3]]
+    assert [stream.tolist() for stream in nodes.streams["loss_weights"]] == [[0, 0], [0.5, 1], [1, 1]]
 
 
 def test_ids_default_to_the_index_of_the_node(write):

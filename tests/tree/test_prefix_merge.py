@@ -106,7 +106,8 @@ def test_declared_nodes_keep_their_paths(nodes, data):
     lengths = np.array([len(ids) for ids in token_ids])
     offsets = np.cumsum(lengths) - lengths
     ends = np.array(data.draw(st.lists(st.integers(0, len(parents) - 1), min_size=1, max_size=5)))
-    segments, segment_of_node = prefix_merge.chain_nodes(np.array(parents), lengths, ends, offsets)
+    segments = prefix_merge.chain_nodes(np.array(parents), lengths, ends, offsets)
+    segment_of_node = prefix_merge.chain_nodes(np.array(parents), lengths, np.arange(len(parents)), offsets).end_segment
     assert sorted(segment_of_node.tolist()) == list(range(len(parents)))
     assert segments.end_segment.tolist() == segment_of_node[ends].tolist()
     for node in range(len(parents)):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from treewise.errors import DataError, TreewiseError
-from treewise.tree.trajectory import MAX_TOKEN_ID, Trajectory
+from treewise.tree.checks import MAX_TOKEN_ID
+from treewise.tree.trajectory import Trajectory
 
 NAN, INF = float("nan"), float("inf")
 
@@ -153,7 +154,7 @@ BAD_TEACHERS = [
     ([[]] * 3, [[]] * 3, r"teacher_ids has shape \(3, 0\)"),
     ([[1]] * 3, [[-1.0, -2.0]] * 3, "differ in shape"),
     ([[1.0]] * 3, [[-1.0]] * 3, "teacher_ids must be integers, not float64"),
-    ([[-1]] * 3, [[-1.0]] * 3, "a teacher's token id is outside"),
+    ([[-1]] * 3, [[-1.0]] * 3, "a token id in teacher_ids is outside"),
     ([[1]] * 3, [[NAN]] * 3, "not a log-prob"),
     ([[1]] * 3, [[0.5]] * 3, "at most 0"),
     ([[1, 2]] * 3, [[-9.0, -9.0], [-1.0, -2.0], [-0.1, -0.1]], "probabilities at position 2 add up to 1.81"),

@@ -95,6 +95,9 @@ def _update_with_file(digest: Any, path: Path) -> None:
 
 
 def _update_with_code(digest: Any) -> None:
-    """The package's own rendering code stands for its version: exact in a source checkout too."""
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        _update_with_file(digest, path)
+    """The code that reads, renders and checks records stands for its version: exact in a source checkout, too."""
+    data = Path(__file__).parent
+    for folder in (data, data.parent / "tree"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"\n{path.relative_to(data.parent).as_posix()}\n".encode())
+            _update_with_file(digest, path)

@@ -22,11 +22,7 @@ class DeclaredNodes:
     Parameters:
         parents: index of each node's parent, -1 for a root.
         token_ids: the tokens that each node adds.
-        loss_weights: one value per token of each node.
-        advantages: the same, or None.
-        old_logprobs: the same, or None.
-        ref_logprobs: the same, or None.
-        sampler_logprobs: the same, or None.
+        streams: per-token streams by name (`loss_weights` always), one value per token of each node.
         ends: nodes at which a trajectory ends (leaves always).
         rewards: one for each node, of the trajectory that ends there; None elsewhere.
         rollouts: the same.
@@ -36,11 +32,7 @@ class DeclaredNodes:
 
     parents: list[int]
     token_ids: list[np.ndarray]
-    loss_weights: list[np.ndarray]
-    advantages: list[np.ndarray] | None
-    old_logprobs: list[np.ndarray] | None
-    ref_logprobs: list[np.ndarray] | None
-    sampler_logprobs: list[np.ndarray] | None
+    streams: dict[str, list[np.ndarray]]
     ends: list[bool]
     rewards: list[float | None]
     rollouts: list[Any]
@@ -66,11 +58,7 @@ class TrainingTree:
         return Forest.from_nodes(
             nodes.parents,
             nodes.token_ids,
-            loss_weights=nodes.loss_weights,
-            advantages=nodes.advantages,
-            old_logprobs=nodes.old_logprobs,
-            ref_logprobs=nodes.ref_logprobs,
-            sampler_logprobs=nodes.sampler_logprobs,
+            **nodes.streams,
             ends=nodes.ends,
             merge_siblings=nodes.merge_siblings,
             group=self.name if nodes.group is None else nodes.group,
@@ -163,18 +151,10 @@ def _declared_nodes(rows: list[Row], merge_siblings: bool) -> DeclaredNodes:
     return DeclaredNodes(
         parents=[-1 if row.parent is None else row.parent for row in rows],
         token_ids=[row.token_ids for row in rows],
-        loss_weights=_stream(rows, "loss_weights") or [],
-        advantages=_stream(rows, "advantages"),
-        old_logprobs=_stream(rows, "old_logprobs"),
-        ref_logprobs=_stream(rows, "ref_logprobs"),
-        sampler_logprobs=_stream(rows, "sampler_logprobs"),
+        streams={name: [row.streams[name] for row in rows] for name in rows[0].streams},
         ends=[bool(row.is_end) for row in rows],
         rewards=[row.reward for row in rows],
         rollouts=[row.rollout for row in rows],
         group=rows[0].group,
         merge_siblings=merge_siblings,
     )
-
-
-def _stream(rows: list[Row], name: str) -> list[np.ndarray] | None:
-    return None if getattr(rows[0], name) is None else [getattr(row, name) for row in rows]

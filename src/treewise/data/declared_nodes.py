@@ -15,10 +15,8 @@ from treewise.data.io.rows import Row
 from treewise.data.render.chat import Call
 from treewise.data.render.messages import clean_message
 from treewise.errors import DataError
-from treewise.tree.trajectory import MAX_TOKEN_ID
-
-LOGPROBS = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
-STREAMS = ("loss_weights", "advantages", *LOGPROBS)
+from treewise.tree import checks
+from treewise.tree.trajectory import STREAMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +77,16 @@ def token_rows(nodes: Sequence[PlacedNode], parents: Sequence[int], max_length: 
     Raises:
         DataError: no tokens, bad ids, streams that do not align, a path that trains nothing or is too long.
     """
-    given = {name: any(node.value.get(name) is not None for node in nodes) for name in STREAMS}
+    names = [name for name in STREAMS if any(node.value.get(name) is not None for node in nodes)]
     rows = []
     for node, parent in zip(nodes, parents, strict=True):
         ids = _ids(node)
-        weights = _weights(node, len(ids), parent < 0)
-        trained = weights != 0
-        streams: dict[str, Any] = {
-            name: _stream(node, name, len(ids), trained) if given[name] else None
-            for name in STREAMS
-            if name != "loss_weights"
-        }
+        weights = _weights(node, len(ids), is_root=parent < 0)
+        streams = {name: _stream(node, name, weights) for name in names if name != "loss_weights"}
         rows.append(
             Row(
                 token_ids=ids,
-                loss_weights=weights,
-                **streams,
+                streams={"loss_weights": weights, **streams},
                 reward=field_checks.number(node.value.get("reward"), "reward", node.place),
                 rollout=field_checks.label(node.value.get("rollout"), "rollout", node.place),
                 source=node.place,
@@ -166,61 +158,33 @@ def _ids(node: PlacedNode) -> np.ndarray:
     value = node.value.get("token_ids")
     if value is None:
         raise DataError(f"{node.place}: no token_ids; all nodes of a tree need token_ids, or all a message.")
-    try:
-        ids = np.asarray(value)
-    except (ValueError, OverflowError):
-        ids = np.zeros((0, 0))
-    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-        raise DataError(f"{node.place}: token_ids must be a flat list of integers, found {shown(value)}.")
-    if not len(ids):
-        raise DataError(f"{node.place}: token_ids is empty; merge the node into its parent.")
-    if ids.min() < 0 or ids.max() > MAX_TOKEN_ID:
-        at = int(np.argmax((ids < 0) | (ids > MAX_TOKEN_ID)))
-        raise DataError(f"{node.place}: token id {ids[at]} at position {at} is outside 0..{MAX_TOKEN_ID}.")
-    return ids.astype(np.int32)
+    return checks.token_ids(value, node.place, "merge the node into its parent")
 
 
-def _weights(node: PlacedNode, length: int, is_root: bool) -> np.ndarray:
+def _weights(node: PlacedNode, length: int, *, is_root: bool) -> np.ndarray:
     value = node.value.get("loss_weights")
     weights = _numbers(node, "loss_weights", 1.0 if value is None else value, length)
     if is_root and not isinstance(value, list | np.ndarray):
         weights[0] = 0
-    if is_root and weights[0] != 0:
-        raise DataError(
-            f"{node.place}: loss_weights[0] is {weights[0]:g}, but nothing predicts a first token; set it to 0."
-        )
-    if (weights < 0).any():
-        at = int(np.argmax(weights < 0))
-        raise DataError(
-            f"{node.place}: loss weight {weights[at]:g} at position {at} is negative; advantages carry the sign."
-        )
+    checks.loss_weights(weights, node.place, begins=is_root)
     return weights
 
 
-def _stream(node: PlacedNode, name: str, length: int, trained: np.ndarray) -> np.ndarray:
+def _stream(node: PlacedNode, name: str, weights: np.ndarray) -> np.ndarray:
+    if STREAMS[name].has_candidates:
+        raise DataError(f"{node.place}: nodes of a tree take no {name}; give one row of token_ids per trajectory.")
     value = node.value.get(name)
     if value is None:
-        if trained.any():
+        if weights.any():
             raise DataError(
                 f"{node.place}: {name} is missing, but other nodes have it and this one has trained tokens."
             )
-        return np.zeros(length, dtype=np.float32)
-    return _numbers(node, name, value, length)
+        return np.zeros(len(weights), dtype=np.float32)
+    return _numbers(node, name, value, len(weights))
 
 
 def _numbers(node: PlacedNode, name: str, value: Any, length: int) -> np.ndarray:
-    try:
-        array = np.asarray(value, dtype=np.float64)
-    except (ValueError, TypeError, OverflowError):
-        raise DataError(
-            f"{node.place}: {name} must be a number or a flat list of numbers, found {shown(value)}."
-        ) from None
-    if array.ndim == 0:
-        array = np.full(length, array)
-    if array.shape != (length,):
-        raise DataError(f"{node.place}: {array.size} {name} for {length} tokens; they must align with token_ids.")
-    field_checks.check_finite(array, name, node.place)
-    return array.astype(np.float32)
+    return checks.numbers(value, name, length, node.place, is_scalar_allowed=True)
 
 
 def _end_mark(node: PlacedNode) -> bool | None:
@@ -237,8 +201,7 @@ def _check_paths(
     length = [0] * len(rows)
     is_leaf = [True] * len(rows)
     for number, (row, parent) in enumerate(zip(rows, parents, strict=True)):
-        assert row.loss_weights is not None
-        trains[number] = bool(row.loss_weights.any()) or (parent >= 0 and trains[parent])
+        trains[number] = bool(row.streams["loss_weights"].any()) or (parent >= 0 and trains[parent])
         length[number] = len(row.token_ids) + (length[parent] if parent >= 0 else 0)
         if parent >= 0:
             is_leaf[parent] = False

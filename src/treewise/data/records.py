@@ -22,6 +22,7 @@ from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.template import Template
 from treewise.data.render.tools import find_tools
 from treewise.errors import DataError
+from treewise.tree.trajectory import STREAMS
 
 NEEDS_TOKENIZER = "holds text, which needs a tokenizer; give one (--tokenizer, or load_trees(..., tokenizer))."
 
@@ -173,8 +174,8 @@ class RecordReader:
             if isinstance(advantage, list):
                 raise DataError(f"{place}: a list of advantages needs token_ids; with text give one number.")
             advantage = number(advantage, "advantages", place)
-        for name in ("loss_weights", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
-            if name in record:
+        for name in STREAMS:
+            if name in record and not STREAMS[name].is_scalar_allowed:
                 raise DataError(f"{place}: {name} needs token_ids to align with; add them or remove {name}.")
         for index, row in enumerate(rows):
             row.group, row.reward = group, reward
@@ -183,7 +184,7 @@ class RecordReader:
             if not row.source:
                 row.source = place if len(rows) == 1 else f"{place}#{index}"
             if advantage is not None:
-                row.advantages = np.full(row.num_tokens, advantage, dtype=np.float32)
+                row.streams["advantages"] = np.full(row.num_tokens, advantage, dtype=np.float32)
 
     def _compare(self, result: RecordResult, record: Record, data_file: Path) -> None:
         """Compares the ids of a row with its text, where it has one. The ids are trained either way."""

@@ -11,7 +11,7 @@ from treewise.data.io.record_forms import Record
 from treewise.data.io.rows import Row, row_from_trajectory
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.errors import DataError
-from treewise.tree.trajectory import Trajectory
+from treewise.tree.trajectory import STREAMS, Trajectory
 
 MAX_LOGPROB = 0.01  # engines round
 
@@ -31,18 +31,13 @@ def token_row(record: Record, group: Any, rollout: Any, place: str) -> Row:
         raise DataError(f"{place}: loss_weights is one number; give one per token (0 for context), or leave it out.")
     if weights is not None:
         weights = number_list(weights, "loss_weights", place)
-    logprobs = {
-        name: _without_null_context(record[name], weights, name, place)
-        for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs")
-        if name in record
-    }
+    streams = {name: record[name] for name in STREAMS if name in record}
+    for name in streams:
+        if STREAMS[name].is_logprob:
+            streams[name] = _without_null_context(streams[name], weights, name, place)
     trajectory = Trajectory(
         token_ids=ids,
-        loss_weights=weights,
-        advantages=record.get("advantages"),
-        **logprobs,
-        teacher_ids=record.get("teacher_ids"),
-        teacher_logprobs=record.get("teacher_logprobs"),
+        **{**streams, "loss_weights": weights},
         group=group,
         reward=record.get("reward"),
         rollout=rollout,
@@ -54,9 +49,8 @@ def token_row(record: Record, group: Any, rollout: Any, place: str) -> Row:
 def unlikely_logprobs(row: Row, place: str) -> list[str]:
     """A warning where log-probs are positive by more than rounding: probabilities, or another sign, were given."""
     found = []
-    for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs"):
-        stream = getattr(row, name)
-        if stream is not None and len(stream) and stream.max() > MAX_LOGPROB:
+    for name, stream in row.streams.items():
+        if STREAMS[name].is_logprob and stream.max() > MAX_LOGPROB:
             at = int(np.argmax(stream))
             found.append(f"{place}: {name}[{at}] is {stream[at]:g}; natural logarithms of probabilities are at most 0.")
     return found
@@ -67,8 +61,7 @@ def prompt_group(row: Row) -> str | None:
 
     None for a prompt of one token: every row may begin with it, so it says nothing.
     """
-    weights = row.loss_weights
-    start = 1 if weights is None else int(np.flatnonzero(weights)[0])
+    start = int(np.flatnonzero(row.streams["loss_weights"])[0])
     if start < 2:
         return None
     return "prompt-" + hashlib.sha256(np.ascontiguousarray(row.token_ids[:start]).tobytes()).hexdigest()[:16]
@@ -95,7 +88,7 @@ def grouped_rows(record: Record, group: Any, place: str) -> list[Row]:
         if seq.get("behaviour_logprobs") is not None:
             values["sampler_logprobs"] = _scattered(seq["behaviour_logprobs"], weights, where)
         row = token_row(values, group, seq.get("rollout", f"{place}#{number}"), where)
-        row.loss_weights = None
+        del row.streams["loss_weights"]
         row.spans = [int(bound) for span in seq["loss"] for bound in span]
         row.span_weights = [1.0] * len(seq["loss"])
         rows.append(row)

@@ -71,8 +71,8 @@ class Distillation:
             lost = int(trained[np.argmin(is_used.any(axis=1))])
             number = int(np.searchsorted(forest.path_offsets, lost, side="right")) - 1
             raise DataError(
-                f"{forest.place(number)}: token {lost - forest.path_offsets[number]} is trained, but its teacher has "
-                "no candidate for it; give some, or set its loss weight to 0."
+                f"{forest.source_of(number)}: token {lost - forest.path_offsets[number]} is trained, but its teacher "
+                "has no candidate for it; give some, or set its loss weight to 0."
             )
         token, candidate = np.nonzero(is_used)
         flat = trained[token]

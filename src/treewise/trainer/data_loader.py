@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from treewise.errors import DataError
-from treewise.tree.forest import STREAM_NAMES, Forest
-from treewise.tree.trajectory import Trajectory
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import STREAMS, Trajectory
 
 
 class TreeSampler(BatchSampler):
@@ -172,7 +172,7 @@ def _hash_forest(digest: Any, forest: Forest) -> None:
         arrays = [
             value
             for item in forest.trajectories
-            for value in (item.token_ids, *(getattr(item, name) for name in STREAM_NAMES))
+            for value in (item.token_ids, *(getattr(item, name) for name in STREAMS))
             if value is not None
         ]
     digest.update(b"tree")

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from treewise.errors import NonFiniteError
-from treewise.tree.forest import STREAM_NAMES, Forest
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import STREAMS
 
 logger = logging.getLogger("treewise")
 
@@ -114,7 +115,7 @@ def _rows(forests: Iterable[Forest]) -> Iterable[dict[str, Any]]:
                 yield {"token_ids": forest.token_ids[path].tolist(), **streams}
             continue
         for each in forest.trajectories:
-            found = {name: getattr(each, name) for name in ("token_ids", *STREAM_NAMES)}
+            found = {name: getattr(each, name) for name in ("token_ids", *STREAMS)}
             row = {name: np.asarray(value).tolist() for name, value in found.items() if value is not None}
             named = {"group": each.group, "rollout": each.rollout, "reward": each.reward, "source": each.source or None}
             yield row | {name: _scalar(value) for name, value in named.items() if value is not None}

@@ -6,12 +6,12 @@ a node marked as one) is a trajectory. Streams belong to nodes and are shared by
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from treewise.errors import DataError
-from treewise.tree import prefix_merge
-from treewise.tree.trajectory import MAX_TOKEN_ID, as_array
+from treewise.tree import checks, prefix_merge
 
 Streams = dict[str, np.ndarray]
 
@@ -33,44 +33,42 @@ class DeclaredTree:
 def lay_out_nodes(
     parents: Sequence[int],
     token_ids: Sequence[Sequence[int]],
-    streams: Mapping[str, Sequence[Sequence[float]] | None],
+    streams: Mapping[str, Sequence[Any]],
     ends: Sequence[bool] | None,
     merge_siblings: bool,
-    place: str,
+    location: str,
 ) -> DeclaredTree:
     """Lays declared nodes out in depth-first order, one segment for each.
 
     Parameters:
         parents: index of each node's parent, -1 for a root; parents come first.
         token_ids: tokens that each node adds, at least one.
-        streams: per name, one value per token of each node, or None.
+        streams: per name, one value per token of each node.
         ends: whether a trajectory ends at the node; leaves where not given.
         merge_siblings: merge siblings with equal tokens; otherwise keep them apart as declared.
-        place: where the tree came from, for error messages.
+        location: where the tree came from, for error messages.
 
     Raises:
         DataError: a parent that is missing, comes later or is the node itself; an empty node; bad tokens or streams.
     """
-    parent = _checked_parents(parents, place)
-    flat_ids, lengths = _joined(token_ids, len(parent), "token_ids", np.int64, place)
-    if (lengths == 0).any():
-        raise DataError(f"{place}: node {int(np.argmin(lengths))} has no tokens; merge it into its parent.")
-    bad = np.flatnonzero((flat_ids < 0) | (flat_ids > MAX_TOKEN_ID))
-    if len(bad):
-        node = _node_of(int(bad[0]), lengths)
-        raise DataError(f"{place}: node {node}: token id {flat_ids[bad[0]]} is outside 0..{MAX_TOKEN_ID}.")
-    values = {name: _stream(items, name, lengths, place) for name, items in streams.items() if items is not None}
-    end_nodes = declared_ends = _end_nodes(parent, ends, place)
+    parent = _checked_parents(parents, location)
+    flat_ids, lengths = _joined(token_ids, len(parent), "token_ids", location)
+    is_bad = (lengths == 0).any() or flat_ids.dtype.kind not in "iu" or flat_ids.min() < 0
+    if is_bad or flat_ids.max() > checks.MAX_TOKEN_ID:
+        for node, ids in enumerate(token_ids):  # one of these raises
+            checks.token_ids(ids, f"{location}: node {node}", "merge it into its parent")
+    values = {name: _stream(items, name, lengths, location) for name, items in streams.items()}
+    end_nodes = declared_ends = _end_nodes(parent, ends, location)
     first_tokens = (np.cumsum(lengths) - lengths)[parent < 0]
     if "loss_weights" not in values:
         values["loss_weights"] = np.ones(len(flat_ids), dtype=np.float32)
         values["loss_weights"][first_tokens] = 0
-    _check_weights(values["loss_weights"], first_tokens, lengths, place)
+    _check_weights(values["loss_weights"], first_tokens, lengths, location)
     if merge_siblings:
-        parent, end_nodes, kept = _merge_equal_siblings(parent, flat_ids, lengths, end_nodes, values, place)
+        parent, end_nodes, kept = _merge_equal_siblings(parent, flat_ids, lengths, end_nodes, values, location)
         flat_ids, lengths, values = _select(kept, flat_ids, lengths, values)
     offsets = np.cumsum(lengths) - lengths
-    segments, _ = prefix_merge.chain_nodes(parent, lengths, end_nodes, offsets)
+    segments = prefix_merge.chain_nodes(parent, lengths, end_nodes, offsets)
     ids = flat_ids.astype(np.int32)[segments.token_source]
     tree_streams = {name: value[segments.token_source] for name, value in values.items()}
     return DeclaredTree(segments, ids, tree_streams, declared_ends)
@@ -87,10 +85,10 @@ def spread_over_nodes(
     ]
 
 
-def _checked_parents(parents: Sequence[int], place: str) -> np.ndarray:
-    parent = as_array(parents, "parents", place)
+def _checked_parents(parents: Sequence[int], location: str) -> np.ndarray:
+    parent = checks.as_array(parents, "parents", location)
     if parent.ndim != 1 or len(parent) == 0 or not np.issubdtype(parent.dtype, np.integer):
-        raise DataError(f"{place}: parents must be a flat, non-empty list of integers (-1 for a root).")
+        raise DataError(f"{location}: parents must be a flat, non-empty list of integers (-1 for a root).")
     parent = parent.astype(np.int64)
     node = np.arange(len(parent))
     bad = np.flatnonzero((parent < -1) | (parent >= node))
@@ -103,73 +101,56 @@ def _checked_parents(parents: Sequence[int], place: str) -> np.ndarray:
             why = f"has parent {above}, which does not exist ({len(parent)} nodes; -1 for a root)"
         else:
             why = f"has parent {above}, which comes after it; list parents first"
-        raise DataError(f"{place}: node {first} {why}.")
+        raise DataError(f"{location}: node {first} {why}.")
     return parent
 
 
 def _joined(
-    items: Sequence[Sequence[float]], num_nodes: int, name: str, dtype: type, place: str
+    items: Sequence[Sequence[float]], num_nodes: int, name: str, location: str
 ) -> tuple[np.ndarray, np.ndarray]:
+    """The values of all nodes, one after the other, and how many each has ([num_nodes] int64)."""
     if len(items) != num_nodes:
-        raise DataError(f"{place}: {len(items)} {name} lists for {num_nodes} nodes.")
-    arrays = [as_array(item, name, f"{place}: node {number}") for number, item in enumerate(items)]
-    lengths = np.array([array.size for array in arrays], dtype=np.int64)
-    for number, array in enumerate(arrays):
-        kinds = "iu" if dtype is np.int64 else "iufb"
+        raise DataError(f"{location}: {len(items)} {name} lists for {num_nodes} nodes.")
+    arrays = [checks.as_array(item, name, f"{location}: node {node}") for node, item in enumerate(items)]
+    for node, array in enumerate(arrays):
+        kinds, what = ("iu", "integers") if name == "token_ids" else ("iufb", "numbers")
         if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
-            raise DataError(f"{place}: node {number}: {name} must be a flat list of numbers, found {array.dtype}.")
-        if dtype is np.int64 and array.dtype == np.uint64 and array.max() > MAX_TOKEN_ID:  # may not fit an int64
-            raise DataError(f"{place}: node {number}: token id {array.max()} is outside 0..{MAX_TOKEN_ID}.")
-    with np.errstate(over="ignore"):
-        return np.concatenate(arrays).astype(dtype), lengths
+            raise DataError(f"{location}: node {node}: {name} must be a flat list of {what}, found {array.dtype}.")
+    return np.concatenate(arrays), np.array([array.size for array in arrays], dtype=np.int64)
 
 
-def _stream(items: Sequence[Sequence[float]], name: str, lengths: np.ndarray, place: str) -> np.ndarray:
-    values, found = _joined(items, len(lengths), name, np.float32, place)
-    bad = np.flatnonzero(found != lengths)
-    if len(bad):
-        raise DataError(f"{place}: node {bad[0]}: {found[bad[0]]} {name} for {lengths[bad[0]]} tokens.")
-    if not np.isfinite(values).all():
-        node = _node_of(int(np.argmin(np.isfinite(values))), lengths)
-        raise DataError(f"{place}: node {node}: {name} holds a value that is not finite.")
-    return values
+def _stream(items: Sequence[Sequence[float]], name: str, lengths: np.ndarray, location: str) -> np.ndarray:
+    values, sizes = _joined(items, len(lengths), name, location)
+    if not np.array_equal(sizes, lengths) or not (np.abs(values) <= checks.MAX_FLOAT).all():
+        for node, (item, length) in enumerate(zip(items, lengths, strict=True)):  # one of these raises
+            checks.numbers(item, name, int(length), f"{location}: node {node}")
+    return values.astype(np.float32)
 
 
-def _check_weights(weights: np.ndarray, first_tokens: np.ndarray, lengths: np.ndarray, place: str) -> None:
-    weighted = first_tokens[weights[first_tokens] != 0]
-    if len(weighted):
-        raise DataError(
-            f"{place}: node {_node_of(int(weighted[0]), lengths)}: loss_weights[0] is {weights[weighted[0]]:g}, "
-            "but nothing predicts a first token; set it to 0."
-        )
-    negative = np.flatnonzero(weights < 0)
-    if len(negative):
-        raise DataError(
-            f"{place}: node {_node_of(int(negative[0]), lengths)}: loss weight {weights[negative[0]]:g} is negative; "
-            "advantages carry the sign."
-        )
+def _check_weights(weights: np.ndarray, first_tokens: np.ndarray, lengths: np.ndarray, location: str) -> None:
+    if not weights[first_tokens].any() and (weights >= 0).all():
+        return
+    begins = np.isin(np.cumsum(lengths) - lengths, first_tokens)
+    for node, part in enumerate(np.split(weights, np.cumsum(lengths)[:-1])):  # one of these raises
+        checks.loss_weights(part, f"{location}: node {node}", begins=bool(begins[node]))
 
 
-def _node_of(flat_index: int, lengths: np.ndarray) -> int:
-    return int(np.searchsorted(np.cumsum(lengths), flat_index, side="right"))
-
-
-def _end_nodes(parent: np.ndarray, ends: Sequence[bool] | None, place: str) -> np.ndarray:
+def _end_nodes(parent: np.ndarray, ends: Sequence[bool] | None, location: str) -> np.ndarray:
     is_leaf = np.ones(len(parent), dtype=bool)
     is_leaf[parent[parent >= 0]] = False
     if ends is None:
         return np.flatnonzero(is_leaf)
     marked = np.asarray(ends, dtype=bool)
     if len(marked) != len(parent):
-        raise DataError(f"{place}: {len(marked)} end marks for {len(parent)} nodes.")
+        raise DataError(f"{location}: {len(marked)} end marks for {len(parent)} nodes.")
     lost = np.flatnonzero(is_leaf & ~marked)
     if len(lost):
-        raise DataError(f"{place}: node {lost[0]} is a leaf but not an end, so its tokens belong to no trajectory.")
+        raise DataError(f"{location}: node {lost[0]} is a leaf but not an end, so its tokens belong to no trajectory.")
     return np.flatnonzero(marked)
 
 
 def _merge_equal_siblings(
-    parent: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, end_nodes: np.ndarray, values: Streams, place: str
+    parent: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, end_nodes: np.ndarray, values: Streams, location: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """New parents of the kept nodes, new end nodes, and which nodes are kept; merged nodes must agree in streams."""
     bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -185,7 +166,7 @@ def _merge_equal_siblings(
             for name, value in values.items():
                 if not np.array_equal(value[low:high], value[bounds[first] : bounds[first + 1]]):
                     raise DataError(
-                        f"{place}: nodes {first} and {node} are siblings with equal tokens but different {name}; "
+                        f"{location}: nodes {first} and {node} are siblings with equal tokens but different {name}; "
                         "keep them apart (merge_siblings=False) or make them agree."
                     )
     kept = canonical == np.arange(len(parent))

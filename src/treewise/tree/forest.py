@@ -14,12 +14,11 @@ from treewise.errors import ConfigError, DataError
 from treewise.tree import prefix_merge
 from treewise.tree.declared import lay_out_nodes, spread_over_nodes
 from treewise.tree.geometry import TreeShape
-from treewise.tree.trajectory import Trajectory, number_rollouts
+from treewise.tree.trajectory import STREAMS, Trajectory, number_rollouts
 
 # Declared trees beyond this many flat tokens keep their streams per tree token, never per trajectory.
 MAX_FLAT_TOKENS = 200_000_000
-LOGPROB_STREAMS = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
-STREAM_NAMES = ("loss_weights", "advantages", *LOGPROB_STREAMS)
+LOGPROB_STREAMS = tuple(name for name, stream in STREAMS.items() if stream.is_logprob)
 WEIGHTINGS = ("per_trajectory", "once", "per_rollout")
 
 
@@ -81,32 +80,35 @@ class Forest(TreeShape):
         parents: Sequence[int],
         token_ids: Sequence[Sequence[int]],
         *,
-        loss_weights: Sequence[Sequence[float]] | None = None,
-        advantages: Sequence[Sequence[float] | float] | None = None,
-        old_logprobs: Sequence[Sequence[float]] | None = None,
-        ref_logprobs: Sequence[Sequence[float]] | None = None,
-        sampler_logprobs: Sequence[Sequence[float]] | None = None,
         ends: Sequence[bool] | None = None,
         merge_siblings: bool = True,
         group: object = None,
         source: str = "",
+        **streams: Sequence[Sequence[float] | float] | Sequence[Sequence[float]] | None,
     ) -> "Forest":
         """A declared tree: nodes, parents first, each with its own tokens. See `treewise.tree.declared`.
 
-        Streams hold one list per node, one value per token; a node's advantages may be one number for all its tokens.
-
         Each end becomes a trajectory, unless they have more than `MAX_FLAT_TOKENS` tokens together: then there is one
         copy of every stream value, in `tree_streams`.
+
+        Parameters:
+            streams: per-token streams of `Trajectory` by name (`loss_weights=`, `advantages=`, ...): one list per node,
+                one value per token. A node's advantages may be one number for all its tokens.
+
+        Raises:
+            ConfigError: an unknown stream, or one with several values per token.
+            DataError: see `lay_out_nodes`.
         """
-        place = source or "declared tree"
-        streams = {
-            "loss_weights": loss_weights,
-            "advantages": None if advantages is None else spread_over_nodes(advantages, token_ids),
-            "old_logprobs": old_logprobs,
-            "ref_logprobs": ref_logprobs,
-            "sampler_logprobs": sampler_logprobs,
-        }
-        tree = lay_out_nodes(parents, token_ids, streams, ends, merge_siblings, place)
+        location = source or "declared tree"
+        node_streams = {}
+        for name, values in streams.items():
+            if name not in STREAMS or STREAMS[name].has_candidates:
+                known = ", ".join(each for each, stream in STREAMS.items() if not stream.has_candidates)
+                raise ConfigError(f"{location}: {name!r} is no stream of nodes; known: {known}.")
+            if values is not None:
+                is_spread = STREAMS[name].is_scalar_allowed
+                node_streams[name] = spread_over_nodes(values, token_ids) if is_spread else values
+        tree = lay_out_nodes(parents, token_ids, node_streams, ends, merge_siblings, location)
         forest = cls(tree.segments, tree.token_ids, None, tree.streams)
         if forest.num_flat_tokens > MAX_FLAT_TOKENS:
             return forest
@@ -115,7 +117,9 @@ class Forest(TreeShape):
         flat["token_ids"] = tree.token_ids[path_index]
         forest.trajectories = tuple(
             Trajectory(
-                **{name: value[start:end] for name, value in flat.items()}, group=group, source=f"{place}, node {node}"
+                **{name: value[start:end] for name, value in flat.items()},
+                group=group,
+                source=f"{location}, node {node}",
             )
             for start, end, node in zip(offsets[:-1], offsets[1:], tree.end_nodes, strict=True)
         )
@@ -139,30 +143,14 @@ class Forest(TreeShape):
                 )
         if len(forests) == 1:
             return forests[0]
-        token_shift = np.cumsum([0] + [forest.num_tokens for forest in forests])
-        segment_shift = np.cumsum([0] + [len(forest.segments.start) for forest in forests])
-        parts = [forest.segments for forest in forests]
-        segments = prefix_merge.Segments(
-            start=_shifted([part.start for part in parts], token_shift),
-            parent=np.concatenate(
-                [
-                    np.where(part.parent >= 0, part.parent + shift, -1)
-                    for part, shift in zip(parts, segment_shift[:-1], strict=True)
-                ]
-            ),
-            depth=np.concatenate([part.depth for part in parts]),
-            subtree_end=_shifted([part.subtree_end for part in parts], token_shift),
-            end_segment=_shifted([part.end_segment for part in parts], segment_shift),
-            token_source=np.zeros(0, dtype=np.int64),
-            num_tokens=int(token_shift[-1]),
-        )
+        segments = prefix_merge.Segments.concatenate([forest.segments for forest in forests])
         held = [forest.trajectories for forest in forests]
         trajectories = tuple(item for items in held for item in items or ()) if all(held) else None
         streams = None
         if trajectories is None:
             streams = {
                 name: np.concatenate([forest._shared_stream(name) for forest in forests])
-                for name in STREAM_NAMES
+                for name in STREAMS
                 if all(forest.has_stream(name) for forest in forests)
             }
         return cls(segments, np.concatenate([forest.token_ids for forest in forests]), trajectories, streams)
@@ -200,7 +188,7 @@ class Forest(TreeShape):
         return all(getattr(item, name) is not None for item in self.trajectories)
 
     def flat_stream(self, name: str) -> np.ndarray:
-        """[F] float32, a stream of every trajectory, one after the other.
+        """[F] float32, a stream of every trajectory, one after the other; [F, k] where it has candidates.
 
         Raises:
             DataError: a trajectory lacks the stream; it is named.
@@ -208,10 +196,10 @@ class Forest(TreeShape):
         if self.trajectories is None:
             return self.tree_streams[name][self.path_index]
         values = [getattr(item, name) for item in self.trajectories]
-        for number, value in enumerate(values):
+        for index, value in enumerate(values):
             if value is None:
-                raise DataError(f"{self.place(number)}: no {name}, which this objective needs.")
-        return np.concatenate(values)
+                raise DataError(f"{self.source_of(index)}: no {name}, which this objective needs.")
+        return _padded(values, STREAMS[name].fill) if STREAMS[name].has_candidates else np.concatenate(values)
 
     @cached_property
     def rollout_of_trajectory(self) -> np.ndarray:
@@ -231,20 +219,12 @@ class Forest(TreeShape):
         """
         if self.trajectories is None:
             raise DataError("teacher streams need trajectories; this declared tree is too large to hold them flat.")
-        ids, logprobs = [], []
-        for number, item in enumerate(self.trajectories):
-            if item.teacher_ids is None or item.teacher_logprobs is None:
-                raise DataError(f"{self.place(number)}: no teacher_ids, which this objective needs.")
-            ids.append(item.teacher_ids)
-            logprobs.append(item.teacher_logprobs)
-        width = max(each.shape[1] for each in ids)
-        return _padded(ids, width, 0), _padded(logprobs, width, -np.inf)
+        return self.flat_stream("teacher_ids"), self.flat_stream("teacher_logprobs")
 
-    def place(self, number: int) -> str:
+    def source_of(self, index: int) -> str:
         """Where a trajectory came from, for error messages."""
-        if self.trajectories is None:
-            return f"trajectory {number}"
-        return self.trajectories[number].source or f"trajectory {number}"
+        source = "" if self.trajectories is None else self.trajectories[index].source
+        return source or f"trajectory {index}"
 
     def token_stream(self, name: str) -> np.ndarray:
         """[T] float64, the sum of a stream over all trajectories through each token."""
@@ -334,19 +314,16 @@ class Paths(Sequence[np.ndarray]):
         return prefix_merge.path_to(forest.segments, int(forest.segments.end_segment[index]))
 
 
-def _padded(parts: list[np.ndarray], width: int, value: float) -> np.ndarray:
-    """The rows of all parts ([.., k]), one after the other, each filled up to [width]."""
+def _padded(parts: list[np.ndarray], fill: float) -> np.ndarray:
+    """The rows of all parts ([n, k]), one after the other, each filled up to the largest k."""
+    width = max(part.shape[1] for part in parts)
     missing = [((0, 0), (0, width - part.shape[1])) for part in parts]
-    return np.concatenate([np.pad(part, pad, constant_values=value) for part, pad in zip(parts, missing, strict=True)])
+    return np.concatenate([np.pad(part, pad, constant_values=fill) for part, pad in zip(parts, missing, strict=True)])
 
 
 def _check_weighting(weighting: str) -> None:
     if weighting not in WEIGHTINGS:
         raise ConfigError(f"weighting={weighting!r} is unknown; choose one of {', '.join(WEIGHTINGS)}.")
-
-
-def _shifted(parts: Sequence[np.ndarray], shifts: np.ndarray) -> np.ndarray:
-    return np.concatenate([part + shift for part, shift in zip(parts, shifts[:-1], strict=True)])
 
 
 def one_forest(forests: Forest | Sequence[Forest]) -> Forest:

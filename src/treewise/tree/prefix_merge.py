@@ -1,6 +1,6 @@
 """From token sequences, or from declared nodes, to the segments of a forest in depth-first order.
 
-Sequences are sorted, and the longest common prefix of each with its predecessor says which of its tokens are new: the
+Sequences are sorted, and the longest common prefix of each with its predecessor gives its new tokens: the
 new tokens of the sorted sequences, one after the other, are the prefix tree in depth-first pre-order. Nothing here
 loops over tokens in Python; loops run over sequences or segments.
 
@@ -11,10 +11,17 @@ attention read the keys of a path without gathering them one by one.
 Letters: N sequences, S segments, T tree tokens, F flat tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+
+
+def concatenated_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[sum of lengths] of the dtype of `starts`: `starts[i] .. starts[i] + lengths[i]`, one range after the other."""
+    shifts = (starts - (np.cumsum(lengths) - lengths)).astype(starts.dtype)
+    return np.repeat(shifts, lengths) + np.arange(int(lengths.sum()), dtype=starts.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,8 @@ class Segments:
     depth: [S] depth of the first token.
     subtree_end: [S] one past the last tree position below the segment.
     end_segment: [N] segment in which each trajectory ends, always at its last token.
-    token_source: [T] flat index that each tree token is copied from.
+    source: [S] index of the first token in what the segments were laid out from (flat sequences, nodes, a forest); its
+        other tokens follow there.
     num_tokens: T.
     """
 
@@ -35,13 +43,39 @@ class Segments:
     depth: np.ndarray
     subtree_end: np.ndarray
     end_segment: np.ndarray
-    token_source: np.ndarray
+    source: np.ndarray
     num_tokens: int
 
     @property
     def lengths(self) -> np.ndarray:
         """[S] tokens of each: the distance to the next start, or to the end."""
         return np.diff(self.start, append=self.num_tokens)
+
+    @property
+    def token_source(self) -> np.ndarray:
+        """[T] int64, index of each tree token in what the segments were laid out from."""
+        return concatenated_ranges(self.source, self.lengths)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Segments"]) -> "Segments":
+        """Segments side by side, as those of one forest; `source` counts in the concatenation."""
+        num_tokens = np.cumsum([0, *(part.num_tokens for part in parts)])
+        num_segments = np.cumsum([0, *(len(part.start) for part in parts)])
+
+        def joined(name: str, shifts: np.ndarray) -> np.ndarray:
+            return np.concatenate([getattr(part, name) + shift for part, shift in zip(parts, shifts[:-1], strict=True)])
+
+        start = joined("start", num_tokens)
+        is_root = np.concatenate([part.parent < 0 for part in parts])
+        return cls(
+            start=start,
+            parent=np.where(is_root, -1, joined("parent", num_segments)),
+            depth=np.concatenate([part.depth for part in parts]),
+            subtree_end=joined("subtree_end", num_tokens),
+            end_segment=joined("end_segment", num_segments),
+            source=start,
+            num_tokens=int(num_tokens[-1]),
+        )
 
 
 def merge_sequences(flat_ids: np.ndarray, offsets: np.ndarray) -> Segments:
@@ -74,14 +108,11 @@ def merge_sequences(flat_ids: np.ndarray, offsets: np.ndarray) -> Segments:
     return _heavy_first(start, parent, depth, end_segment, source, num_tokens)
 
 
-def chain_nodes(
-    parents: np.ndarray, lengths: np.ndarray, ends: np.ndarray, offsets: np.ndarray
-) -> tuple[Segments, np.ndarray]:
+def chain_nodes(parents: np.ndarray, lengths: np.ndarray, ends: np.ndarray, offsets: np.ndarray) -> Segments:
     """Lays declared nodes (parents first) out in depth-first order; every node becomes one segment.
 
     parents: [n] index of the parent node or -1. lengths: [n] tokens per node, at least 1. ends: [N] the nodes at which
-    trajectories end. offsets: [n] where each node's tokens begin in the flat ids. Returns the segments, and for each
-    node its segment.
+    trajectories end. offsets: [n] where each node's tokens begin in the flat ids.
     """
     size = _subtree_sizes(parents, lengths)
     position = _positions_parents_first(parents, lengths, size)
@@ -93,20 +124,13 @@ def chain_nodes(
     order_lengths = lengths[by_position]
     start = np.cumsum(order_lengths) - order_lengths
     num_tokens = int(order_lengths.sum())
-    segments = _heavy_first(start, parent, depth, segment_of_node[ends], offsets[by_position], num_tokens)
-    # `_heavy_first` reorders segments by its own rule; their sources are distinct, so they identify the nodes.
-    new_source = segments.token_source[segments.start]
-    rank = np.argsort(offsets, kind="stable")
-    node_of_segment = rank[np.searchsorted(offsets[rank], new_source)]
-    final = np.empty(len(parents), dtype=np.int64)
-    final[node_of_segment] = np.arange(len(parents))
-    return segments, final
+    return _heavy_first(start, parent, depth, segment_of_node[ends], offsets[by_position], num_tokens)
 
 
 def restrict(segments: Segments, kept: np.ndarray) -> Segments:
     """The segments on the paths of some trajectories ([n] int64, indices into `end_segment`), laid out anew.
 
-    `token_source` says which tree position each token had before.
+    `token_source` is the tree position that each token had before.
     """
     ends = np.bincount(segments.end_segment[kept], minlength=len(segments.start))
     total = np.concatenate([[0], np.cumsum(ends)])
@@ -140,7 +164,7 @@ def path_index(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
         current = segments.parent[current]
         alive = current >= 0
         current, slot = current[alive], slot[alive] - 1
-    return _expand(segments.start[chain], length[chain]), offsets
+    return concatenated_ranges(segments.start[chain], length[chain]), offsets
 
 
 def path_to(segments: Segments, segment: int) -> np.ndarray:
@@ -151,7 +175,7 @@ def path_to(segments: Segments, segment: int) -> np.ndarray:
         segment = int(segments.parent[segment])
     links = np.array(chain[::-1])
     ends = np.append(segments.start, segments.num_tokens)
-    return _expand(segments.start[links], ends[links + 1] - segments.start[links])
+    return concatenated_ranges(segments.start[links], ends[links + 1] - segments.start[links])
 
 
 def _sorted_order(flat_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -234,7 +258,6 @@ def _heavy_first(
     order = np.argsort(new_start, kind="stable")
     rank = np.empty(num_segments, dtype=np.int64)
     rank[order] = np.arange(num_segments)
-    lengths = np.diff(bounds)[order]
     start, parent = new_start[order], parent[order]
     return Segments(
         start=start,
@@ -242,7 +265,7 @@ def _heavy_first(
         depth=depth[order],
         subtree_end=start + size[order],
         end_segment=rank[end_segment],
-        token_source=_expand(source[order], lengths),
+        source=source[order],
         num_tokens=num_tokens,
     )
 
@@ -255,12 +278,6 @@ def _heaviest_child(parent: np.ndarray, size: np.ndarray) -> np.ndarray:
     by_weight = children[np.lexsort((-children, size[children]))]
     heavy[parent[by_weight]] = by_weight
     return heavy
-
-
-def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Concatenated ranges `starts[i] .. starts[i] + lengths[i]`."""
-    offsets = np.cumsum(lengths) - lengths
-    return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()))
 
 
 def _levels(parent: np.ndarray) -> np.ndarray:

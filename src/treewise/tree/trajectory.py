@@ -1,30 +1,101 @@
-"""A trajectory: one root-to-leaf token sequence with its per-token streams, validated when it is made.
+"""A trajectory: one root-to-leaf token sequence with its per-token streams, validated at construction.
 
 A trajectory is what a flat trainer would train on, and all that users bring. Streams have one value per token and
-align with `token_ids`; the value at position 0 of a stream that speaks about predictions (weights, log-probs) has no
-meaning, because nothing predicts a first token.
+align with `token_ids`; the value at position 0 of a stream about predictions (weights, log-probs) has no meaning,
+because nothing predicts a first token.
+
+`STREAMS` is the one list of them, read from the declarations in `Trajectory`. Parsing, checks, storage, content hashes,
+quarantined records and forests all follow it, so a new stream is one line.
 """
 
-import math
+import json
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from types import UnionType
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from treewise.errors import DataError
+from treewise.tree import checks
 
-MAX_TOKEN_ID = np.iinfo(np.int32).max
 MAX_TEACHER_LOGPROB = 0.02  # bfloat16 teachers round to a little more than certainty
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A per-token stream of a `Trajectory`: takes anything like an array, and is an array or None.
+
+    Parameters:
+        dtype: of the values.
+        is_scalar_allowed: one number may stand for all tokens of a trajectory or node.
+        is_logprob: natural logarithms of probabilities of the tokens; in data files null where a token is not trained.
+        has_candidates: k values for each token ([n, k]) instead of one ([n]).
+        fill: value of a missing candidate, where trajectories with fewer are put beside those with more.
+        other_names: names of the same thing in other libraries, which are errors in data files.
+    """
+
+    dtype: Any = np.float32
+    is_scalar_allowed: bool = False
+    is_logprob: bool = False
+    has_candidates: bool = False
+    fill: float = 0.0
+    other_names: tuple[str, ...] = ()
+    name: str = field(default="", init=False)
+
+    def checked(self, values: ArrayLike, length: int, location: str) -> np.ndarray:
+        """[length] or [length, k] values of `dtype`. Raises `DataError`."""
+        if self.has_candidates:
+            return checks.candidates(values, self.name, length, self.dtype, location)
+        return checks.numbers(values, self.name, length, location, is_scalar_allowed=self.is_scalar_allowed)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        object.__setattr__(self, "name", name)
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> None: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> np.ndarray | None: ...
+
+    def __get__(self, instance: object, owner: type) -> np.ndarray | None:
+        return None if instance is None else vars(instance)[self.name]  # None: the default of the field
+
+    def __set__(self, instance: object, value: ArrayLike | None) -> None:
+        vars(instance)[self.name] = value  # checked in Trajectory.__post_init__
+
+
+class _LossWeights(Stream):
+    """The stream that every trajectory has."""
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> None: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> np.ndarray: ...
+
+    def __get__(self, instance: object, owner: type) -> np.ndarray | None:
+        return None if instance is None else vars(instance)["loss_weights"]
+
+
+class _TokenIds:
+    """The sequence itself: takes anything like an array, and is an array."""
+
+    def __get__(self, instance: object, owner: type) -> np.ndarray:
+        if instance is None:
+            raise AttributeError("token_ids")  # no default: the argument is required
+        ids: np.ndarray = vars(instance)["token_ids"]
+        return ids
+
+    def __set__(self, instance: object, value: ArrayLike) -> None:
+        vars(instance)["token_ids"] = value
+
+
+@dataclass(frozen=True, eq=False)
 class Trajectory:
     """One token sequence and what is trained on it.
 
-    Every array has one value per token (teacher streams: one row). `token_ids` and `teacher_ids` become int32, every
+    Every stream has one value per token (teacher streams: one row). `token_ids` and `teacher_ids` become int32, every
     other stream float32.
 
     Parameters:
@@ -39,8 +110,8 @@ class Trajectory:
         source: where it came from, for error messages (`rollouts.jsonl:17`).
         sampler_logprobs: log-probs of the tokens as the engine that sampled them reported them. They differ from
             `old_logprobs` by that engine's own rounding and kernels, and by the updates since.
-        teacher_ids: [n, k], candidates of a teacher for each position; row `t` speaks about token `t`, like log-probs.
-        teacher_logprobs: [n, k], the teacher's log-probs of these candidates; `-inf` marks an unused place.
+        teacher_ids: [n, k], candidates of a teacher for each position; row `t` is about token `t`, like log-probs.
+        teacher_logprobs: [n, k], the teacher's log-probs of these candidates; `-inf` marks an unused entry.
         rollout_weight: the loss weight of the whole rollout, all its trajectories together. Needed only where the
             trajectories of one rollout are spread over several forests; `treewise.advantages` fills it.
 
@@ -50,71 +121,72 @@ class Trajectory:
             do not fit one another.
     """
 
-    token_ids: np.ndarray
-    loss_weights: np.ndarray | None = None
-    advantages: np.ndarray | None = None
-    old_logprobs: np.ndarray | None = None
-    ref_logprobs: np.ndarray | None = None
+    token_ids: _TokenIds = _TokenIds()
+    loss_weights: _LossWeights = _LossWeights(
+        other_names=("loss_mask", "mask", "sampled", "sampled_mask", "labels"),
+    )
+    advantages: Stream = Stream(is_scalar_allowed=True, other_names=("advantage",))
+    old_logprobs: Stream = Stream(is_logprob=True, other_names=("old_log_probs",))
+    ref_logprobs: Stream = Stream(is_logprob=True, other_names=("ref_log_prob",))
     group: Hashable = None
     reward: float | None = None
     rollout: Hashable = None
     source: str = ""
-    sampler_logprobs: np.ndarray | None = None
-    teacher_ids: np.ndarray | None = None
-    teacher_logprobs: np.ndarray | None = None
+    sampler_logprobs: Stream = Stream(
+        is_logprob=True, other_names=("logprobs", "inference_logprobs", "rollout_log_probs")
+    )
+    teacher_ids: Stream = Stream(np.int32, has_candidates=True)
+    teacher_logprobs: Stream = Stream(has_candidates=True, fill=-np.inf)
     rollout_weight: float | None = None
 
-    if TYPE_CHECKING:  # what is taken is wider than what is kept
-
-        def __init__(
-            self,
-            token_ids: ArrayLike,
-            loss_weights: ArrayLike | None = None,
-            advantages: ArrayLike | None = None,
-            old_logprobs: ArrayLike | None = None,
-            ref_logprobs: ArrayLike | None = None,
-            group: Hashable = None,
-            reward: float | None = None,
-            rollout: Hashable = None,
-            source: str = "",
-            sampler_logprobs: ArrayLike | None = None,
-            teacher_ids: ArrayLike | None = None,
-            teacher_logprobs: ArrayLike | None = None,
-            rollout_weight: float | None = None,
-        ) -> None: ...
-
     def __post_init__(self) -> None:
-        place = self.source or "trajectory"
-        ids = _token_ids(self.token_ids, place)
-        object.__setattr__(self, "token_ids", ids)
-        weights = _default_weights(len(ids)) if self.loss_weights is None else self.loss_weights
-        object.__setattr__(self, "loss_weights", _checked_weights(weights, len(ids), place))
-        for name in ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, _stream(value, name, len(ids), place, scalar=name == "advantages"))
-        if self.teacher_ids is not None or self.teacher_logprobs is not None:
-            teacher = checked_teacher(self.teacher_ids, self.teacher_logprobs, len(ids), place)
-            object.__setattr__(self, "teacher_ids", teacher[0])
-            object.__setattr__(self, "teacher_logprobs", teacher[1])
+        location = self.source or "trajectory"
+        values = vars(self)
+        ids = values["token_ids"] = checks.token_ids(self.token_ids, location)
+        if len(ids) == 1:
+            raise DataError(f"{location}: one token only, so no token is predicted; a trajectory needs at least two.")
+        if values["loss_weights"] is None:
+            values["loss_weights"] = np.concatenate([[0], np.ones(len(ids) - 1)])
+        for name, stream in STREAMS.items():
+            if values[name] is not None:
+                values[name] = stream.checked(values[name], len(ids), location)
+        checks.loss_weights(self.loss_weights, location)
+        if not self.loss_weights.any():
+            raise DataError(
+                f"{location}: no trained token (all {len(ids)} loss weights are 0); drop it or weight its answers."
+            )
+        _check_teacher(self.teacher_ids, self.teacher_logprobs, location)
         for name in ("reward", "rollout_weight"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _finite_number(getattr(self, name), name, place))
+            if values[name] is not None:
+                values[name] = checks.finite_number(values[name], name, location)
         if self.rollout_weight is not None and self.rollout_weight <= 0:
-            raise DataError(f"{place}: rollout_weight is {self.rollout_weight:g}; it must be positive.")
+            raise DataError(f"{location}: rollout_weight is {self.rollout_weight:g}; it must be positive.")
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
+    def streams(self) -> dict[str, np.ndarray]:
+        """The streams that it has, by name, in the order of `STREAMS`."""
+        values = vars(self)
+        return {name: values[name] for name in STREAMS if values[name] is not None}
+
+    @property
     def num_trained_tokens(self) -> int:
         """Tokens whose loss weight is not zero."""
-        assert self.loss_weights is not None
         return int(np.count_nonzero(self.loss_weights))
+
+    @property
+    def weight(self) -> float:
+        """The sum of its loss weights, in float64."""
+        return float(self.loss_weights.astype(np.float64).sum())
+
+
+STREAMS: dict[str, Stream] = {name: value for name, value in vars(Trajectory).items() if isinstance(value, Stream)}
 
 
 def number_rollouts(trajectories: Sequence[Trajectory]) -> np.ndarray:
-    """[N] int64, the number of each trajectory's rollout, in order of first appearance.
+    """[N] int64, the index of each trajectory's rollout, in order of first appearance.
 
     Trajectories that share `rollout` within one `group` are one rollout; one without a rollout id is its own.
     """
@@ -123,114 +195,38 @@ def number_rollouts(trajectories: Sequence[Trajectory]) -> np.ndarray:
     return np.array([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
 
 
-def _token_ids(values: Sequence[int] | np.ndarray, place: str) -> np.ndarray:
-    ids = as_array(values, "token_ids", place)
-    if ids.ndim != 1:
-        raise DataError(f"{place}: token_ids has {ids.ndim} dimensions; give one flat sequence of integers.")
-    if len(ids) == 0:
-        raise DataError(f"{place}: token_ids is empty; a trajectory needs at least two tokens.")
-    # NumPy takes a bool among integers for one, so a list is asked for the types that it holds.
-    if ids.dtype.kind not in "iu" or (isinstance(values, list | tuple) and bool in set(map(type, values))):
-        raise DataError(f"{place}: token_ids must be integers, found {_first_wrong(values, int | np.integer)}.")
-    bad = np.flatnonzero((ids < 0) | (ids > MAX_TOKEN_ID))
-    if len(bad):
-        raise DataError(f"{place}: token id {ids[bad[0]]} at position {bad[0]} is outside 0..{MAX_TOKEN_ID}.")
-    if len(ids) == 1:
-        raise DataError(f"{place}: one token only, so no token is predicted; a trajectory needs at least two.")
-    return np.ascontiguousarray(ids, dtype=np.int32)
+def update_with_content(digest: Any, trajectories: Sequence[Trajectory]) -> None:
+    """Feeds a `hashlib` object with all that training depends on: token ids, every stream, labels, and the order.
+
+    Groups and rollouts count as a partition of the trajectories, not by their names, which may be file names.
+    """
+    groups: dict[object, int] = {}
+    for item, rollout in zip(trajectories, number_rollouts(trajectories).tolist(), strict=True):
+        streams = {"token_ids": item.token_ids, **item.streams}
+        group = groups.setdefault(item.group, len(groups))
+        shapes = {name: [str(array.dtype), *array.shape] for name, array in streams.items()}
+        digest.update(json.dumps([shapes, group, rollout, item.reward, item.rollout_weight]).encode())
+        for array in streams.values():
+            digest.update(np.ascontiguousarray(array).data)
 
 
-def _default_weights(length: int) -> np.ndarray:
-    weights = np.ones(length, dtype=np.float32)
-    weights[0] = 0
-    return weights
-
-
-def _checked_weights(values: Sequence[float] | np.ndarray, length: int, place: str) -> np.ndarray:
-    weights = _stream(values, "loss_weights", length, place)
-    if weights[0] != 0:
-        raise DataError(f"{place}: loss_weights[0] is {weights[0]:g}, but nothing predicts a first token; set it to 0.")
-    bad = np.flatnonzero(weights < 0)
-    if len(bad):
-        raise DataError(
-            f"{place}: loss weight {weights[bad[0]]:g} at position {bad[0]} is negative; advantages carry the sign."
-        )
-    if not weights.any():
-        raise DataError(f"{place}: no trained token (all {length} loss weights are 0); drop it or weight its answers.")
-    return weights
-
-
-def _stream(
-    values: float | Sequence[float] | np.ndarray, name: str, length: int, place: str, scalar: bool = False
-) -> np.ndarray:
-    array = as_array(values, name, place)
-    if scalar and array.ndim == 0:
-        array = np.full(length, array)
-    if array.ndim != 1 or len(array) != length:
-        found = len(array) if array.ndim == 1 else f"shape {array.shape}"
-        raise DataError(f"{place}: {found} {name} for {length} tokens; they must align with token_ids.")
-    if array.dtype.kind not in "fiub":
-        raise DataError(f"{place}: {name} must be numbers, found {_first_wrong(values, float | int | np.number)}.")
-    with np.errstate(over="ignore"):
-        stream = np.ascontiguousarray(array, dtype=np.float32)
-    bad = np.flatnonzero(~np.isfinite(stream))
-    if len(bad):
-        raise DataError(f"{place}: {name}[{bad[0]}] is {array[bad[0]]}; every value must be finite.")
-    return stream
-
-
-def checked_teacher(ids: object, logprobs: object, length: int, place: str) -> tuple[np.ndarray, np.ndarray]:
-    """Candidates of a teacher ([length, k] int32) and their log-probs ([length, k] float32), validated."""
+def _check_teacher(ids: np.ndarray | None, logprobs: np.ndarray | None, location: str) -> None:
+    """Checks that the candidates of a teacher and their log-probs ([n, k] each) fit one another."""
+    if ids is None and logprobs is None:
+        return
     if ids is None or logprobs is None:
         missing = "teacher_ids" if ids is None else "teacher_logprobs"
-        raise DataError(f"{place}: {missing} is missing; teacher_ids and teacher_logprobs go together.")
-    candidates, values = as_array(ids, "teacher_ids", place), as_array(logprobs, "teacher_logprobs", place)
-    for name, array, kinds in (("teacher_ids", candidates, "iu"), ("teacher_logprobs", values, "fiu")):
-        if array.ndim != 2 or len(array) != length or array.shape[1] == 0:
-            raise DataError(f"{place}: {name} has shape {array.shape}; give [{length}, k], one row per token.")
-        if array.dtype.kind not in kinds:
-            raise DataError(f"{place}: {name} must be {'integers' if kinds == 'iu' else 'numbers'}, not {array.dtype}.")
-    if candidates.shape != values.shape:
-        raise DataError(f"{place}: teacher_ids {candidates.shape} and teacher_logprobs {values.shape} differ in shape.")
-    if ((candidates < 0) | (candidates > MAX_TOKEN_ID)).any():
-        raise DataError(f"{place}: a teacher's token id is outside 0..{MAX_TOKEN_ID}.")
-    values = np.ascontiguousarray(values, dtype=np.float32)
-    if np.isnan(values).any() or (values > MAX_TEACHER_LOGPROB).any():
-        raise DataError(f"{place}: a teacher_logprobs value is not a log-prob; they are natural logarithms, at most 0.")
-    total = np.exp(values[1:].astype(np.float64)).sum(1)
+        raise DataError(f"{location}: {missing} is missing; teacher_ids and teacher_logprobs go together.")
+    if ids.shape != logprobs.shape:
+        raise DataError(f"{location}: teacher_ids {ids.shape} and teacher_logprobs {logprobs.shape} differ in shape.")
+    if np.isnan(logprobs).any() or (logprobs > MAX_TEACHER_LOGPROB).any():
+        raise DataError(
+            f"{location}: a teacher_logprobs value is not a log-prob; they are natural logarithms, at most 0."
+        )
+    total = np.exp(logprobs[1:].astype(np.float64)).sum(1)
     if (total > 1 + MAX_TEACHER_LOGPROB).any():
         row = int(np.argmax(total)) + 1
         raise DataError(
-            f"{place}: the teacher's probabilities at position {row} add up to {total[row - 1]:.4g}; "
+            f"{location}: the teacher's probabilities at position {row} add up to {total[row - 1]:.4g}; "
             "are its log-probs natural logarithms of the whole distribution?"
         )
-    return np.ascontiguousarray(candidates, dtype=np.int32), values
-
-
-def _finite_number(value: float, name: str, place: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise DataError(f"{place}: {name} must be a number, found {type(value).__name__}.")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise DataError(f"{place}: {name} is {number}; it must be finite.")
-    return number
-
-
-def as_array(values: object, name: str, place: str) -> np.ndarray:
-    """What a caller gave as an array of any shape and type; ragged lists are refused by name and place."""
-    try:
-        return np.asarray(values)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"{place}: {name} is not a flat sequence of numbers ({error}).") from None
-
-
-def _first_wrong(values: object, right: type | UnionType) -> str:
-    """Names the first element of a wrong type, which says more than NumPy's common type does."""
-    if isinstance(values, Sequence) and not isinstance(values, str):
-        for position, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, right):
-                return f"{type(value).__name__} at position {position}"
-    return str(np.asarray(values).dtype)

@@ -50,7 +50,7 @@ def recorded():
     for shape in json.loads(gzip.decompress(SHAPES.read_bytes())):
         length = np.array(shape["length"])
         start = np.cumsum(length) - length
-        segments = chain_nodes(np.array(shape["parent"]), length, np.array(shape["ends"]), start)[0]
+        segments = chain_nodes(np.array(shape["parent"]), length, np.array(shape["ends"]), start)
         yield Forest(segments, np.zeros(segments.num_tokens, dtype=np.int32), None, {})
 
 

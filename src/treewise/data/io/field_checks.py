@@ -8,21 +8,13 @@ import numpy as np
 
 from treewise.data.io.printable import shown
 from treewise.errors import DataError
+from treewise.tree import checks
+from treewise.tree.checks import MAX_FLOAT
+from treewise.tree.trajectory import STREAMS
 
-MAX_FLOAT = float(np.finfo(np.float32).max)  # streams are float32
-# Names of the same thing elsewhere. Passed over, they would change what is trained.
+# Names of the same thing elsewhere. Ignored, they would change what is trained.
 OTHER_NAMES = {
-    "loss_mask": "loss_weights",
-    "mask": "loss_weights",
-    "sampled": "loss_weights",
-    "sampled_mask": "loss_weights",
-    "labels": "loss_weights",
-    "advantage": "advantages",
-    "logprobs": "sampler_logprobs",
-    "inference_logprobs": "sampler_logprobs",
-    "rollout_log_probs": "sampler_logprobs",
-    "old_log_probs": "old_logprobs",
-    "ref_log_prob": "ref_logprobs",
+    **{other: name for name, stream in STREAMS.items() for other in stream.other_names},
     "rewards": "reward",
     "rollout_id": "rollout",
 }
@@ -51,29 +43,10 @@ def flat_list(value: Any, name: str, place: str) -> Any:
     return value
 
 
-def number_list(value: Any, name: str, place: str) -> np.ndarray:
+def number_list(value: Any, name: str, location: str) -> np.ndarray:
     """A flat list of finite numbers, as float32."""
-    items = flat_list(value, name, place)
-    try:
-        array = np.asarray(items)
-    except (ValueError, OverflowError):  # lists of different lengths
-        array = np.zeros((0, 0))
-    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iufb"):
-        raise DataError(f"{place}: {name} must be a flat list of numbers, found {shown(value)}.")
-    check_finite(array, name, place)
-    return array.astype(np.float32)
-
-
-def check_finite(array: np.ndarray, name: str, place: str) -> None:
-    """Refuses values that are not finite as float32.
-
-    Raises:
-        DataError: with the first position.
-    """
-    good = np.abs(array) <= MAX_FLOAT
-    if not good.all():
-        at = int(np.argmin(good))
-        raise DataError(f"{place}: {name}[{at}] is {array[at]:g}; every value must be finite (and fit float32).")
+    items = flat_list(value, name, location)
+    return checks.numbers(items, name, len(items), location)
 
 
 def weight(value: Any, place: str) -> float:

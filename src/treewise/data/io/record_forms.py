@@ -8,6 +8,7 @@ import numpy as np
 from treewise.data.io.files import RawRecord
 from treewise.data.io.printable import shown
 from treewise.errors import DataError
+from treewise.tree.trajectory import STREAMS
 
 Record = dict[str, Any]
 
@@ -18,10 +19,7 @@ FORMS = (
 )
 
 # Columns that hold nested values; a string in one of these is JSON text.
-NESTED = (
-    *("messages", "tools", "calls", "nodes", "seqs", "token_ids", "loss_weights"),
-    *("old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_ids", "teacher_logprobs"),
-)
+NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", *STREAMS)
 
 
 class PartialTailError(DataError):

@@ -11,32 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from treewise.tree.trajectory import Trajectory
-
-STREAMS = ("loss_weights", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
-TEACHER = ("teacher_ids", "teacher_logprobs")  # k values per token, stored flat
+from treewise.tree.trajectory import STREAMS, Trajectory
 
 
 @dataclass(slots=True)
 class Row:
     """One trajectory, or one declared node where `parent` is given.
 
-    `token_ids` are the tokens after the first `shared` tokens of the row before. Either `loss_weights` holds one value
-    per token of the whole trajectory, or `spans` ([start, end, start, end, ...]) the trained tokens, each span with
-    its weight in `span_weights`.
+    `token_ids` are the tokens after the first `shared` tokens of the row before. `streams` hold the values of the whole
+    trajectory, those with k candidates per token flat. Without `loss_weights` among them, `spans` ([start, end, start,
+    end, ...]) are the trained tokens, each span with its weight in `span_weights`.
     """
 
     token_ids: np.ndarray
     shared: int = 0
     spans: list[int] = field(default_factory=list)
     span_weights: list[float] = field(default_factory=list)
-    loss_weights: np.ndarray | None = None
-    advantages: np.ndarray | None = None
-    old_logprobs: np.ndarray | None = None
-    ref_logprobs: np.ndarray | None = None
-    sampler_logprobs: np.ndarray | None = None
-    teacher_ids: np.ndarray | None = None
-    teacher_logprobs: np.ndarray | None = None
+    streams: dict[str, np.ndarray] = field(default_factory=dict)
     group: Any = None
     reward: float | None = None
     rollout: Any = None
@@ -72,11 +63,9 @@ class RecordResult:
 
 def row_from_trajectory(trajectory: Trajectory) -> Row:
     """A row that holds all streams of a validated trajectory."""
-    held: Any = {name: getattr(trajectory, name) for name in (*STREAMS, *TEACHER)}
-    streams: Any = {name: None if value is None else value.reshape(-1) for name, value in held.items()}
     return Row(
         token_ids=trajectory.token_ids,
-        **streams,
+        streams={name: value.reshape(-1) for name, value in trajectory.streams.items()},
         group=trajectory.group,
         reward=trajectory.reward,
         rollout=trajectory.rollout,
@@ -87,19 +76,15 @@ def row_from_trajectory(trajectory: Trajectory) -> Row:
 def trajectories_from_rows(rows: Sequence[Row]) -> list[Trajectory]:
     """Trajectories of rows in order; each `shared` prefix comes from the row before."""
     result: list[Trajectory] = []
-
-    def table(row: Row, name: str) -> Any:
-        held = getattr(row, name)
-        return None if held is None else held.reshape(row.num_tokens, -1)
-
     for row in rows:
         ids = np.concatenate([result[-1].token_ids[: row.shared], row.token_ids]) if row.shared else row.token_ids
+        streams: dict[str, Any] = {"loss_weights": span_weights(row, len(ids))} if row.spans else {}
+        for name, values in row.streams.items():
+            streams[name] = values.reshape(len(ids), -1) if STREAMS[name].has_candidates else values
         result.append(
             Trajectory(
                 token_ids=ids,
-                loss_weights=row.loss_weights if row.loss_weights is not None else span_weights(row, len(ids)),
-                **{name: getattr(row, name) for name in STREAMS[1:]},
-                **{name: table(row, name) for name in TEACHER},
+                **streams,
                 group=row.group,
                 reward=row.reward,
                 rollout=row.rollout,
@@ -110,7 +95,7 @@ def trajectories_from_rows(rows: Sequence[Row]) -> list[Trajectory]:
 
 
 def span_weights(row: Row, length: int) -> np.ndarray:
-    """Loss weights per token from the trained spans of a row."""
+    """[length] float32, loss weights from the trained spans of a row."""
     weights = np.zeros(length, dtype=np.float32)
     for start, end, weight in zip(row.spans[::2], row.spans[1::2], row.span_weights, strict=True):
         weights[start:end] = weight

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from treewise.data.io.rows import Row
 from treewise.errors import DataError
+from treewise.tree.trajectory import STREAMS
 
 IDS, FLOATS = pa.large_list(pa.int32()), pa.large_list(pa.float32())
 SCHEMA = pa.schema(
@@ -19,13 +20,7 @@ SCHEMA = pa.schema(
         "token_ids": IDS,
         "spans": pa.large_list(pa.int64()),
         "span_weights": FLOATS,
-        "loss_weights": FLOATS,
-        "advantages": FLOATS,
-        "old_logprobs": FLOATS,
-        "ref_logprobs": FLOATS,
-        "sampler_logprobs": FLOATS,
-        "teacher_ids": IDS,
-        "teacher_logprobs": FLOATS,
+        **{name: IDS if np.issubdtype(stream.dtype, np.integer) else FLOATS for name, stream in STREAMS.items()},
         "group": pa.string(),
         "reward": pa.float64(),
         "rollout": pa.string(),
@@ -35,7 +30,6 @@ SCHEMA = pa.schema(
     }
 )
 LABELS = ("group", "rollout")  # stored as JSON: text and numbers stay apart
-PLACES = ("source", "rollout")  # say where the data lay, so no part of its content
 
 
 def rows_to_table(trees: Iterable[int], rows: Sequence[Row]) -> pa.Table:
@@ -44,7 +38,10 @@ def rows_to_table(trees: Iterable[int], rows: Sequence[Row]) -> pa.Table:
     for field in SCHEMA:
         if field.name == "tree":
             continue
-        values = [getattr(row, field.name) for row in rows]
+        if field.name in STREAMS:
+            values: list[Any] = [row.streams.get(field.name) for row in rows]
+        else:
+            values = [getattr(row, field.name) for row in rows]
         if pa.types.is_large_list(field.type):
             columns[field.name] = _list_column(values, field.type)
         else:
@@ -67,6 +64,8 @@ def table_rows(table: pa.Table, low: int, high: int) -> list[Row]:
     rows = []
     for i in range(high - low):
         values = {name: column[i] for name, column in columns.items() if name != "tree"}
+        streams = {name: values.pop(name) for name in STREAMS}
+        values["streams"] = {name: value for name, value in streams.items() if value is not None}
         for name in LABELS:
             values[name] = None if values[name] is None else json.loads(values[name])
         values["spans"] = values["spans"].tolist()
@@ -76,13 +75,19 @@ def table_rows(table: pa.Table, low: int, high: int) -> list[Row]:
 
 
 def content_hash(table: pa.Table, names: Sequence[str]) -> str:
-    """SHA-256 of what is trained: tokens, streams, labels and the trees' order; not of where it came from."""
+    """SHA-256 of what is trained: tokens, streams, labels and the trees' order; not of where it came from.
+
+    Rollouts count as a partition of the rows, because a row without a rollout id is named after its file and line.
+    """
     digest = hashlib.sha256(json.dumps([SCHEMA.names, len(table), len(names)]).encode())
     for field in SCHEMA:
-        if field.name in PLACES:
+        if field.name == "source":
             continue
         digest.update(field.name.encode())
         column = _whole(table.column(field.name))
+        if field.name == "rollout":
+            digest.update(_rollout_indices(table).tobytes())
+            continue
         digest.update(np.asarray(column.is_valid().to_numpy(zero_copy_only=False)).tobytes())
         if pa.types.is_large_list(field.type):
             digest.update(np.diff(np.asarray(column.offsets)).tobytes())
@@ -93,6 +98,14 @@ def content_hash(table: pa.Table, names: Sequence[str]) -> str:
             zero = False if pa.types.is_boolean(field.type) else 0
             digest.update(column.fill_null(zero).to_numpy(zero_copy_only=False).tobytes())
     return digest.hexdigest()
+
+
+def _rollout_indices(table: pa.Table) -> np.ndarray:
+    """[rows] int64, the rollout of each row in order of first appearance; -1 for a row without one."""
+    seen: dict[tuple[str | None, str], int] = {}
+    keys = zip(table.column("group").to_pylist(), table.column("rollout").to_pylist(), strict=True)
+    indices = [-1 if name is None else seen.setdefault((group, name), len(seen)) for group, name in keys]
+    return np.array(indices, dtype=np.int64)
 
 
 def first_id_outside(table: pa.Table, vocab_size: int) -> tuple[int, int, int] | None:

@@ -123,7 +123,7 @@ class Priced:
 
 def priced(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int | None) -> Priced:
     """Several forests and what they cost under a budget (None: whole forests in one micro-batch)."""
-    segments = _side_by_side([shape.segments if isinstance(shape, Forest) else shape for shape in shapes])
+    segments = Segments.concatenate([shape.segments if isinstance(shape, Forest) else shape for shape in shapes])
     length = segments.lengths
     once = cost.seconds_per_token * length + cost.seconds_per_pair * _pairs(segments.depth, length)
     if max_tokens is not None:
@@ -132,25 +132,6 @@ def priced(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int
     scale = 2.0 ** np.floor(COST_BITS - np.log2(once.sum() + again.sum()))
     units = np.maximum(np.round(once * scale), 1).astype(np.int64)
     return Priced(segments, units, np.round(again * scale).astype(np.int64), num_open, 1 / scale, cost, max_tokens)
-
-
-def _side_by_side(parts: Sequence[Segments]) -> Segments:
-    """Segments of several forests as those of one."""
-    tokens = np.cumsum([0] + [part.num_tokens for part in parts])
-    counts = [len(part.start) for part in parts]
-    ends = [len(part.end_segment) for part in parts]
-    before = np.cumsum([0, *counts])
-    token_shift, segment_shift = np.repeat(tokens[:-1], counts), np.repeat(before[:-1], counts)
-    parent = np.concatenate([part.parent for part in parts])
-    return Segments(
-        start=np.concatenate([part.start for part in parts]) + token_shift,
-        parent=np.where(parent >= 0, parent + segment_shift, -1),
-        depth=np.concatenate([part.depth for part in parts]),
-        subtree_end=np.concatenate([part.subtree_end for part in parts]) + token_shift,
-        end_segment=np.concatenate([part.end_segment for part in parts]) + np.repeat(before[:-1], ends),
-        token_source=np.zeros(0, dtype=np.int64),
-        num_tokens=int(tokens[-1]),
-    )
 
 
 def slice_of(segments: Segments, first: int, stop: int, trajectories: np.ndarray | None = None) -> Segments:
@@ -163,7 +144,7 @@ def slice_of(segments: Segments, first: int, stop: int, trajectories: np.ndarray
         depth=segments.depth[first:stop],
         subtree_end=segments.subtree_end[first:stop] - shift,
         end_segment=chosen,
-        token_source=np.zeros(0, dtype=np.int64),
+        source=segments.start[first:stop],
         num_tokens=int(segments.subtree_end[first] - shift),
     )
 

@@ -45,7 +45,7 @@ def _dearest_leaf(step: Priced, leaves: Leaves) -> int:
     """Cost of the most costly leaf by itself."""
     chosen = np.flatnonzero(leaves.of_trajectory == int(leaves.path.argmax()))
     alone = restrict(step.segments, chosen)
-    where = np.searchsorted(step.segments.start, alone.token_source[alone.start])
+    where = np.searchsorted(step.segments.start, alone.source)
     return int(step.once[where].sum()) + _always_open(step, alone)
 
 

@@ -52,7 +52,7 @@ def part_costs(step: Priced, rank_N: np.ndarray, num_ranks: int) -> PartCosts:
             units, num_open = step.open_part(part)
             loads[rank] += units.sum()
             tokens_R[rank] -= num_open.sum()
-            where = np.searchsorted(whole.start, part.token_source[part.start])
+            where = np.searchsorted(whole.start, part.source)
             np.add.at(total, where, units)
             np.add.at(count, where, 1)
         again[first:stop] = total // count
