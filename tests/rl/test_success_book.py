@@ -1,0 +1,181 @@
+"""The book of successes: posteriors by hand, calibration against plain loops, state bit for bit."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rl.growing_trees import ToySampler, grow
+from treewise import ConfigError, DataError
+from treewise.rl.branching import RolloutNode, RolloutTree, branching_named
+from treewise.rl.success_book import BookSettings, SuccessBook
+from treewise.testing.strategies import MAX_SEED
+
+
+def filled(seed: int) -> SuccessBook:
+    rng = np.random.default_rng(seed)
+    book = SuccessBook(BookSettings(decay=0.9))
+    for _ in range(rng.integers(1, 20)):
+        book.observe(f"task {rng.integers(4)}", float(rng.random() * 4), 4)
+        book.observe_node("task 1", rng.integers(0, 3, 2), float(rng.integers(3)), 2)
+    return book
+
+
+def test_posterior_by_hand() -> None:
+    book = SuccessBook(BookSettings(decay=0.5, prior_successes=1.0, prior_failures=3.0))
+    assert book.success("a") == 0.25
+    book.observe("a", 3, 4)
+    assert book.counts("a") == (1 + 3, 3 + 1)  # the prior does not decay
+    book.observe("a", 0, 2)
+    assert book.counts("a") == (0.5 * 4 + 0.5 * 1, 0.5 * 4 + 0.5 * 3 + 2)
+    assert book.learnability("a") == book.success("a") * (1 - book.success("a"))
+    a, b = book.counts("a")
+    samples = np.random.default_rng(0).beta(a, b, 200_000)
+    assert book.success("a") == pytest.approx(samples.mean(), abs=2e-3)
+    assert book.deviation("a") == pytest.approx(samples.std(), abs=2e-3)
+
+
+def test_branch_points_start_at_their_task() -> None:
+    book = SuccessBook(BookSettings(decay=1.0, node_strength=4.0))
+    book.observe("a", 6, 8)  # Beta(7, 3)
+    assert book.node_success("a", [1, 2]) == 0.7
+    book.observe_node("a", [1, 2], 0, 2)
+    assert book.node_success("a", [1, 2]) == pytest.approx(0.7 * 4 / 6)
+    assert book.node_success("a", [1, 3]) == 0.7
+    assert book.node_success("b", [1, 2]) == 0.5
+
+
+def test_points_that_were_not_observed_for_the_longest_go() -> None:
+    book = SuccessBook(BookSettings(max_nodes=2))
+    for prefix in ([1], [2], [1], [3]):
+        book.observe_node("a", prefix, 1, 1)
+    assert [book.node_success("a", prefix) > 0.5 for prefix in ([1], [2], [3])] == [True, False, True]
+
+
+@given(seed=st.integers(0, MAX_SEED))
+def test_state_is_bit_exact(seed: int) -> None:
+    book = filled(seed)
+    text = json.dumps(book.state_dict(), allow_nan=False)
+    again = SuccessBook.from_state(json.loads(text))
+    assert json.dumps(again.state_dict(), allow_nan=False) == text
+    for each in (book, again):
+        each.observe("task 1", 1, 3)
+        each.observe_node("task 1", [0, 1], 1, 3)
+    assert json.dumps(again.state_dict()) == json.dumps(book.state_dict())
+
+
+def test_invalid_numbers_change_nothing() -> None:
+    book = filled(1)
+    before = json.dumps(book.state_dict())
+    for successes, trials in ((np.nan, 1), (1, np.nan), (2, 1), (-1, 1), (0, np.inf), (0, -1)):
+        with pytest.raises(DataError, match=r"task 'a': .* successes in .* trials"):
+            book.observe("a", successes, trials)
+        with pytest.raises(DataError, match="task 'a'"):
+            book.observe_node("a", [1], successes, trials)
+    book.observe("a", 0, 0)
+    assert json.dumps(book.state_dict()) == before
+
+
+def test_invalid_states() -> None:
+    state = filled(2).state_dict()
+    key = next(iter(state["tasks"]))
+    for wrong, message in (
+        ({"format": 9}, "format 9; this version reads 1"),
+        ({"tasks": {key: [float("nan"), 1.0]}}, rf"'{key}': counts \(nan, 1.0\)"),
+        ({"tasks": {key: [0.0, 1.0]}}, "must be positive and finite"),
+        ({"bins": [[0.0]]}, "not the state of a success book"),
+        ({"squared": float("nan")}, "its calibration is not finite"),
+        ({"nodes": None}, "not the state of a success book"),
+    ):
+        with pytest.raises(DataError, match=message):
+            SuccessBook.from_state({**state, **wrong})
+    for options in ({"decay": 0.0}, {"prior_successes": np.nan}, {"node_strength": -1.0}, {"max_nodes": -1}):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
+            BookSettings(**options)
+
+
+@given(seed=st.integers(0, MAX_SEED))
+def test_calibration_against_single_outcomes(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    book, seen, first = SuccessBook(), [], 0
+    for _ in range(30):
+        task, trials = f"{rng.integers(5)}", int(rng.integers(1, 5))
+        successes = int(rng.integers(trials + 1))
+        if book.counts(task) == (1.0, 1.0):
+            first += trials
+        else:
+            seen += [(book.success(task), outcome) for outcome in [1] * successes + [0] * (trials - successes)]
+        book.observe(task, successes, trials)
+    found = book.calibration()
+    assert found.first == first
+    assert found.trials.sum() == len(seen)
+    if seen:
+        assert found.brier == pytest.approx(np.mean([(p - z) ** 2 for p, z in seen]))
+    for index in range(10):
+        inside = [(p, z) for p, z in seen if index / 10 <= p < (index + 1) / 10 or (p == 1 and index == 9)]
+        assert found.trials[index] == pytest.approx(len(inside))
+        if inside:
+            assert found.predicted[index] == pytest.approx(np.mean([p for p, _ in inside]))
+            assert found.observed[index] == pytest.approx(np.mean([z for _, z in inside]))
+        else:
+            assert np.isnan(found.predicted[index])
+
+
+def test_it_is_calibrated_where_tasks_do_not_change() -> None:
+    rng = np.random.default_rng(0)
+    book = SuccessBook(BookSettings(decay=1.0))
+    rates = rng.random(40)
+    for _ in range(60):
+        for task, rate in enumerate(rates):
+            book.observe(str(task), int(rng.binomial(8, rate)), 8)
+    found = book.calibration()
+    full = found.trials > 500
+    np.testing.assert_allclose(found.predicted[full], found.observed[full], atol=0.04)
+    assert found.brier == pytest.approx(np.mean(rates * (1 - rates)), abs=0.01)
+
+
+def test_tasks_are_drawn_by_learnability() -> None:
+    book = SuccessBook(BookSettings(decay=1.0))
+    book.observe("hard", 0, 98)
+    book.observe("easy", 98, 98)
+    book.observe("half", 49, 98)
+    rng = np.random.default_rng(0)
+    drawn = [book.choose(["hard", "easy", "half"], 1, rng)[0] for _ in range(2000)]
+    weights = np.array([book.learnability(task) for task in ("hard", "easy", "half")])
+    counts = [drawn.count(task) / 2000 for task in ("hard", "easy", "half")]
+    np.testing.assert_allclose(counts, weights / weights.sum(), atol=0.02)
+    assert sorted(book.choose(["hard", "easy", "half"], 3, rng)) == ["easy", "half", "hard"]
+    assert len(set(book.choose(["hard", "easy", "half"], 2, rng, "uniform"))) == 2
+    with pytest.raises(ConfigError, match="rule='best' is unknown"):
+        book.choose(["a"], 1, rng, "best")
+    with pytest.raises(ConfigError, match="count=2: give 1 to 1"):
+        book.choose(["a"], 2, rng)
+
+
+def test_a_tree_counts_by_children() -> None:
+    """Root 0 with two branches after its first token, rewards 1, 0, 0; root 1 has reward 1."""
+    tree = RolloutTree([1])
+    for parent, cut, reward in ((-1, 0, 1.0), (0, 1, 0.0), (0, 1, 0.0), (-1, 0, 1.0)):
+        index = tree.add(RolloutNode([5, 6], [0, 0], parent=parent, cut=cut, finish="stop"))
+        tree.judge(index, reward)
+    book = SuccessBook(BookSettings(decay=1.0))
+    book.observe_tree("a", tree)
+    assert book.counts("a") == pytest.approx((1 + 4 / 3, 1 + 2 / 3))
+    task = (1 + 4 / 3) / 4
+    assert book.node_success("a", [1, 5]) == pytest.approx((4 * task + 1) / 7)
+    signals = book.signals("a", tree, points="tokens")
+    assert (signals.success, list(signals.node_success)) == (pytest.approx(task), [(0, 1), (3, 1)])  # one prefix
+    assert book.signals("a", tree).node_success == {}
+    with pytest.raises(ConfigError, match="points='words'"):
+        book.signals("a", tree, points="words")
+
+
+def test_lcr_takes_the_books_word() -> None:
+    book, rng = SuccessBook(), np.random.default_rng(0)
+    ask = branching_named("lcr")
+    tree, _ = grow(ask, 1, ToySampler(), rng, book.signals("a", RolloutTree([1])))
+    assert ask.next_requests(tree, book.signals("a", tree), 99, rng)[0].node == 0
+    book.observe("a", 99, 100)
+    assert ask.next_requests(tree, book.signals("a", tree), 99, rng)[0].node == -1
