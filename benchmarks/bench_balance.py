@@ -32,11 +32,11 @@ from common import save
 from tree_shapes import forest_of, recorded
 
 from treewise.distributed.lockstep import equal_schedules
-from treewise.distributed.placement import CostModel, Placement, part_of, place, work_of
-from treewise.distributed.placement.cost_model import PAIR_FORWARD_SHARE
-from treewise.distributed.placement.leaf_costs import Leaves, leaves_of
+from treewise.distributed.placement import CostModel, Placement, assign_ranks, restrict_forest, work_of
+from treewise.distributed.placement.cost_model import PAIR_FORWARD_FRACTION
+from treewise.distributed.placement.leaf_costs import Leaves, costs_of
 from treewise.planning.bin_packing import best_fit
-from treewise.planning.partition import FORWARD_SHARE
+from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Plan, plan
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import chain_nodes
@@ -79,8 +79,8 @@ def placements(name: str, pool: Sequence[Forest], num_trees: int, num_ranks: int
     for draw in range(NUM_DRAWS):
         rng = np.random.default_rng([num_trees, draw])
         chosen = [pool[index] for index in rng.choice(len(pool), num_trees, replace=False)]
-        found = place(chosen, num_ranks, COST, max_tokens=MAX_TOKENS)
-        leaves = leaves_of(chosen, COST, MAX_TOKENS)
+        found = assign_ranks(chosen, num_ranks, COST, max_tokens=MAX_TOKENS)
+        leaves = costs_of(chosen, COST, MAX_TOKENS).leaves()
         for contestant, owners in contestants(chosen, leaves, num_ranks, found).items():
             plans = [planned(chosen, owners, rank) for rank in range(num_ranks)]
             seconds = np.array([COST.seconds(work_of(each)) if each else 0.0 for each in plans])
@@ -88,10 +88,10 @@ def placements(name: str, pool: Sequence[Forest], num_trees: int, num_ranks: int
             if contestant == "treewise":
                 over_mean.append(float(seconds.max() / seconds.mean()))
                 if num_ranks <= 16:
-                    even = place(chosen, num_ranks, COST, max_tokens=MAX_TOKENS, in_step=True)
+                    even = assign_ranks(chosen, num_ranks, COST, max_tokens=MAX_TOKENS, in_lockstep=True)
                     even_plans = [planned(chosen, even.rank_of_trajectory, rank) for rank in range(num_ranks)]
                     in_step.append(sum(max(turn) for turn in zip(*turns(even_plans), strict=True)) / seconds.max())
-        is_path_bound.append(bool(leaves.path.max() > leaves.below[-1] / num_ranks * 1.001))
+        is_path_bound.append(bool(leaves.path_cost.max() > leaves.before[-1] / num_ranks * 1.001))
     return {
         "part": "placement",
         "trees": name,
@@ -130,13 +130,13 @@ def longest_first(sizes: Sequence[int], num_ranks: int) -> np.ndarray:
 
 def contiguous(leaves: Leaves, num_ranks: int) -> np.ndarray:
     """[L] the rank of each leaf, at the least capacity at which greedy runs over all leaves in order do."""
-    low, high = int(leaves.path.max()), int(leaves.below[-1]) + int(leaves.again.sum())
+    low, high = int(leaves.path_cost.max()), int(leaves.before[-1]) + int(leaves.above.sum())
 
     def cut(capacity: int) -> np.ndarray | None:
         owners, begin = np.zeros(len(leaves.new), dtype=np.int64), 0
         for rank in range(num_ranks):
-            reach = leaves.below[begin] + capacity - leaves.again[begin]
-            end = int(np.searchsorted(leaves.below, reach, side="right")) - 1
+            reach = leaves.before[begin] + capacity - leaves.above[begin]
+            end = int(np.searchsorted(leaves.before, reach, side="right")) - 1
             owners[begin:end] = rank
             begin = end
             if begin == len(leaves.new):
@@ -155,7 +155,7 @@ def planned(forests: Sequence[Forest], owners: Owners, rank: int) -> Plan | None
     """One rank's plan."""
     bounds = np.cumsum([forest.num_trajectories for forest in forests])[:-1]
     parts = [
-        part_of(forest, np.flatnonzero(own == rank))
+        restrict_forest(forest, np.flatnonzero(own == rank))
         for forest, own in zip(forests, np.split(owners, bounds), strict=True)
         if (own == rank).any()
     ]
@@ -179,7 +179,7 @@ def large_step(pool: Sequence[Forest]) -> dict[str, Any]:
     seconds = []
     for _ in range(3):
         started = time.process_time()  # it is one thread, beside others in a real run
-        found = place(chosen, 1024, COST, max_tokens=MAX_TOKENS)
+        found = assign_ranks(chosen, 1024, COST, max_tokens=MAX_TOKENS)
         seconds.append(time.process_time() - started)
     return {
         "part": "large step",
@@ -211,8 +211,8 @@ def mixed_lengths(lengths: np.ndarray, limit: int) -> dict[str, Any]:
         "share_below_4096": float((lengths < 4096).mean()),
         "tokens": int(lengths.sum()),
         **result,
-        "treewise": tree_figures(lengths, limit, in_step=False),
-        "treewise in step": tree_figures(lengths, limit, in_step=True),
+        "treewise": tree_figures(lengths, limit, in_lockstep=False),
+        "treewise in step": tree_figures(lengths, limit, in_lockstep=True),
     }
 
 
@@ -255,7 +255,7 @@ def flat_figures(by_rank: list[list[list[int]]], limit: int, is_padded: bool) ->
 
     def seconds(batch: list[int]) -> float:
         pairs = sum(length * (length + 1) / 2 for length in computed(batch))
-        return priced(sum(computed(batch)), pairs) + COST.seconds_per_micro_batch
+        return seconds_of(sum(computed(batch)), pairs) + COST.seconds_per_micro_batch
 
     own = [[seconds(batch) for batch in batches] for batches in by_rank]
     tokens = [sum(computed(batch)) for batches in by_rank for batch in batches]
@@ -265,7 +265,7 @@ def flat_figures(by_rank: list[list[list[int]]], limit: int, is_padded: bool) ->
 def tree_figures(lengths: np.ndarray, limit: int, in_step: bool) -> dict[str, float]:
     """The same for plans: each step of the common sequence takes as long as its slowest rank."""
     samples = [forest_of(chain_nodes(np.array([-1]), np.array([n]), np.array([0]), np.array([0]))[0]) for n in lengths]
-    found = place(samples, MIXED_RANKS, COST, max_tokens=limit, in_step=in_step)
+    found = assign_ranks(samples, MIXED_RANKS, COST, max_tokens=limit, in_lockstep=in_step)
     plans = []
     for rank in range(MIXED_RANKS):
         share = [forest for forest, own in zip(samples, found.rank_of_trajectory, strict=True) if own == rank]
@@ -289,14 +289,14 @@ def step_seconds(made: Plan | None, number: int) -> float:
     step = made.schedule[number]
     batch = made.micro_batches[step.micro_batch]
     pairs = float((made.forest.depth[batch.positions()].astype(np.int64) + 1).sum())
-    forward = priced(FORWARD_SHARE * batch.num_tokens, PAIR_FORWARD_SHARE * pairs)
-    whole = priced(batch.num_tokens, pairs)
+    forward = seconds_of(FORWARD_FRACTION * batch.num_tokens, PAIR_FORWARD_FRACTION * pairs)
+    whole = seconds_of(batch.num_tokens, pairs)
     if step.action in (FORWARD, HOLD):
         return forward + COST.seconds_per_micro_batch
     return whole - forward if step.action == BACKWARD else whole + COST.seconds_per_micro_batch
 
 
-def priced(tokens: float, pairs: float) -> float:
+def seconds_of(tokens: float, pairs: float) -> float:
     return COST.seconds_per_token * tokens + COST.seconds_per_pair * pairs
 
 

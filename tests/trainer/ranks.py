@@ -118,7 +118,7 @@ def outcome(trainer):
         "eval": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "kinds": sorted({type(each.data).__name__ for _, each in named}),
         "budget": trainer.engine.max_tokens,
-        "prices": None if trainer._placing is None else trainer._placing.facts(),
+        "costs": None if trainer._placer is None else trainer._placer.state(),
         "model": {
             name: (each.data.full_tensor() if hasattr(each.data, "full_tensor") else each.data).clone()
             for name, each in named

@@ -65,7 +65,7 @@ DISKS = {
     "late sharded": (SURVIVED, {"on_save_failure": "continue", "trouble": "late", "sharded": True}, {}),
 }
 # Prices that are fitted at a save, or without one; a low rate, as there are more steps.
-FITTED = {**CUT, "optim": "sgd", "learning_rate": 0.1, "balance_prices": "measured"}
+FITTED = {**CUT, "optim": "sgd", "learning_rate": 0.1, "balance_costs": "measured"}
 MEASURED = {
     "measured": ({**FITTED, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}, {}, {}),
     "measured sharded": ({**FITTED, "max_steps": FIT_STEPS + 4}, {"sharded": True}, {}),
@@ -225,28 +225,28 @@ def test_a_disk_that_refuses_one_process_harms_neither_the_run_nor_other_checkpo
         seals.read_seal(checkpoint)
 
 
-# -- prices of placements ---------------------------------------------------------------------------------------------
+# -- costs of placements ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["measured", "measured sharded"])
-def test_measured_prices_are_fitted_the_same_on_all_ranks_and_change_no_step(of_two, of_one, name):
+def test_measured_costs_are_fitted_the_same_on_all_ranks_and_change_no_step(of_two, of_one, name):
     first, second = (outcomes[name] for outcomes in of_two[1])
-    assert first["prices"] == second["prices"]
-    assert [start for start, *_ in first["prices"]] == [0, 5 if name == "measured" else FIT_STEPS + 1]
+    assert first["costs"] == second["costs"]
+    assert [start for start, *_ in first["costs"]] == [0, 5 if name == "measured" else FIT_STEPS + 1]
     both, _, _ = MEASURED[name]
-    assert_same(first, of_one({**both, "balance_prices": "auto", "save_strategy": "no", **batch_of(4, 1, both)}))
+    assert_same(first, of_one({**both, "balance_costs": "auto", "save_strategy": "no", **batch_of(4, 1, both)}))
 
 
 def test_a_run_resumed_after_the_fit_places_as_the_uninterrupted_one(of_two):
     for outcomes in of_two[1]:
         resumed, whole = outcomes["measured again"], outcomes["measured"]
-        assert resumed["prices"] == whole["prices"]
+        assert resumed["costs"] == whole["costs"]
         for name, value in whole["model"].items():
             assert torch.equal(resumed["model"][name], value), name
 
 
-def test_without_measuring_prices_stay_those_of_flops(of_two):
-    assert [start for start, *_ in of_two[1][0]["ddp"]["prices"]] == [0]
+def test_without_measuring_costs_stay_those_of_flops(of_two):
+    assert [start for start, *_ in of_two[1][0]["ddp"]["costs"]] == [0]
 
 
 def test_sharding_without_processes_is_an_error(tmp_path):

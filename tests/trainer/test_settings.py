@@ -11,11 +11,11 @@ from treewise.distributed import online_placement
 from treewise.distributed.fsdp import ShardSettings, shard_settings
 from treewise.distributed.online_placement import (
     FIT_STEPS,
-    NOTHING,
-    Placing,
-    fitted_alone,
-    fitted_in_step,
-    wants_measured,
+    NO_WORK,
+    OnlinePlacer,
+    fit_in_lockstep,
+    fit_independent,
+    measures_costs,
 )
 from treewise.distributed.placement import CostFit, CostModel, Work, work_of
 from treewise.errors import ConfigError
@@ -96,54 +96,54 @@ def batch():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_shares_of_all_ranks_are_every_trajectory_once(monkeypatch, batch, num_ranks):
+def test_parts_of_all_ranks_are_every_trajectory_once(monkeypatch, batch, num_ranks):
     monkeypatch.setattr(online_placement.ranks, "count", lambda: num_ranks)
     lengths = []
     for rank in range(num_ranks):
         monkeypatch.setattr(online_placement.ranks, "own", lambda rank=rank: rank)
-        (share,) = Placing(PRIOR, 64, "per_trajectory").shares(iter([batch]), 0, 1)
-        lengths += [forest.num_trajectories for forest in share]
+        (part,) = OnlinePlacer(PRIOR, 64, "per_trajectory").rank_parts(iter([batch]), 0, 1)
+        lengths += [forest.num_trajectories for forest in part]
     assert sum(lengths) == 12
 
 
-def measure(placing, batch, num_steps, first=1):
+def measure(placer, batch, num_steps, first=1):
     """Steps `first` to `num_steps`, of one batch each."""
     for step in range(first, num_steps + 1):
-        with placing.measured(plan(Forest.concatenate(batch), 64), CPU):
+        with placer.measure(plan(Forest.concatenate(batch), 64), CPU):
             pass
-        placing.step_done(step)
+        placer.on_step_end(step)
 
 
 @pytest.mark.parametrize("saved_at", [None, 2, 5])
-def test_prices_are_fitted_once_hold_after_the_next_step_and_are_kept(batch, saved_at):
-    placing = Placing(PRIOR, 64, "per_trajectory")
+def test_costs_are_fitted_once_hold_after_the_next_step_and_are_kept(batch, saved_at):
+    placer = OnlinePlacer(PRIOR, 64, "per_trajectory")
     fitted_at = 5 if saved_at == 5 else FIT_STEPS  # a save after two steps has nothing to fit to
-    measure(placing, batch, saved_at or 1)
+    measure(placer, batch, saved_at or 1)
     if saved_at:
-        placing.saving(saved_at)
-    assert placing.is_fitted == (saved_at == 5)
-    measure(placing, batch, FIT_STEPS, first=(saved_at or 1) + 1)
-    assert placing.prices_at(fitted_at) == PRIOR  # the next step is placed already
-    assert placing.prices_at(fitted_at + 1) != PRIOR
-    fitted = placing.facts()
-    measure(placing, batch, FIT_STEPS)
-    placing.saving(40)
-    assert placing.facts() == fitted
-    again = Placing(PRIOR, 64, "per_trajectory")
+        placer.before_save(saved_at)
+    assert placer.is_fitted == (saved_at == 5)
+    measure(placer, batch, FIT_STEPS, first=(saved_at or 1) + 1)
+    assert placer.costs_at(fitted_at) == PRIOR  # the next step is placed already
+    assert placer.costs_at(fitted_at + 1) != PRIOR
+    fitted = placer.state()
+    measure(placer, batch, FIT_STEPS)
+    placer.before_save(40)
+    assert placer.state() == fitted
+    again = OnlinePlacer(PRIOR, 64, "per_trajectory")
     again.restore(json.loads(json.dumps(fitted)))
-    assert [again.prices_at(step) for step in (0, fitted_at + 1)] == [PRIOR, placing.prices_at(fitted_at + 1)]
+    assert [again.costs_at(step) for step in (0, fitted_at + 1)] == [PRIOR, placer.costs_at(fitted_at + 1)]
     assert not again.is_measuring
 
 
-def test_prices_that_are_not_to_be_measured_stay_those_of_flops(batch):
-    placing = Placing(PRIOR, 64, "per_trajectory", fits=False)
-    measure(placing, batch, 2 * FIT_STEPS)
-    placing.saving(40)
-    assert placing.facts() == [[0, 1.0, 0.01, 100.0]]
+def test_costs_that_are_not_measured_stay_those_of_flops(batch):
+    placer = OnlinePlacer(PRIOR, 64, "per_trajectory", fits=False)
+    measure(placer, batch, 2 * FIT_STEPS)
+    placer.before_save(40)
+    assert placer.state() == [[0, 1.0, 0.01, 100.0]]
 
 
 @pytest.mark.parametrize(
-    ("prices", "device", "is_deterministic", "expected"),
+    ("source", "device", "is_deterministic", "expected"),
     [
         ("auto", "cpu", False, False),
         ("auto", "cuda", False, True),
@@ -152,8 +152,8 @@ def test_prices_that_are_not_to_be_measured_stay_those_of_flops(batch):
         ("flops", "cuda", False, False),
     ],
 )
-def test_prices_are_measured_where_runs_do_not_repeat_anyway(prices, device, is_deterministic, expected):
-    assert wants_measured(prices, torch.device(device), is_deterministic) == expected
+def test_costs_are_measured_where_runs_do_not_repeat_anyway(source, device, is_deterministic, expected):
+    assert measures_costs(source, torch.device(device), is_deterministic) == expected
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -169,11 +169,11 @@ def test_ranks_that_all_take_the_time_of_the_slowest_are_fitted_as_if_it_were_kn
         known.add(slowest, seconds)
         for rank, work in enumerate(works):
             everything[rank].append((work, seconds * (1 + 0.2 * rank)))  # the second rank waited for the batch to begin
-    assert fitted_in_step(prior, everything) == known.model()
+    assert fit_in_lockstep(prior, everything) == known.model()
     assert astuple(known.model()) == pytest.approx(astuple(true), rel=0.15)
-    assert astuple(fitted_alone(prior, everything)) != pytest.approx(astuple(true), rel=0.15)
+    assert astuple(fit_independent(prior, everything)) != pytest.approx(astuple(true), rel=0.15)
 
 
 def test_a_batch_of_no_trees_is_no_measurement(batch):
     work = work_of(plan(Forest.concatenate(batch), 64))
-    assert fitted_alone(PRIOR, [[(work, 2.0)], [(NOTHING, 0.1)]]) == fitted_alone(PRIOR, [[(work, 2.0)]])
+    assert fit_independent(PRIOR, [[(work, 2.0)], [(NO_WORK, 0.1)]]) == fit_independent(PRIOR, [[(work, 2.0)]])

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from treewise.planning.partition import ATTENTION_BACKWARD
 from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest
 
-ATTENTION_BACKWARD = 2.5
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")

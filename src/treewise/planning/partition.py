@@ -16,9 +16,12 @@ from treewise.planning.bin_packing import best_fit
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import Segments
 
-# What one more micro-batch costs, in tokens of forward and backward. Recomputing a token costs a third of one.
+# Relative costs. A micro-batch, in tokens of forward and backward; a token's forward, of its forward and backward.
 TOKENS_PER_LAUNCH = 64
-FORWARD_SHARE = 1 / 3
+FORWARD_FRACTION = 1 / 3
+# The backward of attention in forwards (FlashAttention-2, arXiv 2307.08691, recomputes the scores); a pair's forward.
+ATTENTION_BACKWARD = 2.5
+PAIR_FORWARD_FRACTION = 1 / (1 + ATTENTION_BACKWARD)
 
 
 @dataclass(slots=True)
@@ -168,7 +171,7 @@ class _Cut:
             return True
         launches_held = 1 + len(best_fit(sizes.tolist(), room))
         launches_twice = 2 + len(best_fit(sizes.tolist(), self.budget))
-        return TOKENS_PER_LAUNCH * (launches_held - launches_twice) <= FORWARD_SHARE * size
+        return TOKENS_PER_LAUNCH * (launches_held - launches_twice) <= FORWARD_FRACTION * size
 
     def trunk_of_pieces(self) -> np.ndarray:
         """[P] the trunk that holds the token before each piece, -1 for a whole tree."""

@@ -11,7 +11,7 @@ from torch import distributed
 from transformers import TrainingArguments
 
 from treewise.distributed.fsdp import ShardSettings, shard_settings
-from treewise.distributed.online_placement import PRICES
+from treewise.distributed.online_placement import COST_SOURCES
 from treewise.engine.budget import Budget
 from treewise.errors import ConfigError
 from treewise.nn.attention import IMPLEMENTATIONS
@@ -32,7 +32,7 @@ _REFUSED = {
     "enable_jit_checkpoint": "a run is always saved at SIGTERM and SIGINT; leave it off.",
     "parallelism_config": "tensor and context parallelism are not supported yet.",
 }
-_CHOICES = {"nonfinite": ("stop", "skip"), "on_save_failure": ("stop", "continue"), "balance_prices": PRICES}
+_CHOICES = {"nonfinite": ("stop", "skip"), "on_save_failure": ("stop", "continue"), "balance_costs": COST_SOURCES}
 _SAMPLING = ("random", "sequential")
 
 
@@ -60,8 +60,8 @@ class TreeTrainingArguments(TrainingArguments):
             transformers' `fsdp_config`.
         balance_ranks: with several processes, place the trajectories of a step by predicted time;
             False hands out trees in turn. Changes no loss.
-        balance_prices: what placements reckon with: `flops` of the model, `measured` (fitted to the first steps), or
-            `auto`: measured, but on a CPU and under `full_determinism`, where runs repeat bit for bit.
+        balance_costs: costs that placements assume: `flops` of the model, `measured` (fitted to the first steps), or
+            `auto`: measured, except on a CPU and under `full_determinism`, where runs repeat bit for bit.
         nonfinite: what follows a loss or gradient that is not finite: `stop`, or `skip` the update. Its trees are named
             and written to `nonfinite.jsonl` in the run's folder.
         max_skipped_steps: updates skipped in a row, after which the run stops all the same.
@@ -87,7 +87,7 @@ class TreeTrainingArguments(TrainingArguments):
     sharded: bool = field(default=False, metadata={"help": "Shard parameters over the processes, by FSDP2."})
     shard_config: dict[str, Any] | None = field(default=None, metadata={"help": "How; as transformers' fsdp_config."})
     balance_ranks: bool = field(default=True, metadata={"help": "Place trees on processes by predicted time."})
-    balance_prices: str = field(default="auto", metadata={"help": "Prices of placements: auto, flops or measured."})
+    balance_costs: str = field(default="auto", metadata={"help": "Costs of placements: auto, flops or measured."})
     merge_across_trees: bool = field(default=True, metadata={"help": "Compute prefixes common to several trees once."})
 
     # Other defaults than transformers'.

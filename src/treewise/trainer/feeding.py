@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer
 
 from treewise.distributed import ranks
-from treewise.distributed.online_placement import Placing
+from treewise.distributed.online_placement import OnlinePlacer
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import SFT, Objective
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -33,7 +33,7 @@ class FeedingTrainer(Trainer):
     objective: Objective
     _throughput: Throughput
     _facts: DataFacts | None
-    _placing: Placing | None
+    _placer: OnlinePlacer | None
     _placed: tuple[Any, Iterator[list[Forest]]] | None  # an epoch's batches, and this rank's shares
     _forests: list[Forest]  # of the step at hand, on this rank
     _is_loss_finite: bool  # of the step at hand, so far
@@ -95,11 +95,11 @@ class FeedingTrainer(Trainer):
         return batches, self._denominator(self._forests, self.objective)
 
     def _shares(self, epoch_iterator: Iterator[list[Forest]]) -> Iterator[list[Forest]]:
-        if self._placing is None:
+        if self._placer is None:
             return epoch_iterator
         if self._placed is None or self._placed[0] is not epoch_iterator:
             batches_per_step = self.args.gradient_accumulation_steps
-            shares = self._placing.shares(epoch_iterator, self.state.global_step, batches_per_step)
+            shares = self._placer.rank_parts(epoch_iterator, self.state.global_step, batches_per_step)
             self._placed = epoch_iterator, shares
         return self._placed[1]
 

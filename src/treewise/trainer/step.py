@@ -93,7 +93,7 @@ class ComputingTrainer(FeedingTrainer):
     def _together(self, trains: bool, measured: Sequence[Forest] | None = None) -> Iterator[None]:
         """Around the walks of one batch: all ranks enter and leave, and run the same forwards and backwards.
 
-        measured: this rank's trees, where the time they take is to be measured for the prices of placements.
+        measured: this rank's trees, where the time they take is to be measured for the costs of placements.
         """
         if self._ends is None:
             with self._measuring(measured):
@@ -144,11 +144,11 @@ class ComputingTrainer(FeedingTrainer):
         return loss
 
     def _measuring(self, forests: Sequence[Forest] | None) -> AbstractContextManager[None]:
-        """Measures a batch for the prices of placements, while they are to be fitted."""
-        if forests is None or self._placing is None or not self._placing.is_measuring:
+        """Measures a batch for the costs of placements, while they are to be fitted."""
+        if forests is None or self._placer is None or not self._placer.is_measuring:
             return nullcontext()
         plan = self.engine.plan(forests) if forests else None
-        return self._placing.measured(plan, self.args.device)
+        return self._placer.measure(plan, self.args.device)
 
     @contextmanager
     def _memory_named(self) -> Iterator[None]:

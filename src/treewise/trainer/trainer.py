@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput
 
 from treewise.distributed import ranks
 from treewise.distributed.launcher import ended_with_launcher
-from treewise.distributed.online_placement import Placing, prior_of, wants_measured
+from treewise.distributed.online_placement import OnlinePlacer, measures_costs, prior_of
 from treewise.distributed.signals import StepAbandoned, StopSignals
 from treewise.distributed.watchdog import RankWatch
 from treewise.errors import ConfigError, StoppedError
@@ -104,19 +104,19 @@ class TreeTrainer(KeepingTrainer):
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         self._shard_settings = args.shard_settings()
         self._ends = None
-        self._placing = None
+        self._placer = None
         self._placed = None
         self._model_facts = contents.fingerprint(self.model) if self.model is not None else ""
         _ = self.engine
         if args.places_trees:
             budget = args.max_tokens if isinstance(args.max_tokens, int) else None
             weighting = getattr(self.objective, "weighting", "per_trajectory")
-            self._placing = Placing(
+            self._placer = OnlinePlacer(
                 prior_of(flop_model(self.model)),
                 budget,
                 weighting,
-                fits=wants_measured(args.balance_prices, args.device, args.full_determinism),
-                is_in_step=self._shard_settings is not None,
+                fits=measures_costs(args.balance_costs, args.device, args.full_determinism),
+                in_lockstep=self._shard_settings is not None,
             )
 
     def train(
@@ -196,14 +196,14 @@ class TreeTrainer(KeepingTrainer):
 
 
 class _StepEnd(TrainerCallback):
-    """What all ranks do together after each step: fit the prices of placements, look for a signal to any of them."""
+    """What all ranks do together after each step: fit the costs of placements, look for a signal to any of them."""
 
     def __init__(self, trainer: TreeTrainer) -> None:
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._trainer._placing is not None:
-            self._trainer._placing.step_done(state.global_step)
+        if self._trainer._placer is not None:
+            self._trainer._placer.on_step_end(state.global_step)
         signals = self._trainer._signals
         numbers = ranks.on_every_rank(lambda: signals.received)
         received = next((number for number in numbers if number is not None), None)

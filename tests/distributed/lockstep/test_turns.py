@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from treewise.distributed.lockstep import Passes, equal_schedules, training_passes, turns_of, visiting_passes
 from treewise.distributed.lockstep.turns import NO_PASSES
-from treewise.distributed.placement import CostModel, place, share_of, work_of
+from treewise.distributed.placement import CostModel, assign_ranks, rank_part, work_of
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
 from treewise.testing.strategies import forests_and_budgets
 from treewise.tree.forest import Forest
@@ -126,13 +126,13 @@ def test_in_step_tokens_are_even_and_the_turns_take_less():
     cost = CostModel(1.0, 1e-3, 64.0)
     took = {}
     for in_step in (False, True):
-        found = place(samples, 4, cost, max_tokens=2048, in_step=in_step)
-        plans = [plan(share_of(samples, found, rank), 2048) for rank in range(4)]
+        found = assign_ranks(samples, 4, cost, max_tokens=2048, in_lockstep=in_step)
+        plans = [plan(rank_part(samples, found, rank), 2048) for rank in range(4)]
         true = [cost.seconds(work_of(made)) for made in plans]
         np.testing.assert_allclose(found.seconds, true, rtol=0.02)
         tokens = np.array([made.forest.num_tokens for made in plans])
         took[in_step] = seconds_in_step(equal_schedules(plans), [step_seconds(made, cost) for made in plans])
-    # Priced without attention the ranks differ by what is computed twice alone.
+    # Without the cost of attention the ranks differ by what is computed twice alone.
     assert tokens.max() < 1.1 * tokens.mean()
     assert took[True] < 0.97 * took[False]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treewise.distributed.placement import CostModel, Placement, part_of, place, share_of, work_of
-from treewise.distributed.placement.leaf_costs import priced
+from treewise.distributed.placement import CostModel, Placement, assign_ranks, rank_part, restrict_forest, work_of
+from treewise.distributed.placement.leaf_costs import costs_of
 from treewise.planning.planner import plan
 from treewise.testing.strategies import random_tree
 from treewise.tree.forest import Forest
@@ -28,7 +28,7 @@ def fewest_seconds(forests, num_ranks, cost, max_tokens):
     alone = np.zeros(everything)
     for mask in range(1, everything):
         chosen = Placement(np.array([(mask >> bit) & 1 for bit in range(number)]), np.zeros(2), 0.0)
-        alone[mask] = cost.seconds(work_of(plan(share_of(forests, chosen, 1), max_tokens)))
+        alone[mask] = cost.seconds(work_of(plan(rank_part(forests, chosen, 1), max_tokens)))
     best = alone.copy()
     for _ in range(num_ranks - 1):
         longer = best.copy()
@@ -42,7 +42,7 @@ def fewest_seconds(forests, num_ranks, cost, max_tokens):
 
 
 def true_seconds(forests, found, cost, max_tokens):
-    shares = [share_of(forests, found, rank) for rank in range(found.num_ranks)]
+    shares = [rank_part(forests, found, rank) for rank in range(found.num_ranks)]
     return np.array([cost.seconds(work_of(plan(share, max_tokens))) if share else 0.0 for share in shares])
 
 
@@ -63,7 +63,7 @@ def few_leaves(rng, trees, at_most):
     while left:
         tree = trees(rng)
         number = min(int(rng.integers(1, 7)), left, tree.num_trajectories)
-        found.append(part_of(tree, np.sort(rng.choice(tree.num_trajectories, number, replace=False))))
+        found.append(restrict_forest(tree, np.sort(rng.choice(tree.num_trajectories, number, replace=False))))
         left -= number
     return found
 
@@ -88,8 +88,8 @@ def test_small_steps_are_within_two_hundredths_of_the_best(seed, kind):
     # Whole; budgets that cut every path, no path, and each rank's share about once.
     budgets = None, -(-longest // 3), longest, max(num_tokens // num_ranks // 2, 16)
     max_tokens = budgets[int(rng.integers(len(budgets)))]
-    found = place(forests, num_ranks, cost, max_tokens=max_tokens, split="trajectories")
-    shares = [share_of(forests, found, rank) for rank in range(num_ranks)]
+    found = assign_ranks(forests, num_ranks, cost, max_tokens=max_tokens, split="trajectories")
+    shares = [rank_part(forests, found, rank) for rank in range(num_ranks)]
     true = np.array([cost.seconds(work_of(plan(share, max_tokens))) if share else 0.0 for share in shares])
     best = fewest_seconds(forests, num_ranks, cost, max_tokens)
     np.testing.assert_allclose(found.seconds, true, rtol=0.001)
@@ -104,8 +104,8 @@ def test_steps_of_real_trees_are_even_and_predicted(num_ranks, max_tokens):
     rng = np.random.default_rng([num_ranks, max_tokens])
     short = [tree for tree in REAL if tree.path_lengths.max() <= 16_384]
     chosen = [short[number] for number in rng.choice(len(short), 3 * num_ranks + 20, replace=False)]
-    found = place(chosen, num_ranks, REAL_COST, max_tokens=max_tokens)
-    shares = [share_of(chosen, found, rank) for rank in range(num_ranks)]
+    found = assign_ranks(chosen, num_ranks, REAL_COST, max_tokens=max_tokens)
+    shares = [rank_part(chosen, found, rank) for rank in range(num_ranks)]
     true = np.array([REAL_COST.seconds(work_of(plan(share, max_tokens))) for share in shares])
     np.testing.assert_allclose(found.seconds, true, rtol=0.01)
     assert true.max() <= 1.03 * max(true.mean(), found.bound_seconds)
@@ -114,12 +114,12 @@ def test_steps_of_real_trees_are_even_and_predicted(num_ranks, max_tokens):
 def test_a_bound_counts_what_must_be_computed_twice():
     # Two ranks, one tree: a prompt of 60 and two samples of 40. Cut, each computes the prompt; whole, one computes all.
     forest = Forest.from_nodes([-1, 0, 0], [[1] * 60, [2] * 40, [3] * 40])
-    found = place([forest], 2, CostModel(1.0, 0.0, 0.0), split="trajectories")
+    found = assign_ranks([forest], 2, CostModel(1.0, 0.0, 0.0), split="trajectories")
     assert found.seconds.tolist() == pytest.approx([100, 100])
     assert found.bound_seconds == pytest.approx(100)
     # Three ranks, two such trees with three samples each: 540 tokens if no prompt were copied, and two must be.
     forest = Forest.from_nodes([-1, 0, 0, 0], [[1] * 60, [2] * 40, [3] * 40, [4] * 40])
-    found = place([forest, forest, forest], 4, CostModel(1.0, 0.0, 0.0), split="trajectories")
+    found = assign_ranks([forest, forest, forest], 4, CostModel(1.0, 0.0, 0.0), split="trajectories")
     assert found.bound_seconds > 3 * 180 / 4 + 1
     assert found.seconds.max() >= found.bound_seconds * (1 - 1e-9)
 
@@ -128,10 +128,10 @@ def test_a_bound_counts_what_must_be_computed_twice():
 def test_open_tokens_cost_the_same_beside_other_trees(max_tokens):
     """But for launches: small trunks of several trees may share one."""
     trees = REAL[::3]
-    step = priced(trees, REAL_COST, max_tokens)
+    step = costs_of(trees, REAL_COST, max_tokens)
     roots = np.flatnonzero(step.segments.parent < 0)
-    together = np.add.reduceat(step.again, roots) * step.seconds_per_unit
+    together = np.add.reduceat(step.recompute, roots) * step.seconds_per_unit
     for tree, seconds in zip(trees, together, strict=True):
-        alone = priced([tree], REAL_COST, max_tokens)
-        expected = alone.again.sum() * alone.seconds_per_unit
+        alone = costs_of([tree], REAL_COST, max_tokens)
+        expected = alone.recompute.sum() * alone.seconds_per_unit
         assert seconds == pytest.approx(expected, rel=1e-6, abs=2 * REAL_COST.seconds_per_micro_batch)

@@ -1,4 +1,4 @@
-"""Costs: the work of a plan token by token; prices recovered from measured steps."""
+"""Costs: the work of a plan token by token; costs recovered from measured steps."""
 
 import itertools
 
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise.distributed.placement import CostFit, CostModel, Work, fit, work_of
-from treewise.distributed.placement.cost_model import PAIR_FORWARD_SHARE, non_negative_least_squares
+from treewise.distributed.placement import CostFit, CostModel, Work, cost_model, fit, work_of
+from treewise.distributed.placement.cost_model import PAIR_FORWARD_FRACTION, non_negative_least_squares
 from treewise.errors import ConfigError
-from treewise.planning.partition import FORWARD_SHARE
+from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import BACKWARD, FORWARD, plan
 from treewise.testing.strategies import forests_and_budgets
 
@@ -25,8 +25,8 @@ def test_work_is_that_of_every_step_of_the_schedule(forest_and_budget, hold):
         depth = made.forest.depth[made.micro_batches[step.micro_batch].positions()]
         if step.action != BACKWARD:
             launches += 1
-            tokens += len(depth) * (FORWARD_SHARE if step.action == FORWARD else 1)
-            pairs += (depth + 1).sum() * (PAIR_FORWARD_SHARE if step.action == FORWARD else 1)
+            tokens += len(depth) * (FORWARD_FRACTION if step.action == FORWARD else 1)
+            pairs += (depth + 1).sum() * (PAIR_FORWARD_FRACTION if step.action == FORWARD else 1)
     found = work_of(made)
     assert found.tokens == pytest.approx(tokens)
     assert found.pairs == pytest.approx(pairs)
@@ -40,7 +40,7 @@ def steps(rng, num_steps):
     ]
 
 
-def test_prices_are_found_again():
+def test_costs_are_recovered():
     rng = np.random.default_rng(0)
     true = CostModel(2e-5, 3e-9, 4e-3)
     works = steps(rng, 40)
@@ -86,8 +86,9 @@ def test_before_any_measurement_the_prior_holds():
     assert measured.model() == PRIOR
 
 
-def test_old_measurements_are_forgotten():
-    measured = CostFit(PRIOR, num_kept=5)
+def test_old_measurements_are_forgotten(monkeypatch):
+    monkeypatch.setattr(cost_model, "NUM_STEPS_FITTED", 5)
+    measured = CostFit(PRIOR)
     for seconds in [9.0] * 5 + [1.0] * 5:
         measured.add(Work(1000.0, 100.0, 1.0), seconds)
     assert measured.model().seconds(Work(1000.0, 100.0, 1.0)) == pytest.approx(1.0, rel=1e-6)
@@ -104,7 +105,7 @@ def test_least_squares_against_a_grid(seed):
         assert error <= np.square(left @ np.array(x) - right).sum() + 1e-12
 
 
-@pytest.mark.parametrize("prices", [(-1.0, 1.0, 1.0), (1.0, float("nan"), 0.0), (1.0, 1.0, float("inf"))])
-def test_prices_that_mean_nothing_are_refused(prices):
+@pytest.mark.parametrize("costs", [(-1.0, 1.0, 1.0), (1.0, float("nan"), 0.0), (1.0, 1.0, float("inf"))])
+def test_invalid_costs_are_errors(costs):
     with pytest.raises(ConfigError, match="finite and not negative"):
-        CostModel(*prices)
+        CostModel(*costs)

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise.distributed.placement import CostModel, Placement, place, share_of, work_of
-from treewise.distributed.placement.leaf_costs import priced
-from treewise.distributed.placement.local_search import improved, loads_of
+from treewise.distributed.placement import CostModel, Placement, assign_ranks, rank_part, work_of
+from treewise.distributed.placement.leaf_costs import costs_of
+from treewise.distributed.placement.local_search import loads_of, local_search
 from treewise.distributed.placement.multifit import longest_first, lower_bound, multifit
 from treewise.errors import ConfigError, DataError, PlanError
-from treewise.planning.partition import FORWARD_SHARE
+from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import plan
 from treewise.testing.strategies import forests
 from treewise.tree.forest import Forest
@@ -42,9 +42,9 @@ def true_seconds(share, cost, max_tokens=None):
 
 @given(st.lists(forests(), min_size=1, max_size=4), st.integers(1, 5), st.sampled_from(SPLITS))
 def test_every_trajectory_goes_to_one_rank_and_loads_are_true(some, num_ranks, split):
-    found = place(some, num_ranks, COST, split=split)
+    found = assign_ranks(some, num_ranks, COST, split=split)
     assert len(found.rank_of_trajectory) == sum(forest.num_trajectories for forest in some)
-    shares = [share_of(some, found, rank) for rank in range(num_ranks)]
+    shares = [rank_part(some, found, rank) for rank in range(num_ranks)]
     held = [id(item) for share in shares for forest in share for item in forest.trajectories]
     assert sorted(held) == sorted(id(item) for forest in some for item in forest.trajectories)
     np.testing.assert_allclose(found.seconds, [true_seconds(share, COST) for share in shares], rtol=1e-6, atol=1e-6)
@@ -54,19 +54,19 @@ def test_every_trajectory_goes_to_one_rank_and_loads_are_true(some, num_ranks, s
 @given(st.lists(forests(), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 99), st.booleans())
 def test_loads_are_true_for_any_owners(some, num_ranks, seed, is_joined):
     rng = np.random.default_rng(seed)
-    leaves = priced(some, COST, None).leaves()
+    leaves = costs_of(some, COST, None).leaves()
     if is_joined:
         leaves = leaves.joined(np.append(True, rng.random(len(leaves.new) - 1) < 0.6))
     owners = rng.integers(0, num_ranks, len(leaves.new))
     loads = loads_of(leaves, owners, num_ranks) * leaves.seconds_per_unit
     placed = Placement(owners[leaves.of_trajectory], loads, 0.0)
-    expected = [true_seconds(share_of(some, placed, rank), COST) for rank in range(num_ranks)]
+    expected = [true_seconds(rank_part(some, placed, rank), COST) for rank in range(num_ranks)]
     np.testing.assert_allclose(loads, expected, rtol=1e-6, atol=1e-6)
 
 
 @given(st.lists(forests(), min_size=1, max_size=3), st.integers(1, 4))
 def test_trees_stay_whole_where_asked(some, num_ranks):
-    found = place(some, num_ranks, COST, split="never")
+    found = assign_ranks(some, num_ranks, COST, split="never")
     for forest, ranks in zip(some, np.split(found.rank_of_trajectory, _ends(some)), strict=True):
         tree = np.searchsorted(forest.tree_starts, forest.ends, side="right")
         for number in range(1, forest.num_trees + 1):
@@ -81,11 +81,11 @@ def test_rollouts_stay_together(some, num_ranks, data):
         )
         for item, name in zip(forest.trajectories, names, strict=True):
             object.__setattr__(item, "rollout", name)
-    found = place(some, num_ranks, COST)
+    found = assign_ranks(some, num_ranks, COST)
     for forest, ranks in zip(some, np.split(found.rank_of_trajectory, _ends(some)), strict=True):
         for number in range(int(forest.rollout_of_trajectory.max()) + 1):
             assert len(set(ranks[forest.rollout_of_trajectory == number].tolist())) == 1
-    shares = [share_of(some, found, rank) for rank in range(num_ranks)]
+    shares = [rank_part(some, found, rank) for rank in range(num_ranks)]
     np.testing.assert_allclose(found.seconds, [true_seconds(share, COST) for share in shares], rtol=1e-6, atol=1e-6)
 
 
@@ -101,7 +101,7 @@ def test_steps_of_many_trees_are_even(num_ranks):
     for _ in range(max(32, 2 * num_ranks)):
         lengths = rng.lognormal(5, 0.7, 8).astype(int) + 1
         trees.append(samples(rng, int(rng.integers(50, 400)), lengths))
-    found = place(trees, num_ranks, CostModel(1.0, 1e-4, 64.0), max_tokens=1024)
+    found = assign_ranks(trees, num_ranks, CostModel(1.0, 1e-4, 64.0), max_tokens=1024)
     assert found.imbalance <= 1.03
     assert found.seconds.max() <= 1.05 * found.bound_seconds  # the bound counts no micro-batch that is not full
 
@@ -109,21 +109,21 @@ def test_steps_of_many_trees_are_even(num_ranks):
 def test_fewer_trees_than_ranks_are_cut():
     rng = np.random.default_rng(0)
     trees = [samples(rng, 20, [200] * 16) for _ in range(4)]
-    found = place(trees, 16, COST)
+    found = assign_ranks(trees, 16, COST)
     assert found.imbalance < 1.01
-    assert found.seconds.max() < place(trees, 16, COST, split="never").seconds.max() / 3
+    assert found.seconds.max() < assign_ranks(trees, 16, COST, split="never").seconds.max() / 3
 
 
 @given(st.lists(forests(), min_size=1, max_size=4), st.integers(1, 5))
 def test_local_search_never_makes_a_placement_slower(some, num_ranks):
-    leaves = priced(some, COST, None).leaves()
+    leaves = costs_of(some, COST, None).leaves()
     for start in (multifit, longest_first):
         runs = start(leaves, num_ranks)
         covered = sorted(each for own in runs for each in own)
         assert [begin for begin, _ in covered] == [0, *(end for _, end in covered[:-1])]
         assert covered[-1][1] == len(leaves.new)
-        costs = [sum(leaves.again[begin] + leaves.new[begin:end].sum() for begin, end in own) for own in runs]
-        better = loads_of(leaves, improved(leaves, runs, 0)[0], num_ranks)
+        costs = [sum(leaves.above[begin] + leaves.new[begin:end].sum() for begin, end in own) for own in runs]
+        better = loads_of(leaves, local_search(leaves, runs, 0)[0], num_ranks)
         assert better.max() <= max(costs)
         assert better.max() >= lower_bound(leaves, num_ranks)
 
@@ -131,8 +131,8 @@ def test_local_search_never_makes_a_placement_slower(some, num_ranks):
 def test_placements_repeat_and_need_shapes_only():
     rng = np.random.default_rng(3)
     trees = [declared(rng, int(rng.integers(5, 40))) for _ in range(20)]
-    one = place(trees, 8, COST, max_tokens=64, split="trajectories")
-    two = place([forest.segments for forest in trees], 8, COST, max_tokens=64)
+    one = assign_ranks(trees, 8, COST, max_tokens=64, split="trajectories")
+    two = assign_ranks([forest.segments for forest in trees], 8, COST, max_tokens=64)
     np.testing.assert_array_equal(one.rank_of_trajectory, two.rank_of_trajectory)
 
 
@@ -140,37 +140,37 @@ def test_what_a_budget_computes_twice_is_counted():
     rng = np.random.default_rng(0)
     chain = Forest.from_trajectories([Trajectory(np.arange(1000))])
     cost = CostModel(1.0, 0.0, 0.0)
-    seconds = place([chain], 1, cost, max_tokens=100).seconds
+    seconds = assign_ranks([chain], 1, cost, max_tokens=100).seconds
     made = plan(chain, 100)
     assert made.num_recomputed_tokens > 0
-    np.testing.assert_allclose(seconds, 1000 + FORWARD_SHARE * made.num_recomputed_tokens, rtol=1e-9)
+    np.testing.assert_allclose(seconds, 1000 + FORWARD_FRACTION * made.num_recomputed_tokens, rtol=1e-9)
     trees = [declared(rng, 40) for _ in range(6)]
-    for price in (CostModel(1.0, 0.0, 0.0), CostModel(0.0, 1.0, 0.0)):
-        seconds = place(trees, 1, price, max_tokens=64).seconds
-        expected = sum(price.seconds(work_of(plan(forest, 64))) for forest in trees)
+    for cost in (CostModel(1.0, 0.0, 0.0), CostModel(0.0, 1.0, 0.0)):
+        seconds = assign_ranks(trees, 1, cost, max_tokens=64).seconds
+        expected = sum(cost.seconds(work_of(plan(forest, 64))) for forest in trees)
         np.testing.assert_allclose(seconds, expected, rtol=1e-9)
 
 
 def test_some_ranks_may_get_nothing():
     tree = Forest.from_trajectories([Trajectory([1, 2, 3])])
-    found = place([tree], 3, COST)
+    found = assign_ranks([tree], 3, COST)
     assert sorted(found.seconds.tolist())[:2] == [0, 0]
-    assert sum(len(share_of([tree], found, rank)) for rank in range(3)) == 1
+    assert sum(len(rank_part([tree], found, rank)) for rank in range(3)) == 1
 
 
 def test_bad_calls_are_refused():
     tree = Forest.from_trajectories([Trajectory([1, 2, 3])])
     with pytest.raises(PlanError, match="num_ranks is 0"):
-        place([tree], 0, COST)
+        assign_ranks([tree], 0, COST)
     with pytest.raises(PlanError, match="max_tokens is 0"):
-        place([tree], 2, COST, max_tokens=0)
+        assign_ranks([tree], 2, COST, max_tokens=0)
     with pytest.raises(PlanError, match="split='always' is unknown"):
-        place([tree], 2, COST, split="always")
-    with pytest.raises(DataError, match="nothing to place"):
-        place([], 2, COST)
+        assign_ranks([tree], 2, COST, split="always")
+    with pytest.raises(DataError, match="no forest to place"):
+        assign_ranks([], 2, COST)
     with pytest.raises(DataError, match="2 trajectories for a placement of 1"):
-        share_of([tree, tree], place([tree], 2, COST), 0)
-    with pytest.raises(ConfigError, match="cannot both be free"):
+        rank_part([tree, tree], assign_ranks([tree], 2, COST), 0)
+    with pytest.raises(ConfigError, match="are both 0"):
         CostModel(0.0, 0.0, 1.0)
 
 
@@ -184,10 +184,10 @@ def test_mixed_lengths_never_exceed_the_budget(lengths, num_ranks, max_tokens):
     # A long tail: every seventh sample is ten times as long.
     rows = [Trajectory(rng.integers(0, 9, length * (10 if length % 7 == 0 else 1))) for length in lengths]
     samples_alone = [Forest.from_trajectories([row]) for row in rows]
-    found = place(samples_alone, num_ranks, COST, max_tokens=max_tokens)
+    found = assign_ranks(samples_alone, num_ranks, COST, max_tokens=max_tokens)
     num_tokens = 0
     for rank in range(num_ranks):
-        share = share_of(samples_alone, found, rank)
+        share = rank_part(samples_alone, found, rank)
         if share:
             made = plan(share, max_tokens)
             assert max(live for _, live in made.timeline) <= max_tokens

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise.distributed.placement import CostModel, part_of, place, share_of
+from treewise.distributed.placement import CostModel, assign_ranks, rank_part, restrict_forest
 from treewise.errors import DataError
 from treewise.testing.strategies import forests
 from treewise.tree.forest import WEIGHTINGS, Forest
@@ -36,7 +36,7 @@ def test_a_part_is_the_tree_of_its_trajectories(subset, weighting):
     forest, chosen = subset
     if len(chosen) == 0:
         return
-    part = part_of(forest, chosen, weighting)
+    part = restrict_forest(forest, chosen, weighting)
     again = Forest.from_trajectories(part.trajectories)
     assert shape(part) == [forest.trajectories[index].token_ids.tolist() for index in chosen]
     assert part.num_tokens >= again.num_tokens  # trees side by side are not merged with one another
@@ -51,7 +51,7 @@ def test_every_token_of_a_part_weighs_what_it_did(subset, weighting):
     forest, chosen = subset
     if len(chosen) == 0:
         return
-    part = part_of(forest, chosen, weighting)
+    part = restrict_forest(forest, chosen, weighting)
     whole = np.split(forest.flat_weights(weighting), forest.path_offsets[1:-1])
     expected = np.concatenate([whole[index] for index in chosen])
     np.testing.assert_allclose(part.flat_weights(weighting), expected, rtol=3e-7, atol=0)
@@ -59,8 +59,8 @@ def test_every_token_of_a_part_weighs_what_it_did(subset, weighting):
 
 @given(st.lists(forests(), min_size=1, max_size=3), st.integers(1, 4), st.sampled_from(WEIGHTINGS))
 def test_denominators_add_up(some, num_ranks, weighting):
-    placed = place(some, num_ranks, COST, split="trajectories")
-    shares = [share_of(some, placed, rank, weighting) for rank in range(num_ranks)]
+    placed = assign_ranks(some, num_ranks, COST, split="trajectories")
+    shares = [rank_part(some, placed, rank, weighting) for rank in range(num_ranks)]
     found = math.fsum(forest.token_weights(weighting).sum() for share in shares for forest in share)
     expected = math.fsum(forest.token_weights(weighting).sum() for forest in some)
     assert found == pytest.approx(expected, rel=1e-6)
@@ -68,13 +68,13 @@ def test_denominators_add_up(some, num_ranks, weighting):
 
 def test_a_tree_that_is_kept_whole_is_the_same_object():
     tree = Forest.from_trajectories([Trajectory([1, 2, 3]), Trajectory([1, 2, 4])])
-    assert part_of(tree, np.arange(2), "once") is tree
+    assert restrict_forest(tree, np.arange(2), "once") is tree
 
 
 def test_trajectories_whose_weights_do_not_change_are_the_same_objects():
     tree = Forest.from_trajectories([Trajectory([1, 2, 3]), Trajectory([1, 2, 4]), Trajectory([5, 6])])
-    assert part_of(tree, np.array([0, 2])).trajectories == (tree.trajectories[0], tree.trajectories[2])
-    once = part_of(tree, np.array([0, 2]), "once").trajectories
+    assert restrict_forest(tree, np.array([0, 2])).trajectories == (tree.trajectories[0], tree.trajectories[2])
+    once = restrict_forest(tree, np.array([0, 2]), "once").trajectories
     assert once[1] is tree.trajectories[2]
     np.testing.assert_array_equal(once[0].loss_weights, [0, 0.5, 1])
 
@@ -82,9 +82,9 @@ def test_trajectories_whose_weights_do_not_change_are_the_same_objects():
 def test_a_parted_rollout_knows_what_it_weighs_as_a_whole():
     rows = [Trajectory([1, 2, 3], rollout="a"), Trajectory([1, 2, 4, 5], rollout="a"), Trajectory([1, 7], rollout="b")]
     tree = Forest.from_trajectories(rows)
-    part = part_of(tree, np.array([0, 2]))
+    part = restrict_forest(tree, np.array([0, 2]))
     assert [item.rollout_weight for item in part.trajectories] == [5.0, None]
-    scaled = part_of(tree, np.array([0, 2]), "once")
+    scaled = restrict_forest(tree, np.array([0, 2]), "once")
     # Row 0 weighs 1.5 of now 1.5 + 2.5: its share of the rollout is 2 / 5 either way.
     assert scaled.trajectories[0].loss_weights.sum() / scaled.trajectories[0].rollout_weight == pytest.approx(2 / 5)
 
@@ -100,12 +100,12 @@ def large_declared(monkeypatch):
 
 def test_large_declared_trees_are_cut_too(monkeypatch):
     tree = large_declared(monkeypatch)
-    parts = [part_of(tree, np.array([index])) for index in range(tree.num_trajectories)]
+    parts = [restrict_forest(tree, np.array([index])) for index in range(tree.num_trajectories)]
     assert sorted(tuple(part.token_ids.tolist()) for part in parts) == [(1, 2, 3, 4, 6, 7), (1, 2, 5)]
     total = sum(part.token_weights().sum() for part in parts)
     assert total == tree.token_weights().sum()
     with pytest.raises(DataError, match="cannot be cut under weighting='once'"):
-        part_of(tree, np.array([0]), "once")
+        restrict_forest(tree, np.array([0]), "once")
 
 
 @pytest.mark.parametrize("weighting", ["per_trajectory", "once"])
@@ -132,8 +132,8 @@ def test_gradients_of_all_ranks_add_up_to_those_of_one_process(weighting):
     flat_sft(model, rows)
     rounding = gradient_error(gradients_of(model), whole)
     model.zero_grad()
-    placed = place(some, 3, COST, max_tokens=24)
-    shares = [share_of(some, placed, rank, weighting) for rank in range(3)]
+    placed = assign_ranks(some, 3, COST, max_tokens=24)
+    shares = [rank_part(some, placed, rank, weighting) for rank in range(3)]
     assert sum(len(share) for share in shares) > 2  # something is cut
     denominator = math.fsum(objective.denominator(forest) for share in shares for forest in share)
     loss = math.fsum(engine.step(share, objective, denominator=denominator).loss for share in shares if share)

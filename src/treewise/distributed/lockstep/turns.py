@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from treewise.distributed.lockstep.common_sequence import LETTERS, Slot, merged, slots_of
 from treewise.distributed.placement.cost_model import pairs_before
-from treewise.planning.partition import FORWARD_SHARE
+from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan, Step
 
 # Query-key pairs that take as long as a token: about a model of 2B parameters. Weights only say which pass is heavier.
@@ -148,7 +148,7 @@ def _idle(slots: list[Slot]) -> list[int]:
 
 def _share(step: Step, weights: list[int]) -> int:
     """What a step takes of the weight of its micro-batch."""
-    share = {FORWARD: FORWARD_SHARE, HOLD: FORWARD_SHARE, TRAIN: 1, BACKWARD: 1 - FORWARD_SHARE}[step.action]
+    share = {FORWARD: FORWARD_FRACTION, HOLD: FORWARD_FRACTION, TRAIN: 1, BACKWARD: 1 - FORWARD_FRACTION}[step.action]
     return max(1, round(share * weights[step.micro_batch]))
 
 

@@ -1,10 +1,10 @@
-"""What a rank's share of a step costs: three counts, and the seconds of each.
+"""What a rank's part of a step costs: three counts, and the seconds of each.
 
     seconds = seconds_per_token * tokens + seconds_per_pair * pairs + seconds_per_micro_batch * micro-batches
 
-A token or pair counts 1 for its forward and backward. Where a plan computes it a second time, forward only, it counts
-the forward's share more. Before anything is measured the three prices come from FLOPs; later they are fitted to the
-run's own steps by non-negative least squares, as AReaL-DTA does for its tree time model.
+A token or pair counts 1 for its forward and backward; a second forward of it, where a plan recomputes it, adds the
+forward's fraction. The three costs come from FLOPs until measurements exist, and are then fitted to the run's own steps
+by non-negative least squares, as AReaL-DTA does for its tree time model.
 """
 
 from collections import deque
@@ -15,25 +15,24 @@ from itertools import combinations
 import numpy as np
 
 from treewise.errors import ConfigError
-from treewise.planning.partition import FORWARD_SHARE, TOKENS_PER_LAUNCH
+from treewise.planning.partition import FORWARD_FRACTION, PAIR_FORWARD_FRACTION, TOKENS_PER_LAUNCH
 from treewise.planning.planner import BACKWARD, Plan
 from treewise.tree.forest import Forest
 
-# The backward of attention costs 2.5 forwards (FlashAttention, arXiv 2307.08691, computes the scores again).
-PAIR_FORWARD_SHARE = 1 / 3.5
-# What the prior counts for against one measured step. Small: a dozen steps that differ outweigh it.
+# Weight of the prior relative to one measured step. Small: a dozen steps that differ outweigh it.
 PRIOR_WEIGHT = 0.002
-# A step that took this much longer or shorter than predicted counts half (Cauchy's weights): compilation, other jobs.
-ODD_RATIO = 0.1
-# No price falls below this share of its prior: a few odd steps must not make tokens free.
-LEAST_SHARE = 0.02
+# A step whose time has this relative error counts half (Cauchy's weights): compilation, other jobs.
+OUTLIER_ERROR = 0.1
+# No cost falls below this fraction of its prior: a few outliers must not make tokens free.
+MIN_COST_FRACTION = 0.02
+NUM_STEPS_FITTED = 256  # the newest
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """What is computed in one step on one rank.
 
-    tokens, pairs: forward and backward of one is 1. micro_batches: forwards of the model, with a graph or without.
+    tokens, pairs: forward and backward of one counts 1. micro_batches: forwards of the model, with a graph or without.
     """
 
     tokens: float
@@ -45,24 +44,24 @@ class Work:
 
 
 def pairs_before(forest: Forest) -> np.ndarray:
-    """[T + 1] int64, attention pairs of all tokens that lie before a tree position."""
+    """[T + 1] int64, attention pairs of all tokens before a tree position."""
     return np.concatenate([[0], np.cumsum(forest.depth + np.int64(1))])
 
 
 def work_of(plan: Plan) -> Work:
-    """The work of a plan, what it computes twice included."""
-    again = [batch.ranges for batch in plan.micro_batches if batch.is_open and not batch.is_held]
+    """The work of a plan, including what it recomputes."""
+    recomputed = [batch.ranges for batch in plan.micro_batches if batch.is_open and not batch.is_held]
     recomputed_pairs = 0
-    if again:
-        ranges = np.concatenate(again)
+    if recomputed:
+        ranges = np.concatenate(recomputed)
         length = ranges[:, 1] - ranges[:, 0]
         # A range of open tokens may run through several segments of one path, so depths are summed token by token.
-        below = pairs_before(plan.forest)
-        recomputed_pairs = int((below[ranges[:, 1]] - below[ranges[:, 0]]).sum())
+        before = pairs_before(plan.forest)
+        recomputed_pairs = int((before[ranges[:, 1]] - before[ranges[:, 0]]).sum())
         assert int(length.sum()) == plan.num_recomputed_tokens
     return Work(
-        tokens=plan.forest.num_tokens + FORWARD_SHARE * plan.num_recomputed_tokens,
-        pairs=plan.forest.num_tree_pairs + PAIR_FORWARD_SHARE * recomputed_pairs,
+        tokens=plan.forest.num_tokens + FORWARD_FRACTION * plan.num_recomputed_tokens,
+        pairs=plan.forest.num_tree_pairs + PAIR_FORWARD_FRACTION * recomputed_pairs,
         micro_batches=sum(step.action != BACKWARD for step in plan.schedule),
     )
 
@@ -74,7 +73,7 @@ class CostModel:
     Only their ratios matter to a placement.
 
     Raises:
-        ConfigError: a price that is negative or not finite, or a token that costs nothing.
+        ConfigError: a cost that is negative or not finite, or tokens and pairs that both cost nothing.
     """
 
     seconds_per_token: float
@@ -82,23 +81,23 @@ class CostModel:
     seconds_per_micro_batch: float
 
     def __post_init__(self) -> None:
-        if not all(np.isfinite(price) and price >= 0 for price in astuple(self)):
-            raise ConfigError(f"prices must be finite and not negative, found {self}.")
+        if not all(np.isfinite(cost) and cost >= 0 for cost in astuple(self)):
+            raise ConfigError(f"costs must be finite and not negative, got {self}.")
         if self.seconds_per_token + self.seconds_per_pair <= 0:
-            raise ConfigError("tokens and pairs cannot both be free.")
+            raise ConfigError("seconds_per_token and seconds_per_pair are both 0; one must be positive.")
 
     @classmethod
     def from_flops(cls, flops_per_token: float, flops_per_pair: float, flops_per_second: float = 1e12) -> "CostModel":
-        """Prices before anything is measured.
+        """Estimated costs (seconds per token, per pair, per micro-batch), from FLOPs until measurements exist.
 
-        flops_per_token: of its linear layers (and head), forward and backward. flops_per_pair: of attention in all
-        layers, forward and backward. A micro-batch counts as many tokens as the planner takes it for.
+        flops_per_token: of its linear layers and head, forward and backward. flops_per_pair: of attention in all
+        layers, forward and backward. A micro-batch costs `TOKENS_PER_LAUNCH` tokens, as in the planner.
         """
         per_token = flops_per_token / flops_per_second
         return cls(per_token, flops_per_pair / flops_per_second, TOKENS_PER_LAUNCH * per_token)
 
     def seconds(self, work: Work) -> float:
-        """Predicted seconds of some work."""
+        """Predicted seconds."""
         return (
             self.seconds_per_token * work.tokens
             + self.seconds_per_pair * work.pairs
@@ -107,65 +106,65 @@ class CostModel:
 
 
 class CostFit:
-    """Prices that follow the measured steps of a run; the prior's until there are some.
+    """Costs fitted to the measured steps of a run; the prior's until there are some.
 
-    All ranks must place with the same prices: fit on one rank, with the measurements of all, and broadcast the three
+    All ranks must place with the same costs: fit on one rank, with the measurements of all, and broadcast the three
     numbers. Measure forward and backward of a rank's own work, without the optimizer and without the first step.
     """
 
-    def __init__(self, prior: CostModel, num_kept: int = 256) -> None:
+    def __init__(self, prior: CostModel) -> None:
         self.prior = prior
-        self._measured: deque[tuple[Work, float]] = deque(maxlen=num_kept)
+        self._measurements: deque[tuple[Work, float]] = deque(maxlen=NUM_STEPS_FITTED)
 
     def add(self, work: Work, seconds: float) -> None:
-        """One measurement. Nothing was computed, or no time passed: it says nothing and is left out."""
+        """Adds a measurement; ignored if no token was computed or `seconds` is not positive and finite."""
         if work.tokens > 0 and seconds > 0 and np.isfinite(seconds):
-            self._measured.append((work, float(seconds)))
+            self._measurements.append((work, float(seconds)))
 
     def model(self) -> CostModel:
-        """The prices that fit the kept measurements best."""
-        works, seconds = [work for work, _ in self._measured], [time for _, time in self._measured]
+        """The costs that fit the newest measurements best."""
+        works, seconds = [work for work, _ in self._measurements], [time for _, time in self._measurements]
         return fit(self.prior, works, seconds)
 
 
 def fit(prior: CostModel, works: Sequence[Work], seconds: Sequence[float]) -> CostModel:
-    """Prices from measured steps: non-negative least squares of relative errors, with the prior as a weak measurement.
+    """Costs from measured steps: non-negative least squares of relative errors, with the prior as a weak measurement.
 
-    The prior gives ratios only: it is scaled to the measured time first. So steps that are all alike change the scale
+    The prior is scaled to the measured time first, so only its ratios matter: steps that are all alike change the scale
     and keep the ratios.
     """
     if not works:
         return prior
     counts = np.array([astuple(work) for work in works], dtype=np.float64)
     measured = np.asarray(seconds, dtype=np.float64)
-    prices = np.array(astuple(prior))
-    prices *= np.median(measured / (counts @ prices))
-    # In shares of the scaled prior all three unknowns are near 1; a price that the prior calls free stays free.
-    known = np.flatnonzero(prices > 0)
-    rows = (counts * prices)[:, known] / measured[:, None]
+    costs = np.array(astuple(prior))
+    costs *= np.median(measured / (counts @ costs))
+    # As fractions of the scaled prior all unknowns are near 1; what costs nothing in the prior is not fitted.
+    fitted = np.flatnonzero(costs > 0)
+    rows = (counts * costs)[:, fitted] / measured[:, None]
     weight = np.ones(len(rows))
-    pull = np.sqrt(PRIOR_WEIGHT) * np.eye(len(known))
+    prior_rows = np.sqrt(PRIOR_WEIGHT) * np.eye(len(fitted))
     for _ in range(5):
-        left = np.concatenate([rows * np.sqrt(weight)[:, None], pull])
-        right = np.concatenate([np.sqrt(weight), pull.sum(axis=1)])
-        shares = np.maximum(non_negative_least_squares(left, right), LEAST_SHARE)
-        weight = 1 / (1 + np.square((rows @ shares - 1) / ODD_RATIO))
-    prices[known] *= shares
-    return CostModel(*prices.tolist())
+        left = np.concatenate([rows * np.sqrt(weight)[:, None], prior_rows])
+        right = np.concatenate([np.sqrt(weight), prior_rows.sum(axis=1)])
+        fractions = np.maximum(non_negative_least_squares(left, right), MIN_COST_FRACTION)
+        weight = 1 / (1 + np.square((rows @ fractions - 1) / OUTLIER_ERROR))
+    costs[fitted] *= fractions
+    return CostModel(*costs.tolist())
 
 
 def non_negative_least_squares(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The `x >= 0` that minimises `|left @ x - right|`, by trying every set of unknowns that are not zero.
+    """The `x >= 0` ([n] float64) that minimises `|left @ x - right|`, by trying every set of nonzero unknowns.
 
-    left: [rows, n] of full column rank, n at most a handful. right: [rows].
+    left: [rows, n] float64 of full column rank, with a small n. right: [rows] float64.
     """
     num_unknowns = left.shape[1]
     best, best_error = np.zeros(num_unknowns), float(right @ right)
     for size in range(1, num_unknowns + 1):
         for chosen in combinations(range(num_unknowns), size):
-            found = np.zeros(num_unknowns)
-            found[list(chosen)] = np.linalg.lstsq(left[:, chosen], right, rcond=None)[0]
-            error = float(np.square(left @ found - right).sum())
-            if (found >= 0).all() and error < best_error:
-                best, best_error = found, error
+            candidate = np.zeros(num_unknowns)
+            candidate[list(chosen)] = np.linalg.lstsq(left[:, chosen], right, rcond=None)[0]
+            error = float(np.square(left @ candidate - right).sum())
+            if (candidate >= 0).all() and error < best_error:
+                best, best_error = candidate, error
     return best

@@ -1,12 +1,11 @@
-"""A step's trees as one row of leaves with costs: what placement computes with.
+"""The leaves of a step's trees side by side, with integer costs.
 
-Lay the leaves of all trees side by side in depth-first order. Leaf `k` adds `new[k]` to what the leaves before it cost;
-a run of leaves that does not begin at its tree's first leaf computes the path above again, which costs `again[k]`. So a
-run `[i, j)` costs `again[i] + sum(new[i:j])`, for any tree and any cut. Costs are integers: every machine computes the
-same placement, and loads do not drift while runs are moved.
+Leaves of all trees are in depth-first order. Leaf `k` adds `new[k]` to the cost of the leaves before it; a run of
+leaves that does not begin at its tree's first leaf recomputes the path above, which costs `above[k]`. So a run
+`[i, j)` costs `above[i] + sum(new[i:j])`, for any tree and any cut. Costs are integers: every machine computes the same
+placement, and loads do not drift while runs are moved.
 
-Leaves that must not be parted (the rollouts of a tree, or all of a tree) are joined to one, which then has several
-paths.
+Leaves that must stay on one rank (the rows of a rollout, or all of a tree) are joined to one leaf with several paths.
 
 Letters: L leaves, N trajectories, S segments.
 """
@@ -16,12 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treewise.distributed.placement.cost_model import PAIR_FORWARD_SHARE, CostModel
-from treewise.planning.partition import FORWARD_SHARE, Trunk, cut_trunks
+from treewise.distributed.placement.cost_model import CostModel
+from treewise.planning.partition import FORWARD_FRACTION, PAIR_FORWARD_FRACTION, Trunk, cut_trunks
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import Segments
 
-# All costs together are about 2**COST_BITS units: fine enough for any step, and far from the end of int64.
+# The costs of a step add up to about 2**COST_BITS units: fine enough for any step, and no overflow of int64.
 COST_BITS = 44
 
 
@@ -29,134 +28,137 @@ COST_BITS = 44
 class Leaves:
     """Leaves of a step in depth-first order, tree after tree.
 
-    new: [L] int64, cost of the tokens that a leaf adds to its tree. again: [L] int64, cost of the path above those
-    tokens (0 at a tree's first leaf). dip: [L] int64, the least of `again` over the leaves that were joined to this
-    one: no more than that is shared across it. below: [L + 1] int64, sums of `new`. tree: [L] int64.
-    of_trajectory: [N] int64, the leaf that each trajectory belongs to; one that ends inside a tree belongs to the
-    first leaf below its end. seconds_per_unit: what one unit of cost is.
+    new: [L] int64, cost of the tokens that a leaf adds to its tree. above: [L] int64, cost of the path above those
+    tokens (0 at a tree's first leaf). dip: [L] int64, the least of `above` over the leaves that were joined to this
+    one: an upper bound of the path that leaves on both sides of it have in common. before: [L + 1] int64, cumulative
+    sums of `new`. tree: [L] int64. of_trajectory: [N] int64, the leaf of each trajectory; a trajectory that ends
+    inside a tree belongs to the first leaf below its end. seconds_per_unit: seconds of one unit of cost.
     """
 
     new: np.ndarray
-    again: np.ndarray
+    above: np.ndarray
     dip: np.ndarray
-    below: np.ndarray
+    before: np.ndarray
     tree: np.ndarray
     of_trajectory: np.ndarray
     seconds_per_unit: float
 
     @property
-    def path(self) -> np.ndarray:
+    def path_cost(self) -> np.ndarray:
         """[L] int64, cost of each leaf alone, its whole path."""
-        return self.again + self.new
+        return self.above + self.new
 
     def starts_tree(self) -> np.ndarray:
         """[L] bool, the first leaf of each tree."""
         return np.diff(self.tree, prepend=-1) > 0
 
     def joined(self, may_cut: np.ndarray) -> "Leaves":
-        """Leaves with those joined to the one before them that may not be cut off ([L] bool, True for the first).
+        """Joins each leaf before which no cut is allowed to the leaf before it.
 
-        Trees that are joined become one, of which nothing is shared across the former border.
+        may_cut: [L] bool, True for the first leaf. Joined trees become one; across their border no path is common.
         """
         first = np.flatnonzero(may_cut)
-        below = np.append(self.below[first], self.below[-1])
-        number = np.searchsorted(first, np.arange(len(self.new)), side="right") - 1
+        before = np.append(self.before[first], self.before[-1])
+        index = np.searchsorted(first, np.arange(len(self.new)), side="right") - 1
         return Leaves(
-            new=np.diff(below),
-            again=self.again[first],
-            dip=np.minimum.reduceat(self.again, first),
-            below=below,
+            new=np.diff(before),
+            above=self.above[first],
+            dip=np.minimum.reduceat(self.above, first),
+            before=before,
             tree=np.cumsum(self.starts_tree()[first]) - 1,
-            of_trajectory=number[self.of_trajectory],
+            of_trajectory=index[self.of_trajectory],
             seconds_per_unit=self.seconds_per_unit,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
-    """The segments of a step side by side, and what each costs in units.
+class StepCosts:
+    """The segments of a step side by side, and the cost of each in units.
 
-    once: [S] int64, its tokens and pairs computed once, and their part of a full micro-batch. again: [S] int64, what
-    its open tokens cost besides where every tree is whole: a second forward, and launches of their trunks. num_open:
-    [S] int64, these tokens. seconds_per_unit: of cost.
+    once: [S] int64, its tokens and pairs computed once, and their fraction of a full micro-batch. recompute: [S] int64,
+    extra cost of its open tokens if every tree is whole: a second forward, and launches of their trunks. num_open:
+    [S] int64, number of open tokens. seconds_per_unit: seconds of one unit of cost.
     """
 
     segments: Segments
     once: np.ndarray
-    again: np.ndarray
+    recompute: np.ndarray
     num_open: np.ndarray
     seconds_per_unit: float
     cost: CostModel
     max_tokens: int | None
 
-    def leaves(self, again: np.ndarray | None = None) -> Leaves:
-        """The leaves, with what open tokens cost as given ([S] int64), or as where every tree is whole."""
-        return self.leaves_with(self.once + (self.again if again is None else again))
+    def leaves(self, recompute: np.ndarray | None = None) -> Leaves:
+        """The leaves. recompute: [S] int64 extra cost of open tokens; by default as if every tree is whole."""
+        return self.leaves_with(self.once + (self.recompute if recompute is None else recompute))
 
     def leaves_with(self, units: np.ndarray) -> Leaves:
-        """The leaves, for any cost of the segments ([S] int64)."""
+        """The leaves for any costs of the segments ([S] int64)."""
         segments = self.segments
         end = np.append(segments.start[1:], segments.num_tokens)
         last = np.flatnonzero(segments.subtree_end == end)
-        first = np.concatenate([[0], last[:-1] + 1])  # the segments up to a leaf, from the one after the leaf before it
-        below = np.concatenate([[0], np.cumsum(np.add.reduceat(units, first))])
+        first = np.concatenate([[0], last[:-1] + 1])  # a leaf's new segments begin after the leaf before it
+        before = np.concatenate([[0], np.cumsum(np.add.reduceat(units, first))])
         above = path_costs(segments, units)[first] - units[first]
         return Leaves(
-            new=np.diff(below),
-            again=above,
+            new=np.diff(before),
+            above=above,
             dip=above,
-            below=below,
+            before=before,
             tree=np.cumsum(segments.parent[first] < 0) - 1,
             of_trajectory=np.searchsorted(last, segments.end_segment),
             seconds_per_unit=self.seconds_per_unit,
         )
 
     def open_part(self, part: Segments) -> tuple[np.ndarray, np.ndarray]:
-        """[S of the part] int64, what the open tokens of a part of a tree cost besides, and how many they are."""
+        """([S of the part] int64 each) extra cost of the open tokens of a part of a tree, and their number."""
         seconds, num_open = _open_seconds(part, self.cost, self.max_tokens)
         return np.round(seconds / self.seconds_per_unit).astype(np.int64), num_open
 
     def units_of_second_forward(self, length: np.ndarray, depth: np.ndarray) -> np.ndarray:
-        """int64, a forward of the first `length` tokens of segments that begin at `depth`, no unit too many."""
+        """[S] int64, cost units of a recomputed forward of the first `length` tokens ([S]) from `depth` ([S]), rounded
+        down.
+        """
         return np.floor(_second_forward(length, depth, self.cost) / self.seconds_per_unit).astype(np.int64)
 
 
-def priced(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int | None) -> Priced:
-    """Several forests and what they cost under a budget (None: whole forests in one micro-batch)."""
+def costs_of(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int | None) -> StepCosts:
+    """Costs of several forests under a budget (None: whole forests in one micro-batch)."""
     segments = Segments.concatenate([shape.segments if isinstance(shape, Forest) else shape for shape in shapes])
     length = segments.lengths
     once = cost.seconds_per_token * length + cost.seconds_per_pair * _pairs(segments.depth, length)
     if max_tokens is not None:
         once += cost.seconds_per_micro_batch / max_tokens * length
-    again, num_open = _open_seconds(segments, cost, max_tokens)
-    scale = 2.0 ** np.floor(COST_BITS - np.log2(once.sum() + again.sum()))
+    recompute, num_open = _open_seconds(segments, cost, max_tokens)
+    scale = 2.0 ** np.floor(COST_BITS - np.log2(once.sum() + recompute.sum()))
     units = np.maximum(np.round(once * scale), 1).astype(np.int64)
-    return Priced(segments, units, np.round(again * scale).astype(np.int64), num_open, 1 / scale, cost, max_tokens)
+    recompute_units = np.round(recompute * scale).astype(np.int64)
+    return StepCosts(segments, units, recompute_units, num_open, 1 / scale, cost, max_tokens)
 
 
 def slice_of(segments: Segments, first: int, stop: int, trajectories: np.ndarray | None = None) -> Segments:
-    """One tree of a forest, segments `first` to `stop`, with these of its trajectories."""
+    """One tree of a forest: segments `first` to `stop`, and these of its trajectories ([n] int64 indices)."""
     shift, parent = segments.start[first], segments.parent[first:stop]
-    chosen = np.zeros(0, dtype=np.int64) if trajectories is None else segments.end_segment[trajectories] - first
+    end_segment = np.zeros(0, dtype=np.int64) if trajectories is None else segments.end_segment[trajectories] - first
     return Segments(
         start=segments.start[first:stop] - shift,
         parent=np.where(parent >= 0, parent - first, -1),
         depth=segments.depth[first:stop],
         subtree_end=segments.subtree_end[first:stop] - shift,
-        end_segment=chosen,
+        end_segment=end_segment,
         source=segments.start[first:stop],
         num_tokens=int(segments.subtree_end[first] - shift),
     )
 
 
 def _open_seconds(segments: Segments, cost: CostModel, max_tokens: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """[S] float64, what the open tokens of each segment cost besides; [S] int64, how many they are."""
+    """[S] float64, extra cost of the open tokens of each segment; [S] int64, their number."""
     trunks = [] if max_tokens is None else cut_trunks(segments, max_tokens, "auto")
     if not trunks:
         return np.zeros(len(segments.start)), np.zeros(len(segments.start), dtype=np.int64)
     assert max_tokens is not None
     twice = _covered(segments, [(trunk, 1) for trunk in trunks if not trunk.is_held]).astype(np.int64)
-    # A trunk runs once or twice; of one run each token has paid its part of a full micro-batch.
+    # A trunk runs once or twice; `once` already counts each token's fraction of a full micro-batch.
     launches = [(trunk, (1 if trunk.is_held else 2) / trunk.num_tokens - 1 / max_tokens) for trunk in trunks]
     seconds = cost.seconds_per_micro_batch * np.maximum(_covered(segments, launches), 0)
     num_open = _covered(segments, [(trunk, 1) for trunk in trunks]).astype(np.int64)
@@ -165,8 +167,8 @@ def _open_seconds(segments: Segments, cost: CostModel, max_tokens: int | None) -
 
 def _second_forward(length: np.ndarray, depth: np.ndarray, cost: CostModel) -> np.ndarray:
     """Seconds of a forward of the first `length` tokens of segments that begin at `depth`."""
-    pairs = PAIR_FORWARD_SHARE * cost.seconds_per_pair * _pairs(depth, length)
-    return FORWARD_SHARE * cost.seconds_per_token * length + pairs
+    pairs = PAIR_FORWARD_FRACTION * cost.seconds_per_pair * _pairs(depth, length)
+    return FORWARD_FRACTION * cost.seconds_per_token * length + pairs
 
 
 def _pairs(depth: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -175,9 +177,11 @@ def _pairs(depth: np.ndarray, length: np.ndarray) -> np.ndarray:
 
 
 def _covered(segments: Segments, trunks: Sequence[tuple[Trunk, float]]) -> np.ndarray:
-    """[S] float64, the weight of the tokens of each segment that lie in trunks, given the weight of one; always its
-    first ones."""
-    ranges = sorted((*each, weight) for trunk, weight in trunks for each in trunk.ranges)
+    """[S] float64, the total weight of each segment's tokens in trunks, which are its first ones.
+
+    trunks: each with the weight of one of its tokens.
+    """
+    ranges = sorted((start, end, weight) for trunk, weight in trunks for start, end in trunk.ranges)
     if not ranges:
         return np.zeros(len(segments.start))
     starts = np.array([start for start, _, _ in ranges], dtype=np.int64)

@@ -1,8 +1,8 @@
-"""What open tokens cost where trees are cut: less than in the whole tree, and another amount for every cut.
+"""The cost of open tokens where trees are cut: less than in the whole tree, and different for every cut.
 
-A token is open where its subtree exceeds the budget, so a tree that is too large for one micro-batch computes the top
-twice, and its parts on several ranks may not. No cost per leaf can say that. So a placement is found with the costs of
-whole trees first; then the parts that it makes are priced as they are, and it is found again with those prices.
+A token is open where its subtree exceeds the budget, so a tree that is too large for one micro-batch computes its top
+twice, and its parts on several ranks may not. An additive cost per leaf cannot express that. So the first placement
+uses the costs of whole trees; then the costs of its actual parts are computed, and the next placement uses those.
 
 Letters: N trajectories, R ranks, S segments.
 """
@@ -11,63 +11,63 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treewise.distributed.placement.leaf_costs import Priced, slice_of
+from treewise.distributed.placement.leaf_costs import StepCosts, slice_of
 from treewise.distributed.placement.local_search import loads_of
 from treewise.tree.prefix_merge import restrict
 
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """loads: [R] int64, all that each rank computes. again: [S] int64, what open tokens cost, the mean of the parts."""
+    """loads: [R] int64, cost of each rank. recompute: [S] int64, extra cost of open tokens, the mean over parts."""
 
     loads: np.ndarray
-    again: np.ndarray
+    recompute: np.ndarray
 
 
-def part_costs(step: Priced, rank_N: np.ndarray, num_ranks: int) -> PartCosts:
-    """What a placement costs when every part of a tree is priced by itself.
+def part_costs(step: StepCosts, rank_N: np.ndarray, num_ranks: int) -> PartCosts:
+    """Costs of a placement, with every part of a tree planned by itself.
 
     rank_N: [N] int64, the rank of each trajectory.
     """
     loads, tokens_R = (_loads(step, units, rank_N, num_ranks) for units in (step.once, step.segments.lengths))
-    again = step.again.copy()
+    recompute = step.recompute.copy()
     segments = step.segments
     roots = np.flatnonzero(segments.parent < 0)
-    bounds = np.append(roots, len(again))
+    bounds = np.append(roots, len(recompute))
     by_segment = np.argsort(segments.end_segment, kind="stable")
     ends = np.searchsorted(segments.end_segment[by_segment], bounds)
-    cost_of_tree, num_open_of_tree = np.add.reduceat(step.again, roots), np.add.reduceat(step.num_open, roots)
+    cost_of_tree, num_open_of_tree = np.add.reduceat(step.recompute, roots), np.add.reduceat(step.num_open, roots)
     for tree in np.flatnonzero(num_open_of_tree).tolist():
-        own = by_segment[ends[tree] : ends[tree + 1]]
-        ranks = np.unique(rank_N[own])
+        members = by_segment[ends[tree] : ends[tree + 1]]
+        ranks = np.unique(rank_N[members])
         if len(ranks) == 1:
             loads[ranks[0]] += cost_of_tree[tree]
             tokens_R[ranks[0]] -= num_open_of_tree[tree]
             continue
         first, stop = int(bounds[tree]), int(bounds[tree + 1])
-        whole = slice_of(segments, first, stop, own)
+        whole = slice_of(segments, first, stop, members)
         total, count = np.zeros(stop - first, dtype=np.int64), np.zeros(stop - first, dtype=np.int64)
         for rank in ranks.tolist():
-            part = restrict(whole, np.flatnonzero(rank_N[own] == rank))
+            part = restrict(whole, np.flatnonzero(rank_N[members] == rank))
             units, num_open = step.open_part(part)
             loads[rank] += units.sum()
             tokens_R[rank] -= num_open.sum()
-            where = np.searchsorted(whole.start, part.source)
-            np.add.at(total, where, units)
-            np.add.at(count, where, 1)
-        again[first:stop] = total // count
-    return PartCosts(loads + _of_last_launch(step, tokens_R, loads > 0), again)
+            source = np.searchsorted(whole.start, part.source)
+            np.add.at(total, source, units)
+            np.add.at(count, source, 1)
+        recompute[first:stop] = total // count
+    return PartCosts(loads + _last_launch(step, tokens_R, loads > 0), recompute)
 
 
-def _loads(step: Priced, units: np.ndarray, rank_N: np.ndarray, num_ranks: int) -> np.ndarray:
+def _loads(step: StepCosts, units: np.ndarray, rank_N: np.ndarray, num_ranks: int) -> np.ndarray:
     leaves = step.leaves_with(units)
     owners = np.empty(len(leaves.new), dtype=np.int64)
     owners[leaves.of_trajectory] = rank_N
     return loads_of(leaves, owners, num_ranks)
 
 
-def _of_last_launch(step: Priced, closed_R: np.ndarray, has_any_R: np.ndarray) -> np.ndarray:
-    """[R] int64, what a rank's last micro-batch of closed tokens costs more than its part of a full one."""
+def _last_launch(step: StepCosts, closed_R: np.ndarray, has_any_R: np.ndarray) -> np.ndarray:
+    """[R] int64, extra cost of a rank's last micro-batch of closed tokens, which is not full."""
     full = 0.0 if step.max_tokens is None else closed_R / step.max_tokens
     missing = (np.maximum(np.ceil(full), 1) - full) * has_any_R
     return np.round(missing * step.cost.seconds_per_micro_batch / step.seconds_per_unit).astype(np.int64)

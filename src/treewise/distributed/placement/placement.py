@@ -1,7 +1,7 @@
 """Which rank trains which trajectories of a step.
 
-Every trajectory goes to exactly one rank. A tree that is cut is computed in part on several ranks, the path above a cut
-on both sides of it; `shares` makes the parts.
+Every trajectory goes to exactly one rank. A tree may be cut between ranks; each of them then computes the path above
+the cut. `split` makes the forests of each rank.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from treewise.distributed.placement.cost_model import CostModel
-from treewise.distributed.placement.leaf_costs import Leaves, Priced, priced
-from treewise.distributed.placement.local_search import GOOD_ENOUGH, best_owners, better_owners, is_even, loads_of
+from treewise.distributed.placement.leaf_costs import Leaves, StepCosts, costs_of
+from treewise.distributed.placement.local_search import GOOD_ENOUGH, best_owners, improve_owners, is_even, loads_of
 from treewise.distributed.placement.lower_bound import least_load
 from treewise.distributed.placement.part_costs import part_costs
-from treewise.distributed.placement.plan_refinement import NUM_PLANNED_LEAVES, Shares, polished
+from treewise.distributed.placement.plan_refinement import NUM_PLANNED_LEAVES, PlannedCosts, refine
 from treewise.errors import DataError, PlanError
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import Segments
 
 SPLITS = ("rollouts", "trajectories", "never")
-# Placements that are found one after the other, each with what open tokens cost in the parts of the one before.
+# Successive placements, each with the cost that open tokens have in the parts of the one before.
 NUM_ROUNDS = 6
 
 
@@ -28,9 +28,8 @@ NUM_ROUNDS = 6
 class Placement:
     """The rank of every trajectory.
 
-    rank_of_trajectory: [N] int64, the trajectories of all forests, one forest after the other.
-    seconds: [ranks] float64, predicted. bound_seconds: no placement has a slowest rank below it: the mean over ranks
-    if nothing were computed twice, or the most costly single trajectory, which nobody can divide.
+    rank_of_trajectory: [N] int64, trajectories of all forests in order. seconds: [ranks] float64, predicted.
+    bound_seconds: a lower bound of the slowest rank's time in any placement (`lower_bound`).
     """
 
     rank_of_trajectory: np.ndarray
@@ -47,24 +46,25 @@ class Placement:
         return float(self.seconds.max() / self.seconds.mean())
 
 
-def place(
+def assign_ranks(
     shapes: Sequence[Forest | Segments],
     num_ranks: int,
     cost: CostModel,
     *,
     max_tokens: int | None = None,
     split: str = "rollouts",
-    in_step: bool = False,
+    in_lockstep: bool = False,
 ) -> Placement:
-    """Places a step's trajectories on ranks so that the slowest rank's predicted time is as short as the search finds.
+    """Assigns a step's trajectories to ranks so that the predicted time of the slowest rank is small.
 
-    shapes: the forests of a step, or only their segments, whose trajectories are then taken for rollouts of their own.
-    split: where trees may be cut. `rollouts`: between trajectories, but never so that one rollout is spread over ranks,
-    which suits every objective that is a sum over rollouts. `trajectories`: anywhere between trajectories. `never`:
-    trees stay whole, for losses that compare the trajectories of a tree. in_step: ranks wait for one another at every
-    pass, as sharded parameters make them do. Then tokens are made even instead of seconds: a full micro-batch beside
-    one with more attention saves nothing, and what counts is how many of them a rank has. Deterministic: the same
-    shapes and prices give the same placement on every machine. A rank may get nothing.
+    Deterministic: the same shapes and costs give the same placement on every machine. A rank may get nothing.
+
+    shapes: the forests of a step, or only their segments, each of whose trajectories then counts as a rollout.
+    split: where trees may be cut. `rollouts`: between trajectories, but all rows of a rollout go to one rank, which
+        suits every objective that is a sum over rollouts. `trajectories`: anywhere between trajectories. `never`:
+        trees stay whole, for losses that compare the trajectories of a tree.
+    in_lockstep: ranks wait for one another at every pass, as they do with sharded parameters. Tokens are then balanced
+        instead of seconds, because a step takes as many turns as the rank with the most micro-batches.
 
     Raises:
         PlanError: no rank, a budget below one token, or an unknown `split`.
@@ -77,17 +77,17 @@ def place(
     if max_tokens is not None and max_tokens < 1:
         raise PlanError(f"max_tokens is {max_tokens}; a micro-batch holds at least 1 token.")
     if not shapes:
-        raise DataError("nothing to place: no forest given.")
-    step = priced(shapes, cost, max_tokens)
+        raise DataError("no forest to place; give at least one.")
+    step = costs_of(shapes, cost, max_tokens)
     may_cut = _cuts(shapes, step.leaves(), split)
-    bound = least_load(step, step.leaves(np.zeros_like(step.again)).joined(may_cut), num_ranks)
-    if in_step and cost.seconds_per_token > 0:
-        even = priced(shapes, replace(cost, seconds_per_pair=0.0), max_tokens)
-        least = least_load(even, even.leaves(np.zeros_like(even.again)).joined(may_cut), num_ranks)
-        rank_N, _ = _placed(even, may_cut, num_ranks, least)
+    bound = least_load(step, step.leaves(np.zeros_like(step.recompute)).joined(may_cut), num_ranks)
+    if in_lockstep and cost.seconds_per_token > 0:
+        even = costs_of(shapes, replace(cost, seconds_per_pair=0.0), max_tokens)
+        least = least_load(even, even.leaves(np.zeros_like(even.recompute)).joined(may_cut), num_ranks)
+        rank_N, _ = _assign(even, may_cut, num_ranks, least)
         loads = part_costs(step, rank_N, num_ranks).loads
     else:
-        rank_N, loads = _placed(step, may_cut, num_ranks, bound)
+        rank_N, loads = _assign(step, may_cut, num_ranks, bound)
     return Placement(
         rank_of_trajectory=rank_N,
         seconds=loads * step.seconds_per_unit,
@@ -95,8 +95,8 @@ def place(
     )
 
 
-def _placed(step: Priced, may_cut: np.ndarray, num_ranks: int, bound: int) -> tuple[np.ndarray, np.ndarray]:
-    """[N] int64, the rank of each trajectory, and [ranks] int64, the units that each computes."""
+def _assign(step: StepCosts, may_cut: np.ndarray, num_ranks: int, bound: int) -> tuple[np.ndarray, np.ndarray]:
+    """[N] int64, the rank of each trajectory, and [ranks] int64, the cost of each rank in units."""
     leaves = step.leaves().joined(may_cut)
     if num_ranks == 1:
         rank_N = np.zeros(len(leaves.of_trajectory), dtype=np.int64)
@@ -106,42 +106,42 @@ def _placed(step: Priced, may_cut: np.ndarray, num_ranks: int, bound: int) -> tu
     best, loads = owners, parts.loads
     at_most = bound + int(bound * GOOD_ENOUGH)
     for _ in range(NUM_ROUNDS):
-        if (parts.again == step.again).all() or loads.max() <= at_most or is_even(loads):
+        if (parts.recompute == step.recompute).all() or loads.max() <= at_most or is_even(loads):
             break
-        leaves = step.leaves(parts.again).joined(may_cut)
-        # Shared open tokens have their mean price; what a rank's own parts differ from that stays as it is.
-        beside = parts.loads - loads_of(leaves, owners, num_ranks)
-        owners = better_owners(leaves, owners, beside, at_most)
+        leaves = step.leaves(parts.recompute).joined(may_cut)
+        # Leaves have the mean cost of open tokens over ranks; each rank's difference from that stays constant.
+        extra_load = parts.loads - loads_of(leaves, owners, num_ranks)
+        owners = improve_owners(leaves, owners, extra_load, at_most)
         parts = part_costs(step, owners[leaves.of_trajectory], num_ranks)
         if parts.loads.max() < loads.max():
             best, loads = owners, parts.loads
     if step.max_tokens is not None and len(best) <= NUM_PLANNED_LEAVES:
-        best, loads = polished(Shares(step, leaves.of_trajectory), best, num_ranks)
+        best, loads = refine(PlannedCosts(step, leaves.of_trajectory), best, num_ranks)
     return best[leaves.of_trajectory], loads
 
 
 def _cuts(shapes: Sequence[Forest | Segments], leaves: Leaves, split: str) -> np.ndarray:
-    """[L] bool, leaves before which a tree may be cut, and first leaves of trees that need not stay together."""
+    """[L] bool, the leaves before which a cut is allowed."""
     if split == "rollouts":
         return _between_rollouts(shapes, leaves)
     return leaves.starts_tree() if split == "never" else np.ones(len(leaves.new), dtype=bool)
 
 
 def _between_rollouts(shapes: Sequence[Forest | Segments], leaves: Leaves) -> np.ndarray:
-    """[L] bool, leaves before which no rollout of their forest is under way."""
+    """[L] bool, the leaves before which no rollout has begun and not ended."""
     rollout, num_rollouts = [], 0
     for shape in shapes:
         if isinstance(shape, Forest):
-            own = shape.rollout_of_trajectory
+            rollout_n = shape.rollout_of_trajectory
         else:
-            own = np.arange(len(shape.end_segment))
-        rollout.append(own + num_rollouts)
-        num_rollouts += int(own.max()) + 1
-    number = np.concatenate(rollout)
+            rollout_n = np.arange(len(shape.end_segment))
+        rollout.append(rollout_n + num_rollouts)
+        num_rollouts += int(rollout_n.max()) + 1
+    rollout_N = np.concatenate(rollout)
     first = np.full(num_rollouts, len(leaves.new))
     last = np.zeros(num_rollouts, dtype=np.int64)
-    np.minimum.at(first, number, leaves.of_trajectory)
-    np.maximum.at(last, number, leaves.of_trajectory)
+    np.minimum.at(first, rollout_N, leaves.of_trajectory)
+    np.maximum.at(last, rollout_N, leaves.of_trajectory)
     change = np.zeros(len(leaves.new) + 1, dtype=np.int64)
     np.add.at(change, first + 1, 1)
     np.subtract.at(change, last + 1, 1)

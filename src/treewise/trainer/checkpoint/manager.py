@@ -31,8 +31,8 @@ class KeepingTrainer(ComputingTrainer):
         if self.args.max_tokens == AUTO and seal.get("max_tokens"):
             # The same cuts as before, whatever is free now: another budget rounds differently.
             self._resumed_budget, self._engine = int(seal["max_tokens"]), None
-        if self._placing is not None and seal.get("prices"):
-            self._placing.restore(seal["prices"])
+        if self._placer is not None and seal.get("costs"):
+            self._placer.restore(seal["costs"])
         return found
 
     def _judged_checkpoint(self, wanted: str | bool) -> tuple[str, dict[str, Any]]:
@@ -62,9 +62,9 @@ class KeepingTrainer(ComputingTrainer):
         if best and (best == self.state.global_step or (run_dir / f"checkpoint-{best}").is_dir()):
             self.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         facts = {"step": self.state.global_step, "max_tokens": self.engine.max_tokens, **self._run_facts()}
-        if self._placing is not None:
-            self._placing.saving(self.state.global_step)
-            facts |= {"prices": self._placing.facts(), "num_ranks": ranks.count()}
+        if self._placer is not None:
+            self._placer.before_save(self.state.global_step)
+            facts |= {"costs": self._placer.state(), "num_ranks": ranks.count()}
         try:
             checkpoint = contents.save(self, run_dir, facts)
         except CheckpointError as error:
