@@ -22,7 +22,7 @@ from torch import nn
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import UnsupportedModelError
 from treewise.nn import recurrent
-from treewise.nn.attention import observed
+from treewise.nn.attention import observe_masks
 from treewise.nn.support_table import FILE, REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable, as_markdown
 from treewise.testing.families import causal_families, image_families, tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
@@ -83,7 +83,7 @@ def largest_error(model: nn.Module) -> float:
 def layers_of(model: nn.Module) -> tuple[str, ...]:
     """What a model's layers are, in words: from what they asked of attention, and from their modules' names."""
     decoder = TreeEngine(model, check=False).parts.decoder
-    with torch.no_grad(), observed() as observations:
+    with torch.no_grad(), observe_masks() as observations:
         model(input_ids=torch.arange(3, 9)[None], use_cache=False)
     modules = set(decoder.modules())
     rules = [each.rule for each in observations if each.module in modules]

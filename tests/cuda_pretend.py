@@ -322,7 +322,7 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
         yield pretend
 
 
-def _dense_flex(query, key, value, blocks, softcap, scaling, needs_lse, options):
+def _dense_flex(query, key, value, blocks, softcap, scaling, **_):
     """What the kernels compute, from the block mask that they get, over all pairs of blocks."""
     num_groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(num_groups, dim=1) for each in (key, value))

@@ -162,7 +162,7 @@ def test_the_host_waits_once_in_a_step(
         forest = Forest.from_trajectories(rollouts)
         for max_tokens in (None, 17):
             engine = TreeEngine(model, max_tokens, hold="never", check=max_tokens is None)
-            assert engine._implementation() == "flex"
+            assert engine.implementation == "flex"
             engine.check(forest)
             model.zero_grad()
             assert waits_of(pretend, lambda engine=engine: engine.step(forest)) == {LOSS: 1}

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import UnsupportedModelError
-from treewise.nn.attention import refuse_other_masks
+from treewise.nn.attention import check_masks
 from treewise.nn.attention.mask import LayerRule
 from treewise.nn.attention.mask_audit import Observation
 from treewise.nn.model import takes_any_argument
@@ -179,9 +179,9 @@ def test_masks_are_compared_at_long_distances(said: LayerRule, true: LayerRule) 
 
     module = nn.Identity()
     for rule in (said, true):
-        refuse_other_masks([Observation(module, rule, function_of(rule))])
+        check_masks([Observation(module, rule, function_of(rule))])
     with pytest.raises(UnsupportedModelError, match="the model's mask"):
-        refuse_other_masks([Observation(module, said, function_of(true))])
+        check_masks([Observation(module, said, function_of(true))])
 
 
 def test_a_mask_of_a_models_own_is_refused() -> None:
@@ -191,7 +191,7 @@ def test_a_mask_of_a_models_own_is_refused() -> None:
     attention.register_forward_pre_hook(
         lambda _, args, kwargs: (args, {**kwargs, "attention_mask": own}), with_kwargs=True
     )
-    with pytest.raises(UnsupportedModelError, match="makes a mask of its own"):
+    with pytest.raises(UnsupportedModelError, match="builds a mask of its own"):
         TreeEngine(model).step(Forest.from_trajectories(ROLLOUTS))
 
 

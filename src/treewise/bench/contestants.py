@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajectories
 from treewise.bench.trl_rows import TrlRows, packing_module
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, OutOfMemoryError, TreewiseError
-from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.attention.row_blocks import plan_blocks
+from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
 from treewise.nn.device import free_bytes
 from treewise.nn.flops import flop_model
 from treewise.nn.model import ModelParts, take_apart
@@ -212,27 +210,13 @@ def _at_budget(model: nn.Module, items: Sequence[Trajectory], forest: Forest, bu
 
 
 def _key_rows(run: Plan, engine: TreeEngine) -> int:
-    """Key rows that attention reads in one forward: what its blocks ask for; recomputed micro-batches read twice."""
-    impl = engine._implementation()
-    total = 0
+    """Key rows that one layer's attention reads in a step; recomputed micro-batches read twice."""
+    implementation, total = IMPLEMENTATIONS[engine.implementation], 0
     for number, batch in enumerate(run.micro_batches):
         mask = TreeMask.from_layout(lay_out(run, number))
-        if impl == "flex":
-            rows = _flex_rows(mask, engine.parts.device)
-        elif impl == "cascade":
-            rows = sum(end - start for block in plan_blocks(mask, None, None) for start, end in block.full + block.rest)
-        else:
-            rows = mask.num_keys * mask.num_queries
+        rows = implementation.num_key_rows(mask, engine.parts.device)
         total += rows * (2 if batch.is_open and not batch.is_held else 1)
     return total
-
-
-def _flex_rows(mask: TreeMask, device: torch.device) -> int:
-    from treewise.nn.attention.flex import BLOCK_SIZE, block_mask
-
-    blocks = block_mask(mask, LayerRule(1.0), device)
-    counts = [each for each in (blocks.kv_num_blocks, blocks.full_kv_num_blocks) if each is not None]
-    return int(sum(int(each.sum()) for each in counts)) * BLOCK_SIZE
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

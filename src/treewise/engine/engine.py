@@ -21,8 +21,7 @@ from treewise.engine.scoring import ObjectiveLoss
 from treewise.engine.values import hidden_rows, restore, routed_scores, routed_values, tree_logprobs, tree_values
 from treewise.engine.walk import Walk
 from treewise.errors import ConfigError
-from treewise.nn.attention import IMPLEMENTATIONS
-from treewise.nn.attention.cascade import kernel_takes_groups
+from treewise.nn.attention import choose
 from treewise.nn.device import to_device
 from treewise.nn.model import (
     base_model,
@@ -82,10 +81,6 @@ class TreeEngine:
         router_aux_loss: bool | None = None,
         router_z_coefficient: float = 0.0,
     ) -> None:
-        if attention != "auto" and attention not in IMPLEMENTATIONS:
-            raise ConfigError(
-                f"attention={attention!r} is unknown; choose 'auto' or one of {', '.join(IMPLEMENTATIONS)}."
-            )
         if not temperature > 0:
             raise ConfigError(f"temperature={temperature} must be positive.")
         self.model, self.attention = model, attention
@@ -93,6 +88,7 @@ class TreeEngine:
         self.offload, self.reserve_bytes = offload, reserve_bytes
         self.budget = Budget(max_tokens)
         self.parts = take_apart(model)
+        choose(attention, self.parts.device.type)  # an unknown name is an error now
         self.routing_rule = rule_of(base_model(model), router_aux_loss, router_z_coefficient)
         self._is_checked, self._is_probed = check, not check
         self._pace: Pace | None = None
@@ -254,7 +250,7 @@ class TreeEngine:
     def new_walk(self, run: Plan, routing: Routing | None = None) -> Walk:
         """A walk over a plan; the first one checks model and tokens, see `check`."""
         self._check(run.forest)
-        walk = Walk(self.parts, run, self._implementation(), self.offload, self._pace)
+        walk = Walk(self.parts, run, self.implementation, self.offload, self._pace)
         walk.wants_router_logits = routing is not None
         return walk
 
@@ -282,7 +278,7 @@ class TreeEngine:
         chain = plan(Forest.from_trajectories([Trajectory(np.zeros(2, dtype=np.int32))]))
 
         def empty_rows() -> torch.Tensor:
-            return Walk(self.parts, chain, self._implementation()).whole_rows()
+            return Walk(self.parts, chain, self.implementation).whole_rows()
 
         self._pace = Pace(exchange, empty_rows)
         self.budget.recovers = False
@@ -315,20 +311,16 @@ class TreeEngine:
         refuse_placeholders(self.parts, forest.token_ids)
         refuse_lengths(self.parts, int(forest.depth.max()) + 1)
         if not self._is_probed:
-            probe(self.parts, self._implementation(), forest.token_ids)
+            probe(self.parts, self.implementation, forest.token_ids)
             if self.routing_rule is not None and self.routing_rule.aux_coefficient:
                 some = torch.as_tensor(forest.token_ids[:12], dtype=torch.long, device=self.parts.device)
                 check_rule(self.parts.model, self.routing_rule, some)
             self._is_probed = True
 
-    def _implementation(self) -> str:
-        """The attention to use."""
-        if self.attention != "auto":
-            return self.attention
-        device = self.parts.device.type
-        if device == "cuda":
-            return "flex"
-        return "cascade" if device == "cpu" and kernel_takes_groups() else "reference"
+    @property
+    def implementation(self) -> str:
+        """The attention implementation that runs on the model's device."""
+        return choose(self.attention, self.parts.device.type)
 
 
 def _described(value: object) -> str:

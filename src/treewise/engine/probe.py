@@ -11,7 +11,7 @@ import torch
 
 from treewise.engine.walk import Walk
 from treewise.errors import TreewiseError, UnsupportedModelError
-from treewise.nn.attention import observed, refuse_other_masks
+from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.lm_head import edge_values
 from treewise.nn.model import ModelParts
 from treewise.nn.recurrent import kinds_of
@@ -124,10 +124,10 @@ def _check_logprobs(parts: ModelParts, rows: torch.Tensor, token_ids: np.ndarray
                 f"{type(parts.model).__name__} does not run on text alone: {type(error).__name__}: {error}. {_HELP}"
             ) from error
 
-    with observed() as observations:
+    with observe_masks() as observations:
         logits = own_logits()
     modules = set(parts.decoder.modules())
-    refuse_other_masks([each for each in observations if each.module in modules])
+    check_masks([each for each in observations if each.module in modules])
     wide = torch.promote_types(logits.dtype, torch.float32)
     native = torch.log_softmax(logits.to(wide), dim=-1)[source, tokens[1:]]
     gaps = (ours - native).abs()

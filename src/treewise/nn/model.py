@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from treewise.errors import DataError, UnsupportedModelError
 from treewise.nn import recurrent
-from treewise.nn.attention import TreeContext, has_older, install, install_older, is_installed
+from treewise.nn.attention import TreeContext, has_legacy_layers, install, install_legacy_layers, is_installed
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import Head
 from treewise.tree.forest import Forest
@@ -73,7 +73,7 @@ def take_apart(model: nn.Module) -> ModelParts:
     decoder = _find_decoder(base)
     _refuse_layers(decoder, name)
     install(_attention_configs(decoder))
-    install_older(decoder)
+    install_legacy_layers(decoder)
     recurrent.install(decoder)
     return ModelParts(model, decoder, output, _logit_scale(base.config), _softcap(base.config))
 
@@ -274,7 +274,7 @@ def _refuse_layers(decoder: PreTrainedModel, name: str) -> None:
         raise UnsupportedModelError(f"{name} uses ALiBi, whose bias depends on the place in memory. {_HELP}")
     if not has_mixers and "position_ids" not in _parameters_of(type(decoder)):
         raise UnsupportedModelError(f"{name} takes no position_ids, so it cannot be told depths. {_HELP}")
-    if not decoder._can_set_attn_implementation() and not has_older(decoder):
+    if not decoder._can_set_attn_implementation() and not has_legacy_layers(decoder):
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface. {_HELP}")
 
 

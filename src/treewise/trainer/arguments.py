@@ -14,7 +14,7 @@ from treewise.distributed.fsdp import ShardSettings, shard_settings
 from treewise.distributed.online_placement import COST_SOURCES
 from treewise.engine.budget import Budget
 from treewise.errors import ConfigError
-from treewise.nn.attention import IMPLEMENTATIONS
+from treewise.nn.attention import choose
 from treewise.objectives import SFT
 
 # What transformers offers and a tree cannot follow, or would follow in a way that its user does not expect.
@@ -108,8 +108,7 @@ class TreeTrainingArguments(TrainingArguments):
         if str(self.max_tokens).lower() in ("none", "null"):  # as a flag gives it
             self.max_tokens = None
         Budget(self.max_tokens)
-        if self.attention != "auto" and self.attention not in IMPLEMENTATIONS:
-            raise ConfigError(f"attention={self.attention!r} is unknown; choose auto or {', '.join(IMPLEMENTATIONS)}.")
+        choose(self.attention, "cpu")  # an unknown name is an error now
         if not 0 < self.temperature < float("inf"):
             raise ConfigError(f"temperature={self.temperature!r} must be positive.")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treewise.errors import ConfigError
 from treewise.nn.attention import row_blocks
 from treewise.nn.attention.cascade import cascade_attention, kernel_takes_groups
 from treewise.nn.attention.gateway import Gateway, GatewayRead
@@ -44,7 +45,7 @@ def draw_inputs(forest, heads, dtype, seed):
     return [tensor.to(dtype) for tensor in (*made, torch.randn(num_heads, generator=generator, dtype=torch.float64))]
 
 
-def by_reference(made, inputs, rule, with_sinks):
+def by_reference(made, inputs, rule, *, with_sinks=True):
     """Micro-batch by micro-batch, gathering keys with autograd: output and gradients of all tree tokens."""
     *tensors, out_grad, sinks = [tensor.clone() for tensor in inputs]
     query, key, value, sinks = leaves = [tensor.requires_grad_() for tensor in (*tensors, sinks)]
@@ -66,7 +67,7 @@ def by_reference(made, inputs, rule, with_sinks):
     return dict(zip(NAMES, (out, *(leaf.grad for leaf in leaves)), strict=True))
 
 
-def by_cascade(made, inputs, rule, with_sinks, rows_as="slice"):
+def by_cascade(made, inputs, rule, *, with_sinks=True, rows_as="slice"):
     """Each micro-batch through the cascade with gateways; gateway gradients are added where their tokens are."""
     query, key, value, out_grad, sinks = inputs
     positions = [torch.from_numpy(batch.positions()) for batch in made.micro_batches]
@@ -106,8 +107,8 @@ def rows_of(rows, rows_as):
 
 def check_float64(made, heads, rule, with_sinks, rows_as, seed):
     inputs = draw_inputs(made.forest, heads, torch.float64, seed)
-    expected = by_reference(made, inputs, rule, with_sinks)
-    found = by_cascade(made, inputs, rule, with_sinks, rows_as)
+    expected = by_reference(made, inputs, rule, with_sinks=with_sinks)
+    found = by_cascade(made, inputs, rule, with_sinks=with_sinks, rows_as=rows_as)
     # Sums of at most a few hundred terms of order one, in another order.
     unit = torch.finfo(torch.float64).eps
     for name in NAMES if with_sinks else NAMES[:-1]:
@@ -160,9 +161,9 @@ def test_low_precision_is_within_twice_the_references_own_error(dtype, rule, sha
         forest = random_tree(rng, 20, 40)
         made = plan(forest, max(1, int(share * forest.num_tokens)))
         inputs = draw_inputs(forest, heads, dtype, seed)
-        oracle = by_reference(plan(forest), [tensor.double() for tensor in inputs], rule, True)
-        reference = by_reference(plan(forest), inputs, rule, True)
-        found = by_cascade(made, inputs, rule, True)
+        oracle = by_reference(plan(forest), [tensor.double() for tensor in inputs], rule)
+        reference = by_reference(plan(forest), inputs, rule)
+        found = by_cascade(made, inputs, rule)
         for name in NAMES:
             # One rounding of every value; the gradient of a sink is a sum over all rows, each term rounded.
             num_roundings = forest.num_tokens**0.5 if name == "sinks" else 1
@@ -177,8 +178,9 @@ def test_keys_read_by_many_blocks_are_accumulated_in_float32(monkeypatch):
     forest = Forest.from_nodes([-1, *[0] * 300], [[1] * 4, *[[2] * 4] * 300], merge_siblings=False)
     inputs = draw_inputs(forest, (2, 1, 8, 8), torch.bfloat16, 0)
     inputs[3] = inputs[3].abs()  # one sign, so that the gradients of shared values only grow
-    oracle = by_reference(plan(forest), [tensor.double() for tensor in inputs], RULES["plain"], False)["value"]
-    found = by_cascade(plan(forest), inputs, RULES["plain"], False)["value"]
+    wide = [tensor.double() for tensor in inputs]
+    oracle = by_reference(plan(forest), wide, RULES["plain"], with_sinks=False)["value"]
+    found = by_cascade(plan(forest), inputs, RULES["plain"], with_sinks=False)["value"]
     error = (found.double() - oracle)[:, :, :4].abs() / oracle[:, :, :4].abs()
     assert error.max() <= torch.finfo(torch.bfloat16).eps
 
@@ -187,7 +189,7 @@ def test_a_micro_batch_runs_the_same_twice():
     forest = random_tree(np.random.default_rng(2), 40, 20)
     inputs = draw_inputs(forest, HEADS[1], torch.float32, 0)
     made = plan(forest, forest.num_tokens // 2)
-    one, two = by_cascade(made, inputs, RULES["plain"], True), by_cascade(made, inputs, RULES["plain"], True)
+    one, two = (by_cascade(made, inputs, RULES["plain"]) for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in NAMES)
 
 
@@ -207,9 +209,9 @@ def test_this_torch_takes_grouped_heads():
     assert kernel_takes_groups()
 
 
-def test_without_grouped_heads_it_refuses(monkeypatch):
+def test_without_grouped_heads_the_error_names_the_way_out(monkeypatch):
     monkeypatch.setattr("treewise.nn.attention.cascade.kernel_takes_groups", lambda: False)
     forest = Forest.from_nodes([-1], [[1, 2, 3]])
     query, key, value, _, _ = draw_inputs(forest, HEADS[1], torch.float32, 0)
-    with pytest.raises(NotImplementedError, match="impl='reference'"):
+    with pytest.raises(ConfigError, match="attention='reference'"):
         cascade_attention(query, key, value, TreeMask.from_layout(lay_out(plan(forest), 0)), RULES["plain"])

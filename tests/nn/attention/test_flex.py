@@ -56,7 +56,7 @@ def dense(blocks: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
 
 def exact_counts(mask: TreeMask, rule: LayerRule) -> torch.Tensor:
     """[Q, J]: visible pairs of each block, from the dense mask."""
-    seen = visible(mask, rule, CPU)
+    seen = visible(mask, rule.window, rule.chunk, CPU)
     missing = (0, -mask.num_keys % BLOCK, 0, -mask.num_queries % BLOCK)
     seen = torch.nn.functional.pad(seen, missing)
     return seen.view(seen.shape[0] // BLOCK, BLOCK, -1, BLOCK).sum(dim=(1, 3))

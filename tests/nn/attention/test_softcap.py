@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from treewise.nn.attention import softcap
+from treewise.nn.attention.mask import LayerRule
+from treewise.nn.attention.softcap import Attended, Visibility
 
 SCALING, CAP = 0.4, 0.9
+RULE = LayerRule(SCALING, softcap=CAP)
 
 
 def dense(query, key, value, is_causal, mask):
@@ -34,15 +37,15 @@ def test_tiles_equal_the_formula(monkeypatch, tile, kind):
         mask[..., 5:, :9] = -torch.inf
         mask[..., :3, 2:] = -torch.inf
     expected, expected_lse = dense(query, key, value, kind == "causal", mask)
+    visible = Visibility(kind == "causal", mask)
     with torch.no_grad():
-        out, lse = softcap.capped_attention(query, key, value, kind == "causal", mask, SCALING, CAP)
+        out, lse = softcap.softcap_attention(query, key, value, visible, RULE)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
     grad = torch.randn_like(expected)
     expected.backward(grad)
     with torch.no_grad():
-        found = softcap.capped_attention_backward(
-            grad, query, key, value, out, lse, kind == "causal", mask, SCALING, CAP
-        )
+        part = Attended(query, key, value, out, lse)
+        found = softcap.softcap_attention_backward(grad, part, visible, RULE)
     for one, leaf in zip(found, (query, key, value), strict=True):
         torch.testing.assert_close(one, leaf.grad)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import treewise
 from treewise.cli.devices import chosen_device
 from treewise.engine.engine import TreeEngine
-from treewise.nn.attention.cascade import kernel_takes_groups
+from treewise.nn.attention import AUTO, choose
 from treewise.nn.device import free_bytes
 from treewise.nn.support_table import CapabilityTable
 from treewise.tree.forest import Forest
@@ -93,17 +93,17 @@ def _devices() -> dict[str, str]:
 
 def _attention(device: torch.device) -> dict[str, str]:
     """What `attention="auto"` takes on a device, and why."""
-    if device.type == "cuda":
+    name = choose(AUTO, device.type)
+    if name == "flex":
         triton = "with Triton" if find_spec("triton") else "but Triton is missing, without which it does not compile"
-        return {"auto": "flex", "why": f"{device} is a CUDA device; FlexAttention, {triton}"}
-    if device.type == "cpu" and kernel_takes_groups():
-        return {"auto": "cascade", "why": "torch's flash kernel for CPU takes grouped heads"}
-    if device.type == "cpu":
-        return {
-            "auto": "reference",
-            "why": "this torch's flash kernel for CPU takes no grouped heads (torch 2.13 does)",
-        }
-    return {"auto": "reference", "why": f"no faster implementation for {device.type}"}
+        why = f"{device} is a CUDA device; FlexAttention, {triton}"
+    elif name == "cascade":
+        why = "torch's flash kernel for CPU takes grouped heads"
+    elif device.type == "cpu":
+        why = "this torch's flash kernel for CPU takes no grouped heads (torch 2.13 does)"
+    else:
+        why = f"no faster implementation for {device.type}"
+    return {"auto": name, "why": why}
 
 
 def _self_check(device: torch.device) -> dict[str, Any]:

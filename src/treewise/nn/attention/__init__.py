@@ -1,21 +1,24 @@
-"""Attention on trees: one function registered with transformers, three implementations behind it."""
+"""Attention on trees: one function registered with transformers, behind it a table of implementations."""
 
 from treewise.nn.attention.gateway import Gateway, GatewayRead
-from treewise.nn.attention.interface import IMPLEMENTATIONS, TreeContext, install, is_installed
-from treewise.nn.attention.legacy_layers import has_older, install_older
+from treewise.nn.attention.implementations import AUTO, IMPLEMENTATIONS, choose
+from treewise.nn.attention.interface import TreeContext, install, is_installed
+from treewise.nn.attention.legacy_layers import has_legacy_layers, install_legacy_layers
 from treewise.nn.attention.mask import TreeMask
-from treewise.nn.attention.mask_audit import observed, refuse_other_masks
+from treewise.nn.attention.mask_audit import check_masks, observe_masks
 
 __all__ = [
+    "AUTO",
     "IMPLEMENTATIONS",
+    "choose",
     "Gateway",
     "GatewayRead",
     "TreeContext",
     "TreeMask",
-    "has_older",
+    "has_legacy_layers",
     "install",
-    "install_older",
+    "install_legacy_layers",
     "is_installed",
-    "observed",
-    "refuse_other_masks",
+    "observe_masks",
+    "check_masks",
 ]

@@ -1,10 +1,12 @@
 """Tree attention on CPU by unmasked kernel calls whose partial results are merged by log-sum-exp.
 
-Each row block (see `blocks`) takes one causal call over its own rows and one full call over the path above it; both
+Each row block (see `row_blocks`) takes one causal call over its own rows and one full call over the path above it; both
 return their log-sum-exp, so the two results add up exactly. The backward calls the kernel's backward per part with the
-*merged* output and log-sum-exp, which gives each part its exact share; nothing is saved but queries, own keys and
+*merged* output and log-sum-exp, which gives the exact gradient of each part; nothing is saved but queries, own keys and
 values, output and log-sum-exp. Gradients of keys that many blocks read are accumulated in float32, or in float64.
-Layers that cap their scores take tiles of plain torch instead of the kernel (see `capped`).
+Layers that cap their scores take tiles of plain torch instead of the kernel (see `softcap`).
+
+Letters: T queries, R rows of a block, G gateway keys, K keys of a part, H query heads, Hkv key heads, D head size.
 """
 
 from functools import cache
@@ -13,10 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from treewise.nn.attention.gateway import GatewayRead, Rows, Slot, take
+from treewise.errors import ConfigError
+from treewise.nn.attention.gateway import GatewayRead, LayerCall, RowIndex, take
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.attention.row_blocks import Block, Runs, plan_blocks
-from treewise.nn.attention.softcap import capped_attention, capped_attention_backward
+from treewise.nn.attention.row_blocks import Block, Ranges, plan_blocks
+from treewise.nn.attention.softcap import Attended, Visibility, softcap_attention, softcap_attention_backward
 
 _forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -30,16 +33,25 @@ def cascade_attention(
     rule: LayerRule,
     sinks: torch.Tensor | None = None,
     reads: tuple[GatewayRead, ...] = (),
-    slot: Slot = 0,
+    call: LayerCall = 0,
 ) -> torch.Tensor:
     """Attention of [1, H, T, D] queries over their own [1, Hkv, T, D] keys and values and those read from gateways.
 
-    Returns [1, H, T, D of the values]. Windows, chunks, sinks and score caps are exact.
+    Returns [1, H, T, D of the values]. Windows, chunks, sinks ([H]) and score caps are exact.
+
+    Raises:
+        ConfigError: tensors that are not on the CPU, or grouped heads where this torch's kernel takes none.
     """
-    num_groups = query.shape[1] // key.shape[1]
-    if num_groups > 1 and not kernel_takes_groups():
-        raise NotImplementedError("this torch's CPU attention kernel takes no grouped heads; use impl='reference'.")
-    return _Cascade.apply(query, key, value, sinks, mask, rule, reads, slot)
+    if query.device.type != "cpu":
+        raise ConfigError(
+            f"attention='cascade' runs on the CPU, and the model is on {query.device}; use attention='auto'."
+        )
+    if query.shape[1] != key.shape[1] and not kernel_takes_groups():
+        raise ConfigError(
+            f"attention='cascade': the CPU kernel of torch {torch.__version__} takes no grouped heads (2.13 does); use "
+            "attention='reference'."
+        )
+    return _Cascade.apply(query, key, value, sinks, mask, rule, reads, call)
 
 
 @cache
@@ -47,11 +59,22 @@ def kernel_takes_groups() -> bool:
     """Whether the kernel and its backward take fewer key heads than query heads (torch 2.13 does)."""
     query, key = torch.zeros(1, 2, 1, 8, device="cpu"), torch.zeros(1, 1, 1, 8, device="cpu")
     try:
-        out, lse = _forward_kernel(query, key, key, 0.0, False)
-        grads = _backward_kernel(out, query, key, key, out, lse, 0.0, False)
+        out, lse = _forward_kernel(query, key, key)
+        grads = _backward_kernel(out, query, key, key, out, lse, dropout_p=0.0, is_causal=False)
     except RuntimeError:
         return False
     return grads[1].shape == key.shape
+
+
+def is_available(device_type: str) -> bool:
+    """Whether `attention="auto"` may take this implementation on a type of device."""
+    return device_type == "cpu" and kernel_takes_groups()
+
+
+def num_key_rows(mask: TreeMask, _: torch.device) -> int:
+    """Key rows that one layer without a window reads in a forward of a micro-batch: the keys of all its blocks."""
+    blocks = mask.derived(plan_blocks, None, None)
+    return sum(end - start for block in blocks for start, end in block.full + block.rest)
 
 
 class _Cascade(torch.autograd.Function):
@@ -65,179 +88,135 @@ class _Cascade(torch.autograd.Function):
         mask: TreeMask,
         rule: LayerRule,
         reads: tuple[GatewayRead, ...],
-        slot: Slot,
+        call: LayerCall,
     ) -> torch.Tensor:
-        blocks = _blocks(mask, rule, query.dtype)
-        width = value.shape[3]
-        keys, values = _Sources(key, value, reads, slot, query.shape[3]).tensors()
-        out = query.new_empty(1, query.shape[2], query.shape[1], keys.width).transpose(1, 2)
+        blocks = mask.derived(_blocks, rule.window, rule.chunk, query.dtype)
+        sources = _Sources(key, value, reads, call, query.shape[3])
+        out = query.new_empty(1, query.shape[2], query.shape[1], sources.width).transpose(1, 2)
         lse = query.new_empty(1, query.shape[1], query.shape[2], dtype=torch.promote_types(query.dtype, torch.float32))
-        padded_query = _padded(query, keys.width)
+        padded_query = _padded(query, sources.width)
         for block, tile in blocks:
             rows = slice(block.start, block.end)
-            _attend(padded_query[:, :, rows], keys, values, block, tile, rule, out[:, :, rows], lse[:, :, rows])
+            out[:, :, rows], lse[:, :, rows] = _attend(padded_query[:, :, rows], sources, block, tile, rule)
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
             out *= torch.exp(lse - total).unsqueeze(-1)
             lse = total
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.blocks, ctx.rule, ctx.reads, ctx.slot = blocks, rule, reads, slot
-        return out[..., :width]
+        ctx.blocks, ctx.rule, ctx.reads, ctx.call = blocks, rule, reads, call
+        return out[..., : value.shape[3]]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        sources = _Sources(key, value, ctx.reads, ctx.slot, query.shape[3])
-        keys, values = sources.tensors()
+        sources = _Sources(key, value, ctx.reads, ctx.call, query.shape[3])
+        gradients = _KeyGradients(sources)
         query_width = query.shape[3]
-        grad, query = _padded(grad, keys.width), _padded(query, keys.width)
+        grad, query = _padded(grad, sources.width), _padded(query, sources.width)
         query_grad = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
-        key_grads, value_grads = keys.zeros(), values.zeros()
         for block, tile in ctx.blocks:
             rows = slice(block.start, block.end)
-            saved = (grad[:, :, rows], query[:, :, rows], out[:, :, rows], lse[:, :, rows])
-            _attend_backward(saved, keys, values, block, tile, ctx.rule, query_grad[:, :, rows], key_grads, value_grads)
+            parts = _parts(block, tile)
+            for index, (ranges, visible) in enumerate(parts):
+                part = Attended(query[:, :, rows], *sources.read(ranges), out[:, :, rows], lse[:, :, rows])
+                part_grad, *key_value_grads = _backward_part(grad[:, :, rows], part, visible, ctx.rule)
+                if index == 0:
+                    query_grad[:, :, rows] = part_grad
+                else:
+                    query_grad[:, :, rows] += part_grad
+                gradients.add(ranges, *key_value_grads)
         sink_grad = None
         if sinks is not None:
             taken = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
             sink_grad = -(taken * (grad * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        sources.add_gateway_gradients(key_grads, value_grads)
-        return (
-            query_grad[..., :query_width],
-            key_grads[-1][..., : key.shape[3]].to(key.dtype),
-            value_grads[-1][..., : value.shape[3]].to(value.dtype),
-            sink_grad,
-            None,
-            None,
-            None,
-            None,
-        )
+        key_grad, value_grad = gradients.finish()
+        return query_grad[..., :query_width], key_grad, value_grad, sink_grad, None, None, None, None
+
+
+def _parts(block: Block, tile: torch.Tensor | None) -> list[tuple[Ranges, Visibility]]:
+    """The kernel calls of a block: the keys of each, and which of them its rows see."""
+    rest = (block.rest, Visibility(is_causal=tile is None, mask=tile))
+    return [rest, (block.full, Visibility())] if block.full else [rest]
 
 
 def _attend(
-    query: torch.Tensor,
-    keys: "_KeyAxis",
-    values: "_KeyAxis",
-    block: Block,
-    tile: torch.Tensor | None,
-    rule: LayerRule,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Attention of one block's rows, written into `out` and `lse`."""
-    rest, rest_lse = _forward_part(query, keys.read(block.rest), values.read(block.rest), tile is None, tile, rule)
-    if not block.full:
-        out.copy_(rest)
-        lse.copy_(rest_lse)
-        return
-    full, full_lse = _forward_part(query, keys.read(block.full), values.read(block.full), False, None, rule)
+    query: torch.Tensor, sources: "_Sources", block: Block, tile: torch.Tensor | None, rule: LayerRule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [1, H, R, D] and log-sum-exp [1, H, R] of one block's rows."""
+    results = [_forward_part(query, *sources.read(ranges), visible, rule) for ranges, visible in _parts(block, tile)]
+    if len(results) == 1:
+        return results[0]
+    (rest, rest_lse), (full, full_lse) = results
     total = torch.logaddexp(rest_lse, full_lse)
-    lse.copy_(total)
-    rest_share = torch.exp(rest_lse - total).unsqueeze(-1)
-    full_share = torch.exp(full_lse - total).unsqueeze(-1)
-    out.copy_(torch.addcmul(rest * rest_share, full, full_share))
-
-
-def _attend_backward(
-    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    keys: "_KeyAxis",
-    values: "_KeyAxis",
-    block: Block,
-    tile: torch.Tensor | None,
-    rule: LayerRule,
-    query_grad: torch.Tensor,
-    key_grads: list[torch.Tensor],
-    value_grads: list[torch.Tensor],
-) -> None:
-    """Gradients of one block's rows; those of keys and values are added to the accumulators."""
-    grad, query, out, lse = saved
-    parts = [(block.rest, tile is None, tile)] + ([(block.full, False, None)] if block.full else [])
-    for number, (runs, is_causal, attn_mask) in enumerate(parts):
-        part_query, part_key, part_value = _backward_part(
-            grad, query, keys.read(runs), values.read(runs), out, lse, is_causal, attn_mask, rule
-        )
-        if number == 0:
-            query_grad.copy_(part_query)
-        else:
-            query_grad.add_(part_query)
-        keys.add(key_grads, runs, part_key)
-        values.add(value_grads, runs, part_value)
+    rest_weight = torch.exp(rest_lse - total).unsqueeze(-1)
+    full_weight = torch.exp(full_lse - total).unsqueeze(-1)
+    return torch.addcmul(rest * rest_weight, full, full_weight), total
 
 
 def _forward_part(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    mask: torch.Tensor | None,
-    rule: LayerRule,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: Visibility, rule: LayerRule
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of some rows over some keys."""
+    """Output [1, H, R, D] and log-sum-exp [1, H, R] of some rows over some keys."""
     if rule.softcap is not None:
-        return capped_attention(query, key, value, is_causal, mask, rule.scaling, rule.softcap)
-    return _forward_kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=rule.scaling)
+        return softcap_attention(query, key, value, visible, rule)
+    return _forward_kernel(query, key, value, is_causal=visible.is_causal, attn_mask=visible.mask, scale=rule.scaling)
 
 
 def _backward_part(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    is_causal: bool,
-    mask: torch.Tensor | None,
-    rule: LayerRule,
+    grad: torch.Tensor, part: Attended, visible: Visibility, rule: LayerRule
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys and values from some rows over some keys."""
     if rule.softcap is not None:
-        return capped_attention_backward(grad, query, key, value, out, lse, is_causal, mask, rule.scaling, rule.softcap)
-    return _backward_kernel(grad, query, key, value, out, lse, 0.0, is_causal, attn_mask=mask, scale=rule.scaling)
+        return softcap_attention_backward(grad, part, visible, rule)
+    return _backward_kernel(
+        grad, *part, dropout_p=0.0, is_causal=visible.is_causal, attn_mask=visible.mask, scale=rule.scaling
+    )
 
 
 class _KeyAxis:
     """Keys (or values) of a micro-batch as one axis: each gateway's rows in turn, then its own; never concatenated."""
 
-    def __init__(self, parts: list[tuple[torch.Tensor, Rows, int]], width: int) -> None:
+    def __init__(self, parts: list[tuple[torch.Tensor, RowIndex, int]], width: int) -> None:
         self.parts, self.width = parts, width
         self.bounds = [0]
         for _, _, count in parts:
             self.bounds.append(self.bounds[-1] + count)
 
-    def read(self, runs: Runs) -> torch.Tensor:
-        """[1, Hkv, rows of the runs, D]; a view where it is one run of one tensor."""
-        pieces = [_padded(take(tensor, rows), self.width) for tensor, rows in self._pieces(runs)]
+    def read(self, ranges: Ranges) -> torch.Tensor:
+        """[1, Hkv, rows of the ranges, D]; a view where it is one range of one tensor."""
+        pieces = [_padded(take(tensor, rows), self.width) for tensor, rows in self._pieces(ranges)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def zeros(self) -> list[torch.Tensor]:
-        """Accumulators, one for each part."""
-        made = []
+        """Accumulators [1, Hkv, rows, D], one for each part, in float32 or wider."""
+        accumulators = []
         for tensor, _, count in self.parts:
-            _, heads, _, _ = tensor.shape
+            shape = (1, count, tensor.shape[1], self.width)
             dtype = torch.promote_types(tensor.dtype, torch.float32)
-            made.append(torch.zeros(1, count, heads, self.width, dtype=dtype, device=tensor.device).transpose(1, 2))
-        return made
+            accumulators.append(torch.zeros(shape, dtype=dtype, device=tensor.device).transpose(1, 2))
+        return accumulators
 
-    def add(self, accumulators: list[torch.Tensor], runs: Runs, grad: torch.Tensor) -> None:
+    def add(self, accumulators: list[torch.Tensor], ranges: Ranges, grad: torch.Tensor) -> None:
+        """Adds the gradient [1, Hkv, rows of the ranges, D] of what `read` gave."""
         start = 0
-        for number, low, high in self._split(runs):
-            accumulators[number][:, :, low:high] += grad[:, :, start : start + high - low]
+        for part, low, high in self._split(ranges):
+            accumulators[part][:, :, low:high] += grad[:, :, start : start + high - low]
             start += high - low
 
-    def _split(self, runs: Runs) -> list[tuple[int, int, int]]:
-        """(part, first row, end row) of each run, cut where parts meet."""
-        found = []
-        for low, high in runs:
-            for number in range(len(self.parts)):
-                first, last = max(low, self.bounds[number]), min(high, self.bounds[number + 1])
+    def _split(self, ranges: Ranges) -> list[tuple[int, int, int]]:
+        """(part, first row, end row) of each range, cut where parts meet."""
+        pieces = []
+        for low, high in ranges:
+            for part in range(len(self.parts)):
+                first, last = max(low, self.bounds[part]), min(high, self.bounds[part + 1])
                 if first < last:
-                    found.append((number, first - self.bounds[number], last - self.bounds[number]))
-        return found
+                    pieces.append((part, first - self.bounds[part], last - self.bounds[part]))
+        return pieces
 
-    def _pieces(self, runs: Runs) -> list[tuple[torch.Tensor, Rows]]:
-        pieces: list[tuple[torch.Tensor, Rows]] = []
-        for number, low, high in self._split(runs):
-            tensor, rows, _ = self.parts[number]
+    def _pieces(self, ranges: Ranges) -> list[tuple[torch.Tensor, RowIndex]]:
+        pieces: list[tuple[torch.Tensor, RowIndex]] = []
+        for part, low, high in self._split(ranges):
+            tensor, rows, _ = self.parts[part]
             if isinstance(rows, slice):
                 pieces.append((tensor, slice(rows.start + low, rows.start + high)))
             else:
@@ -246,37 +225,50 @@ class _KeyAxis:
 
 
 class _Sources:
-    """Where a layer's keys and values lie, and where the gradients of gateway rows go."""
+    """Where a layer's keys and values lie: in the gateways that it reads, then its own."""
 
     def __init__(
         self,
         key: torch.Tensor,
         value: torch.Tensor,
         reads: tuple[GatewayRead, ...],
-        slot: Slot,
+        call: LayerCall,
         query_width: int,
     ) -> None:
-        self.key, self.value, self.reads, self.slot = key, value, reads, slot
+        self.key, self.value, self.reads, self.call = key, value, reads, call
         # The kernel wants one head size for all three; zeros change nothing.
         self.width = max(query_width, value.shape[3])
+        own, count = slice(0, key.shape[2]), key.shape[2]
+        above_keys = [(read.gateway.keys[call], read.rows, read.num_rows) for read in reads]
+        above_values = [(read.gateway.values[call], read.rows, read.num_rows) for read in reads]
+        self.keys = _KeyAxis([*above_keys, (key, own, count)], self.width)
+        self.values = _KeyAxis([*above_values, (value, own, count)], self.width)
 
-    def tensors(self) -> tuple[_KeyAxis, _KeyAxis]:
-        own = slice(0, self.key.shape[2])
-        keys = [(read.gateway.keys[self.slot], read.rows, read.num_rows) for read in self.reads]
-        values = [(read.gateway.values[self.slot], read.rows, read.num_rows) for read in self.reads]
-        return (
-            _KeyAxis([*keys, (self.key, own, own.stop)], self.width),
-            _KeyAxis([*values, (self.value, own, own.stop)], self.width),
-        )
+    def read(self, ranges: Ranges) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [1, Hkv, rows of the ranges, D]."""
+        return self.keys.read(ranges), self.values.read(ranges)
 
-    def add_gateway_gradients(self, key_grads: list[torch.Tensor], value_grads: list[torch.Tensor]) -> None:
-        for number, read in enumerate(self.reads):
-            read.gateway.add_gradients(
-                self.slot,
-                read.rows,
-                key_grads[number][..., : self.key.shape[3]],
-                value_grads[number][..., : self.value.shape[3]],
-            )
+
+class _KeyGradients:
+    """Gradients of all keys and values of a layer, summed over blocks in float32 or wider."""
+
+    def __init__(self, sources: _Sources) -> None:
+        self.sources = sources
+        self.of_keys, self.of_values = sources.keys.zeros(), sources.values.zeros()
+
+    def add(self, ranges: Ranges, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
+        """Adds those of one part."""
+        self.sources.keys.add(self.of_keys, ranges, key_grad)
+        self.sources.values.add(self.of_values, ranges, value_grad)
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hands gateways the gradients of their rows; returns those of the layer's own keys and values."""
+        key, value = self.sources.key, self.sources.value
+        key_grads = [each[..., : key.shape[3]] for each in self.of_keys]
+        value_grads = [each[..., : value.shape[3]] for each in self.of_values]
+        for read, key_grad, value_grad in zip(self.sources.reads, key_grads, value_grads, strict=False):
+            read.gateway.add_gradients(self.sources.call, read.rows, key_grad, value_grad)
+        return key_grads[-1].to(key.dtype), value_grads[-1].to(value.dtype)
 
 
 def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
@@ -284,16 +276,11 @@ def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
     return tensor if missing == 0 else F.pad(tensor, (0, missing))
 
 
-def _blocks(mask: TreeMask, rule: LayerRule, dtype: torch.dtype) -> list[tuple[Block, torch.Tensor | None]]:
-    """The plan of a mask for a layer's rule, with its tiles as additive tensors; made once, used by all layers."""
-    cache_key = ("blocks", rule.window, rule.chunk)
-    if cache_key not in mask.cache:
-        mask.cache[cache_key] = plan_blocks(mask, rule.window, rule.chunk)
-    tile_key = ("tiles", rule.window, rule.chunk, dtype)
-    if tile_key not in mask.cache:
-        blocks = mask.cache[cache_key]
-        mask.cache[tile_key] = [(block, _additive(block, dtype)) for block in blocks]
-    return mask.cache[tile_key]
+def _blocks(
+    mask: TreeMask, window: int | None, chunk: int | None, dtype: torch.dtype
+) -> list[tuple[Block, torch.Tensor | None]]:
+    """The blocks of a mask, with their tiles as additive tensors ([1, 1, R, K])."""
+    return [(block, _additive(block, dtype)) for block in mask.derived(plan_blocks, window, chunk)]
 
 
 def _additive(block: Block, dtype: torch.dtype) -> torch.Tensor | None:

@@ -1,8 +1,8 @@
 """FlexAttention with a block mask counted from the intervals: the implementation for CUDA.
 
 FlexAttention (Dong et al. 2024, arXiv:2412.05496) skips blocks of pairs that are hidden and does not mask blocks that
-are wholly visible. torch finds out which is which by evaluating the mask for every pair; here it is counted per block,
-O(K + blocks), and exact for the tree.
+are wholly visible. torch classifies blocks by evaluating the mask for every pair; here they are counted, O(K + blocks),
+which is exact for the tree.
 
 On CUDA the kernels are compiled once for all lengths. On the CPU the operator runs uncompiled and holds all T x K
 scores: for tests, not for training.
@@ -26,7 +26,7 @@ BLOCK_SIZE = 128
 # Every combination of window or chunk, softcap, sinks, grad mode and "one block or more" is a kernel of its own. Beyond
 # the limit the compiled function raises (fullgraph): the uncompiled one would hold all scores.
 RECOMPILE_LIMIT = 64
-# Of the matrix products inside the kernels.
+# The smallest size that the matrix products inside the kernels take.
 MIN_HEAD_SIZE = 16
 
 Modifier = Callable[..., torch.Tensor]
@@ -43,28 +43,26 @@ def flex_attention_tree(
     sinks: torch.Tensor | None = None,
     *,
     block_size: int = BLOCK_SIZE,
-    kernel_options: FlexKernelOptions | None = None,
 ) -> torch.Tensor:
     """Attention of [1, H, T, D] queries over [1, Hkv, K, D] keys and values; returns [1, H, T, D of the values].
 
-    The contract of `reference_attention`. `kernel_options` goes to FlexAttention as it is, for heads that its default
-    tiles do not suit.
+    The contract of `reference_attention`.
     """
     num_queries, num_padding = query.shape[2], -query.shape[2] % block_size
-    # Whole blocks of queries: the backward kernel loads the log-sum-exp of rows beyond the last one from nowhere
-    # (a masked load without a value, torch 2.11 to 2.13), and short queries would take the decoding kernel.
+    # Whole blocks of queries: the backward kernel loads an undefined log-sum-exp for rows beyond the last one (a
+    # masked load without a value, torch 2.11 to 2.13), and short queries would take the decoding kernel.
     query = _wide_enough(functional.pad(query, (0, 0, 0, num_padding)))
     width, key, value = value.shape[3], _wide_enough(key), _wide_enough(value)
     attend = _compiled if query.is_cuda else _uncompiled
-    softcap = None if rule.softcap is None else _softcap(mask, rule.softcap, query)
+    softcap = None if rule.softcap is None else _softcap(rule.softcap, query)
     blocks = block_mask(mask, rule, query.device, block_size)
-    out, lse = attend(query, key, value, blocks, softcap, rule.scaling, sinks is not None, kernel_options or {})
+    out, lse = attend(query, key, value, blocks, softcap, rule.scaling, needs_lse=sinks is not None)
     out = out[:, :, :num_queries, :width]
     if sinks is None:
         return out
     assert lse is not None
-    share = torch.sigmoid(lse[:, :, :num_queries] - sinks.to(lse.dtype)[None, :, None])
-    return (out * share[..., None]).to(value.dtype)
+    without_sink = torch.sigmoid(lse[:, :, :num_queries] - sinks.to(lse.dtype)[None, :, None])
+    return (out * without_sink[..., None]).to(value.dtype)
 
 
 def _wide_enough(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,29 +72,37 @@ def _wide_enough(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int = BLOCK_SIZE) -> BlockMask:
-    """The block mask of (P, K) pairs, made once per micro-batch and used by all layers of one window and chunk.
+    """The block mask of (P, K) pairs, built once per micro-batch and shared by all layers of one window and chunk.
 
     Without window and chunk, partial blocks are exactly those with both visible and hidden pairs. With them a partial
     block may have no visible or no hidden pair; a full one never has a hidden pair.
     """
-    key = ("flex", rule.window, rule.chunk, device, block_size)
-    if key not in mask.cache:
-        any_QJ, full_QJ = _classify(mask, rule, device, block_size)
-        partial_count, partial_index = _ordered(any_QJ & ~full_QJ)
-        full_count, full_index = _ordered(full_QJ)
-        mask.cache[key] = BlockMask.from_kv_blocks(
-            partial_count,
-            partial_index,
-            full_count,
-            full_index,
-            BLOCK_SIZE=block_size,
-            mask_mod=_mask_mod(*_captured(mask, rule, device, block_size)),
-            seq_lengths=(any_QJ.shape[0] * block_size, mask.num_keys),
-        )
-    return mask.cache[key]
+    return mask.derived(_block_mask, LayerRule(1.0, rule.window, rule.chunk), device, block_size)
+
+
+def num_key_rows(mask: TreeMask, device: torch.device) -> int:
+    """Key rows that one layer without a window reads in a forward of a micro-batch: those of all blocks not hidden."""
+    blocks = block_mask(mask, LayerRule(1.0), device)
+    counts = [each for each in (blocks.kv_num_blocks, blocks.full_kv_num_blocks) if each is not None]
+    return sum(int(each.sum()) for each in counts) * BLOCK_SIZE
 
 
 # -- which blocks ---------------------------------------------------------------------------------------------------
+
+
+def _block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int) -> BlockMask:
+    any_QJ, full_QJ = _classify(mask, rule, device, block_size)
+    partial_count, partial_index = _ordered(any_QJ & ~full_QJ)
+    full_count, full_index = _ordered(full_QJ)
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial_index,
+        full_count,
+        full_index,
+        BLOCK_SIZE=block_size,
+        mask_mod=_mask_mod(*_captured(mask, rule, device, block_size)),
+        seq_lengths=(any_QJ.shape[0] * block_size, mask.num_keys),
+    )
 
 
 def _classify(
@@ -177,7 +183,7 @@ def _mask_mod(
     chunk_P: MaybeTensor,
     chunk_K: MaybeTensor,
 ) -> Modifier:
-    def tree_mask(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def tree_mask(_batch: torch.Tensor, _head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         seen = (lo_K[k] <= q) & (q < hi_K[k])
         if beyond_P is not None:
             seen = seen & (depth_K[k] > beyond_P[q])  # type: ignore[index]
@@ -188,12 +194,9 @@ def _mask_mod(
     return tree_mask
 
 
-def _softcap(mask: TreeMask, softcap: float, query: torch.Tensor) -> torch.Tensor:
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    key = ("softcap", softcap, dtype, query.device)
-    if key not in mask.cache:
-        mask.cache[key] = torch.full((), softcap, dtype=dtype, device=query.device)
-    return mask.cache[key]
+def _softcap(softcap: float, query: torch.Tensor) -> torch.Tensor:
+    """[] tensor: a Python number would be compiled in."""
+    return torch.full((), softcap, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
 
 
 def _score_mod(softcap: MaybeTensor) -> Modifier | None:
@@ -216,14 +219,12 @@ def _uncompiled(
     blocks: BlockMask,
     softcap: MaybeTensor,
     scaling: float,
+    *,
     needs_lse: bool,
-    kernel_options: FlexKernelOptions,
 ) -> tuple[torch.Tensor, MaybeTensor]:
-    """The operator itself: torch's function around it refuses to differentiate on the CPU, the operator does not."""
+    """The operator itself, which can be differentiated on the CPU; torch's function around it cannot."""
     score_mod = _score_mod(softcap) or _identity
-    out, lse, *_ = torch.ops.higher_order.flex_attention(
-        query, key, value, score_mod, blocks.as_tuple(), scaling, kernel_options
-    )
+    out, lse, *_ = torch.ops.higher_order.flex_attention(query, key, value, score_mod, blocks.as_tuple(), scaling, {})
     return out, lse * math.log(2)  # the operator's logarithms have base 2
 
 
@@ -238,8 +239,8 @@ def _compiled(
     blocks: BlockMask,
     softcap: MaybeTensor,
     scaling: float,
+    *,
     needs_lse: bool,
-    kernel_options: FlexKernelOptions,
 ) -> tuple[torch.Tensor, MaybeTensor]:
     # Lengths and block counts are symbols of their own from the first call; all else is constant. `dynamic=True` would
     # also make symbols of heads, head sizes and the scale, and one symbol of two lengths that happen to be equal.
@@ -248,8 +249,8 @@ def _compiled(
     for name in _BLOCK_TENSORS:
         tensor = getattr(blocks, name)
         torch._dynamo.maybe_mark_dynamic(tensor, list(range(2, tensor.dim())))
-    # BACKEND: never another kernel than the one that was tested.
-    options: FlexKernelOptions = {"BACKEND": "TRITON", **_tiles(query), **kernel_options}
+    # BACKEND: only the kernel that the tests cover.
+    options: FlexKernelOptions = {"BACKEND": "TRITON", **_tiles(query)}
     with torch._dynamo.config.patch(
         recompile_limit=RECOMPILE_LIMIT, specialize_float=True, automatic_dynamic_shapes=False
     ):

@@ -2,7 +2,7 @@
 
 An open micro-batch writes what its attention layers see: keys and values after position encoding, before any
 expansion of heads, detached. Micro-batches below read them as extra keys; their backward adds gradients in float32.
-When the open micro-batch runs with a graph, those gradients are injected where the keys and values are made, so the
+When the open micro-batch runs with a graph, those gradients are injected where the keys and values are computed, so the
 same code serves with and without gradient checkpointing.
 """
 
@@ -13,55 +13,56 @@ from typing import Any
 import numpy as np
 import torch
 
-Rows = slice | torch.Tensor
+# Rows of one gateway: a slice, or ascending indices ([n] int64).
+RowIndex = slice | torch.Tensor
 # An attention layer, and which of its calls in one forward: some models run a layer several times.
-Slot = Hashable
+LayerCall = Hashable
 
 
 @dataclass(eq=False)
 class Gateway:
-    """Per slot (a call of a layer): keys and values [1, Hkv, n, D] of an open micro-batch's n tokens; gradients, in
-    float32 or wider.
+    """What an open micro-batch of n tokens hands to those below it: a KV cache with gradients.
 
+    keys, values: per call of a layer, [1, Hkv, n, D] in the layer's dtype; their gradients in float32 or wider.
     states, state_grads: per recurrent function of a layer, [P, ...] states after the P rows `cut_rows` ([P] int64,
-    ascending).
-    is_offloaded: all of it waits in host memory, and comes to the device a layer at a time.
+    ascending). is_offloaded: all of it is kept in host memory and copied to the device a layer at a time.
     """
 
     is_offloaded: bool = False
-    keys: dict[Slot, torch.Tensor] = field(default_factory=dict)
-    values: dict[Slot, torch.Tensor] = field(default_factory=dict)
-    key_grads: dict[Slot, torch.Tensor] = field(default_factory=dict)
-    value_grads: dict[Slot, torch.Tensor] = field(default_factory=dict)
+    keys: dict[LayerCall, torch.Tensor] = field(default_factory=dict)
+    values: dict[LayerCall, torch.Tensor] = field(default_factory=dict)
+    key_grads: dict[LayerCall, torch.Tensor] = field(default_factory=dict)
+    value_grads: dict[LayerCall, torch.Tensor] = field(default_factory=dict)
     states: dict[str, torch.Tensor] = field(default_factory=dict)
     state_grads: dict[str, torch.Tensor] = field(default_factory=dict)
     cut_rows: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
-    def write(self, slot: Slot, key: torch.Tensor, value: torch.Tensor) -> None:
-        if slot not in self.keys:
+    def write(self, call: LayerCall, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keeps keys and values ([1, Hkv, n, D]) of one call of a layer; a recomputation changes nothing."""
+        if call not in self.keys:
             kept = torch.device("cpu") if self.is_offloaded else key.device
-            self.keys[slot], self.values[slot] = key.detach().to(kept), value.detach().to(kept)
+            self.keys[call], self.values[call] = key.detach().to(kept), value.detach().to(kept)
 
-    def add_gradients(self, slot: Slot, rows: Rows, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
-        """Adds the gradients of the rows that a micro-batch read."""
+    def add_gradients(self, call: LayerCall, rows: RowIndex, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
+        """Adds gradients ([1, Hkv, rows, D]) of the rows that a micro-batch read."""
         pairs = ((self.key_grads, self.keys, key_grad), (self.value_grads, self.values, value_grad))
         for grads, written, grad in pairs:
-            if slot not in grads:
-                grads[slot] = torch.zeros_like(written[slot], dtype=torch.promote_types(grad.dtype, torch.float32))
-            total = grads[slot]
+            if call not in grads:
+                grads[call] = torch.zeros_like(written[call], dtype=torch.promote_types(grad.dtype, torch.float32))
+            total = grads[call]
             if isinstance(rows, slice):
                 total[:, :, rows] += grad.to(total.device)
             else:
                 total.index_add_(2, rows.to(total.device), grad.to(total))
 
     def write_states(self, name: str, states: torch.Tensor, cut_rows: np.ndarray) -> None:
-        """Keeps the states ([P, ...]) of a recurrent layer after the rows that tokens of other micro-batches follow."""
+        """Keeps states ([P, ...]) of a recurrent layer after `cut_rows`, which other micro-batches continue."""
         if name not in self.states:
             self.cut_rows = cut_rows
             self.states[name] = states.detach().to(torch.device("cpu") if self.is_offloaded else states.device)
 
     def add_state_gradients(self, name: str, index: torch.Tensor, grad: torch.Tensor) -> None:
-        """Adds the gradients of the kept states that a micro-batch began with."""
+        """Adds gradients ([n, ...]) of the kept states `index` ([n] int64) that a micro-batch began with."""
         if name not in self.state_grads:
             wide = torch.promote_types(grad.dtype, torch.float32)
             self.state_grads[name] = torch.zeros_like(self.states[name], dtype=wide)
@@ -71,27 +72,27 @@ class Gateway:
 
 @dataclass(frozen=True, slots=True)
 class GatewayRead:
-    """The rows of one gateway that a micro-batch reads: a slice, or ascending row numbers."""
+    """The rows of one gateway that a micro-batch reads: a slice, or ascending row indices."""
 
     gateway: Gateway
-    rows: Rows
+    rows: RowIndex
     num_rows: int
 
 
 class _Inject(torch.autograd.Function):
-    """Identity whose backward adds what came back through the gateway."""
+    """Identity whose backward adds the gradients collected in the gateway."""
 
     @staticmethod
-    def forward(ctx: Any, key: torch.Tensor, value: torch.Tensor, gateway: Gateway, slot: Slot) -> Any:
-        ctx.gateway, ctx.slot = gateway, slot
+    def forward(ctx: Any, key: torch.Tensor, value: torch.Tensor, gateway: Gateway, call: LayerCall) -> Any:
+        ctx.gateway, ctx.call = gateway, call
         return key.view_as(key), value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, key_grad: torch.Tensor, value_grad: torch.Tensor) -> Any:
-        slot = ctx.slot
-        if slot in ctx.gateway.key_grads:
-            key_grad = _sum_as(key_grad, ctx.gateway.key_grads[slot])
-            value_grad = _sum_as(value_grad, ctx.gateway.value_grads[slot])
+        call = ctx.call
+        if call in ctx.gateway.key_grads:
+            key_grad = _sum_as(key_grad, ctx.gateway.key_grads[call])
+            value_grad = _sum_as(value_grad, ctx.gateway.value_grads[call])
         return key_grad, value_grad, None, None
 
 
@@ -99,10 +100,12 @@ class _Extend(torch.autograd.Function):
     """Puts gateway keys and values in front of a micro-batch's own."""
 
     @staticmethod
-    def forward(ctx: Any, key: torch.Tensor, value: torch.Tensor, reads: tuple[GatewayRead, ...], slot: Slot) -> Any:
-        ctx.reads, ctx.slot = reads, slot
-        keys = [take(read.gateway.keys[slot], read.rows).to(key.device) for read in reads]
-        values = [take(read.gateway.values[slot], read.rows).to(key.device) for read in reads]
+    def forward(
+        ctx: Any, key: torch.Tensor, value: torch.Tensor, reads: tuple[GatewayRead, ...], call: LayerCall
+    ) -> Any:
+        ctx.reads, ctx.call = reads, call
+        keys = [take(read.gateway.keys[call], read.rows).to(key.device) for read in reads]
+        values = [take(read.gateway.values[call], read.rows).to(key.device) for read in reads]
         return torch.cat([*keys, key], dim=2), torch.cat([*values, value], dim=2)
 
     @staticmethod
@@ -110,24 +113,26 @@ class _Extend(torch.autograd.Function):
         start = 0
         for read in ctx.reads:
             part = slice(start, start + read.num_rows)
-            read.gateway.add_gradients(ctx.slot, read.rows, key_grad[:, :, part], value_grad[:, :, part])
+            read.gateway.add_gradients(ctx.call, read.rows, key_grad[:, :, part], value_grad[:, :, part])
             start += read.num_rows
         return key_grad[:, :, start:], value_grad[:, :, start:], None, None
 
 
-def inject(key: torch.Tensor, value: torch.Tensor, gateway: Gateway, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values whose backward also carries the gradients collected in `gateway`."""
-    return _Inject.apply(key, value, gateway, slot)
+def inject(
+    key: torch.Tensor, value: torch.Tensor, gateway: Gateway, call: LayerCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ([1, Hkv, n, D]) whose backward also adds the gradients collected in `gateway`."""
+    return _Inject.apply(key, value, gateway, call)
 
 
 def extend(
-    key: torch.Tensor, value: torch.Tensor, reads: tuple[GatewayRead, ...], slot: Slot
+    key: torch.Tensor, value: torch.Tensor, reads: tuple[GatewayRead, ...], call: LayerCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gateway keys and values first, then a micro-batch's own ([1, Hkv, G + T, D])."""
-    return _Extend.apply(key, value, reads, slot)
+    """Keys and values [1, Hkv, G + T, D]: those read from gateways first, then the micro-batch's own."""
+    return _Extend.apply(key, value, reads, call) if reads else (key, value)
 
 
-def take(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+def take(tensor: torch.Tensor, rows: RowIndex) -> torch.Tensor:
     """Rows of the token axis of [1, Hkv, n, D]; a view where they are a slice."""
     return tensor[:, :, rows] if isinstance(rows, slice) else tensor.index_select(2, rows.to(tensor.device))
 

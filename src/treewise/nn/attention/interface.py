@@ -2,9 +2,9 @@
 
 Tree metadata arrives as the keyword argument `treewise` of the model's forward, never through globals, so a
 recomputation by gradient checkpointing finds the same arguments. Some models drop keyword arguments on the way to
-their layers; all hand on the attention mask, so the empty mask that stands in for theirs carries the same context. The
-name stays installed: a forward without a tree (generation, evaluation) goes to the implementation that the model had
-before, which the name itself carries.
+their layers; all pass the attention mask on, so the empty mask that replaces theirs carries the same context. The name
+stays installed: a forward without a tree (generation, evaluation) goes to the implementation that the model had before,
+which the name itself carries.
 """
 
 import sys
@@ -20,23 +20,21 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import mask_audit
-from treewise.nn.attention.cascade import cascade_attention
-from treewise.nn.attention.gateway import Gateway, GatewayRead, Slot, extend, inject
+from treewise.nn.attention.gateway import Gateway, GatewayRead, inject
+from treewise.nn.attention.implementations import implementation_named
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.attention.query_scale import at_depth
-from treewise.nn.attention.reference import reference_attention
+from treewise.nn.attention.query_scale import rescaled_for_depth
 
 if TYPE_CHECKING:
     from treewise.nn.recurrent.rows import TreeRows
 
 NAME = "treewise"
-IMPLEMENTATIONS = ("reference", "cascade", "flex")
-# Arguments that models hand to attention and that change nothing here: positions are already in queries and keys.
+# Arguments that models give to attention and that change nothing here: positions are already in queries and keys.
 _HARMLESS = {"position_ids", "position_embeddings", "cache_position", "output_attentions", "use_cache", "cu_seq_lens_q"}
 
 
 class AttentionName(str):
-    """The name `"treewise"` that remembers which implementation a model had before."""
+    """The name `"treewise"`, with the implementation that the model had before."""
 
     previous: str
 
@@ -51,12 +49,15 @@ class AttentionName(str):
 
 @dataclass(eq=False)
 class TreeContext:
-    """What the layers of one micro-batch need, handed to the model's forward as `treewise=`.
+    """What the layers of one micro-batch need, given to the model's forward as `treewise=`.
 
-    impl: `reference`, `cascade` or `flex`. reads: gateway rows in front of the own keys. writes: the gateway to fill.
-    injects: the gateway whose collected gradients join the backward. rows: what recurrent layers follow; needed by
-    models that have some. is_done: the forward is over; what calls attention now recomputes. router_logits: where
-    wanted, what the forward's routers gave, a tensor [T, E] for each layer that has one.
+    impl: a name of `IMPLEMENTATIONS`. reads: gateway rows in front of the own keys. writes: the gateway to fill.
+    injects: the gateway whose collected gradients are added in the backward. rows: segments and schedule of recurrent
+    layers, for models that have some. is_done: the forward is over; later calls of attention recompute. router_logits:
+    if wanted, those of the forward, a tensor [T, E] for each layer that has a router.
+
+    Raises:
+        ConfigError: an unknown implementation.
     """
 
     mask: TreeMask
@@ -70,37 +71,40 @@ class TreeContext:
     router_logits: tuple[torch.Tensor, ...] = ()
     _num_calls: dict[nn.Module, int] = field(default_factory=dict)
 
-    def empty_mask(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """[1, 1, 0, 0], the attention mask to hand to the model: a prepared one, so that it makes none of its own.
+    def __post_init__(self) -> None:
+        implementation_named(self.impl)
 
-        Nothing can be computed from it without an error, so a model that adds something to its mask is found out.
+    def empty_mask(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """[1, 1, 0, 0], the attention mask to give to the model: a prepared one, so that it builds none of its own.
+
+        A model that computes something from it fails with an error of shapes.
         """
         mask = torch.empty(1, 1, 0, 0, device=device, dtype=dtype)
         mask.treewise = self  # type: ignore[attr-defined]
         return mask
 
-    def slot(self, module: nn.Module) -> Slot:
-        """Names one call of an attention layer, the same in every forward; layers may be called several times.
+    def next_call(self, module: nn.Module) -> tuple[nn.Module, int]:
+        """Names one call of a layer (layer, index), the same in every forward; layers may be called several times.
 
         Raises:
-            UnsupportedModelError: such a layer is recomputed by gradient checkpointing, in an order that nothing tells.
+            UnsupportedModelError: such a layer is recomputed by gradient checkpointing, whose order is unknown.
         """
-        number = self._num_calls.get(module, 0)
+        num_calls = self._num_calls.get(module, 0)
         if not (self.reads or self.writes or self.injects):
             return module, 0  # nothing is kept under this name
         if not self.is_done:
-            self._num_calls[module] = number + 1
-            return module, number
-        if number > 1:
+            self._num_calls[module] = num_calls + 1
+            return module, num_calls
+        if num_calls > 1:
             raise UnsupportedModelError(
-                f"{type(module).__name__} attends {number} times in one forward, which gradient checkpointing and a "
-                "budget cannot do together; turn one of them off."
+                f"{type(module).__name__} attends {num_calls} times in one forward, which cannot be combined with both "
+                "gradient checkpointing and a budget; turn one of them off."
             )
         return module, 0
 
 
 def install(configs: list[Any]) -> None:
-    """Puts the name into model configurations; twice changes nothing."""
+    """Puts the name into model configurations; a second call changes nothing."""
     AttentionInterface.register(NAME, tree_attention_forward)
     AttentionMaskInterface.register(NAME, _previous_mask)
     for config in configs:
@@ -124,22 +128,34 @@ def tree_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention contract: [1, H, T, D] in, ([1, T, H, D], weights) out."""
-    if treewise is None:
-        treewise = getattr(attention_mask, "treewise", None)
-    if treewise is None:
-        if attention_mask is not None and attention_mask.numel() == 0:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} lost the tree between the model's forward and its attention. With gradient "
-                "checkpointing set use_reentrant=False."
-            )
-        if mask_audit.is_observed():
-            mask_audit.observe(module, layer_rule(module, query, kwargs), attention_mask)
+    context = context_of(module, attention_mask, treewise)
+    if context is None:
+        if mask_audit.is_observing():
+            mask_audit.record(module, layer_rule(module, query, kwargs), attention_mask)
         return _previous_attention(module)(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None and attention_mask.numel() > 0:
         raise UnsupportedModelError(
-            f"{type(module).__name__} makes a mask of its own ({list(attention_mask.shape)}), which is unknown here."
+            f"{type(module).__name__} builds a mask of its own ({list(attention_mask.shape)}), which a tree cannot "
+            "replace."
         )
-    return attend(module, query, key, value, treewise, kwargs), None
+    return attend(module, query, key, value, context, kwargs), None
+
+
+def context_of(
+    module: nn.Module, attention_mask: torch.Tensor | None, given: TreeContext | None = None
+) -> TreeContext | None:
+    """The tree of a layer's call: given by keyword, or carried by the empty mask; None for a forward without a tree.
+
+    Raises:
+        UnsupportedModelError: the empty mask came without its tree.
+    """
+    context = given if given is not None else getattr(attention_mask, "treewise", None)
+    if context is None and attention_mask is not None and attention_mask.numel() == 0:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} lost the tree that the model's forward was given. With gradient checkpointing "
+            "set use_reentrant=False."
+        )
+    return context
 
 
 @torch.compiler.disable
@@ -151,31 +167,25 @@ def attend(
     context: TreeContext,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """[1, T, H, D of the values]: attention of one layer under the tree."""
+    """[1, T, H, D of the values]: attention of one layer under the tree.
+
+    query: [1, H, T, D]; key, value: [1, Hkv, T, D]. kwargs: what the model gives to its attention (`layer_rule`).
+    """
     rule = layer_rule(module, query, kwargs)
     sinks = kwargs.get("s_aux")
-    slot = context.slot(module)
-    query, key, value = _as_autocast(at_depth(module, query, context.mask), key, value)
+    call = context.next_call(module)
+    query, key, value = _as_autocast(rescaled_for_depth(module, query, context.mask), key, value)
     if context.writes is not None:
-        context.writes.write(slot, key, value)
+        context.writes.write(call, key, value)
     if context.injects is not None:
-        key, value = inject(key, value, context.injects, slot)
-    if context.impl == "cascade":
-        out = cascade_attention(query, key, value, context.mask, rule, sinks, context.reads, slot)
-        return out.transpose(1, 2).contiguous()
-    if context.reads:
-        key, value = extend(key, value, context.reads, slot)
-    if context.impl == "flex":
-        from treewise.nn.attention.flex import flex_attention_tree
-
-        out = flex_attention_tree(query, key, value, context.mask, rule, sinks)
-    else:
-        out = reference_attention(query, key, value, context.mask, rule, sinks)
+        key, value = inject(key, value, context.injects, call)
+    run = implementation_named(context.impl).run
+    out = run(query, key, value, context.mask, rule, sinks, context.reads, call)
     return out.transpose(1, 2).contiguous()
 
 
 def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The dtype that autocast gives to scaled-dot-product attention, which kernels called directly do not see."""
+    """Casts as autocast does for scaled-dot-product attention; kernels that are called directly bypass it."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -183,10 +193,10 @@ def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> LayerRule:
-    """What a layer asks for, from its arguments and its configuration.
+    """Scaling, window, chunk and score cap of a layer, from its call ([1, H, T, D] queries) and its configuration.
 
     Raises:
-        UnsupportedModelError: dropout, non-causal attention, or an argument that treewise does not know.
+        UnsupportedModelError: dropout, non-causal attention, or a tensor argument that is unknown here.
     """
     name = type(module).__name__
     if kwargs.get("dropout"):
@@ -194,12 +204,12 @@ def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name} is not causal, so it cannot follow a tree.")
     known = _HARMLESS | {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
-    for argument, given in kwargs.items():
-        if argument not in known and isinstance(given, torch.Tensor):
+    for argument, passed in kwargs.items():
+        if argument not in known and isinstance(passed, torch.Tensor):
             raise UnsupportedModelError(f"{name} passes the tensor {argument!r} to attention, which is unknown here.")
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
-    # Some models tell their window only to their mask (Phi-3.5-MoE).
+    # Some models give their window only to their mask (Phi-3.5-MoE).
     window, chunk = kwargs.get("sliding_window", getattr(config, "sliding_window", None)), None
     if config is not None and kinds is not None and getattr(module, "layer_idx", None) is not None:
         kind = kinds[module.layer_idx]
@@ -229,9 +239,9 @@ def _previous_mask(*args: Any, config: Any, **kwargs: Any) -> Any:
     previous = config._attn_implementation.previous
     if previous not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
-    if not mask_audit.is_observed():
+    if not mask_audit.is_observing():
         return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, config=config, **kwargs)
-    kwargs["allow_is_causal_skip"] = False  # a mask that is left out cannot be asked
+    kwargs["allow_is_causal_skip"] = False  # a mask that is left out cannot be audited
     mask = ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, config=config, **kwargs)
     if isinstance(mask, torch.Tensor):
         mask.mask_function = kwargs.get("mask_function")  # type: ignore[attr-defined]

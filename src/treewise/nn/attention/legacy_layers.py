@@ -1,8 +1,8 @@
 """Layers from before transformers' attention interface, which compute their scores in a method `_attn` of their own.
 
-GPT-J, CodeGen and GPT-Neo hand it queries, keys and values with positions already in them, and the mask, which carries
-the tree (see `interface`). A layer's instance gets an `_attn` that takes the tree's way where there is one; its class
-stays as it is.
+GPT-J, CodeGen and GPT-Neo call it with queries, keys and values with positions already in them, and the mask, which
+carries the tree (see `interface`). A layer's instance gets an `_attn` that follows the tree if one is given; its class
+is unchanged.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import mask_audit
-from treewise.nn.attention.interface import attend, layer_rule
+from treewise.nn.attention.interface import attend, context_of, layer_rule
 
 
 def _divided(layer: Any) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def _local_or_global(layer: Any) -> dict[str, Any]:
     return {"scaling": 1.0, "sliding_window": layer.config.window_size if layer.attention_type == "local" else None}
 
 
-# Class of a layer -> what it would tell the attention interface.
+# Class of a layer -> the arguments that it would give to the attention interface.
 _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "CodeGenAttention": _divided,
     "GPTJAttention": _divided,
@@ -34,12 +33,12 @@ _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def has_older(decoder: nn.Module) -> bool:
+def has_legacy_layers(decoder: nn.Module) -> bool:
     """Whether a decoder attends by layers of this kind."""
     return any(type(module).__name__ in _RULES for module in decoder.modules())
 
 
-def install_older(decoder: nn.Module) -> None:
+def install_legacy_layers(decoder: nn.Module) -> None:
     """Lets these layers of a decoder follow the tree that its mask carries; twice changes nothing."""
     for module in decoder.modules():
         if type(module).__name__ in _RULES and "_attn" not in vars(module):
@@ -54,16 +53,11 @@ def _attn(
     attention_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """[1, H, T, D] in, ([1, H, T, D], weights) out."""
-    context = getattr(attention_mask, "treewise", None)
+    context = context_of(self, attention_mask)
     if context is not None:
         return attend(self, query, key, value, context, _RULES[type(self).__name__](self)).transpose(1, 2), None
-    if attention_mask is not None and attention_mask.numel() == 0:
-        raise UnsupportedModelError(
-            f"{type(self).__name__} lost the tree between the model's forward and its attention. With gradient "
-            "checkpointing set use_reentrant=False."
-        )
-    if mask_audit.is_observed():
+    if mask_audit.is_observing():
         rule = layer_rule(self, query, _RULES[type(self).__name__](self))
-        # A local layer hides keys by a table of its own, so the mask has nothing to say about its window.
-        mask_audit.observe(self, rule, attention_mask if rule.window is None else None)
+        # A local layer hides keys by a table of its own, so its window is not in the mask.
+        mask_audit.record(self, rule, attention_mask if rule.window is None else None)
     return type(self)._attn(self, query, key, value, attention_mask)

@@ -3,8 +3,9 @@
 Letters: T queries, G gateway keys, K = G + T keys (gateway keys first), H query heads, D head size.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
@@ -12,20 +13,22 @@ import torch
 from treewise.nn.device import to_device
 from treewise.planning.layout import Layout
 
+_Result = TypeVar("_Result")
+_Arguments = TypeVarTuple("_Arguments")
+
 
 @dataclass(eq=False)
 class TreeMask:
     """Query q sees key k exactly when `lo[k] <= q < hi[k]`.
 
-    lo, hi, key_depth: [K] int32 NumPy, kept on the host for planning. `on(device)` gives the tensors. `cache` holds
-    what an implementation derives from the intervals, once per micro-batch and used by all layers.
+    lo, hi, key_depth: [K] int32 NumPy, kept on the host for planning. `on(device)` gives the tensors.
     """
 
     lo: np.ndarray
     hi: np.ndarray
     key_depth: np.ndarray
     num_queries: int
-    cache: dict[Any, Any] = field(default_factory=dict)
+    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_layout(cls, layout: Layout) -> "TreeMask":
@@ -41,11 +44,14 @@ class TreeMask:
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`lo`, `hi` and `key_depth` as [K] int32 tensors; the depths of the queries are the last T of `key_depth`."""
-        key = ("tensors", device)
-        if key not in self.cache:
-            arrays = (self.lo, self.hi, self.key_depth)
-            self.cache[key] = to_device(np.stack(arrays), device, torch.int32).unbind()
-        return self.cache[key]
+        return self.derived(_on_device, device)
+
+    def derived(self, make: "Callable[[TreeMask, *_Arguments], _Result]", *arguments: *_Arguments) -> _Result:
+        """`make(self, *arguments)`, computed once per micro-batch and shared by all layers; arguments are hashable."""
+        key = (make, *arguments)
+        if key not in self._derived:
+            self._derived[key] = make(self, *arguments)
+        return self._derived[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +70,8 @@ class LayerRule:
     @property
     def is_plain(self) -> bool:
         return self.window is None and self.chunk is None and self.softcap is None
+
+
+def _on_device(mask: TreeMask, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    lo_K, hi_K, depth_K = to_device(np.stack((mask.lo, mask.hi, mask.key_depth)), device, torch.int32).unbind()
+    return lo_K, hi_K, depth_K

@@ -1,8 +1,8 @@
-"""Compares what a layer tells its attention with the mask that its model makes for it.
+"""Compares the arguments of a layer's attention with the mask that its model builds for it.
 
-Most models tell a layer's window twice: as an argument (or in `layer_types`), and in the mask. A tree replaces the
-mask, so a window that is only in there would be lost, unseen until a sequence is longer than it. transformers makes
-masks from functions of two positions; here they are asked about positions far apart, without a forward of that length.
+Most models give a layer's window twice: as an argument (or in `layer_types`), and in the mask. A tree replaces the
+mask, so a window that is only in the mask would be lost, without any effect until a sequence is longer. transformers
+builds masks from functions of two positions; here they are evaluated far apart, without a forward of that length.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ _QUERY = 2**21 + 12345
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One call of attention without a tree: the layer, what it asked for, and the function behind its mask."""
+    """One call of attention without a tree: the layer, its rule, and the function behind its mask."""
 
     module: nn.Module
     rule: LayerRule
@@ -37,7 +37,7 @@ _log: ContextVar[list[Observation] | None] = ContextVar("treewise_observations",
 
 
 @contextmanager
-def observed() -> Iterator[list[Observation]]:
+def observe_masks() -> Iterator[list[Observation]]:
     """Forwards inside leave an observation for every call of attention."""
     token = _log.set([])
     try:
@@ -46,22 +46,22 @@ def observed() -> Iterator[list[Observation]]:
         _log.reset(token)
 
 
-def is_observed() -> bool:
+def is_observing() -> bool:
     """Whether forwards are being observed now."""
     return _log.get() is not None
 
 
-def observe(module: nn.Module, rule: LayerRule, attention_mask: Any) -> None:
-    """Notes one call of attention."""
+def record(module: nn.Module, rule: LayerRule, attention_mask: Any) -> None:
+    """Records one call of attention."""
     log = _log.get()
     assert log is not None
     log.append(Observation(module, rule, getattr(attention_mask, "mask_function", None)))
 
 
-def refuse_other_masks(observations: list[Observation]) -> None:
+def check_masks(observations: list[Observation]) -> None:
     """Raises where a mask hides or shows other keys than the layer's rule.
 
-    Masks that are not made by transformers' mask functions cannot be asked and pass.
+    Masks that are not built from transformers' mask functions cannot be evaluated and pass.
 
     Raises:
         UnsupportedModelError: with the layer and the distance.
@@ -76,7 +76,7 @@ def refuse_other_masks(observations: list[Observation]) -> None:
             with _OnHost():
                 answer = each.mask_function(zero, zero, torch.full_like(key, _QUERY), key)
             shown = torch.as_tensor(answer).expand(len(key))
-        except IndexError:  # it looks something up for every token (images), so it knows no positions beyond them
+        except IndexError:  # it indexes a value per token (images), and these positions are beyond the last one
             continue
         expected = _sees(each.rule, key)
         if not torch.equal(shown, expected):
@@ -84,7 +84,7 @@ def refuse_other_masks(observations: list[Observation]) -> None:
             verb = "shows" if shown[at] else "hides"
             raise UnsupportedModelError(
                 f"the model's mask {verb} {type(each.module).__name__} the key {int(distance[at])} tokens back, which "
-                f"the layer does not tell its attention ({each.rule}). A tree would compute something else."
+                f"is not in the arguments of its attention ({each.rule}). A tree would give other results."
             )
 
 
@@ -95,7 +95,7 @@ class _OnHost(TorchDispatchMode):
     of the device.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, _on_host, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -9,16 +9,16 @@ import torch
 from treewise.nn.attention.mask import LayerRule, TreeMask
 
 
-def visible(mask: TreeMask, rule: LayerRule, device: torch.device) -> torch.Tensor:
-    """[T, K] bool: which query sees which key under the tree and the layer's window or chunks."""
+def visible(mask: TreeMask, window: int | None, chunk: int | None, device: torch.device) -> torch.Tensor:
+    """[T, K] bool: which query sees which key under the tree and a layer's window or chunks."""
     lo_K, hi_K, depth_K = mask.on(device)
     query_T = torch.arange(mask.num_queries, device=device)[:, None]
     seen_TK = (lo_K[None] <= query_T) & (query_T < hi_K[None])
     depth_T = depth_K[mask.num_gateway_keys :, None]
-    if rule.window is not None:
-        seen_TK &= depth_T - depth_K[None] < rule.window
-    if rule.chunk is not None:
-        seen_TK &= depth_T // rule.chunk == depth_K[None] // rule.chunk
+    if window is not None:
+        seen_TK &= depth_T - depth_K[None] < window
+    if chunk is not None:
+        seen_TK &= depth_T // chunk == depth_K[None] // chunk
     return seen_TK
 
 
@@ -35,9 +35,7 @@ def reference_attention(
     `sinks` ([H]) are extra logits that take probability and give nothing (gpt-oss). Scores are accumulated in float32,
     in float64 for float64 inputs.
     """
-    cache_key = ("dense", rule.window, rule.chunk, query.device)
-    if cache_key not in mask.cache:
-        mask.cache[cache_key] = visible(mask, rule, query.device)
+    seen_TK = mask.derived(visible, rule.window, rule.chunk, query.device)
     num_groups = query.shape[1] // key.shape[1]
     if num_groups > 1:
         key = key.repeat_interleave(num_groups, dim=1)
@@ -46,7 +44,7 @@ def reference_attention(
     scores = torch.matmul(query, key.transpose(2, 3)).to(wide) * rule.scaling
     if rule.softcap is not None:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    scores = scores.masked_fill(~mask.cache[cache_key], -torch.inf)
+    scores = scores.masked_fill(~seen_TK, -torch.inf)
     if sinks is not None:
         sink_column = sinks.to(wide)[None, :, None, None].expand(-1, -1, scores.shape[2], 1)
         scores = torch.cat([scores, sink_column], dim=-1)

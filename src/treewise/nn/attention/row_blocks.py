@@ -8,20 +8,20 @@ Letters: T own rows, G gateway keys, K = G + T keys.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from treewise.nn.attention.mask import TreeMask
 
-# What a kernel call costs beyond its pairs, and the fewest rows that it is paid for (measured on two CPU cores).
+# Cost of a kernel call beyond its pairs, and the rows below which a call is not cheaper (measured on two CPU cores).
 PAIRS_PER_CALL = 4096
 MIN_ROWS = 48
 # Joined chains, and blocks of layers with windows, stay below this many rows.
 MAX_TILE_ROWS = 256
 
-Runs = tuple[tuple[int, int], ...]
+Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Block:
 
     start: int
     end: int
-    full: Runs
-    rest: Runs
+    full: Ranges
+    rest: Ranges
     tile: np.ndarray | None
 
 
@@ -58,8 +58,8 @@ def plan_blocks(mask: TreeMask, window: int | None, chunk: int | None) -> list[B
 class _Path:
     """The keys above a row, shallowest first; `gateway`: those of them that gateways hold.
 
-    Their depths are consecutive and their subtrees nested, so whatever a rule asks of them is a range, found by
-    bisection. is_mixed: several paths in one, of which nothing is known.
+    Their depths are consecutive and their subtrees nested, so the keys that a rule shows are a range, located by
+    bisection. is_mixed: the union of several paths, without these properties.
     """
 
     keys: np.ndarray
@@ -69,7 +69,7 @@ class _Path:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A block to be. `common` path keys are seen by all rows, `partial` ones by some; `cost` in pairs."""
+    """A block in planning. `common` path keys are seen by all rows, `partial` ones by some; `cost` in pairs."""
 
     start: int
     end: int
@@ -113,8 +113,7 @@ class _Planner:
             return _Path(keys, keys)
         above = stack[-1]
         # Subtree ends shrink down a chain, so the rows above `row` are its first ones.
-        count = bisect_left(range(above.start, above.end), True, key=lambda each: bool(self.own_hi[each] <= row))
-        return above.path_to(above.start + count)
+        return above.path_to(_first_true(above.start, above.end, lambda each: bool(self.own_hi[each] <= row)))
 
     def draft(self, start: int, end: int, path: _Path, is_joined: bool) -> _Draft:
         rows = self.depth[self.num_gateway + start : self.num_gateway + end]
@@ -135,7 +134,7 @@ class _Planner:
         if len(keys) == 0:
             return [], []
         top, seen, first = int(self.depth[keys[0]]), 0, 0
-        last = bisect_left(range(len(keys)), True, key=lambda at: bool(self.hi[keys[at]] < end))
+        last = _first_true(0, len(keys), lambda at: bool(self.hi[keys[at]] < end))
         if self.window is not None:
             seen, first = shallow - self.window + 1 - top, deep - self.window + 1 - top
         if self.chunk is not None:
@@ -174,7 +173,7 @@ class _Planner:
             return None
         path, above = left.path, right.path.gateway
         if len(above) and above is not path.gateway and not np.array_equal(path.gateway, above):
-            # Neighbours that hang off different gateways; within one subtree the left path holds all that is above.
+            # Neighbours below different gateways; within one subtree the left path holds all that is above.
             path = _Path(np.union1d(path.keys, above), np.union1d(path.gateway, above), is_mixed=True)
         both = self.draft(left.start, right.end, path, is_joined=True)
         return both if both.cost <= left.cost + right.cost else None
@@ -183,9 +182,9 @@ class _Planner:
         start, end = draft.start, draft.end
         own = (self.num_gateway + start, self.num_gateway + end)
         partial = np.concatenate([*draft.partial, np.zeros(0, dtype=np.int64)])
-        rest = (*_runs(partial), own)
+        rest = (*_ranges(partial), own)
         tile = self._tile(start, end, partial) if draft.is_joined else None
-        return Block(start, end, _runs(np.concatenate([*draft.common, np.zeros(0, dtype=np.int64)])), rest, tile)
+        return Block(start, end, _ranges(np.concatenate([*draft.common, np.zeros(0, dtype=np.int64)])), rest, tile)
 
     def _tile(self, start: int, end: int, partial: np.ndarray) -> np.ndarray:
         keys = np.concatenate([partial, np.arange(start, end) + self.num_gateway])
@@ -207,14 +206,19 @@ class _Chain:
         self._down_to_leaf: np.ndarray | None = None
 
     def path_to(self, row: int) -> _Path:
-        """The path above a row of this chain; a view into one array, however many rows ask."""
+        """The path above a row of this chain; a view into one array, which all rows share."""
         if self._down_to_leaf is None:
             own = np.arange(self.start, self.end, dtype=np.int64) + self.num_gateway
             self._down_to_leaf = np.concatenate([self.path.keys, own])
         return _Path(self._down_to_leaf[: len(self.path.keys) + row - self.start], self.path.gateway)
 
 
-def _runs(keys: np.ndarray) -> Runs:
+def _first_true(start: int, end: int, holds: Callable[[int], bool]) -> int:
+    """The first index in [start, end) from which a monotone condition holds; `end` where it never does."""
+    return start + bisect_left(range(start, end), 1, key=holds)
+
+
+def _ranges(keys: np.ndarray) -> Ranges:
     """Ascending keys as contiguous ranges."""
     if len(keys) == 0:
         return ()

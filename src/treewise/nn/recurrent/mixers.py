@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from treewise.errors import UnsupportedModelError
-from treewise.nn.attention.interface import TreeContext
+from treewise.nn.attention.interface import TreeContext, context_of
 from treewise.nn.recurrent.kinds import FUNCTIONS, KINDS, MIXERS, SINGLE_STEPS
 from treewise.nn.recurrent.layer_context import Place
 
@@ -96,12 +96,7 @@ def forward(self: nn.Module, *args: Any, treewise: TreeContext | None = None, **
     context = treewise if treewise is not None else vars(self).get("_treewise_lent")
     mask = kwargs.get("attention_mask")
     if mask is not None and mask.dim() == 4:  # the empty mask of `TreeContext.empty_mask`
-        context = context if context is not None else getattr(mask, "treewise", None)
-        if mask.numel() == 0 and context is None:
-            raise UnsupportedModelError(
-                f"{type(self).__name__} lost the tree between the model's forward and its own. With gradient "
-                "checkpointing set use_reentrant=False."
-            )
+        context = context_of(self, mask, context)
         if context is not None:
             kwargs["attention_mask"] = None
     if context is None:
@@ -115,7 +110,7 @@ def forward(self: nn.Module, *args: Any, treewise: TreeContext | None = None, **
 def _on_tree(mixer: nn.Module, context: TreeContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of a mixer over the tree of `context`: the same code, other functions behind the names in it."""
     calls: Counter[str] = Counter()
-    _, number = cast(tuple[nn.Module, int], context.slot(mixer))  # some models run a layer several times
+    _, number = context.next_call(mixer)  # some models run a layer several times
 
     def place_of(name: str) -> Place:
         calls[name] += 1
