@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from treewise.bench.measure import spread
-from treewise.bench.record import hardware, processor
+from treewise.bench.results import hardware, processor
 from treewise.cli.load_model import DEMO_MODEL, load_model
 from treewise.data import RenderOptions, load_trees
 from treewise.tree.trajectory import Trajectory

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from treewise.bench.record import is_ours
+from treewise.bench.results import is_ours
 from treewise.bench.terminal import baselines_of, efficiency
 
 WIDTH, LABELS, ROW, GAP = 720, 190, 14, 10

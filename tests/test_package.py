@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -68,10 +67,3 @@ def test_type_checkers_see_every_lazy_name():
         name.name: each.module for each in block.body if isinstance(each, ast.ImportFrom) for name in each.names
     }
     assert declared == treewise._LAZY
-
-
-def test_type_checkers_see_the_fields_of_a_trajectory():
-    """Its constructor is declared once more, with the wider types that it takes."""
-    tree = ast.parse((ROOT / "src" / "treewise" / "tree" / "trajectory.py").read_text(encoding="utf-8"))
-    (declared,) = (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == "__init__")
-    assert [each.arg for each in declared.args.args[1:]] == [each.name for each in fields(treewise.Trajectory)]

@@ -16,7 +16,7 @@ from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_loss, flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import budgets, trajectories
 
-# See test_families: differences of independent float32 summation orders.
+# See tests/nn/test_support_table.py: differences of independent float32 summation orders.
 TOLERANCE = 5e-6
 BUDGETS = (None, 17, 5, 1)
 

@@ -13,7 +13,7 @@ from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import budgets, forests_and_budgets, trajectories
 
-# See test_families: differences of independent float32 summation orders.
+# See tests/nn/test_support_table.py: differences of independent float32 summation orders.
 TOLERANCE = 5e-6
 MODEL = tiny_model("llama", num_hidden_layers=2)
 # The embedding of token 0, the padding, is zero, and so is everything that follows from it alone.

@@ -1,7 +1,7 @@
 """`treewise bench`: treewise against flat training and tree rows, paired in one process."""
 
 from treewise.bench.model_shapes import SHAPES, random_model
-from treewise.bench.record import check, hardware, load, record, save
+from treewise.bench.results import check, hardware, load, record, save
 from treewise.bench.suite import REFERENCES, measure_workload, run
 from treewise.bench.workloads import KINDS, SIZES, Workload, make
 

@@ -11,7 +11,7 @@ from torch import nn
 from treewise.bench.contestants import AGAINST, Contestant, builders, plain_parts, prepare, twin, values_per_token
 from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.bench.measure import Gradients, Measured, gradients, measure, spread
-from treewise.bench.record import is_ours
+from treewise.bench.results import is_ours
 from treewise.bench.varlen import kernel
 from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from treewise import bench
 from treewise.bench.contestants import AGAINST
-from treewise.bench.record import MIN_SHARE, command_line
+from treewise.bench.results import MIN_SHARE, command_line
 from treewise.bench.terminal import row_view
 from treewise.cli.commands.inspect import add_data_arguments, render_options
 from treewise.cli.devices import chosen_device

@@ -9,7 +9,7 @@ import pytest
 from treewise.cli.commands import rl
 from treewise.cli.config import read_config
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_every_example_is_listed() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "examples" / "objectives"
+FOLDER = Path(__file__).parents[2] / "examples" / "objectives"
 # What must be reached after a few steps: a mean reward, which starts near 0.46, or a loss.
 REWARDED = {"reinforce": 6, "grpo": 4, "dr_grpo": 6, "dapo": 4, "gspo": 4, "cispo": 4, "ppo_critic": 8}
 LOSSES = {"sft": (3, 3.46), "reward_model": (10, 0.65), "distillation": (3, 1.49)}

@@ -1,0 +1,133 @@
+"""The layout is the architecture, and these rules hold it beside the import contract of pyproject.toml."""
+
+import ast
+import importlib
+import io
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "treewise"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+MAX_ROOMS = 20  # doors at the top of the package
+MAX_CODE_LINES = 400  # of a file, without comments, docstrings and blank lines
+MAX_FUNCTION_LINES_P90 = 30
+
+# Tests of several modules at once: what they hold, by path below tests/. All others bear the name of a module.
+CROSS_CUTTING = {
+    "test_cuda_first": "everything that runs on a GPU, for the first machine that has one",
+    "test_cuda_pretend": "waits for a GPU, counted on tensors that claim to be on one",
+    "test_house": "the layout",
+    "test_package": "the package as installed: names, imports, types",
+    "test_wheel": "what is shipped",
+}
+# Tests of what several modules of one package do together.
+WHOLE_PACKAGE = {
+    "cli/test_hostile": "files and flags that are wrong, through the commands",
+    "data/test_page": "the examples of docs/data.md",
+    "data/test_rollouts": "dumps to trajectories",
+    "distributed/placement/test_brute_force": "placements against the best of all on small steps",
+    "engine/test_changed_models": "models that change between steps: adapters, dtypes, modes, devices",
+    "integrations/trl/test_examples": "the TRL examples run",
+    "integrations/trl/test_preferences": "DPO and KTO with and without the line",
+    "integrations/trl/test_rl": "GRPO and RLOO with and without the line",
+    "integrations/trl/test_sft": "SFT with and without the line",
+    "nn/recurrent/test_hybrids": "hybrid models against flat training",
+    "nn/recurrent/test_memory": "memory of a recurrent layer on a tree",
+    "objectives/test_objectives_contract": "what every objective keeps",
+    "objectives/test_objectives_trl": "losses against TRL's own",
+    "rl/branching/test_policies": "branching policies on simulated rollouts",
+    "report/html/test_browser": "the page in a browser",
+    "trainer/test_checkpoints": "interrupted and resumed runs",
+    "trainer/test_faults": "a loss or gradient that is not finite, out of memory, a full disk",
+    "trainer/test_launchers": "torchrun and accelerate",
+    "trainer/test_ranks": "several processes against one",
+    "trainer/test_ranks_that_end": "a process that is killed",
+    "trainer/test_settings": "arguments of transformers and ours",
+    "trainer/test_steps": "steps against flat training",
+    "tree/test_streams": "the table of per-token streams, through data, trainer and reports",
+    "trainer/test_torn": "saves that are killed",
+}
+CROSS_CUTTING_FOLDERS = {"documents": "pages", "examples": "examples/"}
+
+
+def own_name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def code_lines(source: str) -> frozenset[int]:
+    """Lines with code: neither blank nor comment nor docstring."""
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in layout:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            assert node.end_lineno is not None
+            lines -= set(range(node.lineno, node.end_lineno + 1))
+    return frozenset(lines)
+
+
+def test_a_reader_can_keep_the_top_in_the_head() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    rooms |= {path.name for path in PACKAGE.glob("*.py")}
+    assert len(rooms) <= MAX_ROOMS, sorted(rooms)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=own_name)
+def test_files_are_short(path: Path) -> None:
+    assert len(code_lines(path.read_text(encoding="utf-8"))) < MAX_CODE_LINES
+
+
+def test_nine_functions_of_ten_are_short() -> None:
+    lengths = []
+    for path in MODULES:
+        source = path.read_text(encoding="utf-8")
+        code = code_lines(source)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno is not None
+                lengths.append(len(code & set(range(node.lineno, node.end_lineno + 1))))
+    assert np.quantile(lengths, 0.9) <= MAX_FUNCTION_LINES_P90
+
+
+def test_no_module_bears_the_name_of_a_public_function_of_its_package() -> None:
+    """`treewise.plan` is a function: as a module, too, it would be either, depending on what was imported first."""
+    shadowed = []
+    for folder in sorted({path.parent for path in MODULES}):
+        if not (folder / "__init__.py").is_file():
+            continue
+        package = ".".join(folder.relative_to(PACKAGE.parent).parts)
+        public = getattr(importlib.import_module(package), "__all__", ())
+        names = {path.stem for path in folder.glob("*.py")}
+        names |= {path.name for path in folder.iterdir() if (path / "__init__.py").is_file()}
+        shadowed += [f"{package}.{name}" for name in names & set(public) if name != "advantages"]  # is its module
+    assert not shadowed
+
+
+def test_tests_mirror_the_source() -> None:
+    """tests/a/b/test_c.py tests src/treewise/a/b/c.py, or a package c; tests/a/b/test_b.py the package b."""
+    strangers = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        below = path.relative_to(ROOT / "tests")
+        name = below.stem.removeprefix("test_")
+        if below.parts[0] in CROSS_CUTTING_FOLDERS or below.with_suffix("").as_posix() in CROSS_CUTTING:
+            continue
+        folder = PACKAGE.joinpath(*below.parts[:-1])
+        is_named = folder.name == name or (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
+        if not is_named and not (below.with_suffix("").as_posix() in WHOLE_PACKAGE and folder.is_dir()):
+            strangers.append(below.as_posix())
+    assert not strangers
+
+
+def test_the_lists_of_cross_cutting_tests_are_current() -> None:
+    for name in (*CROSS_CUTTING, *WHOLE_PACKAGE):
+        assert (ROOT / "tests" / f"{name}.py").is_file(), name
+    for name in CROSS_CUTTING_FOLDERS:
+        assert (ROOT / "tests" / name).is_dir(), name
