@@ -1,0 +1,6 @@
+"""Samplers: token ids in, token ids and log-probs out. `TransformersSampler` is the default."""
+
+from treewise.rl.samplers.protocol import Completion, Sampler, SampleRequest
+from treewise.rl.samplers.transformers_sampler import TransformersSampler
+
+__all__ = ["Completion", "SampleRequest", "Sampler", "TransformersSampler"]

@@ -1,0 +1,143 @@
+"""Draws tokens from logits so that each depends on its own random stream alone.
+
+The Gumbel-max trick: the token with the greatest `logprob + gumbel` is a draw from the distribution. The Gumbel of
+token `v` at index `t` of continuation `i` is a hash of (seed, i, t, v), computed on the device of the logits, so it
+does not matter what else is in the batch, which row it is, or how often the process was started. Logits that differ by
+rounding (other rows in a batch change how a matrix product is cut) change a draw only where the two best candidates
+are as close as that: about one token in a million, against one in ten thousand for the inverse of a cumulative sum.
+The hash is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+
+Letters: R rows, V vocabulary, k the number of most likely tokens asked for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+ROWS_AT_ONCE = 16  # bounds the memory of the random numbers: float64 and int64 of [rows, V]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """token_ids int64 [R]; logprobs float32 [R]; log_kept_mass float32 [R]; entropies float32 [R] or None."""
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    log_kept_mass: torch.Tensor
+    entropies: torch.Tensor | None
+    top_ids: torch.Tensor | None
+    top_logprobs: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class RowRule:
+    """How one row is sampled; the fields of a request."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k or top-p apply."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0)
+
+
+def stream_key(seed: int, continuation: int, index: int) -> int:
+    """The 64-bit key of one draw, as a signed integer: equal arguments, equal random numbers."""
+    key = 0
+    for part in (seed, continuation, index):
+        key = _mix((key ^ _mix(part & _MASK)) + _GAMMA)
+    return key - (1 << 64) if key >> 63 else key
+
+
+def tempered_logprobs(logits: torch.Tensor, rules: Sequence[RowRule]) -> torch.Tensor:
+    """float32 [R, V]: log-softmax of logits / temperature, of the plain logits where the temperature is 0."""
+    temperatures = torch.tensor([rule.temperature or 1.0 for rule in rules], device=logits.device)
+    return torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
+
+
+def draw_tokens(
+    logits: torch.Tensor, rules: Sequence[RowRule], keys: Sequence[int], want_entropy: bool = False, num_top: int = 0
+) -> Draw:
+    """One token for each row.
+
+    Parameters:
+        logits: [R, V], any float dtype.
+        keys: `stream_key` of each row.
+    """
+    logprobs = tempered_logprobs(logits, rules)
+    kept, mass = _truncated(logprobs, rules)
+    ids = torch.empty(len(rules), dtype=torch.int64, device=logits.device)
+    for low in range(0, len(rules), ROWS_AT_ONCE):
+        rows = slice(low, low + ROWS_AT_ONCE)
+        key = torch.tensor(list(keys[rows]), dtype=torch.int64, device=logits.device)
+        greedy = torch.tensor([rule.temperature == 0 for rule in rules[rows]], device=logits.device)
+        scores = kept[rows].double() - exponentials(key, kept.shape[1]).log_()
+        ids[rows] = torch.where(greedy, logprobs[rows].argmax(-1), scores.argmax(-1))
+    top = logprobs.topk(num_top, dim=-1) if num_top else None
+    return Draw(
+        token_ids=ids,
+        logprobs=logprobs.gather(1, ids[:, None])[:, 0],
+        log_kept_mass=mass,
+        entropies=_entropies(logprobs) if want_entropy else None,
+        top_ids=None if top is None else top.indices,
+        top_logprobs=None if top is None else top.values,
+    )
+
+
+def exponentials(keys: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """float64 [R, num_columns] of independent draws from the exponential distribution, by hash.
+
+    Parameters:
+        keys: int64 [R].
+    """
+    state = torch.arange(1, num_columns + 1, device=keys.device).mul_(_signed(_GAMMA)) + keys[:, None]
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        # A shift of int64 drags the sign along; the mask takes it off.
+        state ^= (state >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        if factor is not None:
+            state *= _signed(factor)
+    uniform = (state >> 11).bitwise_and_((1 << 53) - 1).double().add_(0.5).mul_(2.0**-53)
+    return uniform.log_().neg_()
+
+
+def _truncated(logprobs: torch.Tensor, rules: Sequence[RowRule]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs with what top-k, then top-p leave out at -inf, and the log of the mass that stays."""
+    mass = logprobs.new_zeros(len(rules))
+    if not any(rule.truncates for rule in rules):
+        return logprobs, mass
+    kept = logprobs.clone()
+    for row, rule in enumerate(rules):
+        if not rule.truncates:
+            continue
+        ordered, order = logprobs[row].sort(descending=True, stable=True)
+        if rule.top_k:
+            ordered, order = ordered[: rule.top_k], order[: rule.top_k]
+        share = (ordered - ordered.logsumexp(0)).double().exp()
+        size = int((share.cumsum(0) - share < rule.top_p).sum())  # the least set whose share reaches top_p
+        ordered, order = ordered[: max(size, 1)], order[: max(size, 1)]
+        kept[row] = float("-inf")
+        kept[row, order] = ordered
+        mass[row] = ordered.logsumexp(0)
+    return kept, mass
+
+
+def _entropies(logprobs: torch.Tensor) -> torch.Tensor:
+    return torch.special.entr(logprobs.exp()).sum(-1)  # 0 where a logit is -inf
+
+
+def _mix(value: int) -> int:
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,122 @@
+"""What a sampler is asked for and what it gives back: token ids in, token ids and their log-probs out.
+
+A sampler never sees text. Ids are kept as they were sampled, so nothing is ever tokenised twice. Which distribution
+the log-probs belong to is fixed here, for every sampler:
+
+* `Completion.logprobs` are log-softmax(logits / temperature), before top-k and top-p. This is what the engine computes
+  for the same tokens at the same temperature (and what TRL and prime-rl train on), so the two may be compared and
+  their ratio is an importance weight.
+* Where top-k or top-p cut the distribution, tokens were drawn from what was left, renormalised. `log_kept_mass` is the
+  log of the mass that was left, and `behavior_logprobs` = `logprobs - log_kept_mass` are the log-probs under the
+  distribution that was really drawn from.
+* Temperature 0 is greedy: the most likely token, its log-prob at temperature 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from treewise.errors import ConfigError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """Continuations of one prefix.
+
+    prefix_ids: what the model sees, at least one id. max_new_tokens: the most tokens of one continuation.
+    temperature: 0 is greedy. top_k: 0 keeps all. stop_ids: a continuation ends with the first of these (it is part of
+    the completion). stop_sequences: likewise, of several ids. seed, first_continuation: continuation `i` draws from
+    the random stream (seed, first_continuation + i), so asking for 4 and then for 4 more gives what asking for 8 gives.
+    want_entropy: the entropy of each distribution. num_top: how many most likely ids to return per token.
+    """
+
+    prefix_ids: tuple[int, ...]
+    num_continuations: int = 1
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    first_continuation: int = 0
+    stop_ids: tuple[int, ...] = ()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    want_entropy: bool = False
+    num_top: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix_ids", tuple(int(i) for i in self.prefix_ids))
+        if not self.prefix_ids:
+            raise ConfigError("a sample request has an empty prefix; the model needs at least one token before.")
+        for name, low in (
+            ("num_continuations", 1),
+            ("max_new_tokens", 1),
+            ("top_k", 0),
+            ("num_top", 0),
+            ("first_continuation", 0),
+        ):
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name} of a sample request is {getattr(self, name)}; it must be at least {low}.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p of a sample request is {self.top_p}; it must be in (0, 1].")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature of a sample request is {self.temperature}; it must be 0 or more.")
+        if any(not sequence for sequence in self.stop_sequences):
+            raise ConfigError("a stop sequence of a sample request is empty; it would stop before the first token.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k or top-p take something away from the distribution."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0)
+
+    def is_stopped(self, token_ids: Sequence[int]) -> bool:
+        """Whether these sampled ids end the continuation."""
+        if token_ids[-1] in self.stop_ids:
+            return True
+        return any(tuple(token_ids[-len(stop) :]) == tuple(stop) for stop in self.stop_sequences)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """One continuation of T tokens. See the module for which distribution `logprobs` belong to.
+
+    token_ids: int32 [T]. logprobs: float32 [T]. log_kept_mass: float32 [T] where top-k or top-p were set.
+    entropies: float32 [T], in nats, of the distribution that `logprobs` belong to. top_ids: int32 [T, num_top] and
+    top_logprobs: float32 [T, num_top], most likely first. continuation: its number in the random stream.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+    continuation: int = 0
+    log_kept_mass: np.ndarray | None = None
+    entropies: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+    @property
+    def behavior_logprobs(self) -> np.ndarray:
+        """float32 [T], under what was drawn from: temperature, then top-k, then top-p, renormalised."""
+        return self.logprobs if self.log_kept_mass is None else self.logprobs - self.log_kept_mass
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens, the stop token included."""
+        return len(self.token_ids)
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Anything that continues token ids."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        """For each request, in order, its `num_continuations` completions."""
+
+    def update(self, model: Any) -> None:
+        """The model has been trained: hands the weights on, where the sampler holds weights of its own."""
+
+    def close(self) -> None:
+        """Gives connections and memory back."""

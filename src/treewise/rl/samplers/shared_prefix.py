@@ -1,0 +1,297 @@
+"""Decoding with one copy of each prefix's keys and values, however many rows continue it.
+
+Plain batched generation copies the prefix for every row and reads all copies at every step; with 1,000 tokens shared by
+16 rows that is where the time goes. Here the queries of all rows of a group meet the keys of their prefix in one matrix
+product, and each row's own tokens are a second, short one; one softmax spans both. The layout is a grid of G groups
+by W rows; rows that have ended leave holes, which are taken out when half of the grid is empty.
+
+Letters: G groups, W rows of a group (with holes), B = G * W, P keys of the longest prefix, S new tokens so far,
+H query heads, K key heads, D head size.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from treewise.errors import UnsupportedModelError
+from treewise.rl.samplers.steppers import Prefix, known_arguments, new_cache
+
+NAME = "treewise_shared_prefix"
+PREFILL_TOKENS = 4096  # tokens of a prefix that one forward computes
+_KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position", "attention_mask"}
+
+
+class RowsLayer(CacheLayerMixin):
+    """Keys and values of one layer: of the prefixes, [G, K, P, D], and of the rows' own tokens, [B, K, room, D]."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, prefix_keys: torch.Tensor, prefix_values: torch.Tensor, num_rows: int, room: int) -> None:
+        super().__init__()
+        self.prefix_keys, self.prefix_values = prefix_keys, prefix_values
+        self.keys = prefix_keys.new_empty(num_rows, prefix_keys.shape[1], room, prefix_keys.shape[3])
+        self.values = prefix_values.new_empty(num_rows, prefix_values.shape[1], room, prefix_values.shape[3])
+        self.num_own = 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the layer is made whole."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes one token of every row; gives the new keys and values back, which attention does not read."""
+        self.keys[:, :, self.num_own] = key_states[:, :, 0]
+        self.values[:, :, self.num_own] = value_states[:, :, 0]
+        self.num_own += 1
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Of the longest row."""
+        return self.prefix_keys.shape[2] + self.num_own
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset; masks are made in attention, from depths."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def select(self, groups: torch.Tensor, rows: torch.Tensor) -> None:
+        """Keeps these groups and rows, int64 indices."""
+        self.prefix_keys = self.prefix_keys.index_select(0, groups)
+        self.prefix_values = self.prefix_values.index_select(0, groups)
+        self.keys = self.keys.index_select(0, rows)
+        self.values = self.values.index_select(0, rows)
+
+
+@dataclass(eq=False)
+class RowContext:
+    """What attention needs of the batch, handed to the model's forward as `treewise_rows=`.
+
+    prefix_lengths: int64 [G]. windows: filled by attention, the window that each layer asks for (None: none).
+    """
+
+    cache: Cache
+    prefix_lengths: torch.Tensor
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+
+class SharedPrefix:
+    """A stepper (see steppers.py) for models whose layers remember keys and values alone."""
+
+    needs_equal_lengths = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.context: RowContext
+        self.slots: list[int] = []  # the place in the grid of each row
+        self.width = 0
+
+    def start(self, prefixes: Sequence[Prefix], num_rows: Sequence[int], max_new_tokens: int) -> torch.Tensor:
+        """See `Stepper`. Prefixes in lexicographic order are computed with the fewest tokens."""
+        caches, logits = [], []
+        before: tuple[Prefix, DynamicCache] | None = None
+        for prefix in prefixes:
+            cache, last = self._prefill(prefix, before)
+            before = (prefix, cache)
+            caches.append(cache)
+            logits.append(last)
+        self.width = max(num_rows)
+        self.slots = [group * self.width + row for group, count in enumerate(num_rows) for row in range(count)]
+        longest = max(map(len, prefixes))
+        layers = [
+            RowsLayer(
+                _padded([cache.layers[i].keys for cache in caches], longest),
+                _padded([cache.layers[i].values for cache in caches], longest),
+                len(prefixes) * self.width,
+                max_new_tokens,
+            )
+            for i in range(len(caches[0].layers))
+        ]
+        lengths = torch.tensor([len(prefix) for prefix in prefixes], device=self.device)
+        self.context = RowContext(Cache(layers=layers), lengths)
+        return torch.cat(logits).repeat_interleave(torch.tensor(list(num_rows), device=self.device), dim=0)
+
+    def step(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `Stepper`."""
+        slots = torch.tensor(self.slots, device=self.device)
+        grid = token_ids.new_zeros(len(self.context.prefix_lengths) * self.width)
+        grid[slots] = token_ids
+        num_own = self.context.cache.layers[0].num_own
+        positions = self.context.prefix_lengths.repeat_interleave(self.width) + num_own
+        with _attention(self.model):
+            out = self.model(
+                input_ids=grid[:, None],
+                past_key_values=self.context.cache,
+                position_ids=positions[:, None],
+                use_cache=True,
+                treewise_rows=self.context,
+            )
+        return out.logits[:, -1].index_select(0, slots)
+
+    def keep(self, rows: list[int]) -> None:
+        """See `Stepper`."""
+        self.slots = [self.slots[row] for row in rows]
+        if 2 * len(self.slots) > len(self.context.prefix_lengths) * self.width:
+            return
+        members: dict[int, list[int]] = {}
+        for slot in self.slots:
+            members.setdefault(slot // self.width, []).append(slot)
+        width = max(map(len, members.values()))
+        places = {
+            slot: group * width + index
+            for group, slots in enumerate(members.values())
+            for index, slot in enumerate(slots)
+        }
+        filled = [slot for slots in members.values() for slot in slots + slots[:1] * (width - len(slots))]
+        groups = torch.tensor(list(members), device=self.device)
+        for layer in self.context.cache.layers:
+            layer.select(groups, torch.tensor(filled, device=self.device))
+        self.context.prefix_lengths = self.context.prefix_lengths.index_select(0, groups)
+        self.slots = [places[slot] for slot in self.slots]
+        self.width = width
+
+    def _prefill(self, prefix: Prefix, before: tuple[Prefix, DynamicCache] | None) -> tuple[DynamicCache, torch.Tensor]:
+        """Keys and values of a prefix, those shared with `before` taken from there, and the logits [1, V] after it."""
+        cache = DynamicCache()  # without a configuration: windowed layers, too, keep all keys
+        start = 0
+        if before is not None:
+            start = min(_num_common(prefix, before[0]), len(prefix) - 1)
+            for index, layer in enumerate(before[1].layers):
+                cache.update(layer.keys[:, :, :start], layer.values[:, :, :start], index)
+        for low in range(start, len(prefix), PREFILL_TOKENS):
+            part = torch.tensor([prefix[low : low + PREFILL_TOKENS]], device=self.device)
+            positions = torch.arange(low, low + part.shape[1], device=self.device)[None]
+            extra = known_arguments(self.model, logits_to_keep=1)
+            out = self.model(input_ids=part, past_key_values=cache, position_ids=positions, use_cache=True, **extra)
+        return cache, out.logits[:, -1]
+
+
+def expected_windows(model: nn.Module) -> dict[int, int | None]:
+    """The window of each layer, as the model's own cache has it."""
+    layers = new_cache(model).layers
+    return {i: layer.sliding_window if getattr(layer, "is_sliding", False) else None for i, layer in enumerate(layers)}
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    treewise_rows: RowContext | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention contract for one new token per row: [B, H, 1, D] in, ([B, 1, H, D], None) out.
+
+    Raises:
+        UnsupportedModelError: the model lost the batch on the way, or hands attention something that is unknown here.
+    """
+    del key, value  # the cache holds them
+    unknown = [k for k, v in kwargs.items() if isinstance(v, torch.Tensor) and k not in _KNOWN_TENSORS]
+    if treewise_rows is None or attention_mask is not None or unknown or query.shape[2] != 1:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} cannot decode over a shared prefix (got the batch: {treewise_rows is not None}, "
+            f"mask of its own: {attention_mask is not None}, unknown tensors: {unknown}, tokens: {query.shape[2]})."
+        )
+    index: int = module.layer_idx  # type: ignore[assignment]
+    treewise_rows.windows[index] = sliding_window
+    layer: RowsLayer = treewise_rows.cache.layers[index]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _attend(query * scale, layer, treewise_rows.prefix_lengths, sliding_window, softcap, s_aux), None
+
+
+def _attend(
+    query: torch.Tensor,
+    layer: RowsLayer,
+    prefix_lengths: torch.Tensor,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[B, H, 1, D] scaled queries to [B, 1, H, D]."""
+    num_groups, num_key_heads, num_keys, _ = layer.prefix_keys.shape
+    num_rows, num_heads = query.shape[:2]
+    width, per_key = num_rows // num_groups, num_heads // num_key_heads
+    own = slice(0, layer.num_own)
+    by_row = query.reshape(num_rows, num_key_heads, per_key, -1)
+    by_group = by_row.reshape(num_groups, width, num_key_heads, per_key, -1).transpose(1, 2)
+    by_group = by_group.reshape(num_groups, num_key_heads, width * per_key, -1)
+    far = (by_group @ layer.prefix_keys.transpose(2, 3)).float()  # [G, K, W * H/K, P]
+    near = (by_row @ layer.keys[:, :, own].transpose(2, 3)).float()  # [B, K, H/K, S]
+    if softcap is not None:
+        far, near = softcap * torch.tanh(far / softcap), softcap * torch.tanh(near / softcap)
+    far = far.masked_fill_(_hidden_prefix(prefix_lengths, num_keys, layer.num_own, window), float("-inf"))
+    if window is not None and layer.num_own > window:
+        near[..., : layer.num_own - window] = float("-inf")
+    far = far.reshape(num_groups, num_key_heads, width, per_key, num_keys).transpose(1, 2)
+    scores = torch.cat([far.reshape(num_rows, num_key_heads, per_key, num_keys), near], dim=-1)
+    if sinks is not None:
+        column = sinks.float().reshape(1, num_key_heads, per_key, 1).expand(num_rows, -1, -1, 1)
+        weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1].to(query.dtype)
+    else:
+        weights = torch.softmax(scores, dim=-1).to(query.dtype)
+    far_weights = weights[..., :num_keys].reshape(num_groups, width, num_key_heads, per_key, num_keys).transpose(1, 2)
+    out = far_weights.reshape(num_groups, num_key_heads, width * per_key, num_keys) @ layer.prefix_values
+    out = out.reshape(num_groups, num_key_heads, width, per_key, -1).transpose(1, 2)
+    out = out.reshape(num_rows, num_key_heads, per_key, -1) + weights[..., num_keys:] @ layer.values[:, :, own]
+    return out.reshape(num_rows, 1, num_heads, -1)
+
+
+def _hidden_prefix(lengths: torch.Tensor, num_keys: int, num_own: int, window: int | None) -> torch.Tensor:
+    """bool [G, 1, 1, P]: padding, and keys that have left the window of the newest token."""
+    depth = torch.arange(num_keys, device=lengths.device)
+    hidden = depth[None] >= lengths[:, None]
+    if window is not None:
+        hidden |= depth[None] <= (lengths + num_own - 1)[:, None] - window
+    return hidden[:, None, None]
+
+
+@contextmanager
+def _attention(model: nn.Module) -> Iterator[None]:
+    """The model's attention is `attention_forward` inside, and what it was outside."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if hasattr(config, "sub_configs")}
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = NAME
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """Masks follow from depths, in attention."""
+
+
+def _padded(tensors: list[torch.Tensor], length: int) -> torch.Tensor:
+    """[1, K, P', D] tensors in one of [G, K, length, D], with zeros behind the shorter ones."""
+    whole = tensors[0].new_zeros(len(tensors), tensors[0].shape[1], length, tensors[0].shape[3])
+    for group, tensor in enumerate(tensors):
+        whole[group, :, : tensor.shape[2]] = tensor[0]
+    return whole
+
+
+def _num_common(a: Prefix, b: Prefix) -> int:
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))

@@ -1,0 +1,209 @@
+"""Samples from the model that is being trained, in this process: no second copy, no weights to hand over.
+
+A rollout depends on weights, request and seed alone (draw.py). What else is in a batch changes logits by rounding only;
+`isolate_requests=True` gives each request a batch of its own and takes even that away, bit for bit, for less speed.
+transformers' own continuous batching draws all rows from one global generator, so its tokens depend on the whole
+batch and on timing; that is why it is not used here.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from treewise.errors import ConfigError, NonFiniteError
+from treewise.rl.samplers.choose import choose_stepper
+from treewise.rl.samplers.draw import Draw, RowRule, draw_tokens, stream_key
+from treewise.rl.samplers.model_mode import sampling_mode
+from treewise.rl.samplers.protocol import Completion, SampleRequest
+from treewise.rl.samplers.steppers import Prefix, Stepper
+
+logger = logging.getLogger(__name__)
+METHODS = ("auto", "shared_prefix", "copied_cache", "recompute")
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """One continuation while it grows."""
+
+    request_index: int
+    request: SampleRequest
+    continuation: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
+
+
+class TransformersSampler:
+    """The default sampler: continues token ids with a transformers causal LM, PEFT-wrapped too.
+
+    Parameters:
+        model: is left exactly as it was; dropout and gradient checkpointing are off while it samples.
+        max_rows: the most continuations that are computed at once.
+        max_cached_tokens: the most tokens whose keys and values are alive at once (a lone row may need more).
+        isolate_requests: a batch for each request, so that its bits do not depend on the others.
+        method: `auto` takes the first of `shared_prefix`, `copied_cache`, `recompute` whose logits equal those of a
+            plain forward on this model, and logs which.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_rows: int = 64,
+        max_cached_tokens: int = 262_144,
+        isolate_requests: bool = False,
+        method: str = "auto",
+    ) -> None:
+        if method not in METHODS:
+            raise ConfigError(f"sampling method {method!r} is unknown; choose one of {', '.join(METHODS)}.")
+        if max_rows < 1 or max_cached_tokens < 1:
+            raise ConfigError(f"max_rows ({max_rows}) and max_cached_tokens ({max_cached_tokens}) must be at least 1.")
+        self.model = model
+        self.max_rows = max_rows
+        self.max_cached_tokens = max_cached_tokens
+        self.isolate_requests = isolate_requests
+        self.method = method
+        self._stepper: type[Stepper] | None = None
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        """See `Sampler`.
+
+        Raises:
+            NonFiniteError: the model gives logits that are not numbers.
+        """
+        rows = [
+            _Row(index, request, request.first_continuation + i)
+            for index, request in enumerate(requests)
+            for i in range(request.num_continuations)
+        ]
+        with sampling_mode(self.model):
+            if self._stepper is None:
+                self._stepper = choose_stepper(self.model, self.method)
+            for batch in self._batches(rows):
+                self._run(batch)
+        results: list[list[Completion]] = [[] for _ in requests]
+        for row in rows:
+            results[row.request_index].append(_completion(row))
+        return [tuple(completions) for completions in results]
+
+    def update(self, model: Any) -> None:
+        """Nothing to hand over: the weights are those that are trained. A new model replaces the old one."""
+        if model is not None and model is not self.model:
+            self.model, self._stepper = model, None
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
+        """Rows in batches, those of one prefix side by side, relatives near one another."""
+        assert self._stepper is not None
+        if self.isolate_requests:
+            shares: dict[Any, list[_Row]] = {}
+            for row in rows:
+                shares.setdefault(row.request_index, []).append(row)
+        elif self._stepper.needs_equal_lengths:
+            shares = {}
+            for row in rows:
+                shares.setdefault(len(row.request.prefix_ids), []).append(row)
+        else:
+            shares = {0: rows} if rows else {}
+        for share in shares.values():
+            yield from self._cut(sorted(share, key=lambda row: row.request.prefix_ids))
+
+    def _cut(self, rows: list[_Row]) -> Iterator[list[_Row]]:
+        batch: list[_Row] = []
+        for row in rows:
+            if batch and not self._fits([*batch, row]):
+                yield batch
+                batch = []
+            batch.append(row)
+        if batch:
+            yield batch
+
+    def _fits(self, batch: list[_Row]) -> bool:
+        counts = _counts(batch)
+        places = len(counts) * max(counts.values())
+        new = max(row.request.max_new_tokens for row in batch)
+        cached = len(counts) * max(map(len, counts)) + places * new
+        return places <= self.max_rows and cached <= self.max_cached_tokens
+
+    def _run(self, rows: list[_Row]) -> None:
+        assert self._stepper is not None
+        stepper = self._stepper(self.model)  # type: ignore[call-arg]
+        counts = _counts(rows)
+        limit = max(row.request.max_new_tokens for row in rows)
+        logits = stepper.start(list(counts), list(counts.values()), limit)
+        while True:
+            token_ids = _append(rows, logits)
+            alive = [i for i, row in enumerate(rows) if not _is_finished(row)]
+            if not alive:
+                return
+            if len(alive) < len(rows):
+                stepper.keep(alive)
+                rows = [rows[i] for i in alive]
+                token_ids = token_ids[torch.tensor(alive, device=token_ids.device)]
+            logits = stepper.step(token_ids)
+
+
+def _append(rows: list[_Row], logits: torch.Tensor) -> torch.Tensor:
+    """Draws a token for each row and writes it down; int64 [R]."""
+    rules = [RowRule(row.request.temperature, row.request.top_p, row.request.top_k) for row in rows]
+    keys = [stream_key(row.request.seed, row.continuation, len(row.token_ids)) for row in rows]
+    want_entropy = any(row.request.want_entropy for row in rows)
+    num_top = max(row.request.num_top for row in rows)
+    draw = draw_tokens(logits, rules, keys, want_entropy=want_entropy, num_top=min(num_top, logits.shape[-1]))
+    _write(rows, draw)
+    return draw.token_ids
+
+
+def _write(rows: list[_Row], draw: Draw) -> None:
+    ids, logprobs, kept = draw.token_ids.tolist(), draw.logprobs.tolist(), draw.log_kept_mass.tolist()
+    for index, row in enumerate(rows):
+        if not np.isfinite(logprobs[index]):
+            raise NonFiniteError(
+                f"request {row.request_index}, continuation {row.continuation}: the model's logits are not numbers "
+                f"after {len(row.token_ids)} new tokens; the weights are damaged, or their dtype overflows."
+            )
+        row.token_ids.append(ids[index])
+        row.logprobs.append(logprobs[index])
+        row.kept.append(kept[index])
+    if draw.entropies is not None:
+        for row, value in zip(rows, draw.entropies.tolist(), strict=True):
+            row.entropies.append(value)
+    if draw.top_ids is not None and draw.top_logprobs is not None:
+        for row, top, values in zip(rows, draw.top_ids.tolist(), draw.top_logprobs.tolist(), strict=True):
+            row.top_ids.append(top[: row.request.num_top])
+            row.top_logprobs.append(values[: row.request.num_top])
+
+
+def _counts(rows: Sequence[_Row]) -> dict[Prefix, int]:
+    counts: dict[Prefix, int] = {}
+    for row in rows:
+        counts[row.request.prefix_ids] = counts.get(row.request.prefix_ids, 0) + 1
+    return counts
+
+
+def _is_finished(row: _Row) -> bool:
+    return len(row.token_ids) >= row.request.max_new_tokens or row.request.is_stopped(row.token_ids)
+
+
+def _completion(row: _Row) -> Completion:
+    request = row.request
+    return Completion(
+        token_ids=np.array(row.token_ids, dtype=np.int32),
+        logprobs=np.array(row.logprobs, dtype=np.float32),
+        finish_reason="stop" if request.is_stopped(row.token_ids) else "length",
+        continuation=row.continuation,
+        log_kept_mass=np.array(row.kept, dtype=np.float32) if request.truncates else None,
+        entropies=np.array(row.entropies, dtype=np.float32) if request.want_entropy else None,
+        top_ids=np.array(row.top_ids, dtype=np.int32) if request.num_top else None,
+        top_logprobs=np.array(row.top_logprobs, dtype=np.float32) if request.num_top else None,
+    )

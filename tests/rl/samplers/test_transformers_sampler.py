@@ -1,0 +1,208 @@
+"""Log-probs of the sampler equal flat teacher forcing; a rollout is a function of weights, request and seed."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
+from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler
+from treewise.rl.samplers.choose import why_not
+from treewise.rl.samplers.model_mode import sampling_mode
+from treewise.testing import tiny_model
+
+TRUNK = (11, 23, 5, 40, 8, 61, 17, 33)
+REQUESTS = [
+    SampleRequest(TRUNK[:7], 3, 12, temperature=0.7, seed=1, want_entropy=True, num_top=4),
+    SampleRequest((*TRUNK[:4], 5, 5, 6), 2, 8, seed=2),
+    SampleRequest(TRUNK[:5], 2, 10, temperature=1.3, seed=3, stop_ids=tuple(range(7, 15))),
+    SampleRequest(TRUNK[:7], 1, 5, seed=4, top_p=0.8, top_k=20),
+    SampleRequest((9,), 1, 6, seed=5),
+]
+FAMILIES = {
+    "llama": "shared_prefix",
+    "qwen3": "shared_prefix",
+    "gemma2": "shared_prefix",  # a cap on scores
+    "gemma3_text": "shared_prefix",  # windows of 4, over and under the prefix
+    "gpt_oss": "shared_prefix",  # sinks
+    "mamba2": "copied_cache",
+    "lfm2": "copied_cache",
+    "qwen3_next": "copied_cache",
+}
+
+
+def flat_logprobs(model: torch.nn.Module, request: SampleRequest, completion: Completion) -> torch.Tensor:
+    """float32 [T, V], by one plain forward over prefix and completion."""
+    ids = torch.tensor([[*request.prefix_ids, *completion.token_ids.tolist()]])
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(request.prefix_ids) - 1 : -1].float()
+    model.train(training)
+    return torch.log_softmax(logits / (request.temperature or 1.0), -1)
+
+
+def assert_exact(model: torch.nn.Module, request: SampleRequest, completion: Completion) -> None:
+    table = flat_logprobs(model, request, completion)
+    ids = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
+    np.testing.assert_allclose(completion.logprobs, table.gather(1, ids)[:, 0].numpy(), atol=1e-5)
+    if request.want_entropy:
+        np.testing.assert_allclose(completion.entropies, -(table.exp() * table).sum(-1).numpy(), atol=1e-5)
+    if request.num_top:
+        np.testing.assert_allclose(completion.top_logprobs, table.topk(request.num_top).values.numpy(), atol=1e-5)
+
+
+def ids_of(results: list[tuple[Completion, ...]]) -> list[list[list[int]]]:
+    return [[completion.token_ids.tolist() for completion in completions] for completions in results]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_equal_flat_teacher_forcing(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(family)
+    caplog.set_level(logging.INFO, logger="treewise.rl.samplers")
+    results = TransformersSampler(model).sample(REQUESTS)
+    assert FAMILIES[family] in caplog.text
+    assert [len(completions) for completions in results] == [3, 2, 2, 1, 1]
+    for request, completions in zip(REQUESTS, results, strict=True):
+        for completion in completions:
+            assert_exact(model, request, completion)
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_all_methods_give_the_same_tokens(family: str) -> None:
+    model = tiny_model(family)
+    methods = ["recompute", "copied_cache", *(["shared_prefix"] if family == "llama" else [])]
+    results = [TransformersSampler(model, method=method).sample(REQUESTS) for method in methods]
+    assert all(ids_of(result) == ids_of(results[0]) for result in results)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "lfm2"])
+def test_a_rollout_does_not_depend_on_its_batch(family: str) -> None:
+    model = tiny_model(family)
+    together = ids_of(TransformersSampler(model).sample(REQUESTS))
+    alone = [ids_of(TransformersSampler(model).sample([request]))[0] for request in REQUESTS]
+    assert together == alone
+    assert together == ids_of(TransformersSampler(model, max_rows=2).sample(REQUESTS))
+    assert together == ids_of(TransformersSampler(model, max_cached_tokens=40).sample(REQUESTS))
+    assert together[::-1] == ids_of(TransformersSampler(model).sample(REQUESTS[::-1]))
+
+
+def test_isolated_requests_are_equal_to_the_bit_whatever_else_is_sampled() -> None:
+    model = tiny_model("llama")
+    sampler = TransformersSampler(model, isolate_requests=True)
+    together = sampler.sample(REQUESTS)
+    for request, completions in zip(REQUESTS, together, strict=True):
+        for one, other in zip(completions, sampler.sample([request])[0], strict=True):
+            assert one.token_ids.tobytes() == other.token_ids.tobytes()
+            assert one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def test_more_continuations_continue_the_stream() -> None:
+    sampler = TransformersSampler(tiny_model("llama"))
+    request = SampleRequest(TRUNK, 6, 8, seed=9)
+    first = replace(request, num_continuations=2)
+    rest = replace(request, num_continuations=4, first_continuation=2)
+    whole = sampler.sample([request])
+    assert ids_of(whole)[0] == [ids for request in ids_of(sampler.sample([first, rest])) for ids in request]
+    assert len({tuple(c.token_ids.tolist()) for c in whole[0]}) == 6
+    assert [c.continuation for c in whole[0]] == list(range(6))
+
+
+def test_stops_and_limits() -> None:
+    model = tiny_model("llama")
+    sampler = TransformersSampler(model)
+    free = sampler.sample([SampleRequest(TRUNK, 1, 12, seed=2)])[0][0]
+    assert (free.finish_reason, free.num_tokens) == ("length", 12)
+    ids = free.token_ids.tolist()
+    by_id = sampler.sample([SampleRequest(TRUNK, 1, 12, seed=2, stop_ids=(ids[5],))])[0][0]
+    assert by_id.finish_reason == "stop"
+    assert by_id.token_ids.tolist() == ids[: ids.index(ids[5]) + 1]
+    pair = (ids[3], ids[4])
+    by_pair = sampler.sample([SampleRequest(TRUNK, 1, 12, seed=2, stop_sequences=(pair,))])[0][0]
+    assert by_pair.finish_reason == "stop"
+    assert by_pair.token_ids.tolist() == ids[:5]
+
+
+def test_training_state_comes_back_also_when_sampling_fails() -> None:
+    model = tiny_model("llama", attention_dropout=0.5)
+    model.activation_checkpointing_enable()
+    model.model.layers[1].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    name = model.config._attn_implementation
+    sampler = TransformersSampler(model)
+    one, two = ids_of(sampler.sample(REQUESTS[:2])), ids_of(sampler.sample(REQUESTS[:2]))
+    assert one == two  # dropout was off
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="request 0, continuation 0"):
+        sampler.sample(REQUESTS[:1])
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert model.is_activation_checkpointing
+    assert model.config._attn_implementation == name
+
+
+def test_checkpointing_and_dropout_are_off_inside() -> None:
+    model = tiny_model("llama")
+    model.activation_checkpointing_enable()
+    with sampling_mode(model):
+        assert not model.is_activation_checkpointing
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+
+
+def test_a_shared_prefix_is_refused_where_it_does_not_hold() -> None:
+    model = tiny_model("mamba2")
+    assert "recurrent" in (why_not(model, "shared_prefix") or "")
+    with pytest.raises(UnsupportedModelError, match="shared_prefix: it has layers with a recurrent state"):
+        TransformersSampler(model, method="shared_prefix").sample(REQUESTS[:1])
+
+
+def test_wrong_logits_of_a_cache_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from treewise.rl.samplers import shared_prefix
+
+    model = tiny_model("llama")
+    right = shared_prefix.attention_forward
+
+    def wrong(*args: object, **kwargs: object) -> tuple[torch.Tensor, None]:
+        return right(*args, **kwargs)[0] * 1.1, None
+
+    monkeypatch.setattr(shared_prefix, "attention_forward", wrong)
+    with sampling_mode(model):
+        assert "logits differ" in (why_not(model, "shared_prefix") or "")
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="empty prefix"):
+        SampleRequest(())
+    with pytest.raises(ConfigError, match="num_continuations of a sample request is 0"):
+        SampleRequest((1,), 0)
+    with pytest.raises(ConfigError, match="top_p"):
+        SampleRequest((1,), top_p=0.0)
+    with pytest.raises(ConfigError, match="temperature"):
+        SampleRequest((1,), temperature=-1.0)
+    with pytest.raises(ConfigError, match="sampling method 'fast'"):
+        TransformersSampler(tiny_model("llama"), method="fast")
+
+
+def test_behavior_logprobs_are_those_of_what_was_drawn_from() -> None:
+    model = tiny_model("llama")
+    request = SampleRequest(TRUNK, 1, 10, seed=4, top_k=2)
+    completion = TransformersSampler(model).sample([request])[0][0]
+    table = flat_logprobs(model, request, completion)
+    top = table.topk(2).values.logsumexp(-1).numpy()
+    np.testing.assert_allclose(completion.behavior_logprobs, completion.logprobs - top, atol=1e-5)
+    assert completion.log_kept_mass is not None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_logprobs_equal_flat_teacher_forcing() -> None:
+    model = tiny_model("qwen3").cuda()
+    results = TransformersSampler(model).sample(REQUESTS)
+    model.cpu()
+    for request, completions in zip(REQUESTS, results, strict=True):
+        for completion in completions:
+            table = flat_logprobs(model, request, completion)
+            ids = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
+            np.testing.assert_allclose(completion.logprobs, table.gather(1, ids)[:, 0].numpy(), atol=1e-3)
