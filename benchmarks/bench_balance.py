@@ -31,7 +31,7 @@ import numpy as np
 from common import save
 from tree_shapes import forest_of, recorded
 
-from treewise.distributed.lockstep import equal_schedules
+from treewise.distributed.lockstep import training_passes, turns_of
 from treewise.distributed.placement import CostModel, Placement, assign_ranks, restrict_forest, work_of
 from treewise.distributed.placement.cost_model import PAIR_FORWARD_FRACTION
 from treewise.distributed.placement.leaf_costs import Leaves, costs_of
@@ -278,9 +278,10 @@ def tree_figures(lengths: np.ndarray, limit: int, in_step: bool) -> dict[str, fl
 
 def turns(plans: Sequence[Plan | None]) -> list[list[float]]:
     """Seconds of each rank at each of the common turns."""
+    everybody = [training_passes(each) for each in plans]
     return [
-        [0.0 if slot.own_step is None else step_seconds(each, slot.own_step) for slot in slots]
-        for each, slots in zip(plans, equal_schedules(plans), strict=True)
+        [0.0 if turn.own_step is None else step_seconds(each, turn.own_step) for turn in own_turns]
+        for each, own_turns in zip(plans, (turns_of(own, everybody) for own in everybody), strict=True)
     ]
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treewise import SFT, Forest, Trajectory, TreeEngine
-from treewise.distributed.lockstep import training_passes, visiting_passes
+from treewise.distributed.lockstep import forward_passes, training_passes
 from treewise.engine.lockstep import DONE
 from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model
@@ -52,7 +52,7 @@ def test_gradients_beside_any_other_rank(data, items, other):
 def test_log_probs_beside_any_other_rank(data, items, other):
     forest = Forest.from_trajectories(items)
     _, expected, _ = flat_sft(MODEL, items)
-    engine, _ = paced(data.draw(budgets(forest)), visiting_passes(plan(*other)).text)
+    engine, _ = paced(data.draw(budgets(forest)), forward_passes(plan(*other)).text)
     with torch.no_grad():
         found = engine.logprobs(forest)
     engine.finish_pace()

@@ -24,7 +24,7 @@ def check_layouts(made):
         layout = lay_out(made, number)
         own, keys = layout.positions, key_positions(made, layout)
         assert own.tolist() == batch.positions().tolist()
-        assert len(keys) == len(layout.lo) == len(layout.hi) == layout.num_tokens + layout.num_gateway_tokens
+        assert len(keys) == len(layout.lo) == len(layout.hi) == layout.num_tokens + len(layout.gateway_rows)
         assert layout.lo.dtype == layout.hi.dtype == np.int32
         np.testing.assert_array_equal(layout.token_ids, forest.token_ids[own])
         np.testing.assert_array_equal(layout.depth, forest.depth[own])

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from treewise.distributed.lockstep.common_sequence import Slot
-from treewise.distributed.lockstep.turns import NO_PASSES, Passes, training_passes, turns_of, visiting_passes
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Plan, Step
+from treewise.distributed.lockstep.common_sequence import Turn
+from treewise.distributed.lockstep.turns import NO_PASSES, Passes, forward_passes, training_passes, turns_of
+from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Pass, Plan
 
 DONE = "."  # what a rank says that has no walk left
 
@@ -30,7 +30,7 @@ class Pace:
         self._exchange, self._empty_rows = exchange, empty_rows
         self._held: list[torch.Tensor] = []
 
-    def steps(self, plan: Plan) -> Iterator[Step]:
+    def steps(self, plan: Plan) -> Iterator[Pass]:
         """The steps of a plan's schedule at their turns, with the empty passes in between.
 
         Micro-batches that read no gateway may come in another order than in the schedule.
@@ -43,7 +43,7 @@ class Pace:
 
     def forwards(self, plan: Plan) -> Iterator[None]:
         """A turn for each forward of a visit; after the last one, the empty passes that are left."""
-        for slot in self._slots(visiting_passes(plan)):
+        for slot in self._slots(forward_passes(plan)):
             if slot.own_step is None:
                 self._run_empty(slot.action)
             else:
@@ -55,7 +55,7 @@ class Pace:
             for slot in turns_of(NO_PASSES, [NO_PASSES, *map(Passes.from_text, sequences)]):
                 self._run_empty(slot.action)
 
-    def _slots(self, own: Passes) -> list[Slot]:
+    def _slots(self, own: Passes) -> list[Turn]:
         said = self._exchange(own.text)
         # Ranks that are done run all of it empty, so the common sequence must be one that an idle rank can follow.
         return turns_of(own, [NO_PASSES if each == DONE else Passes.from_text(each) for each in said])

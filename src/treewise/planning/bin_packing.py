@@ -18,14 +18,14 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     residuals: list[tuple[int, int]] = []
     for item in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         size = sizes[item]
-        place = bisect_left(residuals, (size, -1))
-        if place == len(residuals):
+        index = bisect_left(residuals, (size, -1))
+        if index == len(residuals):
             bins.append([item])
             insort(residuals, (capacity - size, len(bins) - 1))
         else:
-            residual, number = residuals.pop(place)
-            bins[number].append(item)
-            insort(residuals, (residual - size, number))
+            residual, bin_index = residuals.pop(index)
+            bins[bin_index].append(item)
+            insort(residuals, (residual - size, bin_index))
     return sorted(sorted(items) for items in bins)
 
 
@@ -34,10 +34,10 @@ def in_order(sizes: Sequence[int], capacity: int, num_open_bins: int) -> list[li
     bins: list[list[int]] = []
     rooms: list[int] = []
     for item, size in enumerate(sizes):
-        for number in range(max(0, len(bins) - num_open_bins), len(bins)):
-            if rooms[number] >= size:
-                bins[number].append(item)
-                rooms[number] -= size
+        for index in range(max(0, len(bins) - num_open_bins), len(bins)):
+            if rooms[index] >= size:
+                bins[index].append(item)
+                rooms[index] -= size
                 break
         else:
             bins.append([item])

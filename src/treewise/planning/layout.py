@@ -1,4 +1,4 @@
-"""What one micro-batch hands to a model: tokens, positions, the two interval vectors of its mask, and its edges.
+"""The arrays of one micro-batch: tokens, positions, the two interval vectors of its mask, and its edges.
 
 Letters: T own tokens, G gateway tokens, K = G + T keys (gateway keys first), E edges.
 """
@@ -10,6 +10,7 @@ import numpy as np
 
 from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest
+from treewise.tree.prefix_merge import concatenated_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,8 @@ class Layout:
 
     positions: [T] int64 tree positions, ascending. token_ids: [T] int32. depth: [T] int32 position ids.
     lo, hi: [K] int32; query q sees key k exactly when lo[k] <= q < hi[k]. key_depth: [K] int32.
-    gateway_batches: [A] int64, the open micro-batches that are read, ascending. gateway_rows: [G] int64, which of their
-    tokens are read. gateway_bounds: [A + 1] int64, where each one's begin.
+    gateway_batches: [A] int64, the open micro-batches that are read, ascending. gateway_rows: [G] int64, rows of the
+    tokens that are read. gateway_bounds: [A + 1] int64, where the rows of each micro-batch begin.
     """
 
     positions: np.ndarray
@@ -34,7 +35,7 @@ class Layout:
 
     @property
     def gateway(self) -> list[tuple[int, np.ndarray]]:
-        """For each open micro-batch read, its index and which of its tokens are read ([g] int64, ascending)."""
+        """For each open micro-batch that is read, its index and the rows that are read ([g] int64, ascending)."""
         bounds = self.gateway_bounds.tolist()
         return [
             (above, self.gateway_rows[low:high])
@@ -44,10 +45,6 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         return len(self.positions)
-
-    @property
-    def num_gateway_tokens(self) -> int:
-        return len(self.lo) - len(self.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +59,18 @@ class Edges:
     target: np.ndarray
 
 
-def lay_out(plan: Plan, number: int) -> Layout:
-    """The arrays of micro-batch `number` of a plan.
+def lay_out(plan: Plan, micro_batch: int) -> Layout:
+    """The arrays of micro-batch `micro_batch` of a plan.
 
-    Gateway tokens are found run by run, not one by one: a run of open tokens without forks is seen by the same queries.
+    Gateway tokens are computed per run, not per token: all tokens of a run without forks are seen by the same queries.
     """
-    forest, ranges = plan.forest, plan.micro_batches[number].ranges
-    positions = plan.micro_batches[number].positions()
+    forest, ranges = plan.forest, plan.micro_batches[micro_batch].ranges
+    positions = plan.micro_batches[micro_batch].positions()
     offsets = np.concatenate([[0], np.cumsum(ranges[:, 1] - ranges[:, 0])])
     runs = plan.open_runs
-    spans = [np.arange(runs.bounds[first], runs.bounds[end]) for first, end in plan.ancestors.spans(number)]
+    spans = [np.arange(runs.bounds[first], runs.bounds[end]) for first, end in plan.ancestors.spans(micro_batch)]
     above = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
-    first, last = (_rows_before(each[above], ranges, offsets) for each in (runs.start, runs.end))
+    first, last = (_rows_before(bound[above], ranges, offsets) for bound in (runs.start, runs.end))
     is_read = first < last
     above, first, last = above[is_read], first[is_read], last[is_read]
     length, batch = runs.length[above], runs.batch[above]
@@ -86,15 +83,17 @@ def lay_out(plan: Plan, number: int) -> Layout:
         depth=own_depth,
         lo=np.concatenate([np.repeat(first.astype(np.int32), length), np.arange(len(positions), dtype=np.int32)]),
         hi=np.concatenate([np.repeat(last.astype(np.int32), length), own_hi.astype(np.int32)]),
-        key_depth=np.concatenate([_counted(runs.depth[above], length, np.int32), own_depth]),
+        key_depth=np.concatenate([concatenated_ranges(runs.depth[above].astype(np.int32), length), own_depth]),
         gateway_batches=batch[begins],
-        gateway_rows=_counted(runs.row[above], length, np.int64),
+        gateway_rows=concatenated_ranges(runs.row[above], length),
         gateway_bounds=np.append((np.cumsum(length) - length)[begins], length.sum()),
     )
 
 
 def edges_of(forest: Forest, positions: np.ndarray, is_needed: np.ndarray) -> Edges:
-    """The edges from a micro-batch's tokens (ascending positions) to the targets marked in `is_needed` ([T] bool).
+    """The edges from a micro-batch's tokens to the targets marked in `is_needed`.
+
+    positions: [T] int64 tree positions of the micro-batch, ascending. is_needed: [tree tokens] bool.
 
     A token's first child is the token after it; every further child of a fork begins a segment elsewhere.
     """
@@ -107,22 +106,16 @@ def edges_of(forest: Forest, positions: np.ndarray, is_needed: np.ndarray) -> Ed
     first = np.searchsorted(above, positions)
     count = np.searchsorted(above, positions, side="right") - first
     row = np.repeat(np.arange(len(positions)), count)
-    index = np.arange(len(row)) - np.repeat(np.cumsum(count) - count - first, count)
-    source, target = np.concatenate([source, row]), np.concatenate([target, branches[index]])
+    branch = branches[concatenated_ranges(first, count)]
+    source, target = np.concatenate([source, row]), np.concatenate([target, branch])
     keep = is_needed[target]
     source, target = source[keep], target[keep]
     order = np.argsort(source, kind="stable")
     return Edges(source[order], target[order])
 
 
-def _counted(starts: np.ndarray, lengths: np.ndarray, dtype: type) -> np.ndarray:
-    """Concatenated ranges `starts[i] .. starts[i] + lengths[i]`."""
-    shift = (starts - (np.cumsum(lengths) - lengths)).astype(dtype)
-    return np.repeat(shift, lengths) + np.arange(int(lengths.sum()), dtype=dtype)
-
-
 def _rows_before(positions: np.ndarray, ranges: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """How many own rows lie before each tree position."""
+    """[n] int64, number of rows of this micro-batch before each tree position ([n] int64)."""
     index = np.searchsorted(ranges[:, 1], positions, side="right")
     inside = index < len(ranges)
     count = np.full(len(positions), offsets[-1])

@@ -2,8 +2,8 @@
 
 A token whose subtree fits the budget is closed; all others are open, a connected top of every tree. The maximal closed
 subtrees are the *pieces*, each a contiguous range of tree positions. Open tokens are cut, at any token, into *trunks*:
-groups of at most the budget that hang off one parent trunk each, so trunks form a tree and a depth-first walk over it
-keeps the gateways of one path alive.
+groups of at most the budget, each below one parent trunk, so trunks form a tree and a depth-first walk over it keeps
+the gateways of one path alive.
 
 Letters: S segments, P pieces.
 """
@@ -28,8 +28,8 @@ PAIR_FORWARD_FRACTION = 1 / (1 + ATTENTION_BACKWARD)
 class Trunk:
     """Open tokens computed together.
 
-    ranges: tree positions `[start, end)`, ascending. parent: index of the trunk above, -1 for none. room: tokens that
-    may run while this trunk is alive (less than the budget only below held ones). is_held: its graph is kept.
+    ranges: tree positions `[start, end)`, ascending. parent: index of the trunk above, or -1. room: tokens that may run
+    while this trunk is alive (less than the budget only below held ones). is_held: its graph is kept.
     """
 
     ranges: list[tuple[int, int]]
@@ -44,7 +44,7 @@ class Trunk:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Pieces (start and size of each, [P] int64, ascending), the trunk above each ([P]; -1: none), and the trunks."""
+    """piece_start, piece_size: [P] int64, ascending. piece_trunk: [P] int64, the trunk above each piece, or -1."""
 
     piece_start: np.ndarray
     piece_size: np.ndarray
@@ -53,21 +53,21 @@ class Partition:
 
 
 def partition(forest: Forest, budget: int, hold: str) -> Partition:
-    """Cuts a forest for a budget of tokens. `hold` is `auto`, `never` or `always` (wherever it is possible)."""
+    """Cuts a forest for a budget of tokens. hold: `auto`, `never` or `always` (wherever it is possible)."""
     cut = _Cut(forest.segments, budget, hold)
     cut.cut_trunks()
     return Partition(cut.piece_start, cut.piece_size, cut.trunk_of_pieces(), cut.trunks)
 
 
 def cut_trunks(segments: Segments, budget: int, hold: str) -> list[Trunk]:
-    """The trunks alone, from a forest's segments alone."""
+    """Only the trunks, from a forest's segments."""
     cut = _Cut(segments, budget, hold)
     cut.cut_trunks()
     return cut.trunks
 
 
 class _Cut:
-    """The arrays that cutting reads, and the trunks made so far."""
+    """Cuts one forest; `trunks` grows in depth-first order."""
 
     def __init__(self, segments: Segments, budget: int, hold: str) -> None:
         self.segments, self.budget, self.hold = segments, budget, hold
@@ -84,8 +84,8 @@ class _Cut:
 
     def _find_pieces(self, parent: np.ndarray) -> None:
         is_full = self.num_open == self.length
-        hangs = (parent < 0) | is_full[parent]
-        first = hangs & (self.num_open < self.length)
+        is_below_open = (parent < 0) | is_full[parent]
+        first = is_below_open & (self.num_open < self.length)
         piece_start = np.where(first, self.start + self.num_open, -1)[first]
         self.piece_start = piece_start
         self.piece_size = self.subtree_end[first] - piece_start
@@ -106,33 +106,33 @@ class _Cut:
             stack.extend(self._cut_stubs(len(self.trunks) - 1, below)[::-1])
 
     def _cut_stubs(self, parent: int, stubs: list[tuple[int, int]]) -> list[tuple[Trunk, list[tuple[int, int]]]]:
-        """Trunks for stubs that hang off one parent: small ones share a trunk, large ones begin one each."""
-        made: list[tuple[Trunk, list[tuple[int, int]]]] = []
+        """Trunks for the stubs below one parent, each with the stubs below it: small stubs share a trunk."""
+        trunks: list[tuple[Trunk, list[tuple[int, int]]]] = []
         together: list[tuple[int, int]] = []
         together_size = 0
         for segment, taken in stubs:
             size = self._stub_size(segment, taken)
             if self._should_hold(segment, taken, size):
                 ranges, _ = self._take(segment, taken, size)
-                made.append((Trunk(ranges, parent, self.budget - size, is_held=True), []))
+                trunks.append((Trunk(ranges, parent, self.budget - size, is_held=True), []))
             elif size > self.budget:
                 ranges, below = self._take(segment, taken, self.budget)
-                made.append((Trunk(ranges, parent, self.budget), below))
+                trunks.append((Trunk(ranges, parent, self.budget), below))
             else:
                 if together_size + size > self.budget:
-                    made.append((self._join(together, parent), []))
+                    trunks.append((self._join(together, parent), []))
                     together, together_size = [], 0
                 together.append((segment, taken))
                 together_size += size
         if together:
-            made.append((self._join(together, parent), []))
-        return made
+            trunks.append((self._join(together, parent), []))
+        return trunks
 
     def _join(self, stubs: list[tuple[int, int]], parent: int) -> Trunk:
         ranges = []
         for segment, taken in stubs:
             ranges += self._take(segment, taken, self._stub_size(segment, taken))[0]
-        return Trunk(_merged(ranges), parent, self.budget)
+        return Trunk(_join_touching(ranges), parent, self.budget)
 
     def _stub_size(self, segment: int, taken: int) -> int:
         return int(self.open_before[self.after[segment]] - self.open_before[segment]) - taken
@@ -155,10 +155,10 @@ class _Cut:
                 below.append((current, skip + count))
             else:
                 stack.extend((child, 0) for child in reversed(self._children.get(current, [])))
-        return _merged(ranges), below
+        return _join_touching(ranges), below
 
     def _should_hold(self, segment: int, taken: int, size: int) -> bool:
-        """Whether keeping the graph of all these open tokens beats running them twice."""
+        """Whether keeping the graph of all these open tokens costs less than running them twice."""
         if self.hold == "never" or size >= self.budget:
             return False
         low = int(self.start[segment]) + taken
@@ -175,22 +175,22 @@ class _Cut:
 
     def trunk_of_pieces(self) -> np.ndarray:
         """[P] the trunk that holds the token before each piece, -1 for a whole tree."""
-        bounds = sorted((start, end, number) for number, trunk in enumerate(self.trunks) for start, end in trunk.ranges)
+        bounds = sorted((start, end, index) for index, trunk in enumerate(self.trunks) for start, end in trunk.ranges)
         result = np.full(len(self.piece_start), -1, dtype=np.int64)
         if not bounds:
             return result
         starts = np.array([start for start, _, _ in bounds])
-        numbers = np.array([number for _, _, number in bounds])
+        trunks = np.array([index for _, _, index in bounds])
         segment = np.searchsorted(self.start, self.piece_start, side="right") - 1
         above = self.segments.parent[segment]
         last = np.where(above >= 0, (self.start + self.length)[above] - 1, -1)
         before = np.where(self.piece_start == self.start[segment], last, self.piece_start - 1)
         inner = before >= 0
-        result[inner] = numbers[np.searchsorted(starts, before[inner], side="right") - 1]
+        result[inner] = trunks[np.searchsorted(starts, before[inner], side="right") - 1]
         return result
 
 
-def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _join_touching(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ascending ranges with touching ones joined."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(ranges):

@@ -1,8 +1,9 @@
 """From a forest and a budget to a plan: micro-batches, and the order in which they run.
 
-A forest that fits is one micro-batch. Otherwise open tokens run first, without a graph, and leave a gateway; closed
-micro-batches run forward and backward once; then the open ones run again with a graph, their backward starting from
-the gateway's gradients. Where it pays, an open micro-batch is held instead: its graph is kept and it runs once.
+A forest that fits is one micro-batch. Otherwise open tokens run first, without a graph, and leave a gateway (a KV cache
+with gradients); closed micro-batches run forward and backward once; then the open ones run again with a graph, their
+backward starting from the gateway's gradients (activation checkpointing of whole micro-batches). Where that is cheaper,
+an open micro-batch is held instead: its activations are kept and it runs once.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +19,14 @@ from treewise.errors import PlanError
 from treewise.planning.bin_packing import best_fit, in_order
 from treewise.planning.partition import Partition, partition
 from treewise.tree.forest import Forest, one_forest
+from treewise.tree.prefix_merge import concatenated_ranges
 
 FORWARD = "forward"  # no graph; leaves a gateway
 HOLD = "hold"  # with a graph that is kept; leaves a gateway
 TRAIN = "train"  # forward with a graph and backward at once
 BACKWARD = "backward"  # backward of a held micro-batch
 
-# Bins that stay open at a time when pieces are packed in order: the fewer, the fewer gateways are alive.
+# Open bins when pieces are packed in order; fewer open bins keep fewer gateways alive.
 NUM_OPEN_BINS = (4, 16, 64, 256)
 
 Pack = Callable[[Sequence[int], int], list[list[int]]]  # sizes and a capacity to the indices in each bin
@@ -34,8 +36,8 @@ Pack = Callable[[Sequence[int], int], list[list[int]]]  # sizes and a capacity t
 class MicroBatch:
     """Tokens that one forward computes.
 
-    ranges: [R, 2] int64, own tree positions `[start, end)`, ascending. parents: indices of the open micro-batches that
-    its tokens hang off directly. is_open: others read its gateway. is_held: its graph is kept while they run.
+    ranges: [R, 2] int64, tree positions `[start, end)`, ascending. parents: indices of the open micro-batches that
+    contain the parents of its tokens. is_open: others read its gateway. is_held: its graph is kept while they run.
     """
 
     ranges: np.ndarray
@@ -48,68 +50,69 @@ class MicroBatch:
         return int((self.ranges[:, 1] - self.ranges[:, 0]).sum())
 
     def positions(self) -> np.ndarray:
-        """[T] int64, own tree positions, ascending."""
-        return np.concatenate([np.arange(start, end) for start, end in self.ranges.tolist()])
+        """[T] int64 tree positions, ascending."""
+        return concatenated_ranges(self.ranges[:, 0], self.ranges[:, 1] - self.ranges[:, 0])
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One entry of the schedule: what to do (`forward`, `hold`, `train`, `backward`) with which micro-batch."""
+class Pass:
+    """One entry of a schedule: an action (`forward`, `hold`, `train`, `backward`) and the index of a micro-batch."""
 
     action: str
     micro_batch: int
 
 
 class Ancestors(Sequence[tuple[int, ...]]):
-    """For each micro-batch those above it, made when asked for: on a path of n trunks they are n * n / 2 together.
+    """For each micro-batch those above it, computed on access: on a path of n trunks they are n * n / 2 in total.
 
-    Trunks are numbered depth-first, so most of a path is `parent = number - 1`: it is kept as spans of such numbers.
+    Trunks are in depth-first order, so most of a path is `parent = index - 1`: it is stored as spans of such indices.
     """
 
     def __init__(self, parents: list[tuple[int, ...]]) -> None:
         self._parents = parents
-        self._first = list(range(len(parents)))  # the first of the span that leads down to each micro-batch
-        for number, above in enumerate(parents):
-            if above == (number - 1,):
-                self._first[number] = self._first[number - 1]
+        self._first = list(range(len(parents)))  # of the span that ends at each micro-batch
+        for index, above in enumerate(parents):
+            if above == (index - 1,):
+                self._first[index] = self._first[index - 1]
 
-    def spans(self, number: int) -> list[tuple[int, int]]:
+    def spans(self, index: int) -> list[tuple[int, int]]:
         """Ascending spans `[first, end)` of the micro-batches above one."""
-        waiting = [-above for above in self._parents[number]]
+        waiting = [-above for above in self._parents[index]]
         heapify(waiting)
-        found: dict[int, int] = {}
+        spans: dict[int, int] = {}
         while waiting:
-            last = -heappop(waiting)  # the last one comes first, so a span is met at its full length
+            last = -heappop(waiting)  # in descending order, so a span is entered at its end
             first = self._first[last]
-            if first not in found:
-                found[first] = last + 1
+            if first not in spans:
+                spans[first] = last + 1
                 for above in self._parents[first]:
                     heappush(waiting, -above)
-        return sorted(found.items())
+        return sorted(spans.items())
 
     def __len__(self) -> int:
         return len(self._parents)
 
     @overload
-    def __getitem__(self, number: int) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int) -> tuple[int, ...]: ...
 
     @overload
-    def __getitem__(self, number: slice) -> list[tuple[int, ...]]: ...
+    def __getitem__(self, index: slice) -> list[tuple[int, ...]]: ...
 
-    def __getitem__(self, number: int | slice) -> tuple[int, ...] | list[tuple[int, ...]]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
-        number = range(len(self))[number]
-        return tuple(chain.from_iterable(range(first, end) for first, end in self.spans(number)))
+    def __getitem__(self, index: int | slice) -> tuple[int, ...] | list[tuple[int, ...]]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        return tuple(chain.from_iterable(range(first, end) for first, end in self.spans(index)))
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRuns:
     """Tokens of open micro-batches as runs of neighbouring positions within a segment, in the order of micro-batches.
 
-    Whatever hangs off an open token hangs off the end of its run, so a key's interval is that of its whole run.
+    A run has no fork inside: everything below any of its tokens is below its last one, so all keys of a run share one
+    `hi`.
     start, length: [R] int64 tree positions. end: [R] int64, end of the run's subtree. depth: [R] int64 of the first
-    token. batch: [R] int64. row: [R] int64, the first token's number within its micro-batch. bounds: [open + 1] int64,
+    token. batch: [R] int64. row: [R] int64, the first token's row within its micro-batch. bounds: [open + 1] int64,
     where each micro-batch's runs begin.
     """
 
@@ -123,14 +126,14 @@ class OpenRuns:
 
 
 def _open_runs(forest: Forest, ranges_of: list[np.ndarray]) -> OpenRuns:
-    """Open micro-batches come first in a plan, so the index into `ranges_of` is their number."""
+    """ranges_of: [R, 2] int64 of each open micro-batch; open ones come first in a plan."""
     counts = [len(ranges) for ranges in ranges_of]
     ranges = np.concatenate([np.zeros((0, 2), dtype=np.int64), *ranges_of])
     segments = forest.segments
     first = np.searchsorted(segments.start, ranges[:, 0], side="right") - 1
     count = np.searchsorted(segments.start, ranges[:, 1]) - first
     owner = np.repeat(np.arange(len(ranges)), count)
-    segment = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count - first, count)
+    segment = concatenated_ranges(first, count)
     start = np.maximum(segments.start[segment], ranges[owner, 0])
     stop = np.minimum(np.append(segments.start, segments.num_tokens)[segment + 1], ranges[owner, 1])
     batch = np.repeat(np.arange(len(counts)), counts)[owner]
@@ -154,7 +157,7 @@ class Plan:
     forest: Forest
     max_tokens: int | None
     micro_batches: tuple[MicroBatch, ...]
-    schedule: tuple[Step, ...]
+    schedule: tuple[Pass, ...]
 
     @property
     def num_micro_batches(self) -> int:
@@ -166,7 +169,7 @@ class Plan:
 
     @property
     def is_whole(self) -> bool:
-        """One micro-batch and nothing else, so autograd alone computes the gradients."""
+        """Whether there is a single micro-batch, so that autograd alone computes the gradients."""
         return len(self.micro_batches) == 1
 
     @cached_property
@@ -176,7 +179,7 @@ class Plan:
 
     @cached_property
     def num_held_tokens(self) -> int:
-        """Open tokens whose graph is kept, so they run once."""
+        """Open tokens whose graph is kept, so that they run once."""
         return sum(batch.num_tokens for batch in self.micro_batches if batch.is_held)
 
     @property
@@ -201,7 +204,7 @@ class Plan:
 
     @cached_property
     def peak_gateway_tokens(self) -> int:
-        """The most open tokens whose keys and values are alive at one time."""
+        """Maximum number of open tokens whose keys and values are alive at a time."""
         return max((alive for alive, _ in self.timeline), default=0)
 
     @cached_property
@@ -224,8 +227,7 @@ class Plan:
         return tuple(points)
 
     def describe(self, gateway_bytes_per_token: int | None = None) -> str:
-        """A few lines for people. With the bytes of one gateway token (keys, values and their gradients, all layers)
-        the gateways are given in bytes too."""
+        """The plan as text. gateway_bytes_per_token: keys, values and their gradients of all layers, to show bytes."""
         forest = self.forest
         budget = f"{self.max_tokens:,} tokens" if self.max_tokens else "none (one micro-batch)"
         ratio = self.num_computed_tokens / forest.num_tokens
@@ -250,9 +252,8 @@ class Plan:
 def plan(forest: Forest | Sequence[Forest], max_tokens: int | None = None, *, hold: str = "auto") -> Plan:
     """Cuts a forest, or several side by side, into micro-batches of at most `max_tokens` tokens.
 
-    Deterministic, and linear in the segments (the tokens are never visited one by one). `hold` says whether open
-    micro-batches may be kept instead of computed twice: `auto` (where it is cheaper), `never`, `always` (wherever it
-    fits).
+    Deterministic, and linear in the number of segments, not tokens. hold: whether open micro-batches keep their
+    activations instead of being recomputed: `auto` (where it is cheaper), `never`, `always` (wherever they fit).
 
     Raises:
         PlanError: a budget that is not a positive integer, or an unknown `hold`.
@@ -266,13 +267,13 @@ def plan(forest: Forest | Sequence[Forest], max_tokens: int | None = None, *, ho
         raise PlanError(f"max_tokens is {max_tokens}; a micro-batch holds at least 1 token.")
     if max_tokens is None or whole.num_tokens <= max_tokens:
         everything = MicroBatch(np.array([[0, whole.num_tokens]]), (), is_open=False, is_held=False)
-        return Plan(whole, max_tokens, (everything,), (Step(TRAIN, 0),))
+        return Plan(whole, max_tokens, (everything,), (Pass(TRAIN, 0),))
     parts = partition(whole, int(max_tokens), hold)
     fewest = _assemble(whole, int(max_tokens), parts, best_fit)
     if not parts.trunks:
         return fewest
     # Mixing far-apart pieces keeps more gateways alive than one path needs: beyond a few budgets, pieces stay in
-    # order if that adds no more than a fiftieth of the micro-batches, or one above what any packing needs.
+    # order if that adds at most 2 % of the micro-batches, or at most one to the lower bound of any packing.
     if fewest.peak_gateway_tokens <= _longest_open_path(parts) + 4 * int(max_tokens):
         return fewest
     num_fewest = fewest.num_closed_micro_batches
@@ -280,7 +281,7 @@ def plan(forest: Forest | Sequence[Forest], max_tokens: int | None = None, *, ho
     for num_open_bins in NUM_OPEN_BINS:
         near = _assemble(whole, int(max_tokens), parts, partial(in_order, num_open_bins=num_open_bins))
         if near.num_closed_micro_batches <= at_most:
-            return min((fewest, near), key=lambda each: each.peak_gateway_tokens)
+            return min((fewest, near), key=lambda candidate: candidate.peak_gateway_tokens)
     return fewest
 
 
@@ -294,52 +295,58 @@ def _longest_open_path(parts: Partition) -> int:
 def _assemble(forest: Forest, budget: int, parts: Partition, pack: Pack) -> Plan:
     """Micro-batches: trunks first, parents before children, then the bins of pieces."""
     batches = [
-        MicroBatch(np.array(trunk.ranges), (trunk.parent,) if trunk.parent >= 0 else (), True, trunk.is_held)
+        MicroBatch(
+            np.array(trunk.ranges),
+            (trunk.parent,) if trunk.parent >= 0 else (),
+            is_open=True,
+            is_held=trunk.is_held,
+        )
         for trunk in parts.trunks
     ]
-    held = np.array([trunk.is_held for trunk in parts.trunks] + [False])[parts.piece_trunk]
-    groups = [(np.flatnonzero(~held), budget)]
+    is_below_held = np.array([trunk.is_held for trunk in parts.trunks] + [False])[parts.piece_trunk]
+    groups = [(np.flatnonzero(~is_below_held), budget)]
     by_trunk = np.argsort(parts.piece_trunk, kind="stable")
     bounds = np.searchsorted(parts.piece_trunk[by_trunk], np.arange(len(parts.trunks) + 1))
-    for number, trunk in enumerate(parts.trunks):
+    for index, trunk in enumerate(parts.trunks):
         if trunk.is_held:
-            groups.append((by_trunk[bounds[number] : bounds[number + 1]], trunk.room))
+            groups.append((by_trunk[bounds[index] : bounds[index + 1]], trunk.room))
     for members, capacity in groups:
         for chosen in pack(parts.piece_size[members].tolist(), capacity):
             pieces = members[chosen]
             ranges = np.stack([parts.piece_start[pieces], (parts.piece_start + parts.piece_size)[pieces]], axis=1)
             above = np.unique(parts.piece_trunk[pieces])
-            batches.append(MicroBatch(ranges, tuple(above[above >= 0].tolist()), False, False))
+            parents = tuple(above[above >= 0].tolist())
+            batches.append(MicroBatch(ranges, parents, is_open=False, is_held=False))
     return Plan(forest, budget, tuple(batches), _schedule(batches, len(parts.trunks)))
 
 
-def _schedule(batches: list[MicroBatch], num_open: int) -> tuple[Step, ...]:
-    """Depth-first: each micro-batch as early as its gateways allow, each backward as soon as nothing below is left."""
+def _schedule(batches: list[MicroBatch], num_open: int) -> tuple[Pass, ...]:
+    """Depth-first: each micro-batch as early as its gateways allow, each backward after everything below."""
     waiting = [0] * num_open
     ready: list[list[int]] = [[] for _ in range(num_open)]
-    steps: list[Step] = []
-    for number, batch in enumerate(batches):
+    passes: list[Pass] = []
+    for index, batch in enumerate(batches):
         for parent in batch.parents:
             waiting[parent] += 1
-        if number >= num_open and batch.parents:
-            ready[max(batch.parents)].append(number)
-    # The largest first: where ranks run theirs side by side, the fuller ones meet.
-    free = [number for number in range(num_open, len(batches)) if not batches[number].parents]
-    steps += [Step(TRAIN, number) for number in sorted(free, key=lambda each: -batches[each].num_tokens)]
-    for number in range(num_open):
-        steps.append(Step(HOLD if batches[number].is_held else FORWARD, number))
-        for closed in ready[number]:
-            steps.append(Step(TRAIN, closed))
-            _finish(closed, batches, waiting, steps)
-    return tuple(steps)
+        if index >= num_open and batch.parents:
+            ready[max(batch.parents)].append(index)
+    # The largest first: ranks that run in lockstep then run their full micro-batches at the same turns.
+    free = [index for index in range(num_open, len(batches)) if not batches[index].parents]
+    passes += [Pass(TRAIN, index) for index in sorted(free, key=lambda index: -batches[index].num_tokens)]
+    for index in range(num_open):
+        passes.append(Pass(HOLD if batches[index].is_held else FORWARD, index))
+        for closed in ready[index]:
+            passes.append(Pass(TRAIN, closed))
+            _finish(closed, batches, waiting, passes)
+    return tuple(passes)
 
 
-def _finish(number: int, batches: list[MicroBatch], waiting: list[int], steps: list[Step]) -> None:
-    """Marks a micro-batch as done, and runs the backward of every open one that waits for nothing else."""
-    done = [number]
+def _finish(micro_batch: int, batches: list[MicroBatch], waiting: list[int], passes: list[Pass]) -> None:
+    """Adds the backward of every open micro-batch that waited for this one alone."""
+    done = [micro_batch]
     while done:
         for parent in batches[done.pop()].parents:
             waiting[parent] -= 1
             if waiting[parent] == 0:
-                steps.append(Step(BACKWARD if batches[parent].is_held else TRAIN, parent))
+                passes.append(Pass(BACKWARD if batches[parent].is_held else TRAIN, parent))
                 done.append(parent)

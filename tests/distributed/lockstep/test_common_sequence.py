@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise.distributed.lockstep.common_sequence import merged, slots_of
+from treewise.distributed.lockstep.common_sequence import align, common_sequence
 from treewise.errors import PlanError
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
 from treewise.testing.strategies import forests_and_budgets
@@ -37,9 +37,9 @@ def any_sequences(draw):
 
 def check(sequences, weights=None):
     """Everything that holds for any common sequence. Returns it."""
-    common = merged(sequences, weights)
+    common = common_sequence(sequences, weights)
     for own in sequences:
-        slots = slots_of(own, common)
+        slots = align(own, common)
         assert "".join(COMMON[slot.action] for slot in slots) == common  # the same collective operations on all ranks
         steps = [slot.own_step for slot in slots if slot.own_step is not None]
         assert steps == list(range(len(own)))
@@ -96,22 +96,22 @@ def shortest_common(sequences):
 def test_common_sequences_of_plans_are_near_the_shortest(plans):
     sequences = [passes_of(each) for each in plans]
     if np.prod([len(each) for each in sequences]) < 5_000:
-        assert len(merged(sequences)) <= 1.2 * shortest_common(sequences) + 2
+        assert len(common_sequence(sequences)) <= 1.2 * shortest_common(sequences) + 2
 
 
 def test_usual_steps_cost_next_to_nothing():
-    assert merged(["TTTT", "TTT", ""]) == "TTTT"
-    assert len(merged(["FTTT", "TTTT", "TTTTT"])) == 6
-    assert len(merged(["HTTTB", "TTTT"])) == 6
-    assert merged(["FTT", "FTT", "FFTTTTT"]) == "FFTTTTT"
-    assert len(merged(["TTTTTFTTT", "FTTTTTFTT", "TTTTTTTTT"])) == 11
-    assert merged([]) == merged(["", ""]) == ""
+    assert common_sequence(["TTTT", "TTT", ""]) == "TTTT"
+    assert len(common_sequence(["FTTT", "TTTT", "TTTTT"])) == 6
+    assert len(common_sequence(["HTTTB", "TTTT"])) == 6
+    assert common_sequence(["FTT", "FTT", "FFTTTTT"]) == "FFTTTTT"
+    assert len(common_sequence(["TTTTTFTTT", "FTTTTTFTT", "TTTTTTTTT"])) == 11
+    assert common_sequence([]) == common_sequence(["", ""]) == ""
 
 
 def test_heavy_passes_meet():
     # Three turns either way; which letter comes twice is what the weights decide.
-    assert merged(["FT", "TF"], [(1, 9), (9, 1)]) == "FTF"
-    assert merged(["FT", "TF"], [(9, 1), (1, 9)]) == "TFT"
+    assert common_sequence(["FT", "TF"], [(1, 9), (9, 1)]) == "FTF"
+    assert common_sequence(["FT", "TF"], [(9, 1), (1, 9)]) == "TFT"
 
 
 def test_a_rank_that_spent_its_forward_gets_another_for_the_backward_of_the_others():
@@ -137,13 +137,13 @@ def test_many_ranks_with_recomputed_and_held_trunks(budget):
 
 
 def test_wrong_sequences_are_refused():
-    with pytest.raises(PlanError, match="sequence 1 holds 'X'; its letters are F, H, T, B"):
-        merged(["T", "X"])
-    with pytest.raises(PlanError, match="runs a backward of nothing held"):
-        merged(["TB"])
-    with pytest.raises(PlanError, match="holds 1 graphs that it never runs backward"):
-        merged(["HT"])
-    with pytest.raises(PlanError, match="1 steps of this rank have no place"):
-        slots_of("TT", "TF")
-    with pytest.raises(PlanError, match="was not made from this rank's"):
-        slots_of("T", "TB")
+    with pytest.raises(PlanError, match="sequence 1 has the invalid letter 'X'; choose from F, H, T, B"):
+        common_sequence(["T", "X"])
+    with pytest.raises(PlanError, match="without an earlier hold"):
+        common_sequence(["TB"])
+    with pytest.raises(PlanError, match="without a backward"):
+        common_sequence(["HT"])
+    with pytest.raises(PlanError, match="1 passes of this rank are not in"):
+        align("TT", "TF")
+    with pytest.raises(PlanError, match="does not contain this rank's"):
+        align("T", "TB")

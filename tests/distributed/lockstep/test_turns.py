@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise.distributed.lockstep import Passes, equal_schedules, training_passes, turns_of, visiting_passes
+from treewise.distributed.lockstep import Passes, forward_passes, training_passes, turns_of
 from treewise.distributed.lockstep.turns import NO_PASSES
 from treewise.distributed.placement import CostModel, assign_ranks, rank_part, work_of
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
@@ -16,6 +16,12 @@ PLANS = st.tuples(forests_and_budgets(), st.sampled_from(("auto", "never", "alwa
     lambda drawn: plan(*drawn[0], hold=drawn[1])
 )
 COLLECTIVE = {FORWARD: "F", HOLD: "F", TRAIN: "T", BACKWARD: "B"}
+
+
+def all_turns(plans):
+    """The turns of every rank, from the plans of all."""
+    everybody = [training_passes(made) for made in plans]
+    return [turns_of(own, everybody) for own in everybody]
 
 
 def check_order(made, steps):
@@ -42,7 +48,7 @@ def check_order(made, steps):
 
 @given(st.lists(st.one_of(st.none(), PLANS), min_size=1, max_size=5))
 def test_turns_of_plans(plans):
-    rows = equal_schedules(plans)
+    rows = all_turns(plans)
     assert len({"".join(COLLECTIVE[slot.action] for slot in row) for row in rows}) == 1
     for made, row in zip(plans, rows, strict=True):
         own = [slot.own_step for slot in row if slot.own_step is not None]
@@ -64,7 +70,7 @@ def test_every_rank_finds_the_same_turns_from_texts(plans, random):
     passes = [training_passes(made) for made in plans]
     told = [Passes.from_text(each.text) for each in passes]
     random.shuffle(told)
-    for own, row in zip(passes, equal_schedules(plans), strict=True):
+    for own, row in zip(passes, all_turns(plans), strict=True):
         assert turns_of(own, [own, *told]) == row
 
 
@@ -113,9 +119,9 @@ def test_no_free_pass_runs_while_a_graph_is_held():
 
 def test_a_visit_is_a_forward_for_each_micro_batch():
     made = plan(Forest.from_trajectories([Trajectory(range(100))]), 30)
-    assert visiting_passes(made).letters == "FFFF"
-    assert [slot.action for slot in turns_of(NO_PASSES, [NO_PASSES, visiting_passes(made)])] == [FORWARD] * 4
-    assert visiting_passes(None) == NO_PASSES
+    assert forward_passes(made).letters == "FFFF"
+    assert [slot.action for slot in turns_of(NO_PASSES, [NO_PASSES, forward_passes(made)])] == [FORWARD] * 4
+    assert forward_passes(None) == NO_PASSES
 
 
 def test_in_step_tokens_are_even_and_the_turns_take_less():
@@ -131,7 +137,7 @@ def test_in_step_tokens_are_even_and_the_turns_take_less():
         true = [cost.seconds(work_of(made)) for made in plans]
         np.testing.assert_allclose(found.seconds, true, rtol=0.02)
         tokens = np.array([made.forest.num_tokens for made in plans])
-        took[in_step] = seconds_in_step(equal_schedules(plans), [step_seconds(made, cost) for made in plans])
+        took[in_step] = seconds_in_step(all_turns(plans), [step_seconds(made, cost) for made in plans])
     # Without the cost of attention the ranks differ by what is computed twice alone.
     assert tokens.max() < 1.1 * tokens.mean()
     assert took[True] < 0.97 * took[False]

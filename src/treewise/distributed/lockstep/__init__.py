@@ -3,16 +3,7 @@
 training_passes, turns_of       the common turns of forwards and backwards, and what a rank runs at each
 """
 
-from treewise.distributed.lockstep.common_sequence import Slot, merged, slots_of
-from treewise.distributed.lockstep.turns import Passes, equal_schedules, training_passes, turns_of, visiting_passes
+from treewise.distributed.lockstep.common_sequence import Turn, align, common_sequence
+from treewise.distributed.lockstep.turns import Passes, forward_passes, training_passes, turns_of
 
-__all__ = [
-    "Passes",
-    "Slot",
-    "equal_schedules",
-    "merged",
-    "slots_of",
-    "training_passes",
-    "turns_of",
-    "visiting_passes",
-]
+__all__ = ["Passes", "Turn", "align", "common_sequence", "forward_passes", "training_passes", "turns_of"]

@@ -1,21 +1,21 @@
-"""Equal participation: one sequence of passes that every rank runs, so that no collective operation ever waits.
+"""One common sequence of passes for all ranks, so that their collective operations match.
 
 Under FSDP2 each forward gathers the parameters of every layer, and each backward gathers them again and scatters the
 gradients. These operations pair up across ranks in the order in which they are called, so all ranks must run the same
-sequence of forwards and backwards. What is computed in them may differ, and whether a graph is kept. Ranks have
-different plans, so they exchange what they have to run, merge it into a common sequence (`merged`), and fill what is
-not theirs with empty passes (`slots_of`): one token with a loss of zero. `turns` adds passes whose order is free.
+sequence of forwards and backwards. The tokens may differ, and whether a graph is kept. Ranks have different plans, so
+they exchange their sequences, merge them into a common one (`common_sequence`), and fill the turns that are not theirs
+with empty passes (`align`): one token with a loss of zero. `turns` adds passes whose order is free.
 
-A rank's own steps that keep their order, one letter each:
+A rank's passes that keep their order, one letter each:
 
     F   forward of an open micro-batch, without a graph
     H   the same with a graph that is kept; counts as F
     T   forward and backward
     B   backward of the graph of an H
 
-The common sequence has the letters F, T and B, and holds every rank's own steps in order: a common supersequence. To
-find the shortest one is NP-hard; here a beam search keeps the few beginnings after which the least lower bound remains.
-One constraint comes on top: an empty backward needs the graph of an earlier empty forward.
+The common sequence has the letters F, T and B and contains every rank's passes in order: a common supersequence.
+Finding the shortest one is NP-hard; a beam search keeps the prefixes with the smallest lower bound. Additionally, an
+empty backward needs the graph of an earlier empty forward.
 """
 
 from collections.abc import Sequence
@@ -30,33 +30,32 @@ LETTERS = {FORWARD: "F", HOLD: "H", TRAIN: "T", BACKWARD: "B"}
 ACTIONS = {letter: action for action, letter in LETTERS.items()}
 _F, _T, _B, _END = range(4)  # letters of the common sequence
 _CODES = {"F": _F, "H": _F, "T": _T, "B": _B}
-BEAM_WIDTH = 12  # beginnings of the common sequence that are kept at a time
+BEAM_WIDTH = 12  # prefixes of the common sequence that are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """What one rank runs at one step of the common sequence.
+class Turn:
+    """What one rank runs at one turn of the common sequence.
 
     action: `forward`, `hold`, `train` or `backward`. own_step: index into the rank's `plan.schedule`, or None for an
-    empty pass. An empty `backward` runs the graph of an earlier empty `hold`, of which there always is one; which one
-    does not matter.
+    empty pass. An empty `backward` runs the graph of any earlier empty `hold`; there always is one.
     """
 
     action: str
     own_step: int | None
 
 
-def merged(sequences: Sequence[str], weights: Sequence[Sequence[int]] | None = None) -> str:
-    """The common sequence. Depends on nothing but the set of its arguments: all ranks compute the same one.
+def common_sequence(sequences: Sequence[str], weights: Sequence[Sequence[int]] | None = None) -> str:
+    """The common sequence. Independent of the order of its arguments, so all ranks compute the same one.
 
-    weights: what each pass takes, at least 1; the sum over turns of the heaviest pass is made small. Without them the
-    number of turns is.
+    sequences: one letter a pass, one sequence a rank. weights: the duration of each pass, at least 1; minimises the sum
+    over turns of the heaviest pass, or the number of turns if None.
 
     Raises:
-        PlanError: a letter that is none, or holds and backwards that do not pair up.
+        PlanError: an invalid letter, or holds and backwards that do not pair up.
     """
-    for number, own in enumerate(sequences):
-        _check(own, f"sequence {number}")
+    for index, own in enumerate(sequences):
+        _check(own, f"sequence {index}")
     if weights is None:
         weights = [[1] * len(own) for own in sequences]
     pairs = sorted({(own, tuple(weight)) for own, weight in zip(sequences, weights, strict=True)})
@@ -65,62 +64,61 @@ def merged(sequences: Sequence[str], weights: Sequence[Sequence[int]] | None = N
     if beam[0].is_complete:
         return ""
     while beam:
-        longer: dict[bytes, _Beginning] = {}
-        for old in beam:
-            for each in ranks.continued(old):
-                if each.key not in longer or each.order < longer[each.key].order:
-                    longer[each.key] = each
-        beam = sorted(longer.values(), key=lambda each: each.order)[:BEAM_WIDTH]
-        for each in beam:
-            if each.is_complete and (best is None or each.order < best.order):
-                best = each
+        extensions: dict[bytes, _Prefix] = {}
+        for prefix in beam:
+            for extended in ranks.extend(prefix):
+                if extended.key not in extensions or extended.order < extensions[extended.key].order:
+                    extensions[extended.key] = extended
+        beam = sorted(extensions.values(), key=lambda prefix: prefix.order)[:BEAM_WIDTH]
+        for prefix in beam:
+            if prefix.is_complete and (best is None or prefix.order < best.order):
+                best = prefix
         beam = [each for each in beam if best is None or (not each.is_complete and each.order[0] < best.order[0])]
     assert best is not None
     return best.common
 
 
-def slots_of(own: str, common: str) -> list[Slot]:
-    """What a rank runs at each step of the common sequence: its own steps as early as they match, empty passes else.
+def align(own: str, common: str) -> list[Turn]:
+    """What a rank runs at each turn of the common sequence: its own passes as early as they match, else empty ones.
 
-    own: one letter a step; empty for a rank with nothing to do.
+    own: one letter a pass; empty for a rank with nothing to do.
 
     Raises:
-        PlanError: the common sequence does not hold the rank's own steps.
+        PlanError: the common sequence does not contain the rank's own passes.
     """
-    slots: list[Slot] = []
+    turns: list[Turn] = []
     empty_forwards: list[int] = []
-    place = 0
+    position = 0
     for letter in common:
-        if place < len(own) and _CODES[own[place]] == _CODES[letter]:
-            slots.append(Slot(ACTIONS[own[place]], place))
-            place += 1
+        if position < len(own) and _CODES[own[position]] == _CODES[letter]:
+            turns.append(Turn(ACTIONS[own[position]], position))
+            position += 1
             continue
         if letter == "F":
-            empty_forwards.append(len(slots))
+            empty_forwards.append(len(turns))
         elif letter == "B":
             if not empty_forwards:
-                raise PlanError("the common sequence was not made from this rank's; did all ranks exchange theirs?")
-            slots[empty_forwards.pop()] = Slot(HOLD, None)
-        slots.append(Slot(ACTIONS[letter], None))
-    if place < len(own):
+                raise PlanError("the common sequence does not contain this rank's; did all ranks exchange theirs?")
+            turns[empty_forwards.pop()] = Turn(HOLD, None)
+        turns.append(Turn(ACTIONS[letter], None))
+    if position < len(own):
         raise PlanError(
-            f"{len(own) - place} steps of this rank have no place in the common sequence; did all ranks exchange "
-            "theirs?"
+            f"{len(own) - position} passes of this rank are not in the common sequence; did all ranks exchange theirs?"
         )
-    return slots
+    return turns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Beginning:
-    """A beginning of the common sequence, and where each of the ranks ([R]) has got to.
+class _Prefix:
+    """A prefix of the common sequence, and the state of each rank after it.
 
-    spent: weights of its turns. place: [R] steps done. remaining: [R, 3] weight of each letter still to come.
-    num_empty: [R] empty forwards whose graph no empty backward has used.
+    spent: weight of its turns. position: [R] int64 passes done. remaining: [R, 3] int64 weight of each letter still to
+    come. num_empty: [R] int64 empty forwards whose graph no empty backward has used.
     """
 
     common: str
     spent: int
-    place: np.ndarray
+    position: np.ndarray
     remaining: np.ndarray
     num_empty: np.ndarray
 
@@ -130,17 +128,17 @@ class _Beginning:
 
     @property
     def key(self) -> bytes:
-        return self.place.tobytes() + self.num_empty.tobytes()
+        return self.position.tobytes() + self.num_empty.tobytes()
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """Each letter takes at least what the rank with the most of it has; of equals, where ranks have got further."""
+        """A lower bound: each letter takes at least the weight of the rank with the most of it. Then progress."""
         bound = self.spent + int(self.remaining.max(axis=0, initial=0).sum())
         return bound, int(self.remaining.sum()), self.common
 
 
 class _Ranks:
-    """What ranks have to run: letters, [R, steps + 1] codes, `_END` after a rank's last; weights, [R, steps + 1]."""
+    """The passes of ranks. letters: [R, passes + 1] codes, `_END` after the last. weights: [R, passes + 1] int64."""
 
     def __init__(self, distinct: list[str], weights: list[tuple[int, ...]]) -> None:
         self.letters = np.full((len(distinct), max(map(len, distinct), default=0) + 1), _END)
@@ -150,39 +148,39 @@ class _Ranks:
             self.weights[row, : len(own)] = weight
         self.rows = np.arange(len(distinct))
 
-    def start(self) -> _Beginning:
+    def start(self) -> _Prefix:
         nothing = np.zeros(len(self.rows), dtype=np.int64)
         of_letter = [np.where(self.letters == code, self.weights, 0).sum(axis=1) for code in (_F, _T, _B)]
-        return _Beginning("", 0, nothing, np.stack(of_letter, axis=1), nothing)
+        return _Prefix("", 0, nothing, np.stack(of_letter, axis=1), nothing)
 
-    def continued(self, old: _Beginning) -> list[_Beginning]:
-        """With each letter that some rank waits for and that every rank can run."""
-        heads = self.letters[self.rows, old.place]
-        found = []
+    def extend(self, prefix: _Prefix) -> list[_Prefix]:
+        """The prefix with each letter that some rank needs next and that every rank can run."""
+        heads = self.letters[self.rows, prefix.position]
+        extensions = []
         for code in (_F, _T, _B):
             is_own = heads == code
-            is_barred = code == _B and not (is_own | (old.num_empty > 0)).all()
-            if is_own.any() and not is_barred:
-                found.append(self._with(old, code, is_own))
-        # Where only barred backwards are left, a forward that is empty everywhere gives every rank a graph to run.
-        return found or [self._with(old, _F, np.zeros(len(self.rows), dtype=bool))]
+            is_blocked = code == _B and not (is_own | (prefix.num_empty > 0)).all()
+            if is_own.any() and not is_blocked:
+                extensions.append(self._append(prefix, code, is_own))
+        # If only blocked backwards are left, a forward that is empty on all ranks gives each of them a graph.
+        return extensions or [self._append(prefix, _F, np.zeros(len(self.rows), dtype=bool))]
 
-    def _with(self, old: _Beginning, code: int, is_own: np.ndarray) -> _Beginning:
-        remaining = old.remaining.copy()
-        weights = np.where(is_own, self.weights[self.rows, old.place], 0)
+    def _append(self, prefix: _Prefix, code: int, is_own: np.ndarray) -> _Prefix:
+        remaining = prefix.remaining.copy()
+        weights = np.where(is_own, self.weights[self.rows, prefix.position], 0)
         remaining[:, code] -= weights
-        num_empty = old.num_empty + {_F: 1, _T: 0, _B: -1}[code] * ~is_own
-        spent = old.spent + max(int(weights.max(initial=0)), 1)
-        return _Beginning(old.common + "FTB"[code], spent, old.place + is_own, remaining, num_empty)
+        num_empty = prefix.num_empty + {_F: 1, _T: 0, _B: -1}[code] * ~is_own
+        spent = prefix.spent + max(int(weights.max(initial=0)), 1)
+        return _Prefix(prefix.common + "FTB"[code], spent, prefix.position + is_own, remaining, num_empty)
 
 
 def _check(own: str, name: str) -> None:
     num_held = 0
     for letter in own:
         if letter not in _CODES:
-            raise PlanError(f"{name} holds {letter!r}; its letters are {', '.join(_CODES)}.")
+            raise PlanError(f"{name} has the invalid letter {letter!r}; choose from {', '.join(_CODES)}.")
         num_held += (letter == "H") - (letter == "B")
         if num_held < 0:
-            raise PlanError(f"{name} runs a backward of nothing held.")
+            raise PlanError(f"{name} has a backward (B) without an earlier hold (H).")
     if num_held:
-        raise PlanError(f"{name} holds {num_held} graphs that it never runs backward.")
+        raise PlanError(f"{name} has {num_held} holds (H) without a backward (B).")

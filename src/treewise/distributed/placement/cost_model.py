@@ -82,7 +82,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if not all(np.isfinite(cost) and cost >= 0 for cost in astuple(self)):
-            raise ConfigError(f"costs must be finite and not negative, got {self}.")
+            raise ConfigError(f"costs must be finite and not negative, found {self}.")
         if self.seconds_per_token + self.seconds_per_pair <= 0:
             raise ConfigError("seconds_per_token and seconds_per_pair are both 0; one must be positive.")
 
