@@ -1,7 +1,11 @@
 """The one exception tree. Each error is also the standard-library type that it replaces, so callers may catch either.
 
-Messages name the place (file and line, trajectory, layer), the number that is wrong, and the way out.
+Messages name the location (file and line, trajectory, layer), the number that is wrong, and the way out; the functions
+at the end write what many of them share.
 """
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class TreewiseError(Exception):
@@ -50,3 +54,21 @@ class StoppedError(TreewiseError, InterruptedError):
     """A run that a signal ended, after it was saved. `exit_code` is 128 plus the signal's number, as shells have it."""
 
     exit_code: int = 130
+
+
+def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str:
+    """` Did you mean 'max_tokens'?` with the nearest known name; `otherwise` (after a space) where none is near."""
+    near = get_close_matches(str(name), list(known), n=1)
+    if near:
+        return f" Did you mean {near[0]!r}?"
+    return f" {otherwise}" if otherwise else ""
+
+
+def bytes_as_text(num_bytes: float | None) -> str:
+    """A number of bytes in binary units: `1.50 GiB`, `3.20 MiB`, `7 bytes`; a dash where it is unknown."""
+    if num_bytes is None:
+        return "–"
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:,.2f} {unit}"
+    return f"{num_bytes:,.0f} bytes"

@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from treewise.data import check_vocabulary, load_trees
+from treewise.data import load_trees
 from treewise.data.token_rows import first_drift
 from treewise.errors import DataError
 
@@ -126,9 +126,9 @@ def test_bad_rows_are_refused_with_their_line(write, row, words):
 def test_ids_beyond_the_vocabulary_are_named(write):
     path = write({"seqs": [{"ids": [1, 2, 3], "loss": [[1, 2]]}, {"ids": [1, 500, 3], "loss": [[1, 2]]}]})
     dataset = load_trees(path)
-    check_vocabulary(dataset, 501)
+    dataset.check_vocabulary(501)
     with pytest.raises(DataError, match=r"jsonl:1: seqs\[1\]: token id 500 at position 1 is outside .* of 500"):
-        check_vocabulary(dataset, 500)
+        dataset.check_vocabulary(500)
 
 
 def test_recorded_drift_is_found_at_its_first_token(fixtures):

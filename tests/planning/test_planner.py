@@ -283,5 +283,5 @@ def test_a_description_says_the_sizes():
     assert "held tokens        400" in text
     assert "recomputed tokens  0" in text
     assert "computed / tree    1.000" in text
-    assert text.endswith("gateways           400 tokens at the peak, 400.0 MiB")
+    assert text.endswith("gateways           400 tokens at the peak, 400.00 MiB")
     assert "none (one micro-batch)" in plan(grpo(2, 2, 2)).describe()

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.errors import ConfigError, OutOfMemoryError, bytes_as_text
 from treewise.nn.device import free_bytes
 
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
@@ -76,7 +76,7 @@ def random_model(name: str, dtype: torch.dtype, device: torch.device) -> nn.Modu
     needed, free = 2 * number * torch.empty(0, dtype=dtype).element_size(), free_bytes(device)
     if needed > free:
         raise OutOfMemoryError(
-            f"weights and gradients take {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} are free."
+            f"weights and gradients take {bytes_as_text(needed)}, of which {bytes_as_text(free)} are free."
         )
     torch.manual_seed(0)
     with device:

@@ -14,7 +14,7 @@ from treewise.bench.measure import Gradients, Measured, gradients, measure, spre
 from treewise.bench.results import is_ours
 from treewise.bench.varlen import kernel
 from treewise.bench.workloads import Workload
-from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
+from treewise.errors import ConfigError, OutOfMemoryError, VerificationError, bytes_as_text
 from treewise.nn.device import free_bytes, is_out_of_memory
 from treewise.nn.flops import flop_model
 from treewise.tree.forest import Forest
@@ -164,7 +164,7 @@ def _reference(model: nn.Module, forest: Forest, name: str) -> tuple[Gradients |
     needed = size * (2 * flops.num_parameters + longest * values_per_token(model, is_checkpointed))
     free = free_bytes(device)
     if needed > free:
-        why = f"a {name} copy needs {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} are free"
+        why = f"a {name} copy needs {bytes_as_text(needed)}, of which {bytes_as_text(free)} are free"
         return None, f"the first contestant ({why})"
     wide = copy.deepcopy(model).to(dtype)
     wide.zero_grad(set_to_none=True)

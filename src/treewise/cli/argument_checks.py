@@ -1,4 +1,4 @@
-"""Settings that transformers would take, and then fail on or train nothing with: refused before the run begins."""
+"""Checks of settings that transformers accepts, but that fail later or train nothing."""
 
 import math
 from typing import TYPE_CHECKING
@@ -23,12 +23,13 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 
 
 def check_settings(arguments: "TreeTrainingArguments") -> None:
-    """Looks at what the optimizer and the loop would trip over later.
+    """Checks ranges of values, the length of the run, and that the packages of optimizer and trackers are there.
 
     Raises:
-        ConfigError: a value out of its range, a run of no steps, an optimizer whose package is missing.
+        ConfigError: a value out of its range, a run of no steps, an optimizer or tracker whose package is missing.
     """
     from transformers import Trainer
+    from transformers.integrations import get_reporting_integration_callbacks
 
     for name, (least, limit, words) in _RANGES.items():
         value = getattr(arguments, name)
@@ -46,6 +47,11 @@ def check_settings(arguments: "TreeTrainingArguments") -> None:
     metric = arguments.metric_for_best_model
     if metric is not None and metric not in ("loss", "eval_loss"):
         raise ConfigError(f"metric_for_best_model is {metric!r}; an evaluation measures eval_loss alone.")
+    try:
+        for tracker in get_reporting_integration_callbacks(arguments.report_to):
+            tracker()  # raises where its package is missing
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"report_to: {' '.join(str(error).split())}") from error
     try:
         Trainer.get_optimizer_cls_and_kwargs(arguments)
     except (ImportError, ValueError, RuntimeError) as error:

@@ -11,7 +11,6 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import yaml
 
 from treewise.cli.yaml_file import read_file
 from treewise.data import RenderOptions
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, did_you_mean
 
 Values = dict[str, Any]
 
@@ -241,8 +240,7 @@ def _checked_lora(values: Values) -> Values:
 
 
 def _unknown(key: str, known: Sequence[str], place: str = "") -> ConfigError:
-    near = get_close_matches(key, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else " See docs/training.md for all keys."
+    hint = did_you_mean(key, known, "See docs/training.md for all keys.")
     return ConfigError(f"{place + ': ' if place else ''}unknown key {key!r}.{hint}")
 
 
@@ -308,9 +306,7 @@ def _check_choice(key: str, value: Any, annotation: Any) -> None:
     given = (annotation, *typing.get_args(annotation))
     names = [str(each.value) for kind in given if isinstance(kind, enum.EnumType) for each in list[Any](kind)]
     if names and isinstance(value, str) and value not in names:
-        near = get_close_matches(value, names, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(names)}.{hint}")
+        raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(names)}.{did_you_mean(value, names)}")
 
 
 def _fits(value: Any, kinds: set[Any]) -> bool:

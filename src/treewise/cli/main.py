@@ -8,13 +8,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
 from typing import NoReturn
 
 import treewise
-from treewise.errors import ConfigError, LostRankError, StoppedError, TreewiseError, VerificationError
+from treewise.errors import ConfigError, LostRankError, StoppedError, TreewiseError, VerificationError, did_you_mean
 
 COMMANDS = {
     "train": "fine-tune a model on trees of trajectories",
@@ -61,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lives until the process ends
         return 0
     except StoppedError as error:
-        if str(error):
+        from treewise.cli.training_run import is_first_rank
+
+        if is_first_rank():
             print(error, file=sys.stderr)
         return error.exit_code
     except TreewiseError as error:
@@ -98,16 +99,14 @@ def _parser(name: str | None) -> argparse.ArgumentParser:
 
 def _parse(parser: argparse.ArgumentParser, name: str, words: list[str]) -> argparse.Namespace:
     if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"Commands: {', '.join(COMMANDS)}."
-        raise ConfigError(f"unknown command {name!r}. {hint}")
+        hint = did_you_mean(name, COMMANDS, f"Commands: {', '.join(COMMANDS)}.")
+        raise ConfigError(f"unknown command {name!r}.{hint}")
     args, rest = parser.parse_known_args(words)
     if hasattr(args, "overrides"):  # a command with a configuration takes its keys as flags
         args.overrides = rest
     elif rest:
         flags = [flag for action in _actions(parser, name) for flag in action.option_strings]
-        near = get_close_matches(rest[0].split("=")[0], flags, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else f" See treewise {name} --help."
+        hint = did_you_mean(rest[0].split("=")[0], flags, f"See treewise {name} --help.")
         raise ConfigError(f"unknown argument {rest[0]!r}.{hint}")
     return args
 

@@ -220,18 +220,15 @@ def train(
             callbacks=callbacks,
         )
     except Exception as error:
-        if isinstance(error, RuntimeError) and "to be installed" in str(error):  # said of a tracker that is not there
-            raise ConfigError(f"report_to: {error}") from error
         if arguments.push_to_hub and not isinstance(error, TreewiseError):
             raise ConfigError(f"push_to_hub: {' '.join(str(error).split())}") from error
         raise
     try:
         trainer.train(resume_from_checkpoint=resume_from)
     except StoppedError as error:
-        if is_first_rank():
-            print(f"{error} Go on with: {command} --resume", file=sys.stderr)
-        error.args = ()  # all is said
-        raise
+        advised = StoppedError(f"{error} Go on with: {command} --resume")
+        advised.exit_code = error.exit_code
+        raise advised from None
     except KeyboardInterrupt:
         print(f"stopped at step {trainer.state.global_step}; go on with: {command} --resume", file=sys.stderr)
         raise

@@ -4,7 +4,7 @@ Nothing here knows models; tokenizers are transformers' own, loaded when a recor
 to open a dump that `torch.save` wrote.
 """
 
-from treewise.data.dataset import DeclaredNodes, TrainingTree, TreeDataset, check_vocabulary
+from treewise.data.dataset import DeclaredNodes, TrainingTree, TreeDataset
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.load import load_trees
 
@@ -15,5 +15,4 @@ __all__ = [
     "TrainingTree",
     "DeclaredNodes",
     "LoadReport",
-    "check_vocabulary",
 ]

@@ -127,24 +127,19 @@ class TreeDataset:
         return f"TreeDataset({len(self)} trees, {self.report.num_records} records)"
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """See `treewise.data.check_vocabulary`."""
-        found = first_id_outside(self._table, vocab_size)
-        if found is not None:
-            row, position, token = found
-            place = self._table.column("source")[row].as_py()
+        """Checks that a model of `vocab_size` tokens can read all of the data.
+
+        Raises:
+            DataError: the first token id that is too large, with its record and position.
+        """
+        outside = first_id_outside(self._table, vocab_size)
+        if outside is not None:
+            row, position, token = outside
+            location = self._table.column("source")[row].as_py()
             raise DataError(
-                f"{place}: token id {token} at position {position} is outside the vocabulary of {vocab_size} tokens; "
-                "the data was made with another tokenizer, or the model needs more embeddings."
+                f"{location}: token id {token} at position {position} is outside the vocabulary of {vocab_size} "
+                "tokens; the data was made with another tokenizer, or the model needs more embeddings."
             )
-
-
-def check_vocabulary(dataset: TreeDataset, vocab_size: int) -> None:
-    """Checks that a model of `vocab_size` tokens can read all of a dataset.
-
-    Raises:
-        DataError: the first token id that is too large, with its record and position.
-    """
-    dataset.check_vocabulary(vocab_size)
 
 
 def _declared_nodes(rows: list[Row], merge_siblings: bool) -> DeclaredNodes:

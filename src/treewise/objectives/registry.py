@@ -1,11 +1,10 @@
 """Policy gradients by the names of the papers, and every objective by its name in a configuration."""
 
-import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, did_you_mean
 from treewise.objectives.distillation import Distillation
 from treewise.objectives.policy_gradient import PolicyGradient
 from treewise.objectives.protocol import Objective
@@ -98,29 +97,36 @@ OBJECTIVES: Mapping[str, Callable[..., Objective]] = {
 }
 
 
+class MissingSettingError(ConfigError):
+    """An objective lacks settings that it cannot do without; `settings` are their names."""
+
+    def __init__(self, objective: str, settings: Sequence[str]) -> None:
+        super().__init__(f"objective {objective!r} needs {', '.join(settings)}.")
+        self.settings = tuple(settings)
+
+
 def objective_named(name: str, **settings: Any) -> Objective:
     """The objective of a configuration: `objective_named("grpo", beta=0.04)`.
 
     Raises:
-        ConfigError: an unknown name or setting, a missing one, or a value that the objective refuses.
+        ConfigError: an unknown name or setting, a missing one (`MissingSettingError`), or an invalid value.
     """
     make = OBJECTIVES.get(name)
     if make is None:
-        raise ConfigError(f"unknown objective {name!r}.{_hint(name, OBJECTIVES)} Known: {', '.join(OBJECTIVES)}.")
+        hint = did_you_mean(name, OBJECTIVES)
+        raise ConfigError(f"unknown objective {name!r}.{hint} Known: {', '.join(OBJECTIVES)}.")
     known = _settings_of(make)
     for setting in settings:
         if setting not in known:
-            raise ConfigError(
-                f"unknown setting {setting!r} of objective {name!r}.{_hint(setting, known)} Known: {', '.join(known)}."
-            )
+            hint = did_you_mean(setting, known)
+            raise ConfigError(f"unknown setting {setting!r} of objective {name!r}.{hint} Known: {', '.join(known)}.")
     missing = [each for each, is_required in known.items() if is_required and each not in settings]
     if missing:
-        raise ConfigError(f"objective {name!r} needs {', '.join(missing)}.")
+        raise MissingSettingError(name, missing)
     try:
         return make(**settings)
     except TypeError as error:  # a value of a wrong type, or a setting that the name has fixed
-        reason = str(error).split(") ")[-1]
-        raise ConfigError(f"objective {name!r}: {reason}; see treewise.objectives.registry.") from None
+        raise ConfigError(f"objective {name!r}: {error}; see treewise.objectives.registry.") from None
 
 
 def _settings_of(make: Callable[..., Objective]) -> dict[str, bool]:
@@ -131,8 +137,3 @@ def _settings_of(make: Callable[..., Objective]) -> dict[str, bool]:
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         own |= {each: False for each in inspect.signature(PolicyGradient).parameters if each not in own}
     return own
-
-
-def _hint(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""

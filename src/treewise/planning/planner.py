@@ -15,7 +15,7 @@ from typing import overload
 
 import numpy as np
 
-from treewise.errors import PlanError
+from treewise.errors import PlanError, bytes_as_text
 from treewise.planning.bin_packing import best_fit, in_order
 from treewise.planning.partition import Partition, partition
 from treewise.tree.forest import Forest, one_forest
@@ -245,7 +245,7 @@ class Plan:
             f"gateways           {self.peak_gateway_tokens:,} tokens at the peak",
         ]
         if gateway_bytes_per_token is not None:
-            lines[-1] += f", {self.peak_gateway_tokens * gateway_bytes_per_token / 2**20:,.1f} MiB"
+            lines[-1] += f", {bytes_as_text(self.peak_gateway_tokens * gateway_bytes_per_token)}"
         return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from treewise.errors import bytes_as_text
 from treewise.planning.planner import Plan
 from treewise.report.analysis.facts import Finding, InspectReport
 from treewise.report.analysis.plan_facts import PlanReport
@@ -70,10 +71,12 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     if report.relative_time is None or report.relative_leaf_time is None:
         return Group(description, Text("name a --model for bytes and time", style="dim"))
     table = _facts_table(f"predicted for {report.model} in {report.dtype} (from shapes; not measured)")
-    table.add_row("weights, gradients, AdamW", _size(report.bytes_weights))
-    table.add_row("activations", f"{_size(report.bytes_activations)} for {report.peak_live_tokens:,} live tokens")
-    table.add_row("gateways", f"{_size(report.bytes_gateways)} for {report.peak_gateway_tokens:,} tokens")
-    table.add_row("peak memory", _size(report.bytes_peak))
+    table.add_row("weights, gradients, AdamW", bytes_as_text(report.bytes_weights))
+    table.add_row(
+        "activations", f"{bytes_as_text(report.bytes_activations)} for {report.peak_live_tokens:,} live tokens"
+    )
+    table.add_row("gateways", f"{bytes_as_text(report.bytes_gateways)} for {report.peak_gateway_tokens:,} tokens")
+    table.add_row("peak memory", bytes_as_text(report.bytes_peak))
     table.add_row("time / flat", f"{report.relative_time:.3f}  {1 / report.relative_time:.2f} times faster by FLOPs")
     leaf = f"{report.relative_leaf_time:.3f}  {1 / report.relative_leaf_time:.2f} times faster by FLOPs"
     table.add_row("time / flat leaves", leaf)
@@ -150,8 +153,3 @@ def _facts_table(title: str) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     return table
-
-
-def _size(num_bytes: int | None) -> str:
-    value = float(num_bytes or 0)
-    return f"{value / 2**30:,.2f} GiB" if value >= 2**30 else f"{value / 2**20:,.1f} MiB"

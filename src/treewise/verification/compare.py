@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, bytes_as_text
 from treewise.nn.device import free_bytes, synchronized_clock
 from treewise.nn.flops import flop_model
 from treewise.nn.gradients import gradients_restored, take_gradients, zero_gradients
@@ -157,7 +157,7 @@ def _run_wide_copy(model: nn.Module, loss: FlatLoss) -> _Run:
     free = free_bytes(_device(model))
     if needed > free:
         raise ConfigError(
-            f"a float32 copy and its gradient need {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} are free; "
+            f"a float32 copy and its gradient need {bytes_as_text(needed)}, of which {bytes_as_text(free)} are free; "
             "give tolerance= to compare with flat training in the model's own dtype."
         )
     wide = copy.deepcopy(model).float()

@@ -10,10 +10,10 @@ import pytest
 from tests.cli.helpers import call, save_tiny_model
 from tests.report.analysis.test_run_log import HISTORY, write_run
 from tests.report.rows import HOSTILE
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, bytes_as_text
 from treewise.report import read_run
 from treewise.report.html.build import SCHEMA, SCHEMA_VERSION, DataReport, twin
-from treewise.report.html.page import count, embedded_json, flops, percent, ratio, render_page, size, write_page
+from treewise.report.html.page import count, embedded_json, flops, percent, ratio, render_page, write_page
 
 VOID = {"meta", "input", "link", "br", "img", "rect", "line", "path"}
 
@@ -152,7 +152,7 @@ def test_numbers_are_printed_with_units() -> None:
     assert ratio(1.234) == "1.23 ×"
     assert (percent(0.1234), percent(0), percent(0.00012)) == ("12.3 %", "0.0 %", "0.012 %")
     assert (flops(1.25e15), flops(2e6), flops(None)) == ("1.25 PFLOP", "2.00 MFLOP", "–")
-    assert (size(3 * 2**30), size(1536), size(7)) == ("3.00 GiB", "1.50 KiB", "7 bytes")
+    assert (bytes_as_text(3 * 2**30), bytes_as_text(1536), bytes_as_text(7)) == ("3.00 GiB", "1.50 KiB", "7 bytes")
 
 
 def test_the_command_writes_both_files(

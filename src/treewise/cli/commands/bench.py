@@ -16,14 +16,12 @@ from treewise import bench
 from treewise.bench.contestants import AGAINST
 from treewise.bench.results import MIN_SHARE, command_line
 from treewise.bench.terminal import row_view
-from treewise.cli.commands.inspect import add_data_arguments, render_options
+from treewise.cli.data_arguments import add_data_arguments, load_data
 from treewise.cli.devices import chosen_device
-from treewise.cli.load_model import load_tokenizer, load_weights
-from treewise.data import check_vocabulary, load_trees
+from treewise.cli.load_model import DTYPES, load_tokenizer, load_weights
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.tree.trajectory import Trajectory
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 DEFAULT_MODEL = {"cpu": "qwen3-17m", "cuda": "qwen3-0.6b"}
 
 
@@ -140,15 +138,8 @@ def _trees(args: argparse.Namespace, name: str, vocabulary: int) -> Iterator[ben
     tokenizer = None
     if args.tokenizer is not None or name not in bench.SHAPES:
         tokenizer = load_tokenizer(args.tokenizer or name, None if args.tokenizer else args.gguf_file, required=False)
-    data = load_trees(
-        args.data,
-        tokenizer,
-        options=render_options(args),
-        num_workers=args.num_workers,
-        progress=False,
-        on_bad_record=args.on_bad_record,
-    )
-    check_vocabulary(data, vocabulary)
+    data = load_data(args, tokenizer, progress=False)
+    data.check_vocabulary(vocabulary)
     missing = set(args.trees or ()) - {tree.name for tree in data}
     if missing:
         raise ConfigError(f"--trees: no tree {sorted(missing)[0]!r} in the data.")

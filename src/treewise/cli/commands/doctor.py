@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import treewise
 from treewise.cli.devices import chosen_device
 from treewise.engine.engine import TreeEngine
+from treewise.errors import bytes_as_text
 from treewise.nn.attention import AUTO, choose
 from treewise.nn.device import free_bytes
 from treewise.nn.support_table import CapabilityTable
@@ -84,10 +85,10 @@ def _versions() -> dict[str, str]:
 
 
 def _devices() -> dict[str, str]:
-    found = {"cpu": f"{os.cpu_count()} cores, {_gib(free_bytes(torch.device('cpu')))} free"}
+    found = {"cpu": f"{os.cpu_count()} cores, {bytes_as_text(free_bytes(torch.device('cpu')))} free"}
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
-        found[str(device)] = f"{torch.cuda.get_device_name(device)}, {_gib(free_bytes(device))} free"
+        found[str(device)] = f"{torch.cuda.get_device_name(device)}, {bytes_as_text(free_bytes(device))} free"
     return found
 
 
@@ -145,10 +146,6 @@ def _flat_gradient(model: nn.Module, rollouts: list[Trajectory], device: torch.d
 
 def _gradient(model: nn.Module) -> torch.Tensor:
     return torch.cat([each.grad.reshape(-1) for each in model.parameters() if each.grad is not None]).double()
-
-
-def _gib(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB"
 
 
 def _print(facts: dict[str, dict[str, Any]]) -> None:

@@ -7,12 +7,10 @@ from typing import Any
 from rich.console import Console
 
 import treewise
-from treewise.cli.load_model import load_flop_model, load_tokenizer
-from treewise.data import RenderOptions, TreeDataset, load_trees
+from treewise.cli.data_arguments import add_data_arguments, data_tokenizer, load_data
+from treewise.cli.load_model import DTYPES, load_flop_model
 from treewise.errors import ConfigError
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,57 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
 
-def add_data_arguments(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
-    """DATA and how it is rendered, as every command that reads data takes them."""
-    parser.add_argument(
-        "data", nargs=nargs, help=".jsonl, .jsonl.gz, .json or .parquet files, folders or globs of them"
-    )
-    parser.add_argument("--gguf_file", help="a GGUF file inside the model's folder")
-    parser.add_argument("--chat_template", help="a Jinja template, a file that holds one, or chatml")
-    parser.add_argument("--thinking", default="as_inference", choices=("as_inference", "keep"))
-    parser.add_argument("--train_on", default="all_assistant", choices=("all_assistant", "last_assistant"))
-    parser.add_argument("--group_by", help="field that names a record's tree, in place of group or task_id")
-    parser.add_argument("--num_workers", type=int, help="processes that render; 0 for none")
-    parser.add_argument(
-        "--on_bad_record",
-        default="error",
-        choices=("error", "quarantine"),
-        help="stop at it, or write it out and go on",
-    )
-
-
-def render_options(args: argparse.Namespace) -> RenderOptions:
-    """Options of the data from the arguments of `add_data_arguments`."""
-    return RenderOptions(
-        thinking=args.thinking, train_on=args.train_on, group_by=args.group_by, chat_template=args.chat_template
-    )
-
-
-def load_data(args: argparse.Namespace) -> TreeDataset:
-    """The trees that the arguments name, with the tokenizer given or else the model's."""
-    return _load(args, data_tokenizer(args))
-
-
-def data_tokenizer(args: argparse.Namespace) -> Any:
-    """The tokenizer given, or else the model's; None where there is none."""
-    if args.tokenizer is not None:
-        return load_tokenizer(args.tokenizer)
-    if args.model is not None:
-        return load_tokenizer(args.model, args.gguf_file, required=False)
-    return None
-
-
-def _load(args: argparse.Namespace, tokenizer: Any) -> TreeDataset:
-    return load_trees(
-        args.data,
-        tokenizer,
-        options=render_options(args),
-        num_workers=args.num_workers,
-        progress=not args.json,
-        on_bad_record=args.on_bad_record,
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Prints the report, or writes the page; returns the exit code."""
     if not args.data and args.run_folder is None:
@@ -95,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     printed: dict[str, Any] = {}
     if args.data:
         flops = None if args.model is None else load_flop_model(args.model, args.gguf_file)
-        data = load_data(args)
+        data = load_data(args, data_tokenizer(args), progress=not args.json)
         forests = ((tree.name, tree.forest()) for tree in data)
         report = inspect_forests(forests, data.report, flops, args.model, args.max_tokens)
         printed |= report.to_dict()
@@ -119,7 +66,7 @@ def _write_html(args: argparse.Namespace, logged: RunReport | None) -> int:
     if args.data:
         flops = None if args.model is None else load_flop_model(args.model, args.gguf_file)
         tokenizer = data_tokenizer(args)
-        data = _load(args, tokenizer)
+        data = load_data(args, tokenizer, progress=not args.json)
         data_report = build_data_report(
             data,
             data.report,

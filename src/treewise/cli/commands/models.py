@@ -3,7 +3,6 @@
 import argparse
 import json
 from dataclasses import asdict
-from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, did_you_mean
 from treewise.nn.support_table import REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable
 
 _COLOURS = {SUPPORTED: "green", REFUSED: "red", UNTRIED: "yellow"}
@@ -50,10 +49,9 @@ def _find(table: CapabilityTable, name: str) -> Capability:
     family = _family_of(config) if config.is_file() else name
     row = table.find(family)
     if row is None:
-        near = get_close_matches(family, [row.family for row in table.rows], n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "`treewise models` lists all."
+        hint = did_you_mean(family, [row.family for row in table.rows], "`treewise models` lists all.")
         raise ConfigError(
-            f"no family {family!r} in the table of transformers {table.transformers}. {hint} A model that is not "
+            f"no family {family!r} in the table of transformers {table.transformers}.{hint} A model that is not "
             "listed may still work: the engine tries it before its first step."
         )
     return row

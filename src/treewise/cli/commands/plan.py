@@ -5,13 +5,11 @@ import json
 
 from rich.console import Console
 
-from treewise.cli.commands.inspect import add_data_arguments, load_data
-from treewise.cli.load_model import load_flop_model
+from treewise.cli.data_arguments import add_data_arguments, data_tokenizer, load_data
+from treewise.cli.load_model import DTYPES, load_flop_model
 from treewise.errors import ConfigError
 from treewise.planning.planner import plan
 from treewise.report import plan_view, report_plan
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,12 +29,13 @@ def run(args: argparse.Namespace) -> int:
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit is {args.limit}; give the number of trees to plan, at least 1.")
     flops = None if args.model is None else load_flop_model(args.model, args.gguf_file)
-    data = load_data(args)
+    data = load_data(args, data_tokenizer(args), progress=not args.json)
     count = len(data) if args.limit is None else min(args.limit, len(data))
-    made = plan([data[index].forest() for index in range(count)], args.max_tokens, hold=args.hold)
-    report = report_plan(made, flops, args.model, args.dtype)
+    forests = [data[index].forest() for index in range(count)]
+    whole = plan(forests, args.max_tokens, hold=args.hold)
+    report = report_plan(whole, flops, args.model, args.dtype)
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        Console().print(plan_view(made, report))
+        Console().print(plan_view(whole, report))
     return 0

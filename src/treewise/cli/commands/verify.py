@@ -6,18 +6,16 @@ import json
 import yaml
 from rich.console import Console
 
-from treewise.cli.commands.inspect import add_data_arguments, render_options
+from treewise.cli.data_arguments import add_data_arguments, load_data
 from treewise.cli.devices import chosen_device
-from treewise.cli.load_model import load_model, load_tokenizer
+from treewise.cli.load_model import DTYPES, load_model, load_tokenizer
 from treewise.cli.objective import typed_settings
-from treewise.data import TreeDataset, check_vocabulary, load_trees
+from treewise.data import TreeDataset
 from treewise.errors import ConfigError
 from treewise.objectives import WEIGHTINGS, Objective, PolicyGradient, objective_named
 from treewise.report import verification_view
 from treewise.tree.trajectory import Trajectory
 from treewise.verification.compare import verify
-
-DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_data_arguments(parser)
     parser.add_argument("--model", required=True, help="folder, Hub name, .gguf file or smollm2-demo")
     parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the model")
+    parser.add_argument("--dtype", default="float32", choices=(*DTYPES, "auto"), help="of the model")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch; whole trees without")
     parser.add_argument("--limit", type=int, default=32, help="the first K trajectories (32; 0 for all)")
@@ -47,15 +45,10 @@ def run(args: argparse.Namespace) -> int:
     objective = _objective(args)
     device = chosen_device(args.device)
     model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
-    data = load_trees(
-        args.data,
-        tokenizer if args.tokenizer is None else load_tokenizer(args.tokenizer),
-        options=render_options(args),
-        num_workers=args.num_workers,
-        progress=not args.json,
-        on_bad_record=args.on_bad_record,
-    )
-    check_vocabulary(data, model.get_input_embeddings().weight.shape[0])
+    if args.tokenizer is not None:
+        tokenizer = load_tokenizer(args.tokenizer)
+    data = load_data(args, tokenizer, progress=not args.json)
+    data.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     trajectories = _trajectories(data, objective, args)
     report = verify(
         model.to(device),

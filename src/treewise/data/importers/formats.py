@@ -1,10 +1,9 @@
 """The formats that can be imported, and how a record shows which one it has: by keys that no other format holds."""
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, did_you_mean
 
 # name: what it is, for messages and `--help`
 FORMATS = {
@@ -90,6 +89,5 @@ def check_format(name: str) -> str:
     plain = {"prime": "prime-rl", "primerl": "prime-rl"}.get(plain, plain)
     if plain in FORMATS:
         return plain
-    near = get_close_matches(plain, FORMATS, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(plain, FORMATS)
     raise ConfigError(f"unknown format {name!r}; choose one of {', '.join(FORMATS)}.{hint}")

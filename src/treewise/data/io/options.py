@@ -3,10 +3,9 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, Literal
 
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, did_you_mean
 
 THINKING = ("as_inference", "keep")
 ON_DRIFT = ("warn", "error")
@@ -58,8 +57,7 @@ class RenderOptions:
         known = [item.name for item in fields(cls)]
         for key in values:
             if key not in known:
-                near = get_close_matches(key, known, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
+                hint = did_you_mean(key, known, f"Known: {', '.join(known)}.")
                 raise ConfigError(f"unknown data option {key!r}.{hint}")
         return cls(**values)
 
@@ -87,6 +85,5 @@ class LoadReport:
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        near = get_close_matches(str(value), choices, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(value, choices)
         raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}.{hint}")

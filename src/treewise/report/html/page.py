@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, bytes_as_text
 from treewise.report.analysis.lost_sharing import AVOIDABLE
 from treewise.report.analysis.run_log import RunReport
 from treewise.report.html.build import DRAWN_RULE, DataReport, memory_chart, run_charts, timeline_chart, twin
@@ -136,7 +136,7 @@ def _environment() -> jinja2.Environment:
         "count": count,
         "ratio": ratio,
         "flops": flops,
-        "size": size,
+        "size": bytes_as_text,
         "percent": percent,
     }
     return environment
@@ -170,13 +170,3 @@ def flops(value: float | None) -> str:
         if value >= limit:
             return f"{value / limit:,.2f} {prefix}FLOP"
     return f"{value / 1e6:,.2f} MFLOP"
-
-
-def size(value: float | None) -> str:
-    """Bytes in binary units."""
-    if value is None:
-        return "–"
-    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= limit:
-            return f"{value / limit:,.2f} {unit}"
-    return f"{value:,.0f} bytes"

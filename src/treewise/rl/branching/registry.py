@@ -1,13 +1,12 @@
 """Every branching policy by its name in a configuration."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, did_you_mean
 from treewise.rl.branching.arpo import ArpoBranching, after_tool_calls
 from treewise.rl.branching.entropy import EntropyBranching, most_uncertain_tokens
 from treewise.rl.branching.lcr import LcrBranching, open_outcomes
@@ -76,14 +75,14 @@ def branching_named(name: str, **settings: Any) -> Branching:
         ConfigError: an unknown name or setting, or a value that is out of range or of another type.
     """
     if name not in BRANCHINGS:
-        raise ConfigError(f"unknown branching {name!r}.{_hint(name, BRANCHINGS)} Known: {', '.join(BRANCHINGS)}.")
+        hint = did_you_mean(name, BRANCHINGS)
+        raise ConfigError(f"unknown branching {name!r}.{hint} Known: {', '.join(BRANCHINGS)}.")
     make = BRANCHINGS[name].settings
     known = {each.name: each.type for each in fields(make)}
     for setting, value in settings.items():
         if setting not in known:
-            raise ConfigError(
-                f"unknown setting {setting!r} of branching {name!r}.{_hint(setting, known)} Known: {', '.join(known)}."
-            )
+            hint = did_you_mean(setting, known)
+            raise ConfigError(f"unknown setting {setting!r} of branching {name!r}.{hint} Known: {', '.join(known)}.")
         _check_type(name, setting, value, known[setting])
     return Branching(name, make(**settings))
 
@@ -92,8 +91,3 @@ def _check_type(name: str, setting: str, value: Any, expected: Any) -> None:
     allowed = (int, float) if expected is float else (expected,)
     if not isinstance(value, allowed) or (isinstance(value, bool) and expected is not bool):
         raise ConfigError(f"branching {name!r}: {setting}={value!r} must be of type {expected.__name__}.")
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""

@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from treewise.errors import CheckpointError
+from treewise.errors import CheckpointError, bytes_as_text
 
 SEAL = "treewise.json"
 _FORMAT = 2
@@ -127,7 +127,7 @@ def explained(folder: Path, num_bytes: int) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise CheckpointError(
             f"{folder.parent}: the checkpoint of step {_aside_step(folder)} could not be saved ({reason}); it takes "
-            f"{_size(num_bytes)}, {_room(folder.parent)} free. Earlier checkpoints are untouched."
+            f"{bytes_as_text(num_bytes)}, {_room(folder.parent)} free. Earlier checkpoints are untouched."
         ) from error
 
 
@@ -275,10 +275,6 @@ def _room(folder: Path) -> str:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
-        return _size(shutil.disk_usage(folder).free)
+        return bytes_as_text(shutil.disk_usage(folder).free)
     except OSError:
         return "an unknown number of bytes"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"
