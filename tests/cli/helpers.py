@@ -23,8 +23,8 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def save_tiny_model(folder: Path) -> Path:
+def save_tiny_model(folder: Path, seed: int = 0) -> Path:
     tiny_model(
-        vocab_size=97, num_hidden_layers=2, bos_token_id=None, eos_token_id=None, pad_token_id=None
+        seed=seed, vocab_size=97, num_hidden_layers=2, bos_token_id=None, eos_token_id=None, pad_token_id=None
     ).save_pretrained(folder)
     return folder

@@ -178,8 +178,7 @@ def test_one_update_needs_no_old_log_probs_and_is_the_same_with_them(rl):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 def test_the_reference_is_another_model_or_the_one_without_adapters(rl, tmp_path_factory):
-    torch.manual_seed(5)
-    other = save_tiny_model(tmp_path_factory.mktemp("other"))
+    other = save_tiny_model(tmp_path_factory.mktemp("other"), seed=5)
     flags = ["--objective", "grpo", "--beta", 0.1, "--save_strategy", "no"]
     _, out, _ = rl(make_rows(), *flags, "--reference", other)
     assert f"computed with {other}" in out
