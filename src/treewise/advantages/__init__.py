@@ -6,21 +6,31 @@ share `rollout` within one `group` are rows of one rollout, with one reward; a t
 own. So baselines, deviations and counts do not depend on how a rollout was cut into rows.
 """
 
+from treewise.advantages.at2po import node_value
 from treewise.advantages.group import group_normalized, leave_one_out, mean_centered
 from treewise.advantages.rollout_table import AdvantageReport, Credited, with_rollout_weights
 from treewise.advantages.siblings import segment_values, sibling_relative
+from treewise.advantages.spo import value_steps
+from treewise.advantages.tree_grpo import inter_intra
+from treewise.advantages.tree_rl import treerl
+from treewise.advantages.treepo import tree_path_mean
 from treewise.advantages.turns import per_turn, spread_over_turns, turns_of
 
 __all__ = [
     "AdvantageReport",
     "Credited",
     "group_normalized",
+    "inter_intra",
     "leave_one_out",
     "mean_centered",
+    "node_value",
     "per_turn",
     "segment_values",
     "sibling_relative",
     "spread_over_turns",
+    "tree_path_mean",
+    "treerl",
     "turns_of",
+    "value_steps",
     "with_rollout_weights",
 ]

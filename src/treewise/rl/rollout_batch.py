@@ -32,6 +32,11 @@ ADVANTAGES: Mapping[str, Callable[..., Credited]] = {
     "rloo": advantages.leave_one_out,
     "siblings": advantages.sibling_relative,
     "turns": advantages.per_turn,
+    "tree_path_mean": advantages.tree_path_mean,
+    "inter_intra": advantages.inter_intra,
+    "treerl": advantages.treerl,
+    "value_steps": advantages.value_steps,
+    "node_value": advantages.node_value,
 }
 # What an objective was published with. PPO's come from a critic, which is not trained here.
 USUAL = {
@@ -42,6 +47,8 @@ USUAL = {
     "gspo": "grpo",
     "cispo": "grpo",
 }
+# Arguments of these functions that hold data.
+NOT_SETTINGS = ("trajectories", "turn_rewards", "tree_of")
 GIVEN = "given"
 OLD_LOGPROBS = ("auto", "recompute", "sampler", GIVEN)
 
@@ -208,7 +215,7 @@ def credit(trees: Trees, method: str, settings: Mapping[str, Any]) -> tuple[Tree
     if method not in ADVANTAGES:
         raise ConfigError(f"advantages={method!r} is unknown; choose one of {', '.join([*ADVANTAGES, GIVEN])}.")
     function = ADVANTAGES[method]
-    known = [name for name in inspect.signature(function).parameters if name not in ("trajectories", "turn_rewards")]
+    known = [name for name in inspect.signature(function).parameters if name not in NOT_SETTINGS]
     for name in settings:
         if name not in known:
             raise ConfigError(

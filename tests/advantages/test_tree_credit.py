@@ -1,0 +1,337 @@
+"""Credit on trees: trees counted by hand, and each rule against one that compares prefixes, rollout by rollout."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treewise import ConfigError, DataError, Trajectory
+from treewise.advantages import inter_intra, node_value, tree_path_mean, treerl, value_steps
+from treewise.advantages.turns import turns_of
+from treewise.testing.strategies import MAX_SEED, token_lists
+
+METHODS = {
+    "path mean": tree_path_mean,
+    "path mean by size": lambda items: tree_path_mean(items, average="size"),
+    "path mean whitened": lambda items: tree_path_mean(items, scale="batch"),
+    "inter intra": inter_intra,
+    "treerl": treerl,
+    "treerl local": lambda items: treerl(items, use_global=False, damp=False),
+    "value steps": value_steps,
+    "value steps scaled": lambda items: value_steps(items, mask_above=None, scale="siblings"),
+    "node value": node_value,
+    "node value by entropy": lambda items: node_value(items, weights="entropy"),
+}
+
+
+def rollout(ids, reward, group="a", **options) -> Trajectory:
+    options.setdefault("sampler_logprobs", [-1.0] * len(ids))
+    return Trajectory(ids, reward=reward, group=group, **options)
+
+
+def forked() -> list[Trajectory]:
+    """[1 2] forks into 3.. (forking again into 4, 5, 6) and 7; rewards 1, 0, 0 below 3, and 1 at 7."""
+    paths, rewards = ([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 7, 8]), (1.0, 0.0, 0.0, 1.0)
+    return [rollout(path, reward) for path, reward in zip(paths, rewards, strict=True)]
+
+
+def advantages(result) -> list[list[float]]:
+    return [item.advantages.tolist() for item in result.trajectories]
+
+
+@st.composite
+def rollout_lists(draw: st.DrawFn) -> list[Trajectory]:
+    """Whole rollouts of two groups, with few rewards, so that some groups are flat."""
+    rng = np.random.default_rng(draw(st.integers(0, MAX_SEED)))
+    items = []
+    logprobs = {}
+    for number, ids in enumerate(draw(token_lists(max_sequences=7, max_new_tokens=10))):
+        weights = rng.choice([0.0, 1.0, 1.0, 2.0], len(ids))
+        weights[0], weights[-1] = 0.0, 1.0
+        group = f"g{number % 2}"
+        own = [logprobs.setdefault((group, *ids[: at + 1]), -rng.exponential()) for at in range(len(ids))]
+        reward = float(rng.choice([0.0, 0.5, 1.0]))
+        items.append(rollout(ids, reward, group, loss_weights=weights, rollout=f"r{number}", old_logprobs=own))
+    return items
+
+
+def cut(items: list[Trajectory], rng: np.random.Generator) -> tuple[list[Trajectory], list[int]]:
+    """Every rollout as several rows, cut between turns; each trained token in exactly one row. Also whose each is."""
+    rows, owner = [], []
+    for number, item in enumerate(items):
+        turns, first = turns_of(item), 0
+        for index in range(len(turns)):
+            if index + 1 < len(turns) and rng.random() < 0.5:
+                continue
+            end = turns[index][1]
+            weights = np.zeros(end)
+            weights[turns[first][0] :] = item.loss_weights[turns[first][0] : end]
+            streams = {name: getattr(item, name)[:end] for name in ("token_ids", "old_logprobs", "sampler_logprobs")}
+            rows.append(replace(item, loss_weights=weights, **streams))
+            owner.append(number)
+            first = index + 1
+    return rows, owner
+
+
+# -- what holds for all -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(items=rollout_lists(), seed=st.integers(0, MAX_SEED))
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_cutting_rollouts_into_rows_changes_nothing(method, items: list[Trajectory], seed: int) -> None:
+    rows, owner = cut(items, np.random.default_rng(seed))
+    whole, report = method(items)
+    parts, report_of_rows = method(rows)
+    for row, number in zip(parts, owner, strict=True):
+        trained = row.loss_weights > 0
+        expected = whole[number].advantages[: len(row)]
+        np.testing.assert_allclose(row.advantages[trained], expected[trained], rtol=1e-6, atol=1e-6)
+    assert report_of_rows.num_rollouts == report.num_rollouts
+    assert report_of_rows.num_silent_rollouts == report.num_silent_rollouts
+
+
+@settings(max_examples=25)
+@given(items=rollout_lists(), reward=st.sampled_from([0.1, 0.7]))
+@pytest.mark.parametrize("method", [each for name, each in METHODS.items() if name != "path mean whitened"])
+def test_equal_rewards_give_exactly_nothing(method, items: list[Trajectory], reward: float) -> None:
+    found, report = method([replace(item, reward=reward) for item in items])
+    assert not any(item.advantages.any() for item in found)
+    assert report.num_silent_rollouts == len(items)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_refusals(method) -> None:
+    with pytest.raises(DataError, match="at least one trajectory"):
+        method([])
+    with pytest.raises(DataError, match=r"rows.jsonl:3: no group"):
+        method([Trajectory([1, 2], reward=1.0, source="rows.jsonl:3")])
+
+
+def test_unknown_settings() -> None:
+    items = forked()
+    for call, message in (
+        (lambda: tree_path_mean(items, average="leaf"), "average='leaf' must be one of equal, size"),
+        (lambda: tree_path_mean(items, scale="group"), "scale='group' one of none, batch"),
+        (lambda: inter_intra(items, epsilon=-1), "epsilon=-1 must not be negative"),
+        (lambda: value_steps(items, mask_above=1.5), "mask_above=1.5 must lie in 0..1"),
+        (lambda: value_steps(items, scale="group"), "scale='group' is unknown"),
+        (lambda: node_value(items, weights="size"), "weights='size' must be one of equal, entropy"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
+    bare = [replace(item, sampler_logprobs=None) for item in items]
+    with pytest.raises(DataError, match="trajectory 0: the probability mask needs old_logprobs or sampler_logprobs"):
+        value_steps(bare)
+    with pytest.raises(DataError, match="weights='entropy' needs old_logprobs"):
+        node_value(bare, weights="entropy")
+    with pytest.raises(DataError, match="1 trees for 4 trajectories"):
+        inter_intra(items, ["t"])
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_path_mean_by_hand() -> None:
+    """Against the mean of all, 1/2, and of those below 3, 1/3."""
+    first, second, other = (0.5 + 2 / 3) / 2, (-0.5 - 1 / 3) / 2, 0.5
+    np.testing.assert_allclose(advantages(tree_path_mean(forked())), [[x] * 4 for x in (first, second, second, other)])
+    by_size = (4 * 0.5 + 3 * 2 / 3) / 7
+    np.testing.assert_allclose(advantages(tree_path_mean(forked(), average="size"))[0], by_size, rtol=1e-6)
+    values = np.array([first, second, second, other])
+    white = (values - values.mean()) / values.std()
+    np.testing.assert_allclose(
+        [row[0] for row in advantages(tree_path_mean(forked(), scale="batch"))], white, rtol=1e-6
+    )
+
+
+def test_inter_intra_by_hand() -> None:
+    """Between: mean 1/2, deviation 1/sqrt(3). Within the tree of 3: mean 1/3, the same deviation."""
+    found = [row[0] for row in advantages(inter_intra(forked(), epsilon=0.0))]
+    root = np.sqrt(3)
+    np.testing.assert_allclose(found, [root / 2 + 2 * root / 3, -root / 2 - root / 3, -root / 2 - root / 3, root / 2])
+    # Two trees that begin with the same token are one to the rule, unless it is told.
+    items = [rollout([1, 2, token], reward) for token, reward in ((3, 1.0), (4, 0.0), (5, 1.0))]
+    assert "3 trees" in inter_intra(items).report.notes[0]
+    told = advantages(inter_intra(items, ["x", "x", "y"], epsilon=0.0))
+    between = (1 - 2 / 3) / np.std([1, 0, 1], ddof=1)
+    within = 0.5 / np.std([1, 0], ddof=1)
+    np.testing.assert_allclose([told[0][0], told[2][0]], [between + within, between], rtol=1e-6)
+
+
+def test_treerl_by_hand() -> None:
+    """V: root 1/2, segment 3 1/3, leaves 1, 0, 0 and 1."""
+    three = 2 * (1 / 3 - 1 / 2) / np.sqrt(3)
+    rows = advantages(treerl(forked()))
+    np.testing.assert_allclose(rows[0], [0, 0, three, 1 / 2 + 2 / 3], rtol=1e-6)
+    np.testing.assert_allclose(rows[1], [0, 0, three, -1 / 2 - 1 / 3], rtol=1e-6)
+    np.testing.assert_allclose(rows[3], [0, 0, 1, 1], rtol=1e-6)
+    np.testing.assert_allclose(
+        advantages(treerl(forked(), use_local=False, damp=False))[0], [0, 0, -1 / 6, 1 / 2], rtol=1e-6
+    )
+
+
+def test_value_steps_by_hand() -> None:
+    """V over children: segment 3 1/3, root (1/3 + 1) / 2; a token of probability 0.95 is masked."""
+    items = forked()
+    items[0] = replace(items[0], sampler_logprobs=[0, -1, -1, np.log(0.95)])
+    items[3] = replace(items[3], sampler_logprobs=[0, -1, np.log(0.89), np.log(0.91)])
+    mean = (1 / 3 + 1) / 2
+    rows = advantages(value_steps(items))
+    np.testing.assert_allclose(rows[0], [0, 0, 1 / 3 - mean, 0], rtol=1e-6)
+    np.testing.assert_allclose(rows[1], [0, 0, 1 / 3 - mean, -1 / 3], rtol=1e-6)
+    np.testing.assert_allclose(rows[3], [0, 0, 1 - mean, 0], rtol=1e-6)
+    assert value_steps(items).report.notes[1] == "2 of 12 trained tokens are masked."
+    np.testing.assert_allclose(advantages(value_steps(items, mask_above=None))[0][3], 2 / 3, rtol=1e-6)
+
+
+def test_node_value_by_hand() -> None:
+    """Rewards 1, 0, 0, 1 are 1, -1, -1, 1 in deviations: segment 3 is -1/3, the prompt (-1/3 + 1) / 2."""
+    rows = advantages(node_value(forked(), epsilon=0.0))
+    np.testing.assert_allclose(
+        rows, [[1 / 3, 1 / 3, -1 / 3, x] for x in (1, -1, -1)] + [[1 / 3, 1 / 3, 1, 1]], rtol=1e-6
+    )
+    items = forked()
+    items[0] = replace(items[0], sampler_logprobs=[0, -1, -1, -3])  # surprise 3 against 1 and 1
+    heavy = np.exp([3.0, 1, 1]) @ [1, -1, -1] / np.exp([3.0, 1, 1]).sum()
+    np.testing.assert_allclose(advantages(node_value(items, weights="entropy", epsilon=0.0))[1][2], heavy, rtol=1e-6)
+
+
+# -- against comparisons of prefixes ----------------------------------------------------------------------------------
+
+
+class Naive:
+    """One group's rollouts as token lists; a state is a prefix."""
+
+    def __init__(self, items: list[Trajectory], item: Trajectory) -> None:
+        self.items = [each for each in items if each.group == item.group]
+        self.ids = [tuple(each.token_ids) for each in self.items]
+        self.rewards = np.array([each.reward for each in self.items])
+
+    def through(self, prefix) -> list[int]:
+        return [n for n, ids in enumerate(self.ids) if ids[: len(prefix)] == tuple(prefix)]
+
+    def segment_end(self, ids, at: int) -> tuple:
+        """The longest prefix that the same rollouts share, none of them ending before, as token `at` of `ids`."""
+        same, end = self.through(ids[: at + 1]), at + 1
+        while (
+            end < len(ids) and self.through(ids[: end + 1]) == same and not any(len(self.ids[n]) == end for n in same)
+        ):
+            end += 1
+        return tuple(ids[:end])
+
+    def parted_at(self, ids, at: int) -> list[int]:
+        """The rollouts of the nearest shorter prefix that more share; the same ones where none does."""
+        same = self.through(ids[: at + 1])
+        for length in range(at, -1, -1):
+            if len(self.through(ids[:length])) > len(same):
+                return self.through(ids[:length])
+        return same
+
+    def over_children(self, prefix, values) -> float:
+        """The mean over what goes on from the end of a segment."""
+        below = self.through(prefix)
+        parts, ending = {}, []
+        for n in below:
+            if len(self.ids[n]) == len(prefix):
+                ending.append(values[n])
+            else:
+                parts.setdefault(self.ids[n][len(prefix)], []).append(n)
+        members = [np.mean(ending)] if ending else []
+        for some in parts.values():
+            members.append(self.over_children(self.segment_end(self.ids[some[0]], len(prefix)), values))
+        return float(np.mean(members))
+
+
+@given(items=rollout_lists())
+def test_path_mean_against_prefixes(items: list[Trajectory]) -> None:
+    for average in ("equal", "size"):
+        found, _ = tree_path_mean(items, average=average)
+        for item, result in zip(items, found, strict=True):
+            tree = Naive(items, item)
+            groups = {tuple(tree.through(item.token_ids[:length])) for length in range(len(item) + 1)}
+            differences = [
+                (item.reward - tree.rewards[list(each)].mean(), len(each)) for each in groups if len(each) > 1
+            ]
+            weights = [size if average == "size" else 1 for _, size in differences]
+            expected = np.average([value for value, _ in differences], weights=weights) if differences else 0.0
+            np.testing.assert_allclose(result.advantages, expected, atol=1e-6)
+
+
+@given(items=rollout_lists())
+def test_inter_intra_against_prefixes(items: list[Trajectory]) -> None:
+    found, _ = inter_intra(items)
+    for item, result in zip(items, found, strict=True):
+        tree = Naive(items, item)
+        mine = next(n for n, each in enumerate(tree.items) if each is item)
+        # What all rollouts begin with, and then the next token: the tree; who ends there is alone.
+        common = 0
+        while common < len(item) and len(tree.through(item.token_ids[: common + 1])) == len(tree.items):
+            common += 1
+        same = tree.through(item.token_ids[: common + 1]) if common < len(item) else [mine]
+        expected = 0.0
+        for members in (list(range(len(tree.items))), same):
+            rewards = tree.rewards[members]
+            if len(set(rewards)) > 1:
+                expected += (item.reward - rewards.mean()) / (np.std(rewards, ddof=1) + 1e-4)
+        np.testing.assert_allclose(result.advantages, expected, atol=1e-5)
+
+
+@given(items=rollout_lists())
+def test_treerl_against_prefixes(items: list[Trajectory]) -> None:
+    found, _ = treerl(items)
+    for item, result in zip(items, found, strict=True):
+        tree = Naive(items, item)
+        for at in range(len(item)):
+            through = tree.through(item.token_ids[: at + 1])
+            value = tree.rewards[through].mean()
+            above = tree.rewards[tree.parted_at(item.token_ids, at)].mean()
+            expected = (2 * value - tree.rewards.mean() - above) / np.sqrt(len(through))
+            assert result.advantages[at] == pytest.approx(expected, abs=1e-6)
+
+
+@given(items=rollout_lists())
+def test_value_steps_against_prefixes(items: list[Trajectory]) -> None:
+    found, _ = value_steps(items, mask_above=0.6)
+    for item, result in zip(items, found, strict=True):
+        tree = Naive(items, item)
+        for at in range(len(item)):
+            above = tree.parted_at(item.token_ids, at)
+            expected = 0.0
+            if len(above) > len(tree.through(item.token_ids[: at + 1])) and np.exp(item.old_logprobs[at]) < 0.6:
+                length = max(n for n in range(at + 1) if tree.through(item.token_ids[:n]) == above)
+                value = tree.over_children(tree.segment_end(item.token_ids, at), tree.rewards)
+                expected = value - tree.over_children(item.token_ids[:length], tree.rewards)
+            assert result.advantages[at] == pytest.approx(expected, abs=1e-6)
+
+
+@given(items=rollout_lists())
+def test_node_value_against_prefixes(items: list[Trajectory]) -> None:
+    found, _ = node_value(items)
+    for item, result in zip(items, found, strict=True):
+        tree = Naive(items, item)
+        values = np.zeros(len(tree.items))
+        if len(set(tree.rewards)) > 1:
+            values = (tree.rewards - tree.rewards.mean()) / (tree.rewards.std() + 1e-6)
+        for at in range(len(item)):
+            expected = tree.over_children(tree.segment_end(item.token_ids, at), values)
+            assert result.advantages[at] == pytest.approx(expected, abs=1e-5)
+
+
+# -- rows of one rollout ----------------------------------------------------------------------------------------------
+
+
+def test_rows_of_one_rollout_that_part_are_not_compared() -> None:
+    """Rollout 1 forks into two rows by itself below [1 2 3]; its rows are credited alike."""
+    items = [
+        rollout([1, 2, 3, 4], 1.0, rollout=1),
+        rollout([1, 2, 3, 5], 1.0, rollout=1),
+        rollout([1, 2, 9], 0.0, rollout=2),
+    ]
+    assert advantages(tree_path_mean(items)) == [[0.5] * 4, [0.5] * 4, [-0.5] * 3]
+    assert advantages(treerl(items)) == [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, -1]]
+    assert advantages(value_steps(items, mask_above=None)) == [[0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5], [0, 0, -0.5]]
+    np.testing.assert_allclose(advantages(node_value(items, epsilon=0.0))[1], [0, 0, 1, 1])
+    assert advantages(inter_intra(items))[0] == advantages(inter_intra(items))[1]
