@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": "flat against tree on your own model and rows",
     "bench": "treewise against flat training and tree rows, measured on this machine",
     "doctor": "what this machine has, which attention will run, and a check that it is right",
+    "grow": "a larger model from a smaller one, to train on",
     "models": "which families of models are supported, and why others are not",
 }
 MODULES = {"import": "import_"}  # where a command's name cannot be a module's

@@ -1,0 +1,88 @@
+"""`treewise grow SMALL --output BIG --width 2 --layers 24`: a larger model from a smaller one, on which training goes on."""
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from treewise.cli.load_model import load_tokenizer, load_weights, locate
+from treewise.errors import ConfigError
+from treewise.grow import GrowReport, grow
+from treewise.grow.growth import LEARNED, OPERATORS
+from treewise.grow.operator_training import OperatorSettings
+
+DEFAULTS = OperatorSettings()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    parser.add_argument("small", metavar="SMALL", help="folder with safetensors, .gguf file, smollm2-demo")
+    parser.add_argument("--output", required=True, help="folder to write; must not exist")
+    parser.add_argument("--width", type=int, default=1, help="whole factor of hidden size, inner sizes and heads")
+    parser.add_argument("--layers", type=int, help="layers of the grown model; as many as before where not given")
+    parser.add_argument("--experts", type=int, default=1, help="whole factor of experts and of experts per token")
+    parser.add_argument(
+        "--operator", default="copy", choices=OPERATORS, help="copy keeps the logits; the others do not"
+    )
+    parser.add_argument("--noise", type=float, default=0.01, help="between copies, in standard deviations; cancels")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise and of a learned operator")
+    parser.add_argument("--verify", action="store_true", help="compare logits before and after (loads both models)")
+    parser.add_argument("--data", nargs="+", help="ligo, mango: rows that the operator is fitted to")
+    parser.add_argument("--rank", type=int, default=DEFAULTS.rank, help="mango: of its tensor ring")
+    parser.add_argument("--steps", type=int, default=DEFAULTS.steps, help="ligo, mango: optimizer steps")
+    parser.add_argument("--learning_rate", type=float, default=DEFAULTS.learning_rate, help="ligo, mango: of Adam")
+    parser.add_argument("--max_tokens", "--max-tokens", type=int, help="ligo, mango: budget of a micro-batch")
+    parser.add_argument("--json", action="store_true", help="print the facts of grow.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Grows the model and prints what was done; returns the exit code."""
+    if args.data and args.operator not in LEARNED:
+        raise ConfigError(f"--data is for {' and '.join(LEARNED)}; operator {args.operator!r} reads none.")
+    folder, gguf_file = locate(args.small)
+    with tempfile.TemporaryDirectory() as unpacked:
+        if gguf_file is not None:
+            load_weights(args.small).save_pretrained(unpacked)
+            load_tokenizer(args.small).save_pretrained(unpacked)
+            folder = unpacked
+        report = grow(
+            folder,
+            args.output,
+            width=args.width,
+            num_layers=args.layers,
+            experts=args.experts,
+            operator=args.operator,
+            noise=args.noise,
+            seed=args.seed,
+            check=args.verify,
+            forests=_forests(args) if args.data else None,
+            settings=OperatorSettings(args.rank, args.steps, args.learning_rate, max_tokens=args.max_tokens),
+        )
+    print(json.dumps(asdict(report), indent=2) if args.json else _text(report))
+    return 0
+
+
+def _forests(args: argparse.Namespace) -> list[Any]:
+    from treewise.data import load_trees
+
+    trees = load_trees(args.data, load_tokenizer(args.small, required=False), progress=not args.json)
+    return [trees[index].forest() for index in range(len(trees))]
+
+
+def _text(report: GrowReport) -> str:
+    lines = [
+        f"{Path(report.source).name} -> {report.output}",
+        f"  parameters   {report.num_parameters_before:,} -> {report.num_parameters_after:,}",
+        f"  operator     {report.operator}: width x {report.width}, {report.num_layers} layers, experts x {report.experts}",
+    ]
+    if report.operator_losses:
+        lines.append(f"  its loss     {report.operator_losses[0]:.4f} -> {report.operator_losses[-1]:.4f}"
+                     f" in {report.steps} steps")  # fmt: skip
+    if report.logit_difference is not None:
+        lines.append(f"  logits       differ by {report.logit_difference:.1e} of the largest one")
+    if not report.keeps_function:
+        lines.append("  this operator does not keep the function: evaluate before you train on")
+    lines.append(f"Go on with: treewise train CONFIG.yaml --model {report.output}")
+    return "\n".join(lines)

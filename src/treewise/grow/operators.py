@@ -1,0 +1,254 @@
+"""Learned growth: linear maps from all small weights to all large ones, a few numbers for each weight that they make.
+
+Both operators begin as a copy of units and layers and leave norms, which are repeated, and what keeps its size alone.
+
+* LiGO (arXiv 2303.00980): one map for the hidden units, shared by all; one for the other units of each kind of
+  matrix; one vector over layers for each kind.
+* Mango (arXiv 2310.10699, Fig. 4): one ring of small tensors over matrices (B), outputs (O), layers (L) and inputs
+  (I). The paper cuts every matrix into squares of the hidden size. Grouped key heads and inner sizes that are no
+  multiple of it do not fit in squares, so here matrices of one shape class form a B axis of their own, and the maps
+  of hidden units, of each other size and of layers are shared by all classes.
+
+Letters: B matrices of a shape class, L layers, O outputs, I inputs, E experts, R rank; 1 small, 2 large.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from treewise.errors import UnsupportedModelError
+from treewise.grow.tensor_roles import LAYER, RESIDUAL_OUTPUTS, Role, role_of
+from treewise.grow.widening import Widening, widened
+
+HIDDEN = "hidden"
+MAP_NOISE = 1e-2  # of the maps, in their largest number: copies must part
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The matrices or biases of one kind in all layers: [L, O, I], or [L, O] for biases; experts are matrices, too.
+
+    Attributes:
+        tail: name without the layer, such as `.self_attn.q_proj.weight`.
+        weights: [L1, E, O1, I1] (E is 1 outside of experts; I1 is 1 for biases).
+        output, input: name of the axis of units.
+        grown: [O2, I2].
+        is_bias, has_experts: what to take away again at the end.
+    """
+
+    tail: str
+    weights: torch.Tensor
+    output: str
+    input: str
+    grown: tuple[int, int]
+    is_bias: bool
+    has_experts: bool
+
+
+def stacks_of(model: nn.Module, grown_shapes: dict[str, tuple[int, ...]], config: Any) -> list[Stack]:
+    """All matrices and biases inside of the layers of a model, stacked by kind.
+
+    Raises:
+        UnsupportedModelError: layers that differ in their shapes, or fused projections, which have no single map.
+    """
+    kinds: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    head = ""
+    for name, tensor in model.state_dict().items():
+        match = LAYER.fullmatch(name)
+        if match is not None and not is_copied(name, tensor, grown_shapes, config):
+            kinds[match["tail"]].append((int(match["layer"]), tensor))
+            head = match["head"]
+    num_layers = int(config.num_hidden_layers)
+    result = []
+    for tail, found in kinds.items():
+        if len(found) != num_layers:
+            raise UnsupportedModelError(f"{tail} is in {len(found)} of {num_layers} layers; operators need equal ones.")
+        ordered = torch.stack([tensor for _, tensor in sorted(found, key=lambda each: each[0])])
+        result.append(_stack(tail, ordered, grown_shapes[f"{head}0{tail}"]))
+    return result
+
+
+def _stack(tail: str, weights: torch.Tensor, grown: tuple[int, ...]) -> Stack:
+    module = tail.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    has_experts, is_bias = weights.dim() == 4, weights.dim() == 2
+    if is_bias:
+        weights, grown = weights[:, :, None], (*grown, 1)
+    if not has_experts:
+        weights = weights[:, None]
+    adds = module in RESIDUAL_OUTPUTS
+    small_out, small_in = weights.shape[2:]
+    output = HIDDEN if adds else f"{small_out}-{grown[-2]}"
+    inputs = "" if is_bias else f"{small_in}-{grown[-1]}" if adds else HIDDEN
+    return Stack(tail, weights, output, inputs, (grown[-2], grown[-1]), is_bias, has_experts)
+
+
+def is_copied(name: str, tensor: torch.Tensor, grown_shapes: dict[str, tuple[int, ...]], config: Any) -> bool:
+    """Norms, and what keeps its shape: no operator changes these."""
+    if tensor.dim() == 3:
+        return False
+    role = role_of(name, tuple(tensor.shape), config, grown_shapes.get(name)).role
+    return role is not Role.LINEAR and not (role is Role.VECTOR and name.endswith(".bias") and "norm" not in name)
+
+
+def tile(small: int, large: int) -> torch.Tensor:
+    """[large, small]: each large unit is a copy of one small one."""
+    return torch.eye(small)[torch.arange(large) % small]
+
+
+def noisy(values: torch.Tensor, generator: torch.Generator) -> nn.Parameter:
+    """A map with a little noise."""
+    return nn.Parameter(values + MAP_NOISE * values.abs().max() * torch.randn(values.shape, generator=generator))
+
+
+class Operator(nn.Module):
+    """Small weights to large weights.
+
+    Parameters:
+        model: the small model (float32), frozen.
+        grown_shapes: shapes of the large model's tensors by name.
+        config: the small model's configuration.
+        layer_sources: the small layer of each large one, where the maps begin.
+        widening: factors of norms and embeddings.
+        seed: of the noise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        grown_shapes: dict[str, tuple[int, ...]],
+        config: Any,
+        layer_sources: list[int],
+        widening: Widening,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+        self.stacks = stacks_of(model, grown_shapes, config)
+        self.sources = layer_sources
+        self.layers_prefix = next(match["head"] for name in grown_shapes if (match := LAYER.fullmatch(name)))
+        self._copied = self._copies(model, grown_shapes, config, widening)
+        self.depth_start = torch.eye(int(config.num_hidden_layers))[torch.tensor(layer_sources)]
+        self._build()
+
+    def _build(self) -> None:
+        raise NotImplementedError
+
+    def grown_stack(self, index: int) -> torch.Tensor:
+        """The large weights of stack `index`: [L2, E, O2, I2]."""
+        raise NotImplementedError
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the large model by name, with a graph where it is made by maps."""
+        tensors = dict(self._copied)
+        for index, stack in enumerate(self.stacks):
+            grown = self.grown_stack(index)
+            if not stack.has_experts:
+                grown = grown[:, 0]
+            if stack.is_bias:
+                grown = grown[..., 0]
+            for layer, weights in enumerate(grown):
+                tensors[f"{self.layers_prefix}{layer}{stack.tail}"] = weights
+        return tensors
+
+    def _copies(
+        self, model: nn.Module, grown_shapes: dict[str, tuple[int, ...]], config: Any, widening: Widening
+    ) -> dict[str, torch.Tensor]:
+        """Embeddings, head, routers and norms as `copy` makes them."""
+        copies = {}
+        for name, tensor in model.state_dict().items():
+            if tensor.dim() == 3 or not is_copied(name, tensor, grown_shapes, config):
+                continue
+            role = role_of(name, tuple(tensor.shape), config, grown_shapes.get(name))
+            wide = widened(name, tensor, role, widening)
+            match = LAYER.fullmatch(name)
+            if match is None:
+                copies[name] = wide
+                continue
+            for layer, source in enumerate(self.sources):
+                if source == int(match["layer"]):
+                    copies[f"{match['head']}{layer}{match['tail']}"] = wide
+        return copies
+
+    def _sizes(self) -> dict[str, tuple[int, int]]:
+        """Small and large length of every axis of units."""
+        sizes = {}
+        for stack in self.stacks:
+            sizes[stack.output] = (stack.weights.shape[2], stack.grown[0])
+            if not stack.is_bias:
+                sizes[stack.input] = (stack.weights.shape[3], stack.grown[1])
+        return sizes
+
+
+class Ligo(Operator):
+    """One map over hidden units, one over the other units of each kind, a vector over layers for each kind."""
+
+    def _build(self) -> None:
+        sizes = self._sizes()
+        small, large = sizes[HIDDEN]
+        self.hidden_out = noisy(tile(small, large), self.generator)
+        self.hidden_in = noisy(tile(small, large) * small / large, self.generator)
+        self.inner = nn.ParameterList()
+        self.depth = nn.ParameterList()
+        for stack in self.stacks:
+            size = sizes[stack.output] if stack.output != HIDDEN else sizes.get(stack.input, (1, 1))
+            scale = 1.0 if stack.output != HIDDEN else size[0] / size[1]
+            self.inner.append(noisy(tile(*size) * scale, self.generator))
+            self.depth.append(noisy(self.depth_start, self.generator))
+
+    def grown_stack(self, index: int) -> torch.Tensor:
+        """[L2, E, O2, I2]."""
+        stack = self.stacks[index]
+        output = self.hidden_out if stack.output == HIDDEN else self.inner[index]
+        grown = torch.einsum("km,meoi->keoi", self.depth[index], stack.weights)
+        grown = torch.einsum("po,keoi->kepi", output, grown)
+        if stack.is_bias:
+            return grown
+        return torch.einsum("qi,kepi->kepq", self.hidden_in if stack.input == HIDDEN else self.inner[index], grown)
+
+
+class Mango(Operator):
+    """A tensor ring over matrices, outputs, layers and inputs; rank 1 begins exactly as a copy, but for the noise."""
+
+    def __init__(self, *arguments: Any, rank: int = 1) -> None:
+        self.rank = rank
+        super().__init__(*arguments)
+
+    def _build(self) -> None:
+        sizes = self._sizes()
+        self.outputs, self.inputs, self.matrices = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
+        for axis, (small, large) in sizes.items():
+            self.outputs[axis] = self._core(tile(small, large))
+            self.inputs[axis] = self._core(tile(small, large) * small / large)
+        self.layers = self._core(self.depth_start)
+        self.classes: dict[str, list[int]] = defaultdict(list)
+        for index, stack in enumerate(self.stacks):
+            experts = stack.weights.shape[1]
+            self.classes[f"{stack.output} from {stack.input} {experts}"].append(index)
+        for name, members in self.classes.items():
+            self.matrices[name] = self._core(torch.eye(len(members)))
+        self._class_of = {index: name for name, members in self.classes.items() for index in members}
+
+    def _core(self, start: torch.Tensor) -> nn.Parameter:
+        """[R, large, small, R]: the map at rank (0, 0), a little noise elsewhere, so that every rank has a gradient."""
+        core = torch.zeros(self.rank, *start.shape, self.rank)
+        core[0, :, :, 0] = start
+        return noisy(core, self.generator)
+
+    def grown_stack(self, index: int) -> torch.Tensor:
+        """[L2, E, O2, I2]."""
+        stack, name = self.stacks[index], self._class_of[index]
+        members = self.classes[name]
+        weights = torch.stack([self.stacks[member].weights for member in members])  # [B1, L1, E, O1, I1]
+        row = self.matrices[name][:, members.index(index)]  # [R, B1, R], of one large matrix
+        ring = torch.einsum("abr,bleoi->arleoi", row, weights)
+        ring = torch.einsum("rpos,arleoi->aslepi", self.outputs[stack.output], ring)
+        ring = torch.einsum("sklt,aslepi->atkepi", self.layers, ring)
+        if stack.is_bias:  # no inputs: the ring closes on itself
+            return torch.einsum("aakepi->kepi", ring)
+        return torch.einsum("tqia,atkepi->kepq", self.inputs[stack.input], ring)
+
+
+OPERATOR_CLASSES = {"ligo": Ligo, "mango": Mango}

@@ -1,0 +1,123 @@
+"""Learned operators: where they begin, that their einsums are the dense maps of the papers, that fitting lowers the loss."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.grow.test_families import save_random
+from treewise.grow import operators
+from treewise.grow.configuration import Target, grown_configuration
+from treewise.grow.layer_map import layer_sources
+from treewise.grow.operator_training import OperatorSettings, make_operator, trained_operator
+from treewise.grow.operators import Mango, Operator
+from treewise.grow.tensor_roles import role_of
+from treewise.grow.widening import Widening, widened
+from treewise.tree import Forest, Trajectory
+
+
+def begin(
+    name: str, folder: Path, family: str = "qwen2", rank: int = 1, layers: int = 3
+) -> tuple[Operator, object, object]:
+    model = save_random(folder, family)
+    sources = layer_sources(2, layers, "zero")
+    grown = AutoModelForCausalLM.from_config(grown_configuration(model.config, Target(2, layers), sources))
+    return make_operator(name, model, grown, sources, rank, seed=0), model, grown
+
+
+@pytest.mark.parametrize("name", ["ligo", "mango"])
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt_neox", "gemma3_text"])
+def test_without_noise_an_operator_begins_as_a_copy(
+    name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "MAP_NOISE", 0.0)
+    operator, model, grown = begin(name, tmp_path, family)
+    tensors = operator()
+    assert set(dict(grown.named_parameters())) <= set(tensors)
+    for key, tensor in model.state_dict().items():
+        if tensor.dim() == 3 or "layers.1." in key:
+            continue
+        role = role_of(key, tuple(tensor.shape), model.config, tuple(grown.state_dict()[key].shape))
+        torch.testing.assert_close(tensors[key], widened(key, tensor, role, Widening(width=2)))
+        assert tensors[key].shape == grown.state_dict()[key].shape
+
+
+def test_the_ring_is_the_dense_map(tmp_path: Path) -> None:
+    """Its einsums against the full tensor S of arXiv 2310.10699, contracted over all indices at once."""
+    operator, _, _ = begin("mango", tmp_path, rank=2)
+    assert isinstance(operator, Mango)
+    name, members = next((key, value) for key, value in operator.classes.items() if len(value) > 1 and " 1" in key)
+    stack = operator.stacks[members[0]]
+    dense = torch.einsum(
+        "acbr,rpos,sklt,tqia->bcoplkiq",
+        operator.matrices[name],
+        operator.outputs[stack.output],
+        operator.layers,
+        operator.inputs[stack.input],
+    )  # [b1, b2, o1, o2, l1, l2, i1, i2]
+    weights = torch.stack([operator.stacks[member].weights[:, 0] for member in members])  # [b1, l1, o1, i1]
+    expected = torch.einsum("bcoplkiq,bloi->ckpq", dense, weights)
+    for position, member in enumerate(members):
+        torch.testing.assert_close(operator.grown_stack(member)[:, 0], expected[position], rtol=1e-4, atol=1e-4)
+
+
+def trees() -> list[Forest]:
+    rows = [Trajectory([3, 4, 5, *[6 + branch, 7, 8 + branch] * 6]) for branch in range(3)]
+    return [Forest.from_trajectories(rows)]
+
+
+@pytest.mark.parametrize(("name", "rank"), [("ligo", 1), ("mango", 1), ("mango", 2)])
+def test_fitting_lowers_the_loss_and_moves_every_map(name: str, rank: int, tmp_path: Path) -> None:
+    model = save_random(tmp_path, "qwen2")
+    sources = layer_sources(2, 3, "zero")
+    config = grown_configuration(model.config, Target(2, 3), sources)
+    settings = OperatorSettings(rank=rank, steps=12, learning_rate=3e-3)
+    fit = trained_operator(name, model, config, sources, trees(), settings, seed=0)
+    assert fit.losses[-1] < fit.losses[0] - 0.05
+    grown = AutoModelForCausalLM.from_config(config)
+    assert set(fit.tensors) >= set(dict(grown.named_parameters()))
+    assert len(fit.losses) == 12
+
+
+def test_gradients_of_the_maps_are_those_of_autograd(tmp_path: Path) -> None:
+    """Carrying gradients from the engine into the operator equals differentiating the whole by torch."""
+    from treewise.engine import TreeEngine
+    from treewise.objectives import SFT
+
+    operator, _, grown = begin("mango", tmp_path, layers=2)
+    operator, grown = operator.double(), grown.double()
+    operator.stacks = [
+        operators.Stack(
+            each.tail, each.weights.double(), each.output, each.input, each.grown, each.is_bias, each.has_experts
+        )
+        for each in operator.stacks
+    ]
+    tensors = {name: each.double() for name, each in operator().items()}
+    forest = trees()[0]
+    row = torch.tensor([[int(token) for token in forest.trajectories[0].token_ids]])
+    only = Forest.from_trajectories([forest.trajectories[0]])
+    logits = torch.func.functional_call(grown, tensors, kwargs={"input_ids": row}).logits
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], row[0, 1:])
+    expected = torch.autograd.grad(loss, list(operator.parameters()), allow_unused=True)
+    with torch.no_grad():
+        for name, parameter in grown.named_parameters():
+            parameter.copy_(tensors[name])
+    TreeEngine(grown).step(only, SFT())
+    tensors = {name: each.double() for name, each in operator().items()}
+    made = [name for name, _ in grown.named_parameters() if tensors[name].requires_grad]
+    torch.autograd.backward(
+        [tensors[name] for name in made], [dict(grown.named_parameters())[name].grad for name in made]
+    )
+    for parameter, gradient in zip(operator.parameters(), expected, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_unequal_layers_are_an_error(tmp_path: Path) -> None:
+    model = save_random(tmp_path, "qwen3_moe", mlp_only_layers=[0])
+    sources = layer_sources(2, 2, "zero")
+    grown = AutoModelForCausalLM.from_config(grown_configuration(model.config, Target(2), sources))
+    with pytest.raises(NotImplementedError, match="in 1 of 2 layers"):
+        make_operator("ligo", model, grown, sources, 1, 0)
