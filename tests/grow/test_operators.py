@@ -1,4 +1,4 @@
-"""Learned operators: where they begin, that their einsums are the dense maps of the papers, that fitting lowers the loss."""
+"""Learned operators: where they begin, that their einsums are the dense maps, that fitting lowers the loss."""
 
 from pathlib import Path
 

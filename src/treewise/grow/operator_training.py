@@ -1,4 +1,4 @@
-"""Fits a learned operator: the large model's weights are made anew at each step, trained on trees, and their gradients are
+"""Fits a learned operator: the large weights are made anew at each step, trained on trees, and their gradients are
 carried on into the operator. The small model is frozen.
 """
 
