@@ -75,7 +75,8 @@ def _text(report: GrowReport) -> str:
     lines = [
         f"{Path(report.source).name} -> {report.output}",
         f"  parameters   {report.num_parameters_before:,} -> {report.num_parameters_after:,}",
-        f"  operator     {report.operator}: width x{report.width}, {report.num_layers} layers, experts x{report.experts}",
+        f"  operator     {report.operator}: width x{report.width},"
+        f" {report.num_layers} layers, experts x{report.experts}",
     ]
     if report.operator_losses:
         lines.append(f"  its loss     {report.operator_losses[0]:.4f} -> {report.operator_losses[-1]:.4f}"
