@@ -22,7 +22,7 @@ from common import bundled_trees, save, smollm2
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treewise.bench.process_memory import peak_bytes
-from treewise.engine.budget import gateway_bytes
+from treewise.engine.budget import gateway_token_bytes
 from treewise.engine.engine import TreeEngine
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -77,7 +77,7 @@ def measure(name: str, budget: int | None) -> dict[str, Any]:
     before = _peak(reset=True)
     out = engine.step(forest)
     plan = engine.plan(forest)
-    gateways = plan.peak_gateway_tokens * gateway_bytes(engine.parts)
+    gateways = plan.peak_gateway_tokens * gateway_token_bytes(engine.parts)
     return {
         "tree": name,
         "tree_tokens": forest.num_tokens,

@@ -12,6 +12,7 @@ which ends the run with exit code 1.
 # ruff: noqa: T201 - a command
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import UnsupportedModelError
 from treewise.nn import recurrent
 from treewise.nn.attention import observe_masks
-from treewise.nn.support_table import FILE, REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable, as_markdown
+from treewise.nn.support_table import FILE, REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable
 from treewise.testing.families import causal_families, image_families, tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
@@ -126,6 +127,37 @@ def main(families: list[str]) -> int:
         readme.write_text(text, encoding="utf-8")
         print(dict(table.counts()))
     return 1 if any(row.status in (WRONG, BROKEN) for row in rows) else 0
+
+
+def as_markdown(table: CapabilityTable) -> str:
+    """The table for the documentation."""
+    counts = table.counts()
+    parts = [
+        f"Tried with transformers {table.transformers}: {counts[SUPPORTED]} families supported, {counts[REFUSED]} "
+        f"refused, {counts[UNTRIED]} not tried.",
+        "### Supported",
+        _columns(
+            ("family", "model", "layers", "error"),
+            [
+                (f"`{row.family}`", row.model, ", ".join(row.layers), f"{row.error:.0e}")
+                for row in table.of_status(SUPPORTED)
+            ],
+        ),
+        "### Refused",
+        _columns(
+            ("family", "model", "why"),
+            [(f"`{row.family}`", row.model, row.reason) for row in table.of_status(REFUSED)],
+        ),
+        "### Not tried",
+        "transformers builds no small random model of these from their configuration class alone.",
+        _columns(("family", "why"), [(f"`{row.family}`", row.reason) for row in table.of_status(UNTRIED)]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ import re
 import pytest
 import transformers
 
-from tests.capability import REFUSED, SUPPORTED, UNTRIED, examine
-from treewise.nn.support_table import Capability, CapabilityTable, as_markdown
+from tests.capability import REFUSED, SUPPORTED, UNTRIED, as_markdown, examine
+from treewise.nn.support_table import Capability, CapabilityTable
 from treewise.testing.families import causal_families, image_families
 
 TABLE = CapabilityTable.load()

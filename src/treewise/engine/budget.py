@@ -17,6 +17,7 @@ from treewise.engine.calibration import choose_budget, measure_token_bytes, miss
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention import Gateway, TreeContext, TreeMask
 from treewise.nn.device import free_bytes, is_out_of_memory
+from treewise.nn.flops import gateway_bytes, gateway_values
 from treewise.nn.gradients import clear_gradients, gradients_restored, gradients_set_aside
 from treewise.nn.model import ModelParts, decoder_rows
 from treewise.nn.recurrent import TreeRows, kinds_of
@@ -54,7 +55,7 @@ class Budget:
         """
         config = parts.decoder.config
         with gradients_restored(parts.model):
-            token_bytes = measure_token_bytes(train, config.num_hidden_layers, gateway_bytes(parts))
+            token_bytes = measure_token_bytes(train, config.num_hidden_layers, gateway_token_bytes(parts))
         free = free_bytes(parts.device) - missing_gradient_bytes(parts.model.parameters()) - reserve
         self.tokens = choose_budget(token_bytes, free, parts.device.type, gateway_tokens)
         self.is_measured = True
@@ -102,16 +103,10 @@ class Budget:
         logger.warning("out of memory with %d tokens at a time; the same step again with %d", used, self.tokens)
 
 
-def gateway_bytes(parts: ModelParts) -> int:
-    """Bytes of one gateway token over all layers: keys and values in the model's dtype, their gradients in float32."""
-    config = parts.decoder.config
-    query_heads = getattr(config, "num_attention_heads", None)
-    if query_heads is None:
-        return 1  # no attention; never 0, so that other gateway memory can be counted in tokens
-    heads = getattr(config, "num_key_value_heads", None) or query_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // query_heads
-    element = next(parts.decoder.parameters()).element_size()
-    return int(2 * heads * size * config.num_hidden_layers * (element + 4))
+def gateway_token_bytes(parts: ModelParts) -> int:
+    """Bytes of one gateway token over all layers, gradients included; at least 1 (a divisor)."""
+    num_values = gateway_values(parts.decoder.config.get_text_config())
+    return max(1, gateway_bytes(num_values, next(parts.decoder.parameters()).dtype))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.engine.budget import Budget, gateway_bytes, state_bytes
+from treewise.engine.budget import Budget, gateway_token_bytes, state_bytes
 from treewise.engine.lockstep import Exchange, Pace
 from treewise.engine.outputs import StepOutput, output_of
 from treewise.engine.probe import probe
@@ -238,7 +238,7 @@ class TreeEngine:
             walk = self.new_walk(plan(chain))
             walk.train(ObjectiveLoss(chain, SFT(), None).reader(walk, self.temperature))
 
-        state_size, token_size = state_bytes(self.parts), gateway_bytes(self.parts)
+        state_size, token_size = state_bytes(self.parts), gateway_token_bytes(self.parts)
 
         def gateway_tokens(budget: int) -> int:
             run = plan(forest, budget, hold=self.hold)

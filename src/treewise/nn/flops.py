@@ -1,7 +1,7 @@
-"""FLOPs of one training step, flat and on the tree: the ceiling that a measured speed-up is held against.
+"""FLOPs of one training step, flat and on the tree: the ceiling of a measured speed-up.
 
 Conventions. A multiply-add is two FLOPs. A linear layer costs one pass forward and one for each gradient (of its
-input, and of its weight where that is trained). An expert counts by the share of experts that a token visits.
+input, and of its weight where that is trained). An expert counts by the fraction of experts that a token visits.
 Attention costs `2 H (D + D of the values)` per pair of query and key it may see, which is `4 H D`; its backward 2.5
 times that, as in FlashAttention (arXiv 2307.08691), whose backward computes the scores again. The head counts per
 projected row, which is a row with a trained target; its backward projects again, so it costs 4 passes. Embeddings,
@@ -25,7 +25,10 @@ from treewise.tree.forest import Forest
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
-ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+# `hybrid` layers attend beside a recurrent function.
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "hybrid")
+# How often a layer attends in one forward, where that is not once.
+CALLS_PER_LAYER = {"diffllama": 2}
 # Values kept for the backward, per input and output of a linear layer: residuals and norms too. SmolLM2-135M in float32
 # keeps 1.4 MB a token (measured); its linear layers' inputs and outputs are 1.22 MB.
 ACTIVATIONS_PER_LINEAR = 1.15
@@ -73,7 +76,7 @@ class FlopModel:
         return self._step(forest.num_flat_tokens, flat_head_rows(forest), forest.path_lengths)
 
     def leaf(self, forest: Forest) -> float:
-        """The same without the trajectories contained in another, whose trained tokens the longer one takes over."""
+        """The same without the trajectories contained in another, whose trained tokens count in the longer one."""
         lengths = forest.path_lengths[forest.leaf_trajectories]
         return self._step(int(lengths.sum()), leaf_head_rows(forest), lengths)
 
@@ -118,18 +121,18 @@ def flop_model(model: nn.Module) -> FlopModel:
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     head = model.get_output_embeddings()  # type: ignore[operator]
     head_modules = set(head.modules()) if head is not None else set()
-    share = _expert_share(config)
+    num_experts, num_visited = _expert_counts(config)
     linear = backward = 0.0
     activations = 0.0
     for module, name, parameter in _matrices(model):
         if isinstance(module, nn.Embedding) or module in head_modules:
             continue
-        is_expert = parameter.ndim == 3 and parameter.shape[0] == share[0] and not isinstance(module, nn.Conv1d)
-        part = share[1] / share[0] if is_expert or ".experts." in name else 1.0
+        is_expert = parameter.ndim == 3 and parameter.shape[0] == num_experts and not isinstance(module, nn.Conv1d)
+        part = num_visited / num_experts if is_expert or ".experts." in name else 1.0
         flops = 2.0 * parameter.numel() * part
         linear += flops
         backward += flops * (2 if parameter.requires_grad else 1)
-        visits = share[1] if is_expert else part
+        visits = num_visited if is_expert else part
         activations += visits * sum(parameter.shape[-2:]) * ACTIVATIONS_PER_LINEAR
     head_flops = 2.0 * head.weight.numel() if head is not None else 0.0
     is_head_trained = head is not None and head.weight.requires_grad
@@ -142,7 +145,7 @@ def flop_model(model: nn.Module) -> FlopModel:
         pair_forward=tuple(pairs.items()),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_trained_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad),
-        gateway_values=_gateway_values(config),
+        gateway_values=gateway_values(config),
         activation_values=round(activations),
     )
 
@@ -165,6 +168,28 @@ def leaf_flop_bound(model: nn.Module | FlopModel, forest: Forest) -> float:
     """The same against flat training of only those trajectories that are not contained in another."""
     flops = model if isinstance(model, FlopModel) else flop_model(model)
     return flops.leaf(forest) / flops.tree(forest)
+
+
+# -- gateways ---------------------------------------------------------------------------------------------------------
+
+
+def gateway_values(config: Any) -> int:
+    """Keys and values (numbers) of one gateway token over all layers, as attention receives them; 0 without attention.
+
+    config: a transformers configuration. Hybrid models count their attention layers, latent attention its full heads.
+    """
+    values = 0
+    for reach in _layer_reaches(config):
+        _, key_heads, key_size, value_size = _head_sizes(config)
+        # Sliding layers of MiMo have twice the key heads.
+        factor = 2 if config.model_type == "mimo_v2_flash" and reach.window is not None else 1
+        values += factor * key_heads * (key_size + value_size)
+    return values
+
+
+def gateway_bytes(num_values: int, dtype: torch.dtype) -> int:
+    """Bytes of so many keys and values in `dtype`, and of their gradients in float32 or wider."""
+    return num_values * (dtype.itemsize + torch.promote_types(dtype, torch.float32).itemsize)
 
 
 # -- tokens and rows of a forest --------------------------------------------------------------------------------------
@@ -207,7 +232,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]
                 yield module, f"{module_name}.{name}", parameter
 
 
-def _expert_share(config: Any) -> tuple[int, int]:
+def _expert_counts(config: Any) -> tuple[int, int]:
     """Experts of a layer, and how many of them a token visits; (1, 1) for a dense model."""
     total = next((getattr(config, name) for name in EXPERT_COUNTS if getattr(config, name, None)), 1)
     visited = next((getattr(config, name) for name in EXPERTS_PER_TOKEN if getattr(config, name, None)), total)
@@ -215,36 +240,38 @@ def _expert_share(config: Any) -> tuple[int, int]:
 
 
 def _head_sizes(config: Any) -> tuple[int, int, int, int]:
-    """Query heads, key-value heads, size of keys, size of values, as attention sees them."""
+    """Query heads, key-value heads, size of keys, size of values, as attention receives them."""
     heads = config.num_attention_heads
     if getattr(config, "qk_nope_head_dim", None):
         return heads, heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads, getattr(config, "num_key_value_heads", None) or heads, size, size
+    is_repeated = config.model_type == "jetmoe"  # keys and values are repeated for the experts of the queries
+    key_heads = heads if is_repeated else getattr(config, "num_key_value_heads", None) or heads
+    return heads, key_heads, size, getattr(config, "v_head_dim", None) or size
 
 
 def _layer_reaches(config: Any) -> list[LayerReach]:
+    """One for each call of attention in a forward; none for models without attention."""
+    if getattr(config, "num_attention_heads", None) is None:
+        return []
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         uses_window = getattr(config, "use_sliding_window", True)
         window = getattr(config, "sliding_window", None) if uses_window else None
-        return [LayerReach(window=window)] * config.num_hidden_layers
+        num_layers = getattr(config, "decoder_layers", None) or config.num_hidden_layers
+        return [LayerReach(window=window)] * num_layers * CALLS_PER_LAYER.get(config.model_type, 1)
     reach = {
         "full_attention": LayerReach(),
         "sliding_attention": LayerReach(window=getattr(config, "sliding_window", None)),
         "chunked_attention": LayerReach(chunk=getattr(config, "attention_chunk_size", None)),
+        "hybrid": LayerReach(),
     }
     return [reach[kind] for kind in kinds if kind in ATTENTION_KINDS]
 
 
 def _attention_pairs(config: Any) -> Counter[LayerReach]:
-    heads, _, key_size, value_size = _head_sizes(config)
     pairs: Counter[LayerReach] = Counter()
     for reach in _layer_reaches(config):
+        heads, _, key_size, value_size = _head_sizes(config)
         pairs[reach] += 2 * heads * (key_size + value_size)
     return pairs
-
-
-def _gateway_values(config: Any) -> int:
-    _, key_heads, key_size, value_size = _head_sizes(config)
-    return len(_layer_reaches(config)) * key_heads * (key_size + value_size)

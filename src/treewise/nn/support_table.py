@@ -1,12 +1,11 @@
 """The capability table: which families of transformers follow a tree, and why the others do not.
 
-`tests/capability.py` makes the table by trying every family and stores it beside this module; `make models` does so for
-another release of transformers.
+`tests/capability.py` trains a tiny model of every family and stores the table beside this module; `make models` does so
+for another release of transformers.
 """
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -41,7 +40,7 @@ class CapabilityTable:
 
     @classmethod
     def load(cls, path: Path | None = None) -> "CapabilityTable":
-        """The table in a file; without one, that which came with this release of treewise."""
+        """The table in a file; without one, the table of this release of treewise."""
         source = resources.files("treewise.nn") / FILE if path is None else path
         stored = json.loads(source.read_text(encoding="utf-8"))
         rows = (Capability(**{**row, "layers": tuple(row.get("layers", ()))}) for row in stored["rows"])
@@ -64,34 +63,3 @@ class CapabilityTable:
     def counts(self) -> Counter[str]:
         """Families by status."""
         return Counter(row.status for row in self.rows)
-
-
-def as_markdown(table: CapabilityTable) -> str:
-    """The table for the documentation."""
-    counts = table.counts()
-    parts = [
-        f"Tried with transformers {table.transformers}: {counts[SUPPORTED]} families supported, {counts[REFUSED]} "
-        f"refused, {counts[UNTRIED]} not tried.",
-        "### Supported",
-        _columns(
-            ("family", "model", "layers", "error"),
-            [
-                (f"`{row.family}`", row.model, ", ".join(row.layers), f"{row.error:.0e}")
-                for row in table.of_status(SUPPORTED)
-            ],
-        ),
-        "### Refused",
-        _columns(
-            ("family", "model", "why"),
-            [(f"`{row.family}`", row.model, row.reason) for row in table.of_status(REFUSED)],
-        ),
-        "### Not tried",
-        "transformers builds no small random model of these from their configuration class alone.",
-        _columns(("family", "why"), [(f"`{row.family}`", row.reason) for row in table.of_status(UNTRIED)]),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from tests.nn.recurrent.hybrids import hybrid
 from treewise import Forest, Trajectory, TreeEngine
-from treewise.engine.budget import gateway_bytes, state_bytes
+from treewise.engine.budget import gateway_token_bytes, state_bytes
 from treewise.nn.model import take_apart
 from treewise.nn.recurrent import peak_cuts
 from treewise.nn.recurrent.segments import row_segments
@@ -25,7 +25,7 @@ def test_bytes_of_a_cut_are_those_of_states_and_tails() -> None:
 
 def test_models_without_attention_have_gateways_of_states_only() -> None:
     parts = take_apart(hybrid("mamba2"))
-    assert gateway_bytes(parts) == 1
+    assert gateway_token_bytes(parts) == 1
     assert state_bytes(parts) > 0
 
 

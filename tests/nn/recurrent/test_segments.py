@@ -103,14 +103,14 @@ def test_schedule_scans_each_row_once_after_its_parent(given, hold) -> None:
     for _, positions, segments in each_micro_batch(run):
         schedule = make_schedule(segments)
         done: dict[int, tuple[int, int]] = {}
-        for number, group in enumerate(schedule.groups):
+        for number, group in enumerate(schedule.batches):
             assert sum(len(source.index) for source in group.sources) == len(group.segments)
-            origin = [(source.group, int(index)) for source in group.sources for index in source.index]
+            origin = [(source.batch, int(index)) for source in group.sources for index in source.index]
             for segment, (source, index) in zip(group.segments.tolist(), origin, strict=True):
                 above = int(segments.parent[segment])
                 if above >= 0:
                     assert done[above] == (source, index)
-                    assert schedule.groups[source].wants_states
+                    assert schedule.batches[source].wants_states
                 elif segments.gateway[segment] >= 0:
                     assert source == GATEWAY
                     assert schedule.entering[index] == segment
@@ -118,10 +118,10 @@ def test_schedule_scans_each_row_once_after_its_parent(given, hold) -> None:
                     assert source == NOTHING
             done.update({segment: (number, index) for index, segment in enumerate(group.segments.tolist())})
         assert sorted(done) == list(range(segments.num_segments))
-        assert np.array_equal(schedule.order[schedule.place], np.arange(len(positions)))
+        assert np.array_equal(schedule.order[schedule.position], np.arange(len(positions)))
         assert np.sum(schedule.order >= 0) == len(positions)
         assert [done[int(cut)] for cut in segments.cuts] == list(schedule.cuts)
-        assert all(schedule.groups[group].wants_states for group, _ in schedule.cuts)
+        assert all(schedule.batches[group].wants_states for group, _ in schedule.cuts)
 
 
 def chain_of_turns(num_turns: int, turn: int, side: int) -> RowSegments:
@@ -142,7 +142,7 @@ def chain_of_turns(num_turns: int, turn: int, side: int) -> RowSegments:
 
 def test_a_chain_of_turns_takes_one_call_per_turn_and_one_for_all_sides() -> None:
     schedule = make_schedule(chain_of_turns(100, 200, 60))
-    assert len(schedule.groups) <= 101
+    assert len(schedule.batches) <= 101
     assert len(schedule.order) == sum(schedule.sizes) <= 1.1 * (100 * 200 + 99 * 60)
 
 
@@ -153,9 +153,9 @@ def test_a_wide_fan_takes_few_calls_and_little_padding() -> None:
     none = np.full(1001, -1)
     parent = np.append(-1, np.zeros(1000, dtype=int))
     schedule = make_schedule(RowSegments(start, start + length, parent, none, none, np.zeros(0, dtype=int)))
-    assert len(schedule.groups) <= 13
+    assert len(schedule.batches) <= 13
     assert len(schedule.order) <= 1.6 * length.sum()
-    assert not any(group.wants_states for group in schedule.groups[1:])
+    assert not any(group.wants_states for group in schedule.batches[1:])
 
 
 def test_short_segments_of_different_length_share_a_call() -> None:
@@ -164,7 +164,7 @@ def test_short_segments_of_different_length_share_a_call() -> None:
     none = np.full(9, -1)
     parent = np.append(-1, np.zeros(8, dtype=int))
     schedule = make_schedule(RowSegments(start, start + length, parent, none, none, np.zeros(0, dtype=int)))
-    assert [len(group.segments) for group in schedule.groups] == [1, 8]
+    assert [len(group.segments) for group in schedule.batches] == [1, 8]
     assert len(schedule.order) < length.sum() + CALL_TOKENS
 
 

@@ -1,30 +1,30 @@
-"""Short causal convolutions on a tree: every segment behind its path's last tokens, all in one call."""
+"""Short causal convolutions on a tree: one call over all segments, each preceded by the last tokens of its path."""
 
 from collections.abc import Callable
 
 import torch
 
-from treewise.nn.recurrent.layer_context import Place
+from treewise.nn.recurrent.layer_context import LayerContext
 from treewise.nn.recurrent.states import gather
 
-# [1, C, L] to [1, C, L], causal, zeros before the first place.
+# [1, C, L] to [1, C, L], causal, zeros before the first row.
 Conv = Callable[[torch.Tensor], torch.Tensor]
 
 
-def tree_conv(place: Place, inputs: torch.Tensor, width: int, conv: Conv) -> torch.Tensor:
-    """A causal convolution over [1, C, T] inputs; place t sees itself and the `width - 1` tokens above it.
+def tree_conv(layer: LayerContext, inputs: torch.Tensor, width: int, conv: Conv) -> torch.Tensor:
+    """A causal convolution over [1, C, T] inputs; row t sees itself and the `width - 1` tokens above it.
 
-    Computes T + S * (width - 1) places for S segments. Where the path above a segment is shorter, zeros stand in, as
-    before the beginning of a sequence.
+    Computes T + S * (width - 1) rows for S segments. Where the path above a segment is shorter, it is
+    padded with zeros, as at the beginning of a sequence.
     """
-    rows = place.rows
-    place.count()
+    rows = layer.rows
+    layer.count()
     if width == 1 or (rows.is_one_path and not len(rows.segments.cuts)):
         return conv(inputs)
     index = rows.conv_index(width, inputs.device)
     own_TC = inputs[0].transpose(0, 1)
     axis = [own_TC, own_TC.new_zeros(1, own_TC.shape[1])]
-    tails = place.entering([inputs])
+    tails = layer.entering([inputs])
     if tails is not None:
         axis.append(tails.to(own_TC.dtype).flatten(0, 1))
     extended = torch.cat(axis)
@@ -33,4 +33,4 @@ def tree_conv(place: Place, inputs: torch.Tensor, width: int, conv: Conv) -> tor
     leaving = None
     if len(rows.segments.cuts):
         leaving = gather(extended, index.tails.flatten()).unflatten(0, index.tails.shape)
-    return place.leaving(out, leaving)
+    return layer.leaving(out, leaving)

@@ -1,4 +1,4 @@
-"""Where in a model, and in which micro-batch, a recurrent function runs: what enters and leaves it through gateways."""
+"""One recurrent function of a layer in one micro-batch: the states that enter and leave it through gateways."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from treewise.nn.recurrent.states import enter, gather, leave
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerContext:
     """One recurrent function of one layer (`name`) in the micro-batch of `context`."""
 
     context: TreeContext
@@ -23,10 +23,14 @@ class Place:
         return self.context.rows
 
     def count(self) -> None:
+        """Adds the micro-batch's tokens to those that this function has processed."""
         self.rows.computed[self.name] += self.rows.layout.num_tokens
 
     def entering(self, anchors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """[n, ...] states of the segments that begin below a gateway, in row order; None where there are none."""
+        """[n, ...] states of the segments that begin below a gateway, in row order; None where there are none.
+
+        anchors: the function's inputs; if one needs gradients, so do the states.
+        """
         rows, device = self.rows, anchors[0].device
         if not len(rows.schedule.entering):
             return None
@@ -40,7 +44,7 @@ class Place:
         return gather(states, rows.tensor("entering order", rows.entering_order, device)) if len(reads) > 1 else states
 
     def leaving(self, out: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        """Hands the states after the cuts ([P, ...], None without cuts) to the gateway; takes back their gradients."""
+        """Writes the states after the cuts ([P, ...], or None) to the gateway; `out` carries their gradients."""
         if states is None:
             return out
         if self.context.writes is not None:

@@ -1,11 +1,10 @@
-"""Recurrent layers of a model: which there are, which can follow a tree, and how they are made to.
+"""Recurrent layers of a model: which there are, which can follow a tree, and the forward that follows it.
 
 A mixer's class and module stay as they are. The mixer *instance* gets a forward that, when a tree is given, runs the
 class's own forward with its functions over tokens replaced (`kinds.FUNCTIONS`), in a copy of the globals that this
-forward sees; without a tree it is the class's forward, untouched. The tree arrives as the keyword argument `treewise`;
-where a decoder layer keeps it to itself, a hook on that layer lends it to the mixer for the duration of the layer's
-forward, so a recomputation by gradient checkpointing, which calls the layer again with the same arguments, finds it
-again.
+forward sees; without a tree it is the class's forward. The tree arrives as the keyword argument `treewise`. Where a
+decoder layer does not pass it on, a hook on that layer sets it on the mixer for the duration of the layer's forward; a
+recomputation by gradient checkpointing calls the layer again with the same arguments, so the hook sets it again.
 """
 
 import inspect
@@ -21,7 +20,7 @@ from torch import nn
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention.interface import TreeContext, context_of
 from treewise.nn.recurrent.kinds import FUNCTIONS, KINDS, MIXERS, SINGLE_STEPS
-from treewise.nn.recurrent.layer_context import Place
+from treewise.nn.recurrent.layer_context import LayerContext
 
 # What only recurrent layers have: names of parameters and buffers, and classes without such names.
 RECURRENT_PARAMETERS = {"A_log", "dt_bias", "time_decay", "recurrent_param", "slope_rate"}
@@ -40,7 +39,7 @@ def kinds_of(model: nn.Module) -> dict[str, str]:
 
 
 def refuse_unknown(model: nn.Module, name: str) -> None:
-    """Raises if a part of the model carries something from token to token in a way that is not known here.
+    """Raises if a part of the model carries state from token to token in a way that is unknown here.
 
     Raises:
         UnsupportedModelError: naming the layer.
@@ -61,10 +60,10 @@ def refuse_unknown(model: nn.Module, name: str) -> None:
 
 
 def install(model: nn.Module) -> None:
-    """Lets the recurrent layers of a model follow the tree that its forward is given; twice changes nothing.
+    """Lets the recurrent layers of a model follow the tree that its forward is given; a second call changes nothing.
 
     Raises:
-        UnsupportedModelError: a layer whose forward somebody else has replaced.
+        UnsupportedModelError: a layer whose forward has been replaced already.
     """
     modules = dict(model.named_modules())
     for path in kinds_of(model):
@@ -88,7 +87,7 @@ def install(model: nn.Module) -> None:
 
 
 def forward(self: nn.Module, *args: Any, treewise: TreeContext | None = None, **kwargs: Any) -> Any:
-    """The forward of a mixer that may be given a tree: by keyword, lent by its layer, or on the empty attention mask.
+    """The forward of a mixer, with a tree by keyword, set by its layer's hook, or on the empty attention mask.
 
     Raises:
         UnsupportedModelError: the tree was lost on the way here, or has no row segments.
@@ -102,7 +101,7 @@ def forward(self: nn.Module, *args: Any, treewise: TreeContext | None = None, **
     if context is None:
         return type(self).forward(self, *args, **kwargs)
     if context.rows is None:
-        raise UnsupportedModelError(f"{type(self).__name__} is recurrent, but its tree came without row segments.")
+        raise UnsupportedModelError(f"{type(self).__name__} is recurrent, but its tree has no row segments.")
     return _on_tree(self, context, args, kwargs)
 
 
@@ -110,23 +109,23 @@ def forward(self: nn.Module, *args: Any, treewise: TreeContext | None = None, **
 def _on_tree(mixer: nn.Module, context: TreeContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of a mixer over the tree of `context`: the same code, other functions behind the names in it."""
     calls: Counter[str] = Counter()
-    _, number = context.next_call(mixer)  # some models run a layer several times
+    _, call = context.next_call(mixer)  # some models run a layer several times
 
-    def place_of(name: str) -> Place:
+    def layer_of(name: str) -> LayerContext:
         calls[name] += 1
-        return Place(context, f"{vars(mixer)['_treewise_name']}:{name}:{number}:{calls[name]}")
+        return LayerContext(context, f"{vars(mixer)['_treewise_name']}:{name}:{call}:{calls[name]}")
 
     if type(mixer).__name__ in MIXERS:
-        return MIXERS[type(mixer).__name__][1](mixer, place_of, *args, **kwargs)
+        return MIXERS[type(mixer).__name__][1](mixer, layer_of, *args, **kwargs)
 
     def stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: FUNCTIONS[name](place_of(name), original, *args, **kwargs)
+        return lambda *args, **kwargs: FUNCTIONS[name](layer_of(name), original, *args, **kwargs)
 
     return _with_globals(type(mixer).forward, stand_in)(mixer, *args, **kwargs)
 
 
 def _with_globals(function: Any, stand_in: Callable[[str, Callable[..., Any]], Any]) -> Any:
-    """A copy of a function (and of functions that it wraps) for which the known names mean something else."""
+    """A copy of a function (and of functions that it wraps) in which the known names are replaced."""
     own = function.__globals__
     replaced = {name: stand_in(name, own[name]) for name in function.__code__.co_names if name in FUNCTIONS}
     cells = tuple(
@@ -160,9 +159,9 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _lend(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hook before a layer's forward. Gradient checkpointing calls it once, not when it recomputes, so what it
-    recomputes lends again.
+def _lend(layer: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hook before a layer's forward. Gradient checkpointing calls hooks once, not when it recomputes, so the function
+    that it recomputes sets the tree again.
     """
     _restore_checkpointing(layer)  # an interrupt (Ctrl-C) skips the hook after the forward
     context = kwargs.get("treewise")
@@ -173,7 +172,7 @@ def _lend(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         layer.__dict__["_gradient_checkpointing_func"] = partial(_checkpoint, layer, context, checkpoint)
 
 
-def _take_back(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _take_back(layer: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
     _give(layer, None)
     _restore_checkpointing(layer)
 

@@ -1,4 +1,4 @@
-"""What recurrent layers need to know of one micro-batch, made when the first of them asks and shared by all."""
+"""Segments, schedule and index tensors of one micro-batch, computed for its first recurrent layer, shared by all."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ class ConvIndex:
     """Where a convolution of a given width takes its inputs from.
 
     Rows of the extended axis: T own rows, one row of zeros, then the tails of the entering segments, `width - 1` rows
-    each. gather: [T + S * (width - 1)] int64, every segment behind its tail. keep: [T] int64, the places of own rows in
-    it. tails: [P, width - 1] int64, what the gateway keeps for each cut.
+    each. gather: [T + S * (width - 1)] int64, every segment behind its tail. keep: [T] int64, the positions of own rows
+    in it. tails: [P, width - 1] int64, what the gateway keeps for each cut.
     """
 
     gather: torch.Tensor
@@ -30,13 +30,13 @@ class ConvIndex:
 
 @dataclass(eq=False)
 class TreeRows:
-    """Segments, schedule and index tensors of micro-batch `number` of a plan.
+    """Segments, schedule and index tensors of micro-batch number `micro_batch` of a plan.
 
     computed: tokens that each recurrent function of each layer has processed so far, padding not counted.
     """
 
     plan: Plan
-    number: int
+    micro_batch: int
     layout: Layout
     computed: Counter[str] = field(default_factory=Counter)
     _tensors: dict[object, torch.Tensor] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class TreeRows:
 
     @cached_property
     def segments(self) -> RowSegments:
-        return row_segments(self.plan, self.number, self.layout)
+        return row_segments(self.plan, self.micro_batch, self.layout)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -52,11 +52,11 @@ class TreeRows:
 
     @property
     def is_one_path(self) -> bool:
-        """A single segment from a first token on: nothing to arrange."""
+        """A single segment that begins with a first token: rows need no arrangement."""
         return self.segments.num_segments == 1 and self.segments.gateway[0] < 0
 
     def tensor(self, name: object, array: np.ndarray, device: torch.device) -> torch.Tensor:
-        """An index array as an int64 tensor, made once for each device."""
+        """An index array as an int64 tensor, one for each device."""
         if (name, device) not in self._tensors:
             self._tensors[name, device] = to_device(array, device, torch.long)
         return self._tensors[name, device]
@@ -76,6 +76,7 @@ class TreeRows:
         return np.argsort(np.argsort(gateway, kind="stable"), kind="stable")
 
     def conv_index(self, width: int, device: torch.device) -> ConvIndex:
+        """The index of a convolution of `width` tokens, one for each width and device."""
         if (width, device) not in self._convs:
             self._convs[width, device] = self._make_conv_index(width - 1, device)
         return self._convs[width, device]
@@ -84,12 +85,12 @@ class TreeRows:
         segments, num_rows = self.segments, self.layout.num_tokens
         before = rows_before(segments, tail)
         cut_tails = rows_up_to_end(segments, before, segments.cuts)
-        rank = np.zeros(segments.num_segments, dtype=np.int64)  # an entering segment's number among them
+        rank = np.zeros(segments.num_segments, dtype=np.int64)  # index of an entering segment among them
         rank[self.schedule.entering] = np.arange(len(self.schedule.entering))
 
         def on_axis(code: np.ndarray) -> np.ndarray:
-            segment, place = np.divmod(np.maximum(-2 - code, 0), max(tail, 1))
-            kept = num_rows + 1 + rank[segment] * tail + place
+            segment, entry = np.divmod(np.maximum(-2 - code, 0), max(tail, 1))
+            kept = num_rows + 1 + rank[segment] * tail + entry
             return np.where(code >= 0, code, np.where(code == -1, num_rows, kept))
 
         # Segment s begins at start[s] + (s + 1) * tail, its tail right before it.

@@ -7,61 +7,62 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from treewise.nn.recurrent.layer_context import Place
-from treewise.nn.recurrent.schedule import GATEWAY, NOTHING, Group
+from treewise.nn.recurrent.layer_context import LayerContext
+from treewise.nn.recurrent.schedule import GATEWAY, NOTHING, SegmentBatch
 from treewise.nn.recurrent.states import collect, spread
 
 # [B, L, ...] inputs padded with zeros on the right, [B, ...] initial states or None for zeros, and whether end states
-# are wanted, to [B, L, ...] outputs and [B, ...] end states. A place of zeros must leave the state as it is.
+# are wanted, to [B, L, ...] outputs and [B, ...] end states. A row of zeros must leave the state unchanged.
 Scan = Callable[[list[torch.Tensor], torch.Tensor | None, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def tree_scan(place: Place, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+def tree_scan(layer: LayerContext, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
     """A recurrence over [1, T, ...] inputs; returns [1, T, ...]. States and their gradients follow the tree."""
-    rows, device = place.rows, inputs[0].device
+    rows, device = layer.rows, inputs[0].device
     schedule = rows.schedule
-    place.count()
+    layer.count()
     order = rows.tensor("order", schedule.order, device)
-    where = rows.tensor("place", schedule.place, device)
-    # Rows in groups, by one copy; then split, whose backward is one concatenation.
+    where = rows.tensor("position", schedule.position, device)
+    # Rows in batches, by one copy; then split, whose backward is one concatenation.
     parts = [spread(each[0], order, where).split(schedule.sizes) for each in inputs]
-    entering = place.entering(inputs)
+    entering = layer.entering(inputs)
     outs: list[torch.Tensor] = []
     ends: list[torch.Tensor | None] = []
-    for number, group in enumerate(schedule.groups):
-        shape = (len(group.segments), group.length)
-        given = [each[number].unflatten(0, shape) for each in parts]
-        initial = _initial(place, number, group, ends, entering)
-        out, end = scan(given, initial, group.wants_states)
+    for index, batch in enumerate(schedule.batches):
+        shape = (len(batch.segments), batch.length)
+        padded = [each[index].unflatten(0, shape) for each in parts]
+        initial = _initial(layer, index, batch, ends, entering)
+        out, end = scan(padded, initial, batch.wants_states)
         outs.append(out.flatten(0, 1))
         ends.append(end)
     out = collect(torch.cat(outs), order, where)[None]
     leaving = None
     if schedule.cuts:
-        leaving = torch.stack([_kept(ends[group])[index] for group, index in schedule.cuts])
-    return place.leaving(out, leaving)
+        leaving = torch.stack([_kept(ends[batch])[row] for batch, row in schedule.cuts])
+    return layer.leaving(out, leaving)
 
 
 def _initial(
-    place: Place, number: int, group: Group, ends: list[torch.Tensor | None], entering: torch.Tensor | None
+    layer: LayerContext, index: int, batch: SegmentBatch, ends: list[torch.Tensor | None], entering: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """[B, ...] initial states of a group; None where all are zero."""
-    if all(source.group == NOTHING for source in group.sources):
+    """[B, ...] initial states of batch `index` of the schedule; None where all are zero."""
+    if all(source.batch == NOTHING for source in batch.sources):
         return None
-    found: list[torch.Tensor | int] = []
-    for position, source in enumerate(group.sources):
-        if source.group == NOTHING:
-            found.append(len(source.index))
+    states_or_counts: list[torch.Tensor | int] = []
+    for position, source in enumerate(batch.sources):
+        if source.batch == NOTHING:
+            states_or_counts.append(len(source.index))
             continue
-        states = _kept(entering if source.group == GATEWAY else ends[source.group])
-        index = place.rows.tensor(("source", number, position), source.index, states.device)
-        found.append(states.index_select(0, index))
-    like = next(each for each in found if isinstance(each, torch.Tensor))
-    return torch.cat([like.new_zeros(each, *like.shape[1:]) if isinstance(each, int) else each for each in found])
+        states = _kept(entering if source.batch == GATEWAY else ends[source.batch])
+        rows = layer.rows.tensor(("source", index, position), source.index, states.device)
+        states_or_counts.append(states.index_select(0, rows))
+    like = next(each for each in states_or_counts if isinstance(each, torch.Tensor))
+    zeros = like.new_zeros
+    return torch.cat([zeros(each, *like.shape[1:]) if isinstance(each, int) else each for each in states_or_counts])
 
 
 def _kept(states: torch.Tensor | None) -> torch.Tensor:
-    assert states is not None, "segments with others below them end with states"
+    assert states is not None, "segments with others below them have end states"
     return states
 
 

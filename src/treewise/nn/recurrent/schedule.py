@@ -1,7 +1,7 @@
 """In which order row segments are scanned, and which of them side by side as one padded batch.
 
 NumPy only. A segment is scanned after the one that it continues. Segments are taken by height (how many segments lie
-below), not by depth: a chain of turns with side branches then takes one small call per turn for the chain, and one
+below), not by depth: a chain of turns with side branches then takes one small call per turn of the chain, and one
 call for all branches together. Segments of one height share a padded batch where padding costs less than another call.
 """
 
@@ -18,17 +18,17 @@ NOTHING, GATEWAY = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Initial states of some segments of a group that come from one place.
+    """Initial states of some segments of a batch that come from one source.
 
-    group: the group that ended with them, `GATEWAY`, or `NOTHING` (zeros). index: [n] int64, which of its states.
+    batch: index of the batch that ended with them, `GATEWAY`, or `NOTHING` (zeros). index: [n] int64 in its states.
     """
 
-    group: int
+    batch: int
     index: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SegmentBatch:
     """Segments scanned side by side, padded on the right to `length` tokens.
 
     segments: [B] int64, ordered as the sources give their initial states. wants_states: whether end states are needed.
@@ -42,59 +42,59 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Groups in order, and the padded axis that they share.
+    """Batches in order, and the padded axis that they share.
 
-    order: [sum of B * length] int64, the row at each padded place, -1 for padding. place: [T] int64, the padded place
-    of each row. cuts: (group, index in it) of each cut segment. entering: segments whose state comes from a gateway.
+    order: [sum of B * length] int64, the row at each padded position, -1 for padding. position: [T] int64, the
+    inverse. cuts: (batch, index in it) of each cut segment. entering: segments whose state comes from a gateway.
     """
 
-    groups: tuple[Group, ...]
+    batches: tuple[SegmentBatch, ...]
     order: np.ndarray
-    place: np.ndarray
+    position: np.ndarray
     cuts: tuple[tuple[int, int], ...]
     entering: np.ndarray
 
     @property
     def sizes(self) -> list[int]:
-        return [len(group.segments) * group.length for group in self.groups]
+        return [len(batch.segments) * batch.length for batch in self.batches]
 
 
 def make_schedule(segments: RowSegments) -> Schedule:
-    """Groups by falling height; parents come before children."""
+    """Batches by falling height; parents come before children."""
     height = heights(segments.parent)
     entering = np.flatnonzero(segments.gateway >= 0)
     is_read = np.zeros(segments.num_segments, dtype=bool)
     is_read[segments.parent[segments.parent >= 0]] = True
     is_read[segments.cuts] = True
-    group_of, index_of = np.full(segments.num_segments, NOTHING), np.zeros(segments.num_segments, dtype=np.int64)
-    groups: list[Group] = []
+    batch_of, index_of = np.full(segments.num_segments, NOTHING), np.zeros(segments.num_segments, dtype=np.int64)
+    batches: list[SegmentBatch] = []
     by_height = np.argsort(-height, kind="stable")
     for level in np.split(by_height, np.flatnonzero(np.diff(height[by_height])) + 1):
         for wants_states in (True, False):
             for chosen in _side_by_side(level[is_read[level] == wants_states], segments.length):
-                group = _group(chosen, segments, group_of, index_of, entering, wants_states)
-                group_of[group.segments], index_of[group.segments] = len(groups), np.arange(len(chosen))
-                groups.append(group)
-    order, place = _padded_axis(groups, segments)
-    cuts = tuple(zip(group_of[segments.cuts].tolist(), index_of[segments.cuts].tolist(), strict=True))
-    return Schedule(tuple(groups), order, place, cuts, entering)
+                batch = _batch(chosen, segments, batch_of, index_of, entering, wants_states)
+                batch_of[batch.segments], index_of[batch.segments] = len(batches), np.arange(len(chosen))
+                batches.append(batch)
+    order, position = _padded_axis(batches, segments)
+    cuts = tuple(zip(batch_of[segments.cuts].tolist(), index_of[segments.cuts].tolist(), strict=True))
+    return Schedule(tuple(batches), order, position, cuts, entering)
 
 
-def _group(
+def _batch(
     chosen: np.ndarray,
     segments: RowSegments,
-    group_of: np.ndarray,
+    batch_of: np.ndarray,
     index_of: np.ndarray,
     entering: np.ndarray,
     wants_states: bool,
-) -> Group:
+) -> SegmentBatch:
     parent = segments.parent[chosen]
-    source = np.where(parent >= 0, group_of[parent], np.where(segments.gateway[chosen] >= 0, GATEWAY, NOTHING))
+    source = np.where(parent >= 0, batch_of[parent], np.where(segments.gateway[chosen] >= 0, GATEWAY, NOTHING))
     index = np.where(parent >= 0, index_of[parent], np.searchsorted(entering, chosen))
     by_source = np.argsort(source, kind="stable")
     chosen, source, index = chosen[by_source], source[by_source], index[by_source]
     sources = tuple(Source(int(each), index[source == each]) for each in np.unique(source))
-    return Group(chosen, int(segments.length[chosen].max()), wants_states, sources)
+    return SegmentBatch(chosen, int(segments.length[chosen].max()), wants_states, sources)
 
 
 def _side_by_side(members: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
@@ -124,14 +124,14 @@ def _side_by_side(members: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
     return batches[::-1]
 
 
-def _padded_axis(groups: list[Group], segments: RowSegments) -> tuple[np.ndarray, np.ndarray]:
+def _padded_axis(batches: list[SegmentBatch], segments: RowSegments) -> tuple[np.ndarray, np.ndarray]:
     parts = []
-    for group in groups:
-        step = np.arange(group.length)
-        rows = segments.start[group.segments, None] + step
-        parts.append(np.where(step < segments.length[group.segments, None], rows, -1).ravel())
+    for batch in batches:
+        step = np.arange(batch.length)
+        rows = segments.start[batch.segments, None] + step
+        parts.append(np.where(step < segments.length[batch.segments, None], rows, -1).ravel())
     order = np.concatenate(parts)
-    place = np.empty(int(segments.end[-1]), dtype=np.int64)
+    position = np.empty(int(segments.end[-1]), dtype=np.int64)
     is_row = order >= 0
-    place[order[is_row]] = np.flatnonzero(is_row)
-    return order, place
+    position[order[is_row]] = np.flatnonzero(is_row)
+    return order, position

@@ -1,4 +1,4 @@
-"""The runs of rows that a recurrent layer may scan in one go, and where each takes its initial state from.
+"""The row segments that a recurrent layer scans in one go, and where each takes its initial state from.
 
 NumPy only. A row segment is a maximal run of rows of one micro-batch in which every row but the first continues the row
 before it, and no row but the last is followed by several tokens. The token above its first row is the last row of
@@ -44,9 +44,9 @@ class RowSegments:
         return self.end[self.cuts] - 1
 
 
-def row_segments(plan: Plan, number: int, layout: Layout) -> RowSegments:
-    """The row segments of micro-batch `number`."""
-    forest, positions, batch = plan.forest, layout.positions, plan.micro_batches[number]
+def row_segments(plan: Plan, micro_batch: int, layout: Layout) -> RowSegments:
+    """The row segments of one micro-batch, by its index in the plan."""
+    forest, positions, batch = plan.forest, layout.positions, plan.micro_batches[micro_batch]
     above = forest.parent[positions]
     fork_rows, _ = _branches(forest, positions)
     begins = np.ones(len(positions), dtype=bool)
@@ -61,7 +61,7 @@ def row_segments(plan: Plan, number: int, layout: Layout) -> RowSegments:
         row, is_there = _find(above[start], plan.micro_batches[other].positions())
         gateway[is_there] = np.searchsorted(layout.gateway_batches, other)
         gateway_row[is_there] = row[is_there]
-    behind = cut_rows(plan, number) if batch.is_open else np.zeros(0, dtype=np.int64)
+    behind = cut_rows(plan, micro_batch) if batch.is_open else np.zeros(0, dtype=np.int64)
     cuts = np.searchsorted(end, behind, side="right")
     assert np.array_equal(end[cuts] - 1, behind), "a token above tokens of other micro-batches ends its segment"
     return RowSegments(start, end, parent, gateway, gateway_row, cuts)
@@ -69,22 +69,20 @@ def row_segments(plan: Plan, number: int, layout: Layout) -> RowSegments:
 
 def peak_cuts(plan: Plan) -> int:
     """The most states alive in gateways at one time: one per layer for each token that other micro-batches continue."""
-    number_of = {
-        number: len(cut_rows(plan, number)) for number, batch in enumerate(plan.micro_batches) if batch.is_open
-    }
+    num_cuts = {index: len(cut_rows(plan, index)) for index, batch in enumerate(plan.micro_batches) if batch.is_open}
     alive = peak = 0
     for step in plan.schedule:
         if step.action in (FORWARD, HOLD):
-            alive += number_of[step.micro_batch]
+            alive += num_cuts[step.micro_batch]
         peak = max(peak, alive)
         if step.action not in (FORWARD, HOLD):
-            alive -= number_of.get(step.micro_batch, 0)
+            alive -= num_cuts.get(step.micro_batch, 0)
     return peak
 
 
-def cut_rows(plan: Plan, number: int) -> np.ndarray:
+def cut_rows(plan: Plan, micro_batch: int) -> np.ndarray:
     """[P] int64 ascending, rows of a micro-batch that are the parent of a token of another one."""
-    forest, positions = plan.forest, plan.micro_batches[number].positions()
+    forest, positions = plan.forest, plan.micro_batches[micro_batch].positions()
     fork_rows, fork_children = _branches(forest, positions)
     _, is_here = _find(fork_children, positions)
     return np.unique(np.concatenate([_rows_cut_behind(forest, positions), fork_rows[~is_here]]))
@@ -103,30 +101,30 @@ def heights(parent: np.ndarray) -> np.ndarray:
 def rows_before(segments: RowSegments, count: int) -> np.ndarray:
     """[S, count] int64, the `count` tokens above each segment, nearest last.
 
-    A row number; -1 where there is no token; `-2 - (segment * count + place)` for entry `place` of the tail that the
+    A row index; -1 where there is no token; `-2 - (segment * count + entry)` for entry `entry` of the tail that the
     gateway keeps for the token above `segment` (its last entry is that token).
     """
-    found = np.full((segments.num_segments, count), -1)
-    # Segments in order, so what a parent found for itself is there when its children need it.
+    rows = np.full((segments.num_segments, count), -1)
+    # Segments in order, so the rows of a parent are known before those of its children.
     order = np.arange(count)
     for segment, (parent, gateway) in enumerate(zip(segments.parent.tolist(), segments.gateway.tolist(), strict=True)):
         if gateway >= 0:
-            found[segment] = -2 - (segment * count + order)
+            rows[segment] = -2 - (segment * count + order)
         elif parent >= 0:
             first, last = segments.start[parent], segments.end[parent]
             own = min(count, int(last - first))
-            found[segment, count - own :] = np.arange(last - own, last)
-            found[segment, : count - own] = found[parent, own:]
-    return found
+            rows[segment, count - own :] = np.arange(last - own, last)
+            rows[segment, : count - own] = rows[parent, own:]
+    return rows
 
 
 def rows_up_to_end(segments: RowSegments, before: np.ndarray, which: np.ndarray) -> np.ndarray:
     """[len(which), count], the last `count` tokens up to the end of segments, coded as in `rows_before`."""
     count = before.shape[1]
-    place = segments.end[which, None] - count + np.arange(count)
-    missing = np.maximum(segments.start[which, None] - place, 0)  # how far before the segment a place lies
+    position = segments.end[which, None] - count + np.arange(count)
+    missing = np.maximum(segments.start[which, None] - position, 0)  # how far before the segment a position lies
     column = np.clip(count - missing, 0, count - 1) if count else missing
-    return np.where(missing > 0, np.take_along_axis(before[which], column, axis=1), place)
+    return np.where(missing > 0, np.take_along_axis(before[which], column, axis=1), position)
 
 
 def _branches(forest: Forest, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -147,6 +145,6 @@ def _rows_cut_behind(forest: Forest, positions: np.ndarray) -> np.ndarray:
 
 
 def _find(values: np.ndarray, ascending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places of values in an ascending array, and whether they are there at all."""
-    place = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
-    return place, ascending[place] == values
+    """The positions of values in an ascending array, and whether they are there at all."""
+    position = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
+    return position, ascending[position] == values

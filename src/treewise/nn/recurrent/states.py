@@ -1,6 +1,6 @@
-"""Moving rows and states between segments and through gateways, with gradients that lose nothing.
+"""Moving rows and states between segments and through gateways, with exact gradients.
 
-Letters: T rows, Z padded places, n states.
+Letters: T rows, Z padded positions, n states.
 """
 
 from collections.abc import Sequence
@@ -12,26 +12,26 @@ from treewise.nn.attention.gateway import Gateway
 
 
 class _Spread(torch.autograd.Function):
-    """[T, ...] rows to padded places, zeros where `order` is -1; `place` is the inverse."""
+    """[T, ...] rows to padded positions, zeros where `order` is -1; `position` is the inverse."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order, place)
-        return _spread(rows, order, place)
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order, position)
+        return _spread(rows, order, position)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        _, place = ctx.saved_tensors
-        return grad.index_select(0, place), None, None
+        _, position = ctx.saved_tensors
+        return grad.index_select(0, position), None, None
 
 
 class _Collect(torch.autograd.Function):
     """The transpose of `_Spread`."""
 
     @staticmethod
-    def forward(ctx: Any, padded: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order, place)
-        return padded.index_select(0, place)
+    def forward(ctx: Any, padded: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order, position)
+        return padded.index_select(0, position)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -39,7 +39,7 @@ class _Collect(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by index, any number of times each; gradients of one row add up in float32 or wider."""
+    """Rows by index, any number of times each; gradients of one row are summed in float32 or wider."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -56,11 +56,11 @@ class _Gather(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """States that gateways keep; their gradients go back there. The anchors only make the result differentiable."""
+    """States kept by gateways, to which their gradients are added. Anchors only make the result differentiable."""
 
     @staticmethod
     def forward(
-        ctx: Any, name: str, reads: Sequence[tuple[Gateway, torch.Tensor]], device: torch.device, *anchors: torch.Tensor
+        ctx: Any, name: str, reads: Sequence[tuple[Gateway, torch.Tensor]], device: torch.device, *_: torch.Tensor
     ) -> torch.Tensor:
         ctx.name, ctx.reads = name, reads
         return torch.cat([each.states[name].index_select(0, index).to(device) for each, index in reads])
@@ -75,7 +75,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """`out`, whose backward also carries into `states` the gradients that came back through the gateway."""
+    """`out`, whose backward also gives `states` the gradients collected in the gateway."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, states: torch.Tensor, gateway: Gateway, name: str) -> torch.Tensor:
@@ -88,18 +88,18 @@ class _Leave(torch.autograd.Function):
         return grad, None if states is None else states.to(ctx.device, ctx.dtype), None, None
 
 
-def spread(rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """[Z, ...] rows at their padded places, zeros elsewhere. Each row has one place, so gradients are plain copies."""
-    return _Spread.apply(rows, order, place)
+def spread(rows: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """[Z, ...] rows at their padded positions, zeros elsewhere. Each row has one: gradients are copies."""
+    return _Spread.apply(rows, order, position)
 
 
-def collect(padded: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """[T, ...] rows from their padded places."""
-    return _Collect.apply(padded, order, place)
+def collect(padded: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """[T, ...] rows from their padded positions."""
+    return _Collect.apply(padded, order, position)
 
 
 def gather(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows by index; a row may be taken by many, and their gradients add up in float32 or wider."""
+    """Rows by index; a row may be taken several times; its gradients are summed in float32 or wider."""
     return _Gather.apply(rows, index)
 
 
@@ -111,10 +111,10 @@ def enter(
 
 
 def leave(out: torch.Tensor, states: torch.Tensor, gateway: Gateway, name: str) -> torch.Tensor:
-    """`out` unchanged; in the backward the gradients collected in `gateway` join those of `states`."""
+    """`out` unchanged; the backward adds the gradients collected in `gateway` to those of `states`."""
     return _Leave.apply(out, states, gateway, name)
 
 
-def _spread(rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+def _spread(rows: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     padded = rows.new_zeros(len(order), *rows.shape[1:])
-    return padded.index_copy_(0, place, rows)
+    return padded.index_copy_(0, position, rows)

@@ -3,7 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from treewise.nn.flops import FlopModel
+import torch
+
+from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.planning.planner import Plan
 
 ADAMW_VALUES = 2  # moments kept per trained parameter
@@ -51,8 +53,8 @@ def report_plan(
     live = max(tokens for _, tokens in plan.timeline)
     predictions: dict[str, Any] = {}
     if flops is not None:
-        width = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[dtype]
-        per_token = flops.gateway_values * (width + max(4, width))
+        width = getattr(torch, dtype).itemsize
+        per_token = gateway_bytes(flops.gateway_values, getattr(torch, dtype))
         trained = flops.num_trained_parameters * (1 + ADAMW_VALUES)
         weights = width * (flops.num_parameters + trained)
         activations, gateways = width * flops.activation_values * live, per_token * plan.peak_gateway_tokens

@@ -1,11 +1,11 @@
 """One small file per kind of recurrent layer: how its function over tokens is computed on a tree.
 
 transformers' mixers call such functions (`causal_conv1d_fn`, `torch_chunk_gated_delta_rule`, ...) by name, whatever
-kernel is behind the name. `FUNCTIONS` says what stands in for each while a mixer runs on a tree; the stand-in calls the
-mixer's own function on arranged inputs. A name with `no_shortcut` is a kernel over conv and scan together, which
-a tree cannot take: it is answered as transformers answers when no kernel is installed.
+kernel is behind the name. `FUNCTIONS` maps each to its replacement while a mixer runs on a tree; the replacement calls
+the mixer's own function on arranged inputs. A name with `no_shortcut` is a kernel over conv and scan together, which a
+tree cannot use: it returns what transformers has when no kernel is installed.
 
-Two mixers have their recurrence written into their forward; `MIXERS` holds what runs instead of it.
+Two mixers have their recurrence written into their forward; `MIXERS` maps them to a replacement of it.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,13 @@ from treewise.nn.recurrent.kinds.mamba import tree_selective_scan
 from treewise.nn.recurrent.kinds.mamba2 import tree_chunk_scan
 from treewise.nn.recurrent.kinds.rglru import tree_recurrent_block
 from treewise.nn.recurrent.kinds.short_conv import tree_causal_conv
-from treewise.nn.recurrent.layer_context import Place
 
-# (place, the mixer's own function) and then the function's own arguments.
+# (layer context, the mixer's own function) and then the function's own arguments.
 TreeFunction = Callable[..., Any]
 
 
-def no_shortcut(place: Place, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """What fused kernels are replaced by: None makes the mixer go step by step."""
+def no_shortcut(*_: Any, **__: Any) -> None:
+    """Replaces fused kernels: with None the mixer calls convolution and scan one after the other."""
 
 
 FUNCTIONS: dict[str, TreeFunction] = {
@@ -43,7 +42,7 @@ KINDS = {
     "mamba2_chunk_scan": "Mamba2",
     "mamba_selective_scan": "Mamba",
 }
-# Single steps from a cache, which a mixer never takes without one.
+# Single steps from a cache, which a mixer takes only with a cache.
 SINGLE_STEPS = {
     "causal_conv1d_update",
     "torch_recurrent_gated_delta_rule",
@@ -52,7 +51,7 @@ SINGLE_STEPS = {
     "mamba_selective_state_update",
 }
 
-# Class of a mixer -> (kind, what runs instead of its forward, given the mixer and a function from names to places).
+# Class of a mixer -> (kind, what runs instead of its forward: a function of the mixer and of names to layer contexts).
 MIXERS: dict[str, tuple[str, TreeFunction]] = {
     "MiniMaxLightningAttention": ("lightning attention", tree_lightning),
     "RecurrentGemmaRecurrentBlock": ("short convolution, gated linear recurrence", tree_recurrent_block),

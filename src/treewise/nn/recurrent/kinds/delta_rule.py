@@ -1,8 +1,8 @@
 """Delta rules: gated delta nets (Qwen3-Next, Qwen3.5, OLMo-hybrid) and Kimi delta attention.
 
 Yang et al., Gated Delta Networks (2024), section 3; Kimi Linear (2025), section 3. The state S [H, Dk, Dv] is decayed
-by exp(g), then moved towards writing v at key k with strength beta. A place of zeros (g = 0, beta = 0, k = 0) leaves it
-as it is, which is what padding is made of.
+by exp(g), then moved towards writing v at key k with strength beta. A row of zeros (g = 0, beta = 0, k = 0) leaves it
+unchanged, so padding is zeros.
 """
 
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from treewise.nn.recurrent.layer_context import Place
+from treewise.nn.recurrent.layer_context import LayerContext
 from treewise.nn.recurrent.scan import padded_chunk, tree_scan
 
 CHUNK = 64  # of transformers' functions and of flash-linear-attention's kernels
 
 
 def tree_delta_rule(
-    place: Place,
+    layer: LayerContext,
     original: Callable[..., Any],
     query: torch.Tensor,
     key: torch.Tensor,
@@ -31,7 +31,8 @@ def tree_delta_rule(
     cu_seqlens: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`chunk_gated_delta_rule` and `chunk_kda` on a tree: [1, T, H, ...] inputs; the end state is of no use there."""
+    """`chunk_gated_delta_rule` and `chunk_kda` on a tree: [1, T, H, ...] inputs; no end state is returned."""
+    del cu_seqlens  # bounds of packed rows: a tree has its own
     assert initial_state is None
     assert not output_final_state
 
@@ -52,4 +53,4 @@ def tree_delta_rule(
             **kwargs,
         )
 
-    return tree_scan(place, (query, key, value, g, beta), scan), None
+    return tree_scan(layer, (query, key, value, g, beta), scan), None

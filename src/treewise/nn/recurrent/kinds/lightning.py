@@ -1,7 +1,7 @@
 """Lightning attention (MiniMax): linear attention whose state decays by a constant per head.
 
 Qin et al., Lightning Attention-2 (2024), section 3: S_t = exp(-slope) S_{t-1} + k_t v_t, o_t = q_t S_t. The mixer's own
-forward has this recurrence written into it, so its steps are called here one by one.
+forward contains this recurrence, so its steps are called here one by one.
 """
 
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from treewise.nn.recurrent.layer_context import Place
+from treewise.nn.recurrent.layer_context import LayerContext
 from treewise.nn.recurrent.scan import tree_scan
 
 
 def tree_lightning(
-    mixer: Any, place_of: Callable[[str], Place], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    mixer: Any, layer_of: Callable[[str], LayerContext], hidden_states: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
     """`MiniMaxLightningAttention` on a tree: [1, T, M] in, ([1, T, M], None) out."""
     shape = (*hidden_states.shape[:2], mixer.num_attention_heads, 3 * mixer.head_dim)
@@ -24,12 +24,12 @@ def tree_lightning(
     decay = (-slope_H).expand(*shape[:3])
 
     def scan(
-        inputs: list[torch.Tensor], initial: torch.Tensor | None, wants_states: bool
+        inputs: list[torch.Tensor], initial: torch.Tensor | None, _wants_states: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query, key, value, decay = inputs
         return decayed_attention(query, key, value, decay, initial, mixer.block_size)
 
-    out = tree_scan(place_of("lightning"), (query, key, value, decay), scan).flatten(2)
+    out = tree_scan(layer_of("lightning"), (query, key, value, decay), scan).flatten(2)
     out = mixer.norm(out)
     out = torch.sigmoid(mixer.output_gate(hidden_states)) * out
     return mixer.out_proj(out), None
@@ -45,7 +45,7 @@ def decayed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks of linear attention: [B, L, H, D] each, [B, L, H] log decays; [B, L, H, D] and end states [B, H, D, D].
 
-    A place of zeros (no key, no decay) leaves the state as it is.
+    A row of zeros (no key, no decay) leaves the state unchanged.
     """
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     decay = decay.transpose(1, 2)

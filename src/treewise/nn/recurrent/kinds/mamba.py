@@ -1,8 +1,8 @@
 """Mamba's selective scan (Jamba, Zamba, Mamba, Falcon-Mamba).
 
 Gu and Dao, Mamba (2023), section 3: h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, y_t = C_t h_t. The kernels and
-transformers' function begin with h = 0 and cannot be given another state. The recurrence is linear in h, so what an
-initial state h_0 adds is added afterwards: C_t exp(A sum of dt up to t) h_0 to the outputs, exp(A sum of all dt) h_0 to
+transformers' function begin with h = 0 and take no other state. The recurrence is linear in h, so the contribution of
+an initial state h_0 is added afterwards: C_t exp(A sum of dt up to t) h_0 to the outputs, exp(A sum of all dt) h_0 to
 the end state. The end state is computed here, because the kernel's carries no gradient.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from treewise.nn.recurrent.layer_context import Place
+from treewise.nn.recurrent.layer_context import LayerContext
 from treewise.nn.recurrent.scan import tree_scan
 
 
 def tree_selective_scan(
-    place: Place,
+    layer: LayerContext,
     original: Callable[..., Any],
     hidden_states: torch.Tensor,
     dt: torch.Tensor,
@@ -49,14 +49,14 @@ def tree_selective_scan(
         return out.transpose(1, 2), _end_state(x, dt, total, A, B, initial) if wants_states else None
 
     over_rows = [each.transpose(1, 2) for each in (hidden_states, dt, B, C)]
-    out = tree_scan(place, over_rows, scan).transpose(1, 2)
+    out = tree_scan(layer, over_rows, scan).transpose(1, 2)
     if D is not None:
         out = out + hidden_states * D[None, :, None]
     return out if z is None else out * F.silu(z)
 
 
 def _carried(total: torch.Tensor, A: torch.Tensor, C: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
-    """[B, C, L], what an initial state adds to the outputs. total: [B, C, L] sums of dt; A is negative."""
+    """[B, C, L], the contribution of an initial state to the outputs. total: [B, C, L] sums of dt; A is negative."""
     wide = torch.promote_types(initial.dtype, torch.float32)
     decayed = torch.exp(total[..., None].to(wide) * A[:, None].to(wide)) * initial[:, :, None].to(wide)
     return torch.einsum("bcln,bnl->bcl", decayed, C.to(wide))
@@ -70,7 +70,7 @@ def _end_state(
     B: torch.Tensor,
     initial: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[B, C, N] in float32 or wider. Every term decays by exp(A times what dt still adds up to), at most 1."""
+    """[B, C, N] in float32 or wider. Every term decays by exp(A times the sum of the later dt), at most 1."""
     wide = torch.promote_types(A.dtype, torch.float32)
     left = total[..., -1:] - total
     decay = torch.exp(left[..., None].to(wide) * A[:, None].to(wide))

@@ -1,7 +1,7 @@
 """Mamba2's scan (Nemotron-H, Granite-hybrid, Bamba, Falcon-H1, Zamba2).
 
 Dao and Gu, Transformers are SSMs (2024), section 6. The state [H, P, N] is decayed by exp(dt A) and gains dt B x. Step
-sizes are made here, so that padding can have dt = 0, which leaves the state as it is.
+sizes are computed here, so that padding can have dt = 0, which leaves the state unchanged.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from treewise.nn.recurrent.layer_context import Place
+from treewise.nn.recurrent.layer_context import LayerContext
 from treewise.nn.recurrent.scan import padded_chunk, tree_scan
 
 
 def tree_chunk_scan(
-    place: Place,
+    layer: LayerContext,
     original: Callable[..., Any],
     hidden_states: torch.Tensor,
     dt: torch.Tensor,
@@ -43,7 +43,7 @@ def tree_chunk_scan(
         inputs: list[torch.Tensor], initial: torch.Tensor | None, wants_states: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden_states, dt, B, C = inputs
-        found = original(
+        result = original(
             hidden_states,
             dt,
             A,
@@ -54,6 +54,6 @@ def tree_chunk_scan(
             return_final_states=wants_states,
             **kwargs,
         )
-        return found if wants_states else (found, None)
+        return result if wants_states else (result, None)
 
-    return tree_scan(place, (hidden_states, dt, B, C), scan)
+    return tree_scan(layer, (hidden_states, dt, B, C), scan)

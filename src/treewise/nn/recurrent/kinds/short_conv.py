@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from treewise.nn.recurrent.conv import tree_conv
-from treewise.nn.recurrent.layer_context import Place
+from treewise.nn.recurrent.layer_context import LayerContext
 
 
 def tree_causal_conv(
-    place: Place,
+    layer: LayerContext,
     original: Callable[..., torch.Tensor],
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
@@ -18,4 +18,4 @@ def tree_causal_conv(
     **kwargs: Any,
 ) -> torch.Tensor:
     """`causal_conv1d_fn` on a tree: [1, C, T] inputs, [C, width] weight."""
-    return tree_conv(place, hidden_states, weight.shape[-1], lambda each: original(each, weight, *args, **kwargs))
+    return tree_conv(layer, hidden_states, weight.shape[-1], lambda each: original(each, weight, *args, **kwargs))
