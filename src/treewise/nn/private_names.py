@@ -1,0 +1,109 @@
+"""What treewise relies on that is not public: names of other libraries that may change without notice.
+
+One test per name (`tests/nn/test_private_names.py`) checks it in the installed release. `# noqa: SLF001` is allowed only
+on lines that use a name of this list, which a test holds, too.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """library: the distribution that it belongs to. used_in: modules under `src/treewise`. why: what has no public
+    equivalent."""
+
+    library: str
+    name: str
+    used_in: tuple[str, ...]
+    why: str
+
+
+PRIVATE_NAMES = (
+    PrivateName(
+        "torch",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        ("nn/attention/cascade.py",),
+        "the only attention on the CPU that returns the log-sum-exp, without which partial results cannot be merged",
+    ),
+    PrivateName(
+        "torch",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        ("nn/attention/cascade.py",),
+        "its backward, called with the output and log-sum-exp merged from several parts",
+    ),
+    PrivateName(
+        "torch",
+        "torch.ops.higher_order.flex_attention",
+        ("nn/attention/flex.py",),
+        "FlexAttention's operator, differentiable on the CPU, where the function around it is not",
+    ),
+    PrivateName(
+        "torch",
+        "_dynamo",
+        ("nn/attention/flex.py", "nn/model.py"),
+        "maybe_mark_dynamic and config: one kernel for all lengths; OptimizedModule: unwrapping compiled models",
+    ),
+    PrivateName("torch", "_orig_mod", ("nn/model.py",), "the model inside a compiled one"),
+    PrivateName("torch", "_version", ("engine/differentiable.py",), "detects weights changed before a backward"),
+    PrivateName("torch", "_parameters", ("distributed/fsdp.py",), "replaces parameters of a module in place"),
+    PrivateName("torch", "_buffers", ("distributed/fsdp.py",), "replaces buffers of a module in place"),
+    PrivateName("torch", "_backward_hooks", ("nn/model.py",), "detects hooks on embedding weights"),
+    PrivateName("torch", "_post_accumulate_grad_hooks", ("nn/model.py",), "detects hooks on embedding weights"),
+    PrivateName("torch", "_DropoutNd", ("nn/model.py",), "the base class of all dropout modules"),
+    PrivateName(
+        "torch",
+        "torch.utils._python_dispatch",
+        ("nn/attention/mask_audit.py",),
+        "TorchDispatchMode: mask functions run on the CPU whatever tensors they index",
+    ),
+    PrivateName("torch", "torch.utils._pytree", ("nn/attention/mask_audit.py",), "tree_map_only, beside it"),
+    PrivateName(
+        "transformers",
+        "_attn_implementation",
+        ("nn/attention/interface.py",),
+        "the implementation that a model had before; read through the module's configuration at every call",
+    ),
+    PrivateName(
+        "transformers",
+        "_attn_implementation_internal",
+        ("nn/attention/interface.py", "bench/flat.py"),
+        "sets a name that carries state; `set_attn_implementation` would replace it by a plain string",
+    ),
+    PrivateName(
+        "transformers",
+        "_can_set_attn_implementation",
+        ("nn/model.py",),
+        "whether the layers of a model call the attention interface",
+    ),
+    PrivateName(
+        "transformers",
+        "_gradient_checkpointing_func",
+        ("nn/recurrent/mixers.py",),
+        "what a layer recomputes, so that the recomputation gets the tree, too",
+    ),
+    PrivateName(
+        "transformers",
+        "allow_is_causal_skip",
+        ("nn/attention/interface.py",),
+        "an argument of mask functions: builds the mask also where attention would need none",
+    ),
+    PrivateName(
+        "transformers",
+        "_attn",
+        ("nn/attention/legacy_layers.py",),
+        "the attention of GPT-J, CodeGen and GPT-Neo, which do not call the interface",
+    ),
+    PrivateName("transformers", "_rnn_scan", ("nn/recurrent/kinds/rglru.py",), "the scan of RecurrentGemma's unit"),
+    PrivateName(
+        "accelerate",
+        "_old_forward",
+        ("nn/recurrent/mixers.py",),
+        "where accelerate keeps a module's forward while it wraps it in hooks",
+    ),
+    PrivateName(
+        "trl",
+        "_flash_attn",
+        ("bench/trl_rows.py",),
+        "the kernel of TRL's tree rows: benchmarks give all contestants the same one",
+    ),
+)
