@@ -1,7 +1,7 @@
 """What treewise relies on that is not public: names of other libraries that may change without notice.
 
-One test per name (`tests/nn/test_private_names.py`) checks it in the installed release. `# noqa: SLF001` is allowed only
-on lines that use a name of this list, which a test holds, too.
+One test per name (`tests/nn/test_private_names.py`) checks it in the installed release. Another allows `# noqa: SLF001`
+only on lines that use a name of this list.
 """
 
 from dataclasses import dataclass
