@@ -77,7 +77,7 @@ def measure(name: str, budget: int | None) -> dict[str, Any]:
     before = _peak(reset=True)
     out = engine.step(forest)
     plan = engine.plan(forest)
-    gateways = plan.peak_gateway_tokens * gateway_token_bytes(engine.parts)
+    gateways = plan.peak_gateway_tokens * gateway_token_bytes(engine.lm)
     return {
         "tree": name,
         "tree_tokens": forest.num_tokens,

@@ -83,7 +83,7 @@ def largest_error(model: nn.Module) -> float:
 
 def layers_of(model: nn.Module) -> tuple[str, ...]:
     """What a model's layers are, in words: from what they asked of attention, and from their modules' names."""
-    decoder = TreeEngine(model, check=False).parts.decoder
+    decoder = TreeEngine(model, check=False).lm.decoder
     with torch.no_grad(), observe_masks() as observations:
         model(input_ids=torch.arange(3, 9)[None], use_cache=False)
     modules = set(decoder.modules())

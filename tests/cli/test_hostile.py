@@ -125,7 +125,7 @@ CASES: list[tuple[str, str]] = [
     ("train run.yaml --constant 3", "constant=3 divides nothing|go together"),
     ("train run.yaml --optim adamw_8bit", "bitsandbytes"),
     ("train run.yaml --eval_data good.jsonl --metric_for_best_model acc", "measures eval_loss alone"),
-    ("train run.yaml --lora.r 4 --lora.lora_dropout 0.1", "drops out"),
+    ("train run.yaml --lora.r 4 --lora.lora_dropout 0.1", "has active dropout"),
     ("train run.yaml --model noweights", "model.safetensors"),
     ("rl --data good.jsonl --model model --output out", "give --objective"),
     ("rl --data good.jsonl --model model --output out --objective grpo --beta x", "beta must be a number"),

@@ -26,15 +26,15 @@ def rollouts() -> list[Trajectory]:
 def memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes every forward of more than 20 tokens run out of memory; records the sizes of those that ran."""
     ran: list[int] = []
-    rows = walk.decoder_rows
+    plain = walk.run_decoder
 
-    def limited(parts, token_ids, *args):
+    def limited(lm, token_ids, *args, **kwargs):
         if len(token_ids) > 20:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: no.")
         ran.append(len(token_ids))
-        return rows(parts, token_ids, *args)
+        return plain(lm, token_ids, *args, **kwargs)
 
-    monkeypatch.setattr(walk, "decoder_rows", limited)
+    monkeypatch.setattr(walk, "run_decoder", limited)
     return ran
 
 
@@ -75,10 +75,10 @@ def test_a_given_budget_says_that_the_gradients_are_half_made(rollouts, memory) 
 
 
 def test_other_errors_are_not_taken_for_memory(rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_args: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(walk, "decoder_rows", broken)
+    monkeypatch.setattr(walk, "run_decoder", broken)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         TreeEngine(tiny_model(), check=False).step(Forest.from_trajectories(rollouts))
 

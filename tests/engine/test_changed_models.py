@@ -83,7 +83,7 @@ def test_a_step_without_gradients_is_an_error() -> None:
     model = tiny_model()
     engine = TreeEngine(model, 4)
     for off in (torch.no_grad(), torch.inference_mode()):
-        with off, pytest.raises(ConfigError, match="switched off"):
+        with off, pytest.raises(ConfigError, match="disabled"):
             engine.step(FOREST)
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="no parameter"):

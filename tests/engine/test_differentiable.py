@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treewise import Forest, Trajectory, TreeEngine
-from treewise.engine.scoring import Wanted
-from treewise.engine.values import scores, tree_values
-from treewise.nn.lm_head import CONSTANT, OUTPUTS
+from treewise.engine.scoring import ScoredTokens, edge_reader, token_reader
+from treewise.nn.lm_head import OUTPUTS
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.testing.strategies import budgets, trajectories
@@ -57,8 +56,7 @@ def test_hidden_states(data: st.DataObject, items: list[Trajectory], hold: str) 
 def test_entropies_beside_log_probs(data: st.DataObject, items: list[Trajectory]) -> None:
     forest = Forest.from_trajectories(items)
     engine = TreeEngine(MODEL, data.draw(budgets(forest)), check=False)
-    values = tree_values(engine, engine.plan(forest), OUTPUTS)
-    assert not any(values[name].requires_grad for name in CONSTANT)
+    values = engine.values(engine.plan(forest), [token_reader(forest, outputs=OUTPUTS)])[0]
     logits = [flat_outputs(item)[1][:-1] for item in items]
     paths = [torch.as_tensor(path[1:]) for path in forest.paths]
     entropy = [-(each.exp() * each).sum(-1) for each in logits]
@@ -66,12 +64,9 @@ def test_entropies_beside_log_probs(data: st.DataObject, items: list[Trajectory]
         each.gather(1, torch.as_tensor(item.token_ids[1:, None].astype(np.int64)))[:, 0]
         for each, item in zip(logits, items, strict=True)
     ]
-    for path, one, other, each in zip(paths, entropy, chosen, logits, strict=True):
+    for path, one, other in zip(paths, entropy, chosen, strict=True):
         torch.testing.assert_close(values["entropy"][path], one, rtol=0, atol=2e-5)
         torch.testing.assert_close(values["log_probs"][path], other, rtol=0, atol=2e-5)
-        torch.testing.assert_close(
-            values["log_sum_sq_probs"][path], each.exp().square().sum(-1).log(), rtol=0, atol=2e-5
-        )
     found = mixed([values["entropy"][path] for path in paths] + [values["log_probs"][path] for path in paths], 1)
     assert gradient_error(gradients(found), gradients(mixed(entropy + chosen, 1))) < 2 * TOLERANCE
 
@@ -86,8 +81,8 @@ def test_tokens_that_are_not_the_trees(data: st.DataObject, items: list[Trajecto
     candidates = [rng.integers(0, 64, (len(item) - 1, 3)) for item in items]
     positions = np.concatenate([np.repeat(path[1:], 3) for path in forest.paths])
     order = np.argsort(positions, kind="stable")
-    wanted = Wanted(positions[order], np.concatenate([each.ravel() for each in candidates])[order])
-    in_order = scores(engine, engine.plan(forest), wanted)["log_probs"]
+    scored = ScoredTokens(positions[order], np.concatenate([each.ravel() for each in candidates])[order])
+    in_order = engine.values(engine.plan(forest), [edge_reader(forest, scored)])[0]["log_probs"]
     found = torch.zeros_like(in_order).index_copy(0, torch.as_tensor(order), in_order)
     expected = torch.cat(
         [
@@ -99,11 +94,12 @@ def test_tokens_that_are_not_the_trees(data: st.DataObject, items: list[Trajecto
     assert gradient_error(gradients(mixed([found], 2)), gradients(mixed([expected], 2))) < 2 * TOLERANCE
 
 
-def test_nothing_wanted_is_a_zero_with_a_backward() -> None:
+def test_nothing_scored_is_a_zero_with_a_backward() -> None:
     forest = Forest.from_trajectories([Trajectory(np.arange(9)), Trajectory(np.arange(4))])
     for max_tokens in (None, 3):
         engine = TreeEngine(MODEL, max_tokens, check=False)
-        values = tree_values(engine, engine.plan(forest), is_needed=np.zeros(forest.num_tokens, dtype=bool))
+        reader = token_reader(forest, is_needed=np.zeros(forest.num_tokens, dtype=bool))
+        values = engine.values(engine.plan(forest), [reader])[0]
         assert not values["log_probs"].any()
         assert all(not grad.any() for grad in gradients(values["log_probs"].sum()).values())
 

@@ -20,17 +20,17 @@ MODEL = tiny_model("llama", num_hidden_layers=2)
 WITHOUT_PADDING = trajectories(vocab_size=5).map(lambda items: [Trajectory(item.token_ids + 1) for item in items])
 
 
-def paced(max_tokens, other):
-    """An engine beside a second rank, which runs `other` in its only walk; and the texts that it was told."""
+def in_lockstep(max_tokens, other):
+    """An engine beside a second rank, which runs `other` in its only walk; and the texts that this rank sent."""
     engine = TreeEngine(MODEL, max_tokens, "reference", check=False)
-    told = []
+    sent = []
 
     def exchange(text):
-        told.append(text)
-        return [text, other if len(told) == 1 else DONE]
+        sent.append(text)
+        return [text, other if len(sent) == 1 else DONE]
 
-    engine.keep_pace(exchange)
-    return engine, told
+    engine.enable_lockstep(exchange)
+    return engine, sent
 
 
 @settings(max_examples=25)
@@ -38,11 +38,11 @@ def paced(max_tokens, other):
 def test_gradients_beside_any_other_rank(data, items, other):
     forest = Forest.from_trajectories(items)
     expected_loss, _, expected = flat_sft(MODEL, items)
-    engine, told = paced(data.draw(budgets(forest)), training_passes(plan(*other)).text)
+    engine, sent = in_lockstep(data.draw(budgets(forest)), training_passes(plan(*other)).text)
     MODEL.zero_grad()
     loss = engine.step(forest, SFT()).loss
-    engine.finish_pace()
-    assert told[-1] == DONE
+    engine.drain()
+    assert sent[-1] == DONE
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert gradient_error(gradients_of(MODEL), expected) < TOLERANCE
 
@@ -52,18 +52,18 @@ def test_gradients_beside_any_other_rank(data, items, other):
 def test_log_probs_beside_any_other_rank(data, items, other):
     forest = Forest.from_trajectories(items)
     _, expected, _ = flat_sft(MODEL, items)
-    engine, _ = paced(data.draw(budgets(forest)), forward_passes(plan(*other)).text)
+    engine, _ = in_lockstep(data.draw(budgets(forest)), forward_passes(plan(*other)).text)
     with torch.no_grad():
         found = engine.logprobs(forest)
-    engine.finish_pace()
+    engine.drain()
     for left, right in zip(found, expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
 
 
 def test_a_rank_without_work_runs_empty_passes_and_gets_no_gradient():
     made = plan(Forest.from_trajectories([Trajectory(range(1, 40))]), 8)
-    engine, told = paced(8, training_passes(made).text)
+    engine, sent = in_lockstep(8, training_passes(made).text)
     MODEL.zero_grad()
-    engine.finish_pace()
-    assert told == [DONE, DONE]
+    engine.drain()
+    assert sent == [DONE, DONE]
     assert all(float(each.abs().max()) == 0 for each in gradients_of(MODEL).values())

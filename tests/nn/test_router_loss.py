@@ -11,9 +11,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.capability import SUPPORTED, sample_trajectories
 from treewise import SFT, Forest, TreeEngine
-from treewise.engine.values import tree_values_and_router_loss
+from treewise.engine.scoring import router_loss_of, router_loss_reader
 from treewise.errors import UnsupportedModelError
-from treewise.nn.router_loss import Routing, RoutingRule
+from treewise.nn.router_loss import RouterLoss, RouterLossRule
 from treewise.nn.support_table import CapabilityTable
 from treewise.testing.families import causal_families, tiny_model
 from treewise.testing.oracle import gradient_error, gradients_of
@@ -116,8 +116,9 @@ def test_the_loss_on_routers_alone_is_differentiable(max_tokens):
     model = tiny_model("olmoe")
     trajectories = sample_trajectories()
     engine = TreeEngine(model, max_tokens)
-    run = engine.plan(Forest.from_trajectories(trajectories))
-    _, loss = tree_values_and_router_loss(engine, run, rule=RoutingRule(2, 1.0))
+    plan = engine.plan(Forest.from_trajectories(trajectories))
+    router_loss = RouterLoss(RouterLossRule(2, 1.0), plan.forest.multiplicity)
+    loss = router_loss_of(router_loss, engine.values(plan, [router_loss_reader(router_loss, plan)])[0])
     _, flat_aux, _, _, _ = flat(model, trajectories)
     assert float(loss.detach()) == pytest.approx(flat_aux, rel=TOLERANCE)
     model.zero_grad()
@@ -173,20 +174,20 @@ def test_parts_count_and_weigh_like_the_whole(forest_and_budget, seed):
     forest, budget = forest_and_budget
     generator = torch.Generator().manual_seed(seed)
     logits = tuple(torch.randn(forest.num_tokens, 5, generator=generator, dtype=torch.float64) for _ in range(3))
-    rule = RoutingRule(2, 0.3, 0.2)
+    rule = RouterLossRule(2, 0.3, 0.2)
     everywhere = np.arange(forest.num_tokens)
-    whole = Routing(rule, forest.multiplicity)
-    whole.count(logits, everywhere)
-    whole.is_counted = True
-    expected = whole.loss(logits, everywhere)
-    parts = Routing(rule, forest.multiplicity)
+    whole = RouterLoss(rule, forest.multiplicity)
+    expected = whole.part(logits, everywhere)
+    cut_up = RouterLoss(rule, forest.multiplicity)
     cuts = [everywhere[start : start + budget] for start in range(0, forest.num_tokens, budget)]
-    for cut in cuts:
-        parts.count(tuple(each[cut] for each in logits), cut)
-    parts.is_counted = True
-    found = sum(parts.loss(tuple(each[cut] for each in logits), cut) for cut in cuts)
-    assert torch.equal(parts.counts, whole.counts)
-    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        for cut in cuts:
+            assert not cut_up.is_counted
+            cut_up.part(tuple(each[cut] for each in logits), cut)
+    assert cut_up.is_counted
+    torch.testing.assert_close(sum(cut_up.part(tuple(each[cut] for each in logits), cut) for cut in cuts), expected)
+    torch.testing.assert_close(cut_up.total(), whole.total())
+    np.testing.assert_array_equal(cut_up.report().expert_load, whole.report().expert_load)
 
 
 def test_a_model_without_routers_is_refused():
@@ -207,7 +208,7 @@ def test_another_formula_is_refused():
     model.num_experts_per_tok = 1  # what it passes to its formula, while its routers choose two
     model.config.num_experts_per_tok = 2
     engine = TreeEngine(model)
-    engine.routing_rule = RoutingRule(2, 1.0)
+    engine.router_loss_rule = RouterLossRule(2, 1.0)
     with pytest.raises(UnsupportedModelError, match="another one than Mixtral's"):
         engine.step(Forest.from_trajectories(sample_trajectories()))
 

@@ -22,7 +22,7 @@ from treewise.errors import ConfigError, OutOfMemoryError, TreewiseError
 from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
 from treewise.nn.device import free_bytes
 from treewise.nn.flops import flop_model
-from treewise.nn.model import ModelParts, take_apart
+from treewise.nn.model import DecoderAndHead, split_model
 from treewise.nn.recurrent import kinds_of
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import Plan
@@ -109,13 +109,13 @@ def twin(model: nn.Module) -> Any:
     return copy.deepcopy(model, memo={id(each): each for each in shared})
 
 
-def plain_parts(model: nn.Module) -> ModelParts:
+def plain_parts(model: nn.Module) -> DecoderAndHead:
     """Decoder and head of a twin on which nothing of treewise is installed."""
     touched, plain = twin(model), twin(model)
-    parts = take_apart(touched)
+    parts = split_model(touched)
     path_of = {id(module): path for path, module in touched.named_modules()}
     decoder, output = (plain.get_submodule(path_of[id(module)]) for module in (parts.decoder, parts.output))
-    return ModelParts(plain, decoder, output, parts.scale, parts.softcap)
+    return DecoderAndHead(plain, decoder, output, parts.scale, parts.softcap)
 
 
 def prepare(build: Callable[[], Contestant]) -> Contestant | str:
@@ -129,7 +129,9 @@ def prepare(build: Callable[[], Contestant]) -> Contestant | str:
 # -- the ways ---------------------------------------------------------------------------------------------------------
 
 
-def _flat(parts: ModelParts, items: Sequence[Trajectory], row_tokens: int | None, is_checkpointed: bool) -> Contestant:
+def _flat(
+    parts: DecoderAndHead, items: Sequence[Trajectory], row_tokens: int | None, is_checkpointed: bool
+) -> Contestant:
     longest = max(len(item) for item in items)
     room = _room(parts, is_checkpointed)
     limit = row_tokens or max(longest, min(ROW_TOKENS.get(parts.device.type, ROW_TOKENS["cpu"]), room))
@@ -142,7 +144,7 @@ def _flat(parts: ModelParts, items: Sequence[Trajectory], row_tokens: int | None
 
 
 def _trl(
-    parts: ModelParts,
+    parts: DecoderAndHead,
     items: Sequence[Trajectory],
     max_tokens: int | None = None,
     *,
@@ -175,12 +177,12 @@ def _tree(
     key_rows = _key_rows(run, engine)
     seconds = time.perf_counter() - started
     live = max(tokens for _, tokens in run.timeline)
-    _refuse_beyond(_room(engine.parts, is_checkpointed), live, engine.parts)
+    _refuse_beyond(_room(engine.lm, is_checkpointed), live, engine.lm)
 
     def step() -> float:
         if not is_checkpointed:
             return engine.step(forest).loss
-        with checkpointing(engine.parts.model):
+        with checkpointing(engine.lm.model):
             return engine.step(forest).loss
 
     return Contestant(
@@ -214,7 +216,7 @@ def _key_rows(run: Plan, engine: TreeEngine) -> int:
     implementation, total = IMPLEMENTATIONS[engine.implementation], 0
     for number, batch in enumerate(run.micro_batches):
         mask = TreeMask.from_layout(lay_out(run, number))
-        rows = implementation.num_key_rows(mask, engine.parts.device)
+        rows = implementation.num_key_rows(mask, engine.lm.device)
         total += rows * (2 if batch.is_open and not batch.is_held else 1)
     return total
 
@@ -231,14 +233,14 @@ def values_per_token(model: nn.Module, is_checkpointed: bool) -> int:
     return values // num_layers + num_layers * config.hidden_size if is_checkpointed else values
 
 
-def _room(parts: ModelParts, is_checkpointed: bool) -> int:
+def _room(parts: DecoderAndHead, is_checkpointed: bool) -> int:
     """Tokens whose activations fit in the free memory."""
     size = next(parts.model.parameters()).element_size()
     token = max(1, values_per_token(parts.model, is_checkpointed) * size)
     return int(USABLE_SHARE * free_bytes(parts.device) / token)
 
 
-def _refuse_beyond(room: int, num_tokens: int, parts: ModelParts) -> None:
+def _refuse_beyond(room: int, num_tokens: int, parts: DecoderAndHead) -> None:
     """On a CPU; a GPU's own error is caught, so there it may try."""
     if parts.device.type == "cpu" and num_tokens > room:
         raise OutOfMemoryError(f"does not fit: activations of {num_tokens:,} tokens, room for about {room:,}")

@@ -20,7 +20,7 @@ from treewise.nn import recurrent
 from treewise.nn.device import to_device
 from treewise.nn.flops import LayerReach, flop_model
 from treewise.nn.lm_head import edge_values
-from treewise.nn.model import ModelParts
+from treewise.nn.model import DecoderAndHead
 from treewise.planning.bin_packing import best_fit
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -45,14 +45,14 @@ class FlatRows:
 
     def __init__(
         self,
-        parts: ModelParts,
+        lm: DecoderAndHead,
         items: Sequence[Trajectory],
         *,
         max_row_tokens: int,
         packs: bool,
         is_checkpointed: bool = False,
     ) -> None:
-        self.parts, self.is_checkpointed = parts, is_checkpointed
+        self.lm, self.is_checkpointed = lm, is_checkpointed
         self.packs = packs
         self.denominator = sum(float(_weights(item).sum()) for item in items)
         self.rows = [_pack([items[index] for index in row]) for row in _rows(items, max_row_tokens if packs else 1)]
@@ -63,28 +63,28 @@ class FlatRows:
 
     def step(self) -> float:
         """Forward and backward of every row; the loss is the weighted mean over all trained tokens."""
-        device = self.parts.device
+        device = self.lm.device
         shares = []
-        own_attention = attention(self.parts, NAME) if self.packs else nullcontext()
-        with own_attention, checkpointing(self.parts.model) if self.is_checkpointed else nullcontext():
+        own_attention = attention(self.lm, NAME) if self.packs else nullcontext()
+        with own_attention, checkpointing(self.lm.model) if self.is_checkpointed else nullcontext():
             for row in self.rows:
                 hidden = self._hidden(row)
                 source, *streams = row.edges
                 target, weight = (to_device(each, device) for each in streams)
-                logprobs = edge_values(hidden, self.parts.head(), source, target)["log_probs"]
+                logprobs = edge_values(hidden, self.lm.head(), source, target)["log_probs"]
                 loss = -(logprobs * weight.to(logprobs.dtype)).sum() / self.denominator
                 loss.backward()
                 shares.append(loss.detach())
         return float(torch.stack(shares).double().sum())
 
     def _hidden(self, row: "_Row") -> torch.Tensor:
-        device = self.parts.device
+        device = self.lm.device
         ids = to_device(row.token_ids, device, torch.long)[None]
         if not self.packs:
-            return self.parts.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+            return self.lm.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
         bounds = Bounds(to_device(row.bounds, device, torch.int32), row.longest)
         depth = to_device(row.depth, device, torch.long)[None]
-        out = self.parts.decoder(input_ids=ids, position_ids=depth, use_cache=False, bench_bounds=bounds)
+        out = self.lm.decoder(input_ids=ids, position_ids=depth, use_cache=False, bench_bounds=bounds)
         return out.last_hidden_state[0]
 
 
@@ -116,11 +116,11 @@ def merged_trajectories(forest: Forest) -> list[Trajectory]:
 
 
 @contextmanager
-def attention(parts: ModelParts, name: str) -> Iterator[None]:
+def attention(lm: DecoderAndHead, name: str) -> Iterator[None]:
     """The decoder's attention function is another one inside: in the forward, and where the backward recomputes it."""
     AttentionInterface.register(NAME, _packed_attention)
     AttentionMaskInterface.register(NAME, lambda **_: None)
-    config = parts.decoder.config
+    config = lm.decoder.config
     before = config._attn_implementation_internal
     config._attn_implementation_internal = name
     try:

@@ -20,7 +20,7 @@ from treewise.bench.flat import attention, checkpointing
 from treewise.bench.varlen import varlen_attention
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.lm_head import edge_values
-from treewise.nn.model import ModelParts
+from treewise.nn.model import DecoderAndHead
 from treewise.tree.trajectory import Trajectory
 
 
@@ -37,14 +37,14 @@ class TrlRows:
 
     def __init__(
         self,
-        parts: ModelParts,
+        lm: DecoderAndHead,
         items: Sequence[Trajectory],
         max_tokens: int | None = None,
         *,
         follows_states: bool = False,
         is_checkpointed: bool = False,
     ) -> None:
-        self.parts, self.is_checkpointed, self.follows_states = parts, is_checkpointed, follows_states
+        self.lm, self.is_checkpointed, self.follows_states = lm, is_checkpointed, follows_states
         self.packing = packing_module()
         self.packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
         self.packing.register_tree_attention()
@@ -66,17 +66,17 @@ class TrlRows:
     def step(self) -> float:
         """Forward and backward of every row; returns the loss."""
         shares = []
-        memory = checkpointing(self.parts.model) if self.is_checkpointed else nullcontext()
-        with self._states(), attention(self.parts, self.packing.TREE_ATTENTION), memory:
+        memory = checkpointing(self.lm.model) if self.is_checkpointed else nullcontext()
+        with self._states(), attention(self.lm, self.packing.TREE_ATTENTION), memory:
             for row in self.rows:
-                loss = self._loss({name: value.to(self.parts.device) for name, value in row.items()})
+                loss = self._loss({name: value.to(self.lm.device) for name, value in row.items()})
                 loss.backward()
                 shares.append(loss.detach())
         return float(torch.stack(shares).double().sum())
 
     def _loss(self, row: dict[str, torch.Tensor]) -> torch.Tensor:
         longest_q, longest_k = row["tree_max_seqlens"].tolist()
-        hidden = self.parts.decoder(
+        hidden = self.lm.decoder(
             input_ids=row["input_ids"][None],
             position_ids=row["position_ids"][None],
             use_cache=False,
@@ -87,7 +87,7 @@ class TrlRows:
             tree_max_seqlen_k=longest_k,
         ).last_hidden_state[0]
         trained = torch.nonzero(row["shift_labels"] != -100)[:, 0]
-        logprobs = edge_values(hidden, self.parts.head(), trained, row["shift_labels"][trained])["log_probs"]
+        logprobs = edge_values(hidden, self.lm.head(), trained, row["shift_labels"][trained])["log_probs"]
         place = torch.full((len(hidden),), -1, device=hidden.device)
         place = place.index_put_((trained,), torch.arange(len(trained), device=hidden.device))
         weights = row["old_log_probs"].to(logprobs.dtype)
@@ -120,13 +120,13 @@ class TrlRows:
         logger = logging.getLogger("tree_recurrence")
         level = logger.level
         logger.setLevel(logging.ERROR)  # it says at every step that it has no kernel
-        support = tree_recurrence.install(self.parts.model)
+        support = tree_recurrence.install(self.lm.model)
         try:
             if not support.shares_prefixes:
                 raise UnsupportedModelError(f"tree-recurrence refuses this model: {support.reason}")
             yield
         finally:
-            tree_recurrence.uninstall(self.parts.model)
+            tree_recurrence.uninstall(self.lm.model)
             logger.setLevel(level)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from treewise.distributed import ranks
 from treewise.errors import ConfigError
-from treewise.nn.model import ModelParts, base_model
+from treewise.nn.model import DecoderAndHead, base_model
 
 # Keys of transformers' `fsdp_config` that are honoured; their values in `ShardSettings`.
 _KEYS = {
@@ -153,7 +153,7 @@ class Ends:
 
 
 def shard(
-    model: nn.Module, parts: ModelParts, device: torch.device, settings: ShardSettings, dtype: torch.dtype | None
+    model: nn.Module, lm: DecoderAndHead, device: torch.device, settings: ShardSettings, dtype: torch.dtype | None
 ) -> Ends:
     """Shards a whole model over all ranks, in place; rank 0's parameters win.
 
@@ -165,9 +165,9 @@ def shard(
     if not distributed.is_initialized():
         raise ConfigError("fsdp needs a process group; start the run with torchrun or accelerate launch.")
     mesh = init_device_mesh(device.type, (ranks.count(),))
-    layers = find_layers(parts, settings.layer_names)
+    layers = find_layers(lm, settings.layer_names)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
-    outside = {parameter for parameter in parts.decoder.parameters() if parameter not in inside}
+    outside = {parameter for parameter in lm.decoder.parameters() if parameter not in inside}
     for tensor in [*inside_in_order(layers), *model.buffers()]:
         _broadcast(tensor.data, device)
     # Buffers of the model that no unit moves.
@@ -187,7 +187,7 @@ def shard(
     for layer in layers:
         _add_up(fully_shard(layer, **policy))
     # The root has no parameters of its own; it makes layers share their streams and gather ahead of one another.
-    _add_up(fully_shard(parts.decoder, mesh=mesh, ignored_params=outside))
+    _add_up(fully_shard(lm.decoder, mesh=mesh, ignored_params=outside))
     ends = Ends(model, {parameter for layer in layers for parameter in layer.parameters()}, mesh, device)
     check_sharded(model)
     return ends
@@ -200,22 +200,22 @@ def check_sharded(model: nn.Module) -> None:
         raise ConfigError(f"fsdp was asked for, but {len(whole)} parameters are whole: {', '.join(whole[:5])}.")
 
 
-def find_layers(parts: ModelParts, names: tuple[str, ...] | None) -> list[nn.Module]:
+def find_layers(lm: DecoderAndHead, names: tuple[str, ...] | None) -> list[nn.Module]:
     """The modules of a decoder that are sharded as units, outermost ones only.
 
     Raises:
         ConfigError: there are none.
     """
-    wanted = set(names or getattr(base_model(parts.model), "_no_split_modules", None) or ())
+    wanted = set(names or getattr(base_model(lm.model), "_no_split_modules", None) or ())
     found: list[nn.Module] = []
     below: set[nn.Module] = set()
-    for module in parts.decoder.modules():
-        if module not in below and type(module).__name__ in wanted and module is not parts.decoder:
+    for module in lm.decoder.modules():
+        if module not in below and type(module).__name__ in wanted and module is not lm.decoder:
             found.append(module)
             below |= set(module.modules())
     if not found:
         raise ConfigError(
-            f"no layers of {type(parts.decoder).__name__} are known to shard; name their class in fsdp_config: "
+            f"no layers of {type(lm.decoder).__name__} are known to shard; name their class in fsdp_config: "
             "{transformer_layer_cls_to_wrap: ...}."
         )
     return found

@@ -1,5 +1,6 @@
 """Executes a plan: forward, backward, gateways, budgets."""
 
 from treewise.engine.engine import TreeEngine
+from treewise.engine.scoring import StepOutput
 
-__all__ = ["TreeEngine"]
+__all__ = ["StepOutput", "TreeEngine"]

@@ -1,6 +1,6 @@
-"""The budget that an engine works under: given, or measured, and smaller after an out-of-memory error.
+"""The budget of an engine: set by the user or measured, and halved after an out-of-memory error.
 
-A step that runs out of memory is run again at half the budget, with the same result; its half-made gradients are
+A step that runs out of memory is run again at half the budget, with the same result; its incomplete gradients are
 dropped, those of earlier calls are kept.
 """
 
@@ -8,6 +8,7 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,16 +20,18 @@ from treewise.nn.attention import Gateway, TreeContext, TreeMask
 from treewise.nn.device import free_bytes, is_out_of_memory
 from treewise.nn.flops import gateway_bytes, gateway_values
 from treewise.nn.gradients import clear_gradients, gradients_restored, gradients_set_aside
-from treewise.nn.model import ModelParts, decoder_rows
+from treewise.nn.model import DecoderAndHead, run_decoder
 from treewise.nn.recurrent import TreeRows, kinds_of
 from treewise.planning.layout import lay_out
-from treewise.planning.planner import plan
+from treewise.planning.planner import plan as make_plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 logger = logging.getLogger("treewise")
 
 AUTO = "auto"
+
+T = TypeVar("T")
 
 
 class Budget:
@@ -47,55 +50,64 @@ class Budget:
         self.recovers = True  # whether a step that runs out of memory may run again
 
     def measure(
-        self, parts: ModelParts, train: Callable[[int], None], gateway_tokens: Callable[[int], int], reserve: int
+        self,
+        lm: DecoderAndHead,
+        train: Callable[[int], None],
+        gateway_tokens: Callable[[int], int],
+        reserve_bytes: int,
     ) -> None:
-        """Chooses the budget of an `auto` setting. `train(n)` runs forward and backward of n tokens.
+        """Chooses the budget of an `auto` setting.
 
-        reserve: bytes that are still to be taken by others (the optimizer's state).
+        train: runs forward and backward of so many tokens. gateway_tokens: the most gateway tokens alive at a budget.
+        reserve_bytes: memory that others will allocate later (the optimizer's state).
         """
-        config = parts.decoder.config
-        with gradients_restored(parts.model):
-            token_bytes = measure_token_bytes(train, config.num_hidden_layers, gateway_token_bytes(parts))
-        free = free_bytes(parts.device) - missing_gradient_bytes(parts.model.parameters()) - reserve
-        self.tokens = choose_budget(token_bytes, free, parts.device.type, gateway_tokens)
+        config = lm.decoder.config
+        with gradients_restored(lm.model):
+            token_bytes = measure_token_bytes(train, config.num_hidden_layers, gateway_token_bytes(lm))
+        free = free_bytes(lm.device) - missing_gradient_bytes(lm.model.parameters()) - reserve_bytes
+        self.tokens = choose_budget(token_bytes, free, lm.device.type, gateway_tokens)
         self.is_measured = True
         logger.info(
             "budget: %d tokens (%.2f MiB of activations a token, %.1f GiB free on %s)",
             self.tokens,
             token_bytes.activation / 2**20,
             free / 2**30,
-            parts.device,
+            lm.device,
         )
 
-    def run(self, model: nn.Module, num_tokens: int, step: Callable[[], object]) -> None:
-        """Runs `step`, again with half the budget while memory runs out.
+    def run(self, step: Callable[[], T], num_tokens: int, model: nn.Module | None = None) -> T:
+        """The result of `step`, which runs again with half the budget while memory runs out.
+
+        num_tokens: tree tokens of the step. model: the one whose gradients the step adds to; None if it adds to none.
 
         Raises:
-            OutOfMemoryError: at a budget of one token, or with gradients of earlier calls that could not be kept apart.
+            OutOfMemoryError: at a budget of one token, or if `.grad` also holds gradients of earlier calls, which can
+                only be kept apart with `max_tokens="auto"`.
         """
-        is_clean = all(each.grad is None for each in model.parameters())
-        with gradients_set_aside(model) if self.setting == AUTO else nullcontext():
+        is_auto = self.setting == AUTO
+        can_retry = is_auto or model is None or all(each.grad is None for each in model.parameters())
+        with gradients_set_aside(model) if is_auto and model is not None else nullcontext():
             while True:
                 try:
-                    step()
-                    return
+                    return step()
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error) or not self.recovers:
                         raise
                     reason = str(error).splitlines()[0]
-                self.shrink(num_tokens, can_retry=is_clean or self.setting == AUTO, reason=reason)
-                clear_gradients(model.parameters())
+                self._halve(num_tokens, reason, can_retry=can_retry)
+                if model is not None:
+                    clear_gradients(model.parameters())
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
 
-    def shrink(self, num_tokens: int, can_retry: bool, reason: str) -> None:
-        """Halves the budget after a batch of `num_tokens` ran out of memory; raises where that cannot help."""
+    def _halve(self, num_tokens: int, reason: str, *, can_retry: bool) -> None:
+        """Halves the budget after a step of `num_tokens` ran out of memory; raises where that cannot help."""
         used = num_tokens if self.tokens is None else min(self.tokens, num_tokens)
         if not can_retry:
             raise OutOfMemoryError(
-                f"out of memory with {used:,} tokens at a time, and .grad now holds half of this step. Zero it, lower "
-                f"max_tokens (the gradients stay the same), or use max_tokens='auto', which recovers. ({reason})"
+                f"out of memory with {used:,} tokens at a time, and .grad now holds a part of this step. Zero it, "
+                f"lower max_tokens (the gradients stay the same), or use max_tokens='auto', which recovers. ({reason})"
             )
         if used <= 1:
             raise OutOfMemoryError(f"out of memory even with one token at a time. ({reason})")
@@ -103,20 +115,22 @@ class Budget:
         logger.warning("out of memory with %d tokens at a time; the same step again with %d", used, self.tokens)
 
 
-def gateway_token_bytes(parts: ModelParts) -> int:
+def gateway_token_bytes(lm: DecoderAndHead) -> int:
     """Bytes of one gateway token over all layers, gradients included; at least 1 (a divisor)."""
-    num_values = gateway_values(parts.decoder.config.get_text_config())
-    return max(1, gateway_bytes(num_values, next(parts.decoder.parameters()).dtype))
+    num_values = gateway_values(lm.decoder.config.get_text_config())
+    return max(1, gateway_bytes(num_values, next(lm.decoder.parameters()).dtype))
 
 
 @torch.no_grad()
-def state_bytes(parts: ModelParts) -> int:
-    """Bytes that recurrent layers keep in a gateway for one token that is continued elsewhere, gradients included; 0
-    without such layers. Seen on a tree of two tokens."""
-    if not kinds_of(parts.decoder):
+def state_bytes(lm: DecoderAndHead) -> int:
+    """Bytes that recurrent layers keep in a gateway for one token that is continued elsewhere, gradients included.
+
+    Measured on a tree of two tokens; 0 without such layers.
+    """
+    if not kinds_of(lm.decoder):
         return 0
-    run = plan(Forest.from_trajectories([Trajectory(np.zeros(2, dtype=np.int32))]), 1, hold="never")
-    layout, gateway = lay_out(run, 0), Gateway()
-    context = TreeContext(TreeMask.from_layout(layout), "reference", writes=gateway, rows=TreeRows(run, 0, layout))
-    decoder_rows(parts, layout.token_ids, layout.depth, context)
+    plan = make_plan(Forest.from_trajectories([Trajectory(np.zeros(2, dtype=np.int32))]), 1, hold="never")
+    layout, gateway = lay_out(plan, 0), Gateway()
+    context = TreeContext(TreeMask.from_layout(layout), "reference", writes=gateway, rows=TreeRows(plan, 0, layout))
+    run_decoder(lm, layout.token_ids, layout.depth, context)
     return sum(each.numel() * (each.element_size() + max(4, each.element_size())) for each in gateway.states.values())

@@ -1,22 +1,21 @@
-"""How many tokens fit: bytes per token of a model, measured, and the budget that follows from the free memory.
+"""Calibration: bytes per token of a model, measured, and the budget that fits into the free memory.
 
-A short calibration runs two small trees and counts the bytes that autograd keeps for the backward, on whatever device;
-the difference per token is what a token with live activations costs, so fixed costs drop out. With gradient
-checkpointing one layer at a time is made again in the backward, and is counted as one layer.
+Two small trees run forward and backward, and the bytes that autograd keeps are counted, on any device. Their difference
+per token is the memory of a token with live activations, so fixed costs drop out. Gradient checkpointing recomputes one
+layer at a time in the backward; what is saved then is counted as one layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-# Of the free memory, what activations may take; the rest is for gradients in flight, kernels' workspace and fragments.
-USABLE_SHARE = 0.6
-# Activations and the gradients that flow back through them: the largest few layers' worth, as a factor.
-BACKWARD_FACTOR = 1.25
+# The part of the free memory for activations; the rest is for gradients in flight, workspaces and fragmentation.
+_USABLE_FRACTION = 0.6
+# Memory of activations and of the gradients that flow back through them, over that of activations.
+_BACKWARD_FACTOR = 1.25
 MIN_TOKENS = 128
-# More tokens at a time are no faster than this, and memory that is touched for the first time is slow on a CPU.
+# More tokens at a time are not faster, and on a CPU the first use of memory is slow.
 MAX_TOKENS = {"cpu": 4096, "cuda": 65536}
 CALIBRATION_TOKENS = (32, 96)
 
@@ -29,19 +28,22 @@ class TokenBytes:
     gateway: int
 
 
-def measure_token_bytes(run: Callable[[int], None], num_layers: int, gateway: int) -> TokenBytes:
-    """`run(n)` runs forward and backward of n tokens; its parameter gradients are the caller's to restore."""
+def measure_token_bytes(train: Callable[[int], None], num_layers: int, gateway: int) -> TokenBytes:
+    """Measures a model. train: runs forward and backward of so many tokens; its gradients are the caller's to restore.
+
+    num_layers: of the decoder. gateway: bytes of one gateway token.
+    """
     small, large = CALIBRATION_TOKENS
-    kept = [_kept_bytes(run, size, num_layers) for size in (small, large)]
-    return TokenBytes(max(1, int((kept[1] - kept[0]) / (large - small) * BACKWARD_FACTOR)), gateway)
+    saved = [_saved_bytes(train, size, num_layers) for size in (small, large)]
+    return TokenBytes(max(1, int((saved[1] - saved[0]) / (large - small) * _BACKWARD_FACTOR)), gateway)
 
 
 def choose_budget(token_bytes: TokenBytes, free: int, device_type: str, gateway_tokens: Callable[[int], int]) -> int:
-    """The largest power-of-two share of the free memory's tokens at which activations and gateways both fit.
+    """The budget in tokens: those that fit into `free` bytes, halved until activations and gateways both fit.
 
-    gateway_tokens: the most gateway tokens alive at a budget, as the planner finds.
+    gateway_tokens: the most gateway tokens alive at a budget, as the planner computes them.
     """
-    usable = int(free * USABLE_SHARE)
+    usable = int(free * _USABLE_FRACTION)
     budget = min(usable // token_bytes.activation, MAX_TOKENS.get(device_type, MAX_TOKENS["cpu"]))
     while budget > MIN_TOKENS:
         if budget * token_bytes.activation + gateway_tokens(budget) * token_bytes.gateway <= usable:
@@ -50,17 +52,17 @@ def choose_budget(token_bytes: TokenBytes, free: int, device_type: str, gateway_
     return max(budget, MIN_TOKENS)
 
 
-def missing_gradient_bytes(parameters: Any) -> int:
-    """Bytes that gradients will take once they exist."""
-    wanted = (each for each in parameters if each.requires_grad and each.grad is None)
-    return sum(each.numel() * each.element_size() for each in wanted)
+def missing_gradient_bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Bytes of the gradients that the next backward will allocate."""
+    missing = (each for each in parameters if each.requires_grad and each.grad is None)
+    return sum(each.numel() * each.element_size() for each in missing)
 
 
-def _kept_bytes(run: Callable[[int], None], num_tokens: int, num_layers: int) -> float:
-    """Bytes of distinct storages saved in the forward, and a layer's share of those saved again in the backward."""
-    seen: dict[int, int] = {}
-    again: dict[int, int] = {}
-    target = seen
+def _saved_bytes(train: Callable[[int], None], num_tokens: int, num_layers: int) -> float:
+    """Bytes of distinct storages saved in the forward, and one layer's part of those saved in the backward."""
+    in_forward: dict[int, int] = {}
+    in_backward: dict[int, int] = {}
+    target = in_forward
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, torch.nn.Parameter):
@@ -70,9 +72,9 @@ def _kept_bytes(run: Callable[[int], None], num_tokens: int, num_layers: int) ->
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal target
-        target = again  # the backward has begun
+        target = in_backward
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        run(num_tokens)
-    return sum(seen.values()) + sum(again.values()) / max(1, num_layers)
+        train(num_tokens)
+    return sum(in_forward.values()) + sum(in_backward.values()) / max(1, num_layers)

@@ -1,120 +1,170 @@
 """Values of a whole forest as one differentiable function, at any budget.
 
-Micro-batches hand out parts: numbers of entries, and tensors for them. With one micro-batch the result is an ordinary
-graph. With several, the forward runs without a graph, and the backward is the walk, which adds parameter gradients into
-`.grad`; so a result may be used in any loss, more than once in a graph, and under autocast.
+A `Reader` maps the output of each micro-batch to entries of a result over the whole forest. With one micro-batch the
+result is an ordinary graph. With several, the forward runs without a graph, and the backward is the walk, which adds
+parameter gradients into `.grad`; so a result may be used in any loss, more than once in a graph, and under autocast.
+
+Letters: T tokens of a micro-batch or of the forest, E entries of a micro-batch, F tokens of all trajectories.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from treewise.engine.walk import Walk
+from treewise.engine.walk import MicroBatchOutput, Walk
 from treewise.errors import ConfigError
 from treewise.nn.device import Autocast, to_device
-from treewise.nn.lm_head import CONSTANT
+from treewise.tree.forest import Forest
 
-# What a micro-batch hands out: the numbers of its entries ([E]), and by name their values ([E, ...]).
-Part = tuple[np.ndarray, dict[str, torch.Tensor]]
-Read = Callable[[int, torch.Tensor], Part | None]
-NewRead = Callable[[Walk], Read]
+# Of one micro-batch: [E] indices into the result, and by name their values ([E, ...]).
+Entries = tuple[np.ndarray, dict[str, torch.Tensor]]
+Values = dict[str, torch.Tensor]
 
 
-def gather(new_walk: Callable[[], Walk], new_read: NewRead, names: tuple[str, ...], length: int) -> dict[str, Any]:
-    """[length, ...] tensors by name; entries that no micro-batch hands out are zero.
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """How to read values from the micro-batches of a walk.
 
-    new_walk: a fresh walk over the plan. new_read: for a walk, the function from a micro-batch's number and hidden rows
-    to its part; values in it that carry no gradient carry none here.
+    read: the entries of one micro-batch, each of which no other micro-batch may give; None if it has none. names: of
+    the values. num_entries: length of the result. without_gradient: names of values that carry no gradient.
+    reads_routers: whether `read` needs router logits.
+    """
+
+    read: Callable[[MicroBatchOutput], Entries | None]
+    names: tuple[str, ...]
+    num_entries: int
+    without_gradient: tuple[str, ...] = ()
+    reads_routers: bool = False
+
+
+def hidden_reader(forest: Forest) -> Reader:
+    """Reads `hidden`, [T, M]: the final hidden states of all tree tokens, in the model's dtype."""
+    return Reader(lambda output: (output.positions, {"hidden": output.hidden}), ("hidden",), forest.num_tokens)
+
+
+def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list[Values]:
+    """For each reader, its [num_entries, ...] tensors by name; entries that no micro-batch gives are zero.
+
+    new_walk: returns a fresh walk over the plan; the backward needs one of its own.
+
+    Raises:
+        ConfigError: in the backward, if weights changed since the forward.
     """
     walk = new_walk()
-    if walk.plan.is_whole and walk.pace is None:  # else ranks would run their backwards apart
-        rows = walk.whole_rows()
-        return _filled([new_read(walk)(0, rows)], names, length, rows)
+    if walk.plan.is_whole and walk.lockstep is None:  # in lockstep, backwards must run inside of a walk
+        output = walk.whole_output()
+        return [_joined([reader.read(output)], reader, output.hidden) for reader in readers]
     if not torch.is_grad_enabled():
-        return _visited(walk, new_read(walk), names, length)
-    # Parameters are no inputs of the function, so something else has to ask for its backward.
-    anchor = torch.zeros((), device=walk.parts.device, requires_grad=True)
-    return dict(zip(names, _Gather.apply(anchor, new_walk, new_read, names, length), strict=True))
+        return _visited(walk, readers)
+    # The autograd Function takes no parameter as input; a dummy tensor that requires grad makes autograd call its
+    # backward.
+    anchor = torch.zeros((), device=walk.lm.device, requires_grad=True)
+    tensors = iter(_TreeValues.apply(anchor, new_walk, tuple(readers)))
+    return [{name: next(tensors) for name in reader.names} for reader in readers]
 
 
-class _Gather(torch.autograd.Function):
+def restore(values_T: torch.Tensor, forest: Forest) -> list[torch.Tensor]:
+    """Values of each trajectory's tokens, [length, ...], from those of the tree's ([T, ...]).
+
+    The transpose of this gather is gradient restoration: gradients of a shared token add up.
+    """
+    index_F = to_device(forest.path_index, values_T.device)
+    return list(values_T[index_F].split(forest.path_lengths.tolist()))
+
+
+class _TreeValues(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: torch.Tensor,
-        new_walk: Callable[[], Walk],
-        new_read: NewRead,
-        names: tuple[str, ...],
-        length: int,
-    ) -> Any:
+    def forward(ctx: Any, _: torch.Tensor, new_walk: Callable[[], Walk], readers: tuple[Reader, ...]) -> Any:
         walk = new_walk()
-        ctx.new_walk, ctx.new_read, ctx.names = new_walk, new_read, names
-        ctx.autocast = Autocast.now(walk.parts.device.type)
-        versions = [(each, each._version) for each in walk.parts.model.parameters()]
-        found = _visited(walk, new_read(walk), names, length)
-        # Adapters on parameters (PEFT's for experts) count up in every forward, so these cannot be told.
-        ctx.versions = [(each, version) for each, version in versions if each._version == version]
-        ctx.mark_non_differentiable(*(found[name] for name in names if name in CONSTANT))
+        ctx.new_walk, ctx.readers = new_walk, readers
+        ctx.autocast = Autocast.now(walk.lm.device.type)
+        versions = [(each, _version(each)) for each in walk.lm.model.parameters()]
+        results = _visited(walk, readers)
+        # PEFT's parametrised experts bump `_version` in every forward; such parameters are excluded from the
+        # changed-weights check.
+        ctx.versions = [(each, version) for each, version in versions if _version(each) == version]
+        tensors = [
+            (values[name], name in reader.without_gradient)
+            for reader, values in zip(readers, results, strict=True)
+            for name in reader.names
+        ]
+        ctx.mark_non_differentiable(*(tensor for tensor, is_constant in tensors if is_constant))
         ctx.set_materialize_grads(False)
-        return tuple(found[name] for name in names)
+        return tuple(tensor for tensor, _ in tensors)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        grad_of = {name: grad for name, grad in zip(ctx.names, grads, strict=True) if grad is not None}
-        if any(each._version != version for each, version in ctx.versions):
+        if any(_version(each) != version for each, version in ctx.versions):
             raise ConfigError(
                 "weights were changed between the forward and the backward of values on a tree, which the backward "
                 "computes again. Call backward before the optimizer's step."
             )
-        walk = ctx.new_walk()
-        read = ctx.new_read(walk)
+        walk, tensors = ctx.new_walk(), iter(grads)
+        grads_of = [{name: next(tensors) for name in reader.names} for reader in ctx.readers]
 
-        def loss_of(number: int, rows: torch.Tensor) -> torch.Tensor | None:
-            part = read(number, rows)
-            if part is None:
-                return None
-            entry = to_device(part[0], rows.device)
-            shares = [
-                (part[1][name] * grad[entry].to(part[1][name].dtype)).sum()
-                for name, grad in grad_of.items()
-                if part[1][name].requires_grad
+        def loss_of(output: MicroBatchOutput) -> torch.Tensor | None:
+            dots = [
+                dot
+                for reader, grad_of in zip(ctx.readers, grads_of, strict=True)
+                for dot in _dots(reader.read(output), grad_of)
             ]
-            return torch.stack(shares).sum() if shares else None
+            return torch.stack(dots).sum() if dots else None
 
-        if grad_of:
+        if any(grad is not None for grad in grads):
             with torch.enable_grad(), ctx.autocast.again():
                 walk.train(loss_of)
-        return torch.zeros((), device=walk.parts.device), None, None, None, None
+        return torch.zeros((), device=walk.lm.device), None, None
+
+
+def _dots(entries: Entries | None, grad_of: dict[str, torch.Tensor | None]) -> list[torch.Tensor]:
+    """Scalars whose gradients are those of the result, for one micro-batch: values times their gradients, summed."""
+    if entries is None:
+        return []
+    index, values = entries
+    dots = []
+    for name, grad in grad_of.items():
+        if grad is not None and values[name].requires_grad:
+            index_E = to_device(index, grad.device)
+            dots.append((values[name] * grad[index_E].to(values[name].dtype)).sum())
+    return dots
+
+
+def _version(parameter: torch.Tensor) -> int:
+    """How often a parameter was changed in place; autograd checks the tensors that it saves by the same number."""
+    return parameter._version
 
 
 @torch.no_grad()
-def _visited(walk: Walk, read: Read, names: tuple[str, ...], length: int) -> dict[str, torch.Tensor]:
-    parts: list[Part | None] = []
-    last: list[torch.Tensor] = []
+def _visited(walk: Walk, readers: Sequence[Reader]) -> list[Values]:
+    entries: list[list[Entries | None]] = [[] for _ in readers]
+    hidden = torch.empty(0)
 
-    def use(number: int, rows: torch.Tensor) -> None:
-        parts.append(read(number, rows))
-        last[:] = [rows]
+    def use(output: MicroBatchOutput) -> None:
+        nonlocal hidden
+        for reader, collected in zip(readers, entries, strict=True):
+            collected.append(reader.read(output))
+        hidden = output.hidden
 
     walk.visit(use)
-    return _filled(parts, names, length, last[0])
+    return [_joined(each, reader, hidden) for each, reader in zip(entries, readers, strict=True)]
 
 
-def _filled(
-    parts: list[Part | None], names: tuple[str, ...], length: int, rows: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    given = [part for part in parts if part is not None]
-    if not given:
-        # Nothing was asked for; the result still hangs on the model, so that its backward is a zero and not an error.
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        return {name: rows.sum().to(wide) * torch.zeros(length, device=rows.device, dtype=wide) for name in names}
-    index = to_device(np.concatenate([entry for entry, _ in given]), rows.device)
-    filled = {}
-    for name in names:
-        values = torch.cat([part[name] for _, part in given])
-        empty = torch.zeros(length, *values.shape[1:], dtype=values.dtype, device=values.device)
-        filled[name] = empty.index_copy(0, index, values)
-    return filled
+def _joined(entries: Sequence[Entries | None], reader: Reader, hidden: torch.Tensor) -> Values:
+    """A reader's result from the entries of all micro-batches. hidden: [T, M] of any of them."""
+    present = [each for each in entries if each is not None]
+    if not present:
+        # Nothing to read; the result stays connected to the model, so that its backward is a zero and not an error.
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        zeros = torch.zeros(reader.num_entries, device=hidden.device, dtype=wide)
+        return {name: hidden.sum().to(wide) * zeros for name in reader.names}
+    index = to_device(np.concatenate([index for index, _ in present]), hidden.device)
+    result = {}
+    for name in reader.names:
+        values = torch.cat([values[name] for _, values in present])
+        zeros = torch.zeros(reader.num_entries, *values.shape[1:], dtype=values.dtype, device=values.device)
+        result[name] = zeros.index_copy(0, index, values)
+    return result

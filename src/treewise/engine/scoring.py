@@ -1,39 +1,46 @@
-"""From hidden rows of a micro-batch to what the model says about its edges, and to the loss of an objective."""
+"""From the output of a micro-batch to log-probs of its edges, and to its part of the loss of a step.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+Letters: P scored tokens of a forest, E edges or entries of a micro-batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from treewise.engine.walk import Walk
+from treewise.engine.differentiable import Entries, Reader, Values
+from treewise.engine.walk import LossOf, MicroBatchOutput
 from treewise.errors import DataError
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import edge_values
+from treewise.nn.router_loss import RouterLoss, RoutingReport
 from treewise.objectives import Objective
+from treewise.planning.layout import edges_of
+from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest
+
+# -- values of tokens -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ScoredTokens:
     """Which tokens are scored, each predicted from the path to its parent.
 
     positions: [P] int64 tree positions, ascending, none of them a first token. tokens: [P] token ids that are scored at
     these positions; None: the tree's own, and then each position is projected once however often it is listed.
-    outputs: names out of `logprobs.OUTPUTS`.
+    outputs: names out of `lm_head.OUTPUTS`.
     """
 
     positions: np.ndarray
     tokens: np.ndarray | None = None
     outputs: tuple[str, ...] = ("log_probs",)
 
-    @classmethod
-    def every_token(cls, forest: Forest, outputs: tuple[str, ...] = ("log_probs",)) -> "Wanted":
-        """All tokens but first ones."""
-        return cls(np.flatnonzero(forest.parent >= 0), None, outputs)
-
     def entries(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For every entry at these positions: which of `targets` it belongs to, and its number."""
+        """The scored tokens at some positions: for each, its index in `targets` and its index in `positions`.
+
+        targets: [n] int64 tree positions, ascending. Returns two [E] int64 arrays.
+        """
         first = np.searchsorted(self.positions, targets, side="left")
         count = np.searchsorted(self.positions, targets, side="right") - first
         edge = np.repeat(np.arange(len(targets)), count)
@@ -41,40 +48,65 @@ class Wanted:
         return edge, np.repeat(first - offsets, count) + np.arange(int(count.sum()))
 
 
-class Scorer:
-    """Scores the wanted tokens that the micro-batches of one walk predict."""
+class EdgeScorer:
+    """Scores the tokens that each micro-batch predicts. Called on its output; None where it predicts none of them."""
 
-    def __init__(self, walk: Walk, wanted: Wanted, temperature: float) -> None:
-        self.walk, self.wanted, self.temperature = walk, wanted, temperature
-        self.is_needed = np.zeros(walk.plan.forest.num_tokens, dtype=bool)
-        self.is_needed[wanted.positions] = True
+    def __init__(self, forest: Forest, scored: ScoredTokens) -> None:
+        self.forest, self.scored = forest, scored
+        self._is_needed = np.zeros(forest.num_tokens, dtype=bool)
+        self._is_needed[scored.positions] = True
 
-    def __call__(self, number: int, rows: torch.Tensor) -> tuple[np.ndarray, dict[str, torch.Tensor]] | None:
-        """The numbers of the wanted entries that micro-batch `number` predicts ([E]), and their values ([E]) by name;
-        None where there are none.
-        """
-        edges = self.walk.edges(number, self.is_needed)
+    def __call__(self, output: MicroBatchOutput) -> Entries | None:
+        """[E] indices of scored tokens, and their [E] values by name."""
+        edges = edges_of(self.forest, output.positions, self._is_needed)
         if len(edges.target) == 0:
             return None
-        edge, entry = self.wanted.entries(edges.target)
-        device = rows.device
-        own = self.wanted.tokens is None
-        tokens = self.walk.plan.forest.token_ids[edges.target] if own else self.wanted.tokens[entry]  # type: ignore[index]
-        values = edge_values(
-            rows,
-            self.walk.head(self.temperature),
-            edges.source if own else edges.source[edge],
-            to_device(tokens, device, torch.long),
-            self.wanted.outputs,
-        )
-        if own and len(entry) != len(edges.target):
+        edge, entry = self.scored.entries(edges.target)
+        device, head = output.hidden.device, output.head()
+        if self.scored.tokens is not None:
+            tokens = to_device(self.scored.tokens[entry], device, torch.long)
+            return entry, edge_values(output.hidden, head, edges.source[edge], tokens, self.scored.outputs)
+        tokens = to_device(self.forest.token_ids[edges.target], device, torch.long)
+        values = edge_values(output.hidden, head, edges.source, tokens, self.scored.outputs)
+        if len(entry) != len(edges.target):
             index = to_device(edge, device)
             values = {name: value[index] for name, value in values.items()}
         return entry, values
 
 
-class ObjectiveLoss:
-    """The loss of an objective on one forest: what has to be scored for it, its shares, and what a step reports."""
+def edge_reader(forest: Forest, scored: ScoredTokens) -> Reader:
+    """Reads the [P] values of scored tokens, in their order."""
+    return Reader(EdgeScorer(forest, scored), scored.outputs, len(scored.positions))
+
+
+def token_reader(
+    forest: Forest, is_needed: np.ndarray | None = None, outputs: tuple[str, ...] = ("log_probs",)
+) -> Reader:
+    """Reads [T] values of the tree's own tokens, by tree position.
+
+    is_needed: [T] bool; other tokens, and first tokens, are 0 and cost no projection. outputs: names out of
+    `lm_head.OUTPUTS`.
+    """
+    has_parent = forest.parent >= 0
+    positions = np.flatnonzero(has_parent if is_needed is None else has_parent & is_needed)
+    score = EdgeScorer(forest, ScoredTokens(positions, None, outputs))
+
+    def read(output: MicroBatchOutput) -> Entries | None:
+        entries = score(output)
+        return None if entries is None else (positions[entries[0]], entries[1])
+
+    return Reader(read, outputs, forest.num_tokens)
+
+
+# -- the loss of a step -----------------------------------------------------------------------------------------------
+
+
+class StepLoss:
+    """The loss of an objective on one forest: which tokens to score for it, its parts, and what a step reports.
+
+    Raises:
+        DataError: no trained token, or a denominator that is not positive.
+    """
 
     def __init__(self, forest: Forest, objective: Objective, denominator: float | None) -> None:
         self.objective = objective
@@ -84,12 +116,18 @@ class ObjectiveLoss:
             raise DataError("no trained token in the forest; a step on it would do nothing.")
         if not self.denominator > 0:
             raise DataError(f"the loss would be divided by {self.denominator}; it must be positive.")
-        self.wanted = Wanted(self.terms.positions, self.terms.tokens, objective.outputs)
+        scored = ScoredTokens(self.terms.positions, self.terms.tokens, objective.outputs)
+        self.reader = edge_reader(forest, scored)
         self.num_trained_tokens = len(np.unique(self.terms.positions))
-        self._shares: list[dict[str, torch.Tensor]] = []
+        self._reported: list[Values] = []
 
-    def share(self, entries: np.ndarray | None, values: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of some terms, by their numbers, or of all, from what the model says about them."""
+    def of_micro_batch(self, output: MicroBatchOutput) -> torch.Tensor | None:
+        """The part of one micro-batch, a scalar, for separable objectives; None without a trained token."""
+        entries = self.reader.read(output)
+        return None if entries is None else self.of_terms(entries[1], entries[0])
+
+    def of_terms(self, values: Values, entries: np.ndarray | None = None) -> torch.Tensor:
+        """The loss of some terms ([E] int64 `entries`), or of all, a scalar, from their [E] values by name."""
         like = values["log_probs"]
         streams = {
             name: _as_tensor(stream if entries is None else stream[entries], like)
@@ -97,27 +135,101 @@ class ObjectiveLoss:
         }
         loss = self.objective.token_losses(values, streams).sum() / self.denominator
         with torch.no_grad():
-            seen = {name: value.detach() for name, value in values.items()}
-            found = self.objective.token_metrics(seen, streams)
-        self._shares.append({"": loss.detach()} | {name: value.sum() for name, value in found.items()})
+            constants = {name: value.detach() for name, value in values.items()}
+            metrics = self.objective.token_metrics(constants, streams)
+        self._reported.append({"": loss.detach()} | {name: value.sum() for name, value in metrics.items()})
         return loss
 
-    def reader(self, walk: Walk, temperature: float) -> Callable[[int, torch.Tensor], torch.Tensor | None]:
-        """From a micro-batch's number and hidden rows to its share, for objectives that are separable."""
-        score = Scorer(walk, self.wanted, temperature)
-
-        def share_of(number: int, rows: torch.Tensor) -> torch.Tensor | None:
-            scored = score(number, rows)
-            return None if scored is None else self.share(*scored)
-
-        return share_of
-
     def totals(self) -> tuple[float, dict[str, float]]:
-        """The loss and the metrics; the only host synchronisation of a step."""
-        names = list(self._shares[0])
-        table = torch.stack([torch.stack([share[name] for name in names]) for share in self._shares])
+        """The loss and the metrics over all parts; the only host synchronisation of a step."""
+        names = list(self._reported[0])
+        table = torch.stack([torch.stack([part[name] for name in names]) for part in self._reported])
         loss, *sums = table.double().sum(0).tolist()
         return loss, {name: total / self.terms.weight for name, total in zip(names[1:], sums, strict=True)}
+
+
+def with_router_loss(loss_of: LossOf, router_loss: RouterLoss | None) -> LossOf:
+    """A micro-batch's loss and its part of the router losses, for one walk."""
+    if router_loss is None:
+        return loss_of
+
+    def both(output: MicroBatchOutput) -> torch.Tensor:
+        loss, part = loss_of(output), router_loss.part(output.router_logits, output.positions)
+        return part if loss is None else loss + part.to(loss.dtype)
+
+    return both
+
+
+def router_loss_reader(router_loss: RouterLoss, plan: Plan) -> Reader:
+    """Reads the router losses, one entry for each micro-batch; `router_loss_of` gives their sum."""
+
+    def read(output: MicroBatchOutput) -> Entries:
+        part = router_loss.part(output.router_logits, output.positions)
+        return np.array([output.index]), {"router_loss": part[None]}
+
+    return Reader(read, ("router_loss",), plan.num_micro_batches, reads_routers=True)
+
+
+def router_loss_of(router_loss: RouterLoss, values: Values) -> torch.Tensor:
+    """The router losses of a forest, a differentiable scalar, from the values of `router_loss_reader`."""
+    parts = values["router_loss"].sum()
+    # The first walk counts, so the parts that it gave are incomplete; the backward's walk gives the right gradients.
+    return router_loss.total().to(parts) + (parts - parts.detach())
+
+
+# -- what a step reports ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step computed.
+
+    loss: the sum of token losses divided by the denominator. metrics: means that the objective reports, over `weight`,
+    the sum of the loss weights of its trained tokens; so metrics of several steps are combined by their weights.
+    num_computed_tokens: forwards of tokens, recomputed ones included. routing: statistics of the routers, where `loss`
+    holds a router loss.
+    """
+
+    loss: float
+    num_trained_tokens: int
+    num_tree_tokens: int
+    num_flat_tokens: int
+    num_computed_tokens: int
+    num_micro_batches: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    weight: float = 0.0
+    routing: RoutingReport | None = None
+
+
+def step_output(
+    plan: Plan,
+    loss: StepLoss | float,
+    router_loss: RouterLoss | None,
+    *,
+    num_first_walk_tokens: int,
+) -> StepOutput:
+    """The output of a step or an evaluation.
+
+    loss: of an objective, or the value of a function of all log-probs. num_first_walk_tokens: forwards of tokens before
+    the walk over the plan.
+    """
+    forest = plan.forest
+    if isinstance(loss, StepLoss):
+        (value, metrics), weight, num_trained = loss.totals(), loss.terms.weight, loss.num_trained_tokens
+    else:
+        value, metrics, weight = loss, {}, 0.0
+        num_trained = forest.num_flat_tokens - forest.num_trajectories
+    return StepOutput(
+        loss=value if router_loss is None else value + float(router_loss.total()),
+        num_trained_tokens=num_trained,
+        num_tree_tokens=forest.num_tokens,
+        num_flat_tokens=forest.num_flat_tokens,
+        num_computed_tokens=plan.num_computed_tokens + num_first_walk_tokens,
+        num_micro_batches=plan.num_micro_batches,
+        metrics=metrics,
+        weight=weight,
+        routing=None if router_loss is None else router_loss.report(),
+    )
 
 
 def _as_tensor(stream: np.ndarray, like: torch.Tensor) -> torch.Tensor:

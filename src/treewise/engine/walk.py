@@ -1,162 +1,183 @@
 """The depth-first walk over a plan: micro-batches forward and backward, gateways in between.
 
-A walk is blind to the loss: a callback maps the hidden rows of a micro-batch to a scalar, or to None where it has no
-loss of its own. Gradients are added into the parameters' `.grad` by autograd.
+A walk does not depend on the loss: a callback maps the output of a micro-batch to a scalar, or to None where the
+micro-batch has no loss of its own. Autograd adds gradients into the parameters' `.grad`.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
 import torch
 
-from treewise.engine.lockstep import Pace
+from treewise.engine.lockstep import Lockstep
+from treewise.engine.sparse_embedding import sparse_embedding_gradients
 from treewise.nn.attention import Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import Head
-from treewise.nn.model import ModelParts, decoder_rows, sparse_embedding_gradients
+from treewise.nn.model import DecoderAndHead, run_decoder
 from treewise.nn.recurrent import TreeRows
-from treewise.planning.layout import Edges, Layout, edges_of, lay_out
+from treewise.planning.layout import Layout, lay_out
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Plan
 
-LossOf = Callable[[int, torch.Tensor], torch.Tensor | None]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatchOutput:
+    """What one micro-batch computed.
+
+    index: of the micro-batch in the plan. positions: [T] int64 tree positions of its tokens, ascending. hidden: [T, M]
+    hidden rows in the model's dtype. router_logits: [T, E] of each layer with a router; empty unless the walk was built
+    with `with_router_logits`. head: returns the model's head.
+    """
+
+    index: int
+    positions: np.ndarray
+    hidden: torch.Tensor
+    router_logits: tuple[torch.Tensor, ...]
+    head: Callable[[], Head]
+
+
+LossOf = Callable[[MicroBatchOutput], torch.Tensor | None]
 
 
 class Walk:
-    """One pass, or several, over the micro-batches of one plan."""
+    """One pass, or several, over the micro-batches of one plan.
+
+    Parameters:
+        impl: `reference`, `cascade` or `flex`.
+        temperature: divides the logits of the head.
+        offload: gateways and the graphs of held micro-batches wait in host memory.
+        lockstep: runs the same passes as other ranks; None on one rank.
+        with_router_logits: whether outputs hold the router logits.
+    """
 
     def __init__(
         self,
-        parts: ModelParts,
+        lm: DecoderAndHead,
         plan: Plan,
         impl: str,
+        *,
+        temperature: float = 1.0,
         offload: bool = False,
-        pace: Pace | None = None,
+        lockstep: Lockstep | None = None,
+        with_router_logits: bool = False,
     ) -> None:
-        self.parts, self.plan, self.offload, self.pace = parts, plan, offload, pace
-        self.impl = impl
+        self.lm, self.plan, self.impl = lm, plan, impl
+        self.temperature, self.offload, self.lockstep = temperature, offload, lockstep
+        self.with_router_logits = with_router_logits
         self._layouts: dict[int, tuple[Layout, TreeMask]] = {}
         self._tree_rows: dict[int, TreeRows] = {}
         self._gateways: dict[int, Gateway] = {}
         self._held: dict[int, torch.Tensor] = {}
-        # Where wanted: the router logits of the micro-batch that ran last, a tensor [T, E] for each layer.
-        self.wants_router_logits = False
-        self.router_logits: tuple[torch.Tensor, ...] = ()
-        self._heads: dict[float, Head] | None = None
-
-    def edges(self, number: int, is_needed: np.ndarray) -> Edges:
-        """The needed edges that leave a micro-batch."""
-        return edges_of(self.plan.forest, self._layout(number)[0].positions, is_needed)
-
-    def positions(self, number: int) -> np.ndarray:
-        """[n] tree positions of a micro-batch's tokens, ascending."""
-        return self._layout(number)[0].positions
-
-    def head(self, temperature: float) -> Head:
-        """The model's head. While several micro-batches train it is made once and collects its own gradients."""
-        if self._heads is None:
-            return self.parts.head(temperature)
-        if temperature not in self._heads:
-            self._heads[temperature] = self.parts.head(temperature).collecting()
-        return self._heads[temperature]
+        self._is_collecting = False  # whether one head accumulates the gradients of all micro-batches
+        self._head: Head | None = None
 
     def train(self, loss_of: LossOf) -> None:
         """Forward and backward of every micro-batch."""
         if self.plan.is_whole:
             self._train(loss_of)
             return
-        self._heads = {}
-        with sparse_embedding_gradients(self.parts):
+        self._is_collecting = True
+        with sparse_embedding_gradients(self.lm):
             self._train(loss_of)
-        for head in self._heads.values():
-            assert head.gradients is not None
-            head.gradients.join()
-        self._heads = None
-
-    def _train(self, loss_of: LossOf) -> None:
-        for step in self.plan.schedule if self.pace is None else self.pace.steps(self.plan):
-            number = step.micro_batch
-            if step.action == FORWARD:
-                with torch.no_grad():
-                    self._open(number)
-            elif step.action == HOLD:
-                with self._graph_kept():
-                    self._held[number] = self._root(number, self._open(number, keep_graph=True), loss_of)
-            elif step.action == BACKWARD:
-                _backward(self._held.pop(number))
-                self._close(number)
-            else:
-                _backward(self._root(number, self._rows(number), loss_of))
-                self._close(number)
+        if self._head is not None and self._head.gradients is not None:
+            self._head.gradients.join()
+        self._head, self._is_collecting = None, False
 
     @torch.no_grad()
-    def visit(self, use: Callable[[int, torch.Tensor], object]) -> None:
-        """Forward of every micro-batch once, without a graph; `use` gets the hidden rows of each."""
-        turns = repeat(None) if self.pace is None else self.pace.forwards(self.plan)
+    def visit(self, use: Callable[[MicroBatchOutput], object]) -> None:
+        """Forward of every micro-batch once, without a graph; `use` is called on each output."""
+        turns = repeat(None) if self.lockstep is None else self.lockstep.forwards(self.plan)
         for step in self.plan.schedule:
-            number = step.micro_batch
-            is_open = self.plan.micro_batches[number].is_open
+            index = step.micro_batch
+            is_open = self.plan.micro_batches[index].is_open
             if step.action in (FORWARD, HOLD):
                 next(turns)
-                use(number, self._open(number))
+                use(self._open(index))
             elif is_open:
-                self._close(number)
+                self._close(index)
             else:
                 next(turns)
-                use(number, self._rows(number))
-                self._close(number)
+                use(self._run(index))
+                self._close(index)
         next(turns, None)
 
-    def whole_rows(self) -> torch.Tensor:
-        """[T, M] hidden rows of the only micro-batch, in the caller's graph."""
-        return self._rows(0)
+    def whole_output(self) -> MicroBatchOutput:
+        """The output of the only micro-batch, in the caller's graph."""
+        assert self.plan.is_whole
+        return self._run(0)
 
-    def _graph_kept(self) -> AbstractContextManager[object]:
-        """Where the graph of a held micro-batch waits."""
-        if self.offload and self.parts.device.type != "cpu":
+    def _train(self, loss_of: LossOf) -> None:
+        for step in self.plan.schedule if self.lockstep is None else self.lockstep.steps(self.plan):
+            index = step.micro_batch
+            if step.action == FORWARD:
+                with torch.no_grad():
+                    self._open(index)
+            elif step.action == HOLD:
+                with self._graph_offloaded():
+                    self._held[index] = _root(self._open(index, keep_graph=True), loss_of)
+            elif step.action == BACKWARD:
+                _backward(self._held.pop(index))
+                self._close(index)
+            else:
+                _backward(_root(self._run(index), loss_of))
+                self._close(index)
+
+    def _graph_offloaded(self) -> AbstractContextManager[object]:
+        """Around the forward of a held micro-batch: its saved tensors wait on the host, if asked for."""
+        if self.offload and self.lm.device.type != "cpu":
             return torch.autograd.graph.save_on_cpu(pin_memory=True)
         return nullcontext()
 
-    def _layout(self, number: int) -> tuple[Layout, TreeMask]:
-        if number not in self._layouts:
-            layout = lay_out(self.plan, number)
-            self._layouts[number] = layout, TreeMask.from_layout(layout)
-        return self._layouts[number]
+    def _layout(self, index: int) -> tuple[Layout, TreeMask]:
+        if index not in self._layouts:
+            layout = lay_out(self.plan, index)
+            self._layouts[index] = layout, TreeMask.from_layout(layout)
+        return self._layouts[index]
 
-    def _open(self, number: int, keep_graph: bool = False) -> torch.Tensor:
+    def _open(self, index: int, *, keep_graph: bool = False) -> MicroBatchOutput:
         """Runs an open micro-batch and leaves its gateway."""
-        gateway = self._gateways[number] = Gateway(self.offload)
-        return self._rows(number, writes=gateway, injects=gateway if keep_graph else None)
+        gateway = self._gateways[index] = Gateway(self.offload)
+        return self._run(index, writes=gateway, injects=gateway if keep_graph else None)
 
-    def _rows(self, number: int, writes: Gateway | None = None, injects: Gateway | None = None) -> torch.Tensor:
-        layout, mask = self._layout(number)
-        if writes is None and self.plan.micro_batches[number].is_open:
-            injects = self._gateways[number]
+    def _run(self, index: int, writes: Gateway | None = None, injects: Gateway | None = None) -> MicroBatchOutput:
+        layout, mask = self._layout(index)
+        if writes is None and self.plan.micro_batches[index].is_open:
+            injects = self._gateways[index]
         reads = tuple(self._read(above, rows) for above, rows in layout.gateway)
-        tree_rows = self._tree_rows.setdefault(number, TreeRows(self.plan, number, layout))
+        tree_rows = self._tree_rows.setdefault(index, TreeRows(self.plan, index, layout))
         context = TreeContext(mask, self.impl, reads, writes, injects, tree_rows)
-        context.wants_router_logits = self.wants_router_logits
-        found = decoder_rows(self.parts, layout.token_ids, layout.depth, context)
-        self.router_logits = context.router_logits
-        return found
+        hidden, router_logits = run_decoder(
+            self.lm, layout.token_ids, layout.depth, context, with_router_logits=self.with_router_logits
+        )
+        return MicroBatchOutput(index, layout.positions, hidden, router_logits, self._make_head)
+
+    def _make_head(self) -> Head:
+        if not self._is_collecting:
+            return self.lm.head(self.temperature)
+        if self._head is None:
+            self._head = self.lm.head(self.temperature).collecting()
+        return self._head
 
     def _read(self, above: int, rows: np.ndarray) -> GatewayRead:
         first, last = int(rows[0]), int(rows[-1])
         if last - first + 1 == len(rows):
             return GatewayRead(self._gateways[above], slice(first, last + 1), len(rows))
-        return GatewayRead(self._gateways[above], to_device(rows, self.parts.device), len(rows))
+        return GatewayRead(self._gateways[above], to_device(rows, self.lm.device), len(rows))
 
-    def _root(self, number: int, rows: torch.Tensor, loss_of: LossOf) -> torch.Tensor:
-        """What the backward of a micro-batch starts from."""
-        loss = loss_of(number, rows)
-        # Without a loss of its own an open micro-batch still carries the gradients of its gateway.
-        return rows if loss is None else loss
+    def _close(self, index: int) -> None:
+        self._gateways.pop(index, None)
+        self._layouts.pop(index, None)
+        self._tree_rows.pop(index, None)
 
-    def _close(self, number: int) -> None:
-        self._gateways.pop(number, None)
-        self._layouts.pop(number, None)
-        self._tree_rows.pop(number, None)
+
+def _root(output: MicroBatchOutput, loss_of: LossOf) -> torch.Tensor:
+    """The tensor that a micro-batch's backward starts from."""
+    loss = loss_of(output)
+    # Without a loss of its own an open micro-batch still carries the gradients of its gateway.
+    return output.hidden if loss is None else loss
 
 
 def _backward(root: torch.Tensor) -> None:

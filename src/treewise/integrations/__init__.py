@@ -1,1 +1,1 @@
-"""Other trainers on trees."""
+"""The seams of other trainers: TRL."""

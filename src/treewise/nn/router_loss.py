@@ -3,16 +3,15 @@
 The load-balancing loss (Fedus et al. 2022, Switch Transformer, arXiv:2101.03961, equations 4 to 6, as transformers
 computes it over all layers at once) is `E * sum_e count_e / R * probability_e / R`: over the R rows of routers, all
 layers and tokens, how often expert e is among the chosen ones, and the sum of the probabilities given to it. A shared
-token of a tree stands for one row in every trajectory through it, so it weighs by its multiplicity. Counts carry no
-gradient.
-Given those of the whole step, the loss is a sum over rows, so it can be computed in parts: a walk without a graph
-counts, and the training walk adds each micro-batch's share. The z-loss (Zoph et al. 2022, ST-MoE, arXiv:2202.08906,
-equation 5) is a sum over rows anyway.
+token of a tree stands for one row in every trajectory through it, so it is weighted by its multiplicity. Counts carry
+no gradient. Given those of the whole step, the loss is a sum over rows, so it can be computed in parts: a first walk
+without a graph counts, and the training walk adds each micro-batch's part. The z-loss (Zoph et al. 2022, ST-MoE,
+arXiv:2202.08906, equation 5) is a sum over rows anyway.
 
 Letters: T tokens of a micro-batch, L layers with a router, E experts.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from treewise.nn.device import to_device
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingRule:
-    """How a model weighs its routers: experts chosen for a token, and the factors of both losses in the whole."""
+class RouterLossRule:
+    """The router losses of a model: experts chosen for each token, and the factors of both losses."""
 
     num_chosen: int
     aux_coefficient: float
@@ -33,10 +32,10 @@ class RoutingRule:
 
 @dataclass(frozen=True, slots=True)
 class RoutingReport:
-    """What a step's routers did, every token weighed by its multiplicity.
+    """Statistics of a step's routers, every token weighted by its multiplicity.
 
-    aux_loss, z_loss: before their factors. expert_load: [L, E] float64, the share of a layer's choices that an expert
-    got; each row sums to 1.
+    aux_loss, z_loss: before their factors. expert_load: [L, E] float64, the fraction of a layer's choices that went to
+    each expert; each row sums to 1.
     """
 
     aux_loss: float
@@ -44,55 +43,61 @@ class RoutingReport:
     expert_load: np.ndarray
 
 
-@dataclass(eq=False)
-class Routing:
-    """The routers of one step: first counted, then weighed.
+class RouterLoss:
+    """Both router losses of one step, computed micro-batch by micro-batch.
 
-    multiplicity: of every tree token. counts: [L, E] float64, how often each expert is chosen. `count`, `weigh_later`
-    and `loss` take the router logits of one micro-batch, a tuple of L tensors [T, E], and its tokens' tree positions.
+    multiplicity: [tree tokens], how many trajectories go through each.
     """
 
-    rule: RoutingRule
-    multiplicity: np.ndarray
-    counts: torch.Tensor | None = None
-    is_counted: bool = False
-    _shares: list[torch.Tensor] = field(default_factory=list)
-    _sums: torch.Tensor | None = None
+    def __init__(self, rule: RouterLossRule, multiplicity: np.ndarray) -> None:
+        self.rule, self.multiplicity = rule, multiplicity
+        self._num_counted = 0  # tree tokens
+        self._counts: torch.Tensor | None = None  # [L, E] float64, how often each expert is chosen
+        self._sums: torch.Tensor | None = None  # [E + 1] float32 or wider, see `_row_sums`
 
-    def count(self, router_logits: tuple[torch.Tensor, ...], positions: np.ndarray) -> None:
-        """Adds a micro-batch's choices to the counts of the step."""
-        with torch.no_grad():
-            found = torch.stack([self._choices(logits, positions) for logits in router_logits])
-        self.counts = found if self.counts is None else self.counts + found
+    @property
+    def is_counted(self) -> bool:
+        """Whether every tree token has been counted."""
+        return self._num_counted == len(self.multiplicity)
 
-    def loss(self, router_logits: tuple[torch.Tensor, ...], positions: np.ndarray) -> torch.Tensor:
-        """A micro-batch's share of both losses with their factors, with a graph; needs the counts of the whole step."""
-        assert self.is_counted
-        terms = self._terms(self._row_sums(router_logits, positions))
-        self._shares.append(terms.detach())
-        return self.rule.aux_coefficient * terms[0] + self.rule.z_coefficient * terms[1]
+    def part(self, router_logits: tuple[torch.Tensor, ...], positions: np.ndarray) -> torch.Tensor:
+        """A micro-batch's part of both losses with their factors: a scalar with a graph, float32 or wider.
 
-    def weigh_later(self, router_logits: tuple[torch.Tensor, ...], positions: np.ndarray) -> None:
-        """Keeps a micro-batch's sums, for `total` once all is counted."""
-        with torch.no_grad():
-            found = self._row_sums(router_logits, positions)
-        self._sums = found if self._sums is None else self._sums + found
+        The first walk over a step counts, without a graph, and its parts are 0 until every token is counted. A step of
+        one micro-batch counts and computes its loss at once.
+
+        router_logits: L tensors [T, E]. positions: [T] int64 tree positions of the micro-batch's tokens.
+        """
+        sums = self._row_sums(router_logits, positions)
+        if not self.is_counted:
+            self._count(router_logits, positions, sums.detach())
+        if not self.is_counted:
+            assert not torch.is_grad_enabled(), "a walk with gradients before all tokens are counted"
+            return sums.new_zeros(())
+        return self._with_factors(self._terms(sums))
 
     def total(self) -> torch.Tensor:
-        """Both losses of the whole step with their factors, without a graph."""
-        terms = torch.stack(self._shares).sum(0) if self._sums is None else self._terms(self._sums)
-        return self.rule.aux_coefficient * terms[0] + self.rule.z_coefficient * terms[1]
+        """Both losses of the whole step with their factors, a scalar without a graph."""
+        assert self._sums is not None
+        return self._with_factors(self._terms(self._sums))
 
     def report(self) -> RoutingReport:
-        """What the routers did, once every micro-batch was weighed."""
-        assert self.counts is not None
-        terms = torch.stack(self._shares).sum(0) if self._sums is None else self._terms(self._sums)
-        aux, z = terms.double().tolist()
-        counts = self.counts.cpu().numpy()
+        """Statistics of the step, once every token is counted."""
+        assert self._counts is not None
+        assert self._sums is not None
+        aux, z = self._terms(self._sums).double().tolist()
+        counts = self._counts.cpu().numpy()
         return RoutingReport(aux, z, counts / counts.sum(1, keepdims=True))
 
+    @torch.no_grad()
+    def _count(self, router_logits: tuple[torch.Tensor, ...], positions: np.ndarray, sums: torch.Tensor) -> None:
+        counts = torch.stack([self._choices(logits, positions) for logits in router_logits])
+        self._counts = counts if self._counts is None else self._counts + counts
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._num_counted += len(positions)
+
     def _row_sums(self, router_logits: tuple[torch.Tensor, ...], positions: np.ndarray) -> torch.Tensor:
-        """[E + 1]: sums over rows, by weight, of the probability of each expert, and of the squared log-sum-exp."""
+        """[E + 1]: weighted sums over rows of the probability of each expert, and of the squared log-sum-exp."""
         total = None
         for logits in router_logits:
             weight_T = self._weights(logits, positions)
@@ -105,30 +110,33 @@ class Routing:
 
     def _terms(self, sums: torch.Tensor) -> torch.Tensor:
         """[2] the load-balancing loss and the z-loss, without factors, from sums over rows."""
-        assert self.counts is not None
-        num_rows = len(self.counts) * float(self.multiplicity.sum())
-        count_E = self.counts.sum(0).to(sums.dtype)
+        assert self._counts is not None
+        num_rows = len(self._counts) * float(self.multiplicity.sum())
+        count_E = self._counts.sum(0).to(sums.dtype)
         return torch.stack([len(count_E) * (count_E @ sums[:-1]) / num_rows**2, sums[-1] / num_rows])
+
+    def _with_factors(self, terms: torch.Tensor) -> torch.Tensor:
+        return self.rule.aux_coefficient * terms[0] + self.rule.z_coefficient * terms[1]
 
     def _choices(self, logits: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
         """[E] float64: how often each expert is chosen, by weight. Sums of whole numbers, so exact in any order."""
         chosen = torch.topk(torch.softmax(logits, dim=-1), self.rule.num_chosen, dim=-1).indices
         weight_T = self._weights(logits, positions).double()
-        found = torch.zeros(logits.shape[-1], dtype=torch.float64, device=logits.device)
-        return found.index_add_(0, chosen.reshape(-1), weight_T.repeat_interleave(self.rule.num_chosen))
+        count_E = torch.zeros(logits.shape[-1], dtype=torch.float64, device=logits.device)
+        return count_E.index_add_(0, chosen.reshape(-1), weight_T.repeat_interleave(self.rule.num_chosen))
 
     def _weights(self, logits: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         return to_device(self.multiplicity[positions], logits.device, wide)
 
 
-def rule_of(base: Any, wants_aux: bool | None, z_coefficient: float) -> RoutingRule | None:
-    """The routing rule of a model, or None where no loss on its routers is asked for.
+def router_loss_rule(base: Any, *, wants_aux: bool | None, z_coefficient: float = 0.0) -> RouterLossRule | None:
+    """The router losses of a model, or None if neither the caller nor the configuration asks for one.
 
-    wants_aux: whether to add the load-balancing loss; None asks the configuration (`output_router_logits`).
+    wants_aux: whether to add the load-balancing loss; None: as the configuration says (`output_router_logits`).
 
     Raises:
-        UnsupportedModelError: asked of a model that gives no router logits or has no such loss.
+        UnsupportedModelError: the model has no such loss.
     """
     config = base.config.get_text_config()
     if wants_aux is None:
@@ -142,18 +150,18 @@ def rule_of(base: Any, wants_aux: bool | None, z_coefficient: float) -> RoutingR
     num_chosen = _first(base, config, ("num_experts_per_tok", "moe_k", "top_k", "num_experts_per_token"))
     if num_chosen is None or (wants_aux and coefficient is None):
         raise UnsupportedModelError(
-            f"{name} has no loss on its routers that treewise knows (router_aux_loss_coef, num_experts_per_tok); set "
-            "output_router_logits=False."
+            f"{name} has no loss on its routers: its configuration lacks router_aux_loss_coef or num_experts_per_tok; "
+            "set output_router_logits=False."
         )
-    return RoutingRule(int(num_chosen), float(coefficient or 0.0) if wants_aux else 0.0, z_coefficient)
+    return RouterLossRule(int(num_chosen), float(coefficient or 0.0) if wants_aux else 0.0, z_coefficient)
 
 
 @torch.no_grad()
-def check_rule(model: Any, rule: RoutingRule, token_ids: torch.Tensor) -> None:
-    """Compares the load-balancing loss with that of the model's own forward, on a few tokens ([n]).
+def check_router_loss(model: Any, rule: RouterLossRule, token_ids: torch.Tensor) -> None:
+    """Compares the load-balancing loss with that of the model's own forward. token_ids: [n] int64, a few tokens.
 
     Raises:
-        UnsupportedModelError: the model adds none, or another one.
+        UnsupportedModelError: the model has no such loss, or computes another one.
     """
     name = type(model).__name__
     out = model(input_ids=token_ids[None], output_router_logits=True, use_cache=False)
@@ -163,15 +171,12 @@ def check_rule(model: Any, rule: RoutingRule, token_ids: torch.Tensor) -> None:
             f"{name} adds no load-balancing loss of its own; set output_router_logits=False (router_aux_loss=False)."
         )
     logits = tuple(each.reshape(-1, each.shape[-1]) for each in out.router_logits)
-    everywhere = np.arange(len(token_ids))
-    routing = Routing(RoutingRule(rule.num_chosen, 1.0), np.ones(len(token_ids)))
-    routing.count(logits, everywhere)
-    routing.is_counted = True
-    ours = float(routing.loss(logits, everywhere))
+    router_loss = RouterLoss(RouterLossRule(rule.num_chosen, 1.0), np.ones(len(token_ids)))
+    ours = float(router_loss.part(logits, np.arange(len(token_ids))))
     if not abs(ours - float(own)) <= 1e-2 * abs(float(own)):
         raise UnsupportedModelError(
-            f"{name} computes a load-balancing loss of {float(own):.4g} where treewise finds {ours:.4g}; it is another "
-            "one than Mixtral's. Set output_router_logits=False (router_aux_loss=False)."
+            f"{name} computes a load-balancing loss of {float(own):.4g} where treewise computes {ours:.4g}; it is "
+            "another one than Mixtral's. Set output_router_logits=False (router_aux_loss=False)."
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from treewise.engine.outputs import StepOutput
+from treewise.engine.scoring import StepOutput
 
 
 class MetricMeans:

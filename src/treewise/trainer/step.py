@@ -54,7 +54,7 @@ class ComputingTrainer(FeedingTrainer):
                 check=self._ends is None,  # a model that is sharded was probed before
             )
             if self._ends is not None:
-                self._engine.keep_pace(ranks.gather_texts)
+                self._engine.enable_lockstep(ranks.gather_texts)
         return self._engine
 
     def _optimizer_bytes(self) -> int:
@@ -76,7 +76,7 @@ class ComputingTrainer(FeedingTrainer):
         first = forest_of(self.train_dataset[0])
         self.engine.check(first)  # on the whole model
         dtype = torch.bfloat16 if self.args.bf16 else None
-        self._ends = shard(self.model, self.engine.parts, self.args.device, settings, dtype)
+        self._ends = shard(self.model, self.engine.lm, self.args.device, settings, dtype)
         self._engine = None
         with self._together(trains=False), self.accelerator.autocast():
             self.engine.plan(first)  # measures the budget, where it is to be measured: all ranks at once
@@ -102,7 +102,7 @@ class ComputingTrainer(FeedingTrainer):
         # Between two moments that all ranks share: all parameters gathered, all passes run.
         with self._memory_named(), self._ends.whole(trains), self._measuring(measured):
             yield
-            self.engine.finish_pace()
+            self.engine.drain()
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self._ends is None:

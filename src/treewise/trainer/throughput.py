@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from treewise.engine.outputs import StepOutput
+from treewise.engine.scoring import StepOutput
 from treewise.nn.flops import FlopModel, flop_model
 from treewise.tree.forest import Forest
 

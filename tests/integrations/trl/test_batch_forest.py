@@ -51,7 +51,7 @@ def test_every_label_is_predicted_from_its_own_prefix_once(batch):
         prefix = ids[row, : column + 1][mask[row, : column + 1] == 1]
         expected.append((tuple(prefix.tolist()), int(labels[row, column])))
     assert edges_of(rows) == expected
-    assert rows.place.tolist() == [row * labels.shape[1] + column for row, column in places]
+    assert rows.cell.tolist() == [row * labels.shape[1] + column for row, column in places]
     assert len(rows.source) == len(set(expected))
     assert (np.diff(rows.source) >= 0).all()
     assert rows.num_real == mask.sum()

@@ -171,7 +171,7 @@ def test_nothing_to_share_is_left(caplog):
     caplog.set_level("INFO", logger="treewise")
     ids = torch.arange(9, 57).view(4, 12)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    assert_left(fused(), inputs, caplog, "next to nothing to share")
+    assert_left(fused(), inputs, caplog, "little to share")
     sharing = treewise.share_prefixes(fused(), max_tokens=20)  # but the rows would not fit the budget
     sharing.model(**inputs, fused_lm_head=True)
     assert sharing.counts.num_calls == 1
@@ -311,7 +311,7 @@ def test_an_unknown_head_is_refused():
         return self.head_of_another_version(*args, **kwargs)
 
     model.forward = MethodType(forward, model)
-    with pytest.raises(treewise.UnsupportedModelError, match="a head that treewise does not know"):
+    with pytest.raises(treewise.UnsupportedModelError, match="a head that treewise does not support"):
         treewise.share_prefixes(model)
 
 

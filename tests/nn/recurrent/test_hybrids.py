@@ -315,13 +315,13 @@ def test_kinds_are_named() -> None:
 def test_float64_recurrences_may_round_as_float32_does(monkeypatch: pytest.MonkeyPatch) -> None:
     # transformers' scans compute in float32 in a float64 model, and may round otherwise beside other rows.
     model = hybrid("mamba", torch.float64)
-    plain, noise = walk.decoder_rows, torch.Generator().manual_seed(0)
+    plain, noise = walk.run_decoder, torch.Generator().manual_seed(0)
 
-    def rounded(*args: Any) -> torch.Tensor:
-        rows = plain(*args)
-        return rows * (1 + 1e-6 * torch.randn(rows.shape, generator=noise, dtype=rows.dtype))
+    def rounded(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        rows, router_logits = plain(*args, **kwargs)
+        return rows * (1 + 1e-6 * torch.randn(rows.shape, generator=noise, dtype=rows.dtype)), router_logits
 
-    monkeypatch.setattr(walk, "decoder_rows", rounded)
+    monkeypatch.setattr(walk, "run_decoder", rounded)
     TreeEngine(model).check(Forest.from_trajectories([Trajectory([3, 4, 5, 6])]))
 
 

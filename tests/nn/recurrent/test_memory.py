@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from tests.nn.recurrent.hybrids import hybrid
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.engine.budget import gateway_token_bytes, state_bytes
-from treewise.nn.model import take_apart
+from treewise.nn.model import split_model
 from treewise.nn.recurrent import peak_cuts
 from treewise.nn.recurrent.segments import row_segments
 from treewise.planning.layout import lay_out
@@ -16,17 +16,17 @@ from treewise.testing.strategies import forests_and_budgets
 
 
 def test_bytes_of_a_cut_are_those_of_states_and_tails() -> None:
-    parts = take_apart(hybrid("qwen3_next"))
+    lm = split_model(hybrid("qwen3_next"))
     state, tail = 4 * 8 * 8, 3 * (2 * 2 * 8 + 4 * 8)  # heads, keys, values; three tokens of queries, keys and values
     num_layers, value_and_gradient = 2, 4 + 4
-    assert state_bytes(parts) == num_layers * value_and_gradient * (state + tail)
-    assert state_bytes(take_apart(hybrid("minimax"))) == 2 * 8 * (4 * 8 * 8)
+    assert state_bytes(lm) == num_layers * value_and_gradient * (state + tail)
+    assert state_bytes(split_model(hybrid("minimax"))) == 2 * 8 * (4 * 8 * 8)
 
 
 def test_models_without_attention_have_gateways_of_states_only() -> None:
-    parts = take_apart(hybrid("mamba2"))
-    assert gateway_token_bytes(parts) == 1
-    assert state_bytes(parts) > 0
+    lm = split_model(hybrid("mamba2"))
+    assert gateway_token_bytes(lm) == 1
+    assert state_bytes(lm) > 0
 
 
 @settings(max_examples=25)

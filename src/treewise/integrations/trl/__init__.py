@@ -1,4 +1,4 @@
-"""Other trainers on trees."""
+"""TRL's trainers on trees."""
 
 from treewise.integrations.trl.prefix_sharing import Sharing, share_prefixes
 

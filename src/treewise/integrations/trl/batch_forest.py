@@ -1,8 +1,8 @@
 """From the padded or packed rows of a batch to a forest, and from values on its edges back to the rows.
 
 A scored label is an edge that leaves the token before it, whether or not the label is the next token of its row. Two
-rows whose tokens agree up to that place, and whose labels agree, share the edge. Padding, tokens after a sequence's
-last scored label and sequences without one are not computed at all: nothing that the caller gets depends on them.
+rows whose tokens agree up to that token, and whose labels agree, share the edge. Padding, tokens after a sequence's
+last scored label and sequences without one are not computed: no result depends on them.
 
 Letters: B rows of the batch, L tokens of a row, F real tokens, P scored labels, E edges.
 """
@@ -18,22 +18,22 @@ IGNORED = -100
 
 
 class NotShareable(Exception):
-    """A batch that the model's own forward has to take; the message says why."""
+    """A batch that has to be computed by the model's own forward; the message is the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
     """A batch as a forest with edges.
 
-    source: [E] int64 tree position of the token that predicts, ascending. label: [E] int64 token ids. place: [P] int64,
-    where in the flattened labels each scored label stands. edge: [P] int64, the edge that scores it. num_real: real
-    tokens of the batch, sharing and trimming left aside.
+    source: [E] int64 tree position of the token that predicts, ascending. label: [E] int64 token ids. cell: [P] int64,
+    index of each scored label in the flattened labels. edge: [P] int64, index of the edge that scores it. num_real:
+    tokens of the batch without padding.
     """
 
     forest: Forest
     source: np.ndarray
     label: np.ndarray
-    place: np.ndarray
+    cell: np.ndarray
     edge: np.ndarray
     num_real: int
 
@@ -43,6 +43,7 @@ def rows_to_forest(
     labels: np.ndarray,
     attention_mask: np.ndarray | None = None,
     position_ids: np.ndarray | None = None,
+    *,
     is_relative: bool = True,
     keeps_all: bool = False,
 ) -> Rows | None:
@@ -50,9 +51,9 @@ def rows_to_forest(
 
     token_ids: [B, L] integers. labels: [B, L - 1] or [B, L], `labels[b, j]` is what the token at (b, j) predicts, -100
     where nothing is. attention_mask: [B, L], zero for padding, on either side. position_ids: [B, L]; without an
-    attention mask a row in which they start anew holds several sequences that do not see one another, as in
-    transformers. is_relative: whether the model knows only differences of positions; otherwise a sequence that does not
-    begin at position 0 is refused. keeps_all: whether every real token is computed, scored or not.
+    attention mask a row in which they start anew holds several sequences that do not attend to one another, as in
+    transformers. is_relative: whether the model depends on differences of positions only; otherwise a sequence has to
+    begin at position 0. keeps_all: whether every real token is computed, scored or not.
 
     Raises:
         NotShareable: padding inside a sequence, positions that jump, or a label predicted by padding.
@@ -88,7 +89,7 @@ def rows_to_forest(
         forest=forest,
         source=key // width,
         label=key % width,
-        place=row * labels.shape[1] + column,
+        cell=row * labels.shape[1] + column,
         edge=edge.reshape(-1),
         num_real=int(is_real.sum()),
     )
@@ -111,13 +112,17 @@ def _first_tokens(is_real: np.ndarray, position_ids: np.ndarray | None, may_rest
 
 
 def _refuse_offsets(is_first: np.ndarray, position_ids: np.ndarray | None) -> None:
-    places = np.nonzero(is_first)[1] if position_ids is None else position_ids[is_first]
-    if places.any():
+    positions = np.nonzero(is_first)[1] if position_ids is None else position_ids[is_first]
+    if positions.any():
         raise NotShareable("the model has absolute positions, and a row does not begin at position 0 (left padding)")
 
 
 def _kept_lengths(starts: np.ndarray, needed_F: np.ndarray, num_flat: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which sequences have a needed token (ascending places), and how many of their tokens: up to the last of these."""
+    """Sequences with a needed token, and how many of their tokens are computed: up to the last needed one.
+
+    starts: [sequences] int64, needed_F: int64, ascending; both count the batch's tokens without padding. Returns two
+    int64 arrays of one length.
+    """
     sequence = np.searchsorted(starts, needed_F, side="right") - 1
     last = np.full(len(starts), -1)
     last[sequence] = needed_F  # ascending, so the last one stays

@@ -1,72 +1,74 @@
-"""What a call of the seam says: the rows of its batch, or why they cannot become a forest."""
+"""The arguments of a call with `fused_lm_head=True`: the rows of its batch, or why they cannot become a forest."""
 
 from typing import Any
 
 import numpy as np
 import torch
 
+from treewise.distributed import ranks
 from treewise.errors import ConfigError
 from treewise.integrations.trl.batch_forest import NotShareable, Rows, rows_to_forest
 
-# Arguments of a forward that rows are made from, or that do not change what a fused head returns.
-_UNDERSTOOD = {"input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"}
-_UNDERSTOOD |= {"max_length_k", "seq_idx", "use_cache", "return_dict", "logits_to_keep", "output_router_logits"}
-# Arguments of the seam itself.
-_SEAM = {"fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}
+# Arguments of a forward that define the rows, or that do not change what a fused head returns.
+_SUPPORTED = {"input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"}
+_SUPPORTED |= {"max_length_k", "seq_idx", "use_cache", "return_dict", "logits_to_keep", "output_router_logits"}
+# Arguments of the fused head itself.
+_OF_THE_HEAD = {"fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}
 
 
 def rows_of_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], is_relative: bool, keeps_all: bool
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, is_relative: bool, keeps_all: bool
 ) -> tuple[Rows | None, torch.Tensor]:
-    """The batch as a forest (None where nothing is scored), and the labels, each where the token is that predicts it.
+    """The batch as a forest (None if no label is scored), and the labels, [B, L - 1] or [B, L], each at the index of
+    the token that predicts it.
 
     is_relative, keeps_all: as in `rows_to_forest`.
 
     Raises:
-        NotShareable: the batch has to go the model's own way.
+        NotShareable: the batch has to be computed by the model's own forward.
         ConfigError: a call without labels.
     """
-    given = _arguments(args, kwargs)
+    arguments = _arguments(args, kwargs)
     labels: Any = kwargs.get("labels")
     shifted: Any = kwargs.get("shift_labels")
     if labels is None and shifted is None:
         raise ConfigError("a fused head scores labels, and this call has none: pass labels= or shift_labels=.")
-    if shifted is not None and num_ranks() > 1:
+    if shifted is not None and ranks.count() > 1:
         raise NotShareable("context and sequence parallelism cut sequences over ranks (shift_labels)")
-    token_ids = given["input_ids"]
+    token_ids = arguments["input_ids"]
     labels = labels[:, 1:] if shifted is None else shifted
     if token_ids.shape[0] != labels.shape[0] or token_ids.shape[1] - labels.shape[1] not in (0, 1):
         raise NotShareable(f"labels of shape {tuple(labels.shape)} do not fit {tuple(token_ids.shape)} tokens")
     rows = rows_to_forest(
         _numpy(token_ids),
         _numpy(labels),
-        _numpy(given.get("attention_mask")),
-        _numpy(_expanded(given.get("position_ids"), token_ids)),
-        is_relative,
-        keeps_all,
+        _numpy(arguments.get("attention_mask")),
+        _numpy(_expanded(arguments.get("position_ids"), token_ids)),
+        is_relative=is_relative,
+        keeps_all=keeps_all,
     )
     return rows, labels
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that rows are made from.
+    """The arguments by name.
 
     Raises:
-        NotShareable: one of them is unknown, so it may change what the model computes.
+        NotShareable: an argument is not supported, as it may change what the model computes.
     """
-    given = dict(zip(("input_ids", "attention_mask"), args, strict=False))
+    arguments = dict(zip(("input_ids", "attention_mask"), args, strict=False))
     if len(args) > 2:
         raise NotShareable(f"its forward has {len(args)} arguments without names")
-    given |= {name: value for name, value in kwargs.items() if name not in _SEAM and value is not None}
-    for name, value in given.items():
-        if name not in _UNDERSTOOD and not (value is False and name.startswith("output_")):
-            raise NotShareable(f"treewise does not know what the argument {name!r} changes")
+    arguments |= {name: value for name, value in kwargs.items() if name not in _OF_THE_HEAD and value is not None}
+    for name, value in arguments.items():
+        if name not in _SUPPORTED and not (value is False and name.startswith("output_")):
+            raise NotShareable(f"the argument {name!r} is not supported")
     for name in ("input_ids", "attention_mask"):
-        if name in given and given[name].dim() != 2:
-            raise NotShareable(f"{name} has {given[name].dim()} dimensions")
-    if "input_ids" not in given:
+        if name in arguments and arguments[name].dim() != 2:
+            raise NotShareable(f"{name} has {arguments[name].dim()} dimensions")
+    if "input_ids" not in arguments:
         raise NotShareable("it has no input_ids")
-    return given
+    return arguments
 
 
 def _expanded(position_ids: torch.Tensor | None, token_ids: torch.Tensor) -> torch.Tensor | None:
@@ -79,9 +81,3 @@ def _expanded(position_ids: torch.Tensor | None, token_ids: torch.Tensor) -> tor
 
 def _numpy(tensor: torch.Tensor | None) -> Any:
     return None if tensor is None else np.asarray(tensor.detach().cpu())
-
-
-def num_ranks() -> int:
-    """Ranks of the process group; 1 without one."""
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if is_distributed else 1

@@ -3,8 +3,8 @@
 `trl.trainer.utils.add_fused_lm_head` puts a forward on a model that runs the backbone, projects the rows that have a
 label, and returns log-probs, entropies and what else a trainer asked for. That forward keeps its settings (temperature,
 float32 head, fields) to itself. Instead of reading them out of its closure, treewise calls it with a stand-in for the
-model, whose backbone returns hidden rows that are there already. So every number that a trainer sees is made by TRL's
-own code, whatever its settings and fields are; only the rows are those of the tree's edges.
+model, whose backbone returns hidden rows that exist already. So TRL's own code computes every number that a trainer
+reads, whatever its settings and fields are; only the rows are those of the tree's edges.
 
 Letters: E edges, M model width.
 """
@@ -20,20 +20,21 @@ from transformers.modeling_outputs import BaseModelOutput
 from treewise.errors import UnsupportedModelError
 from treewise.nn.device import Autocast
 
-# Fields of TRL's output that are not one value per label made from hidden rows.
+# Fields of TRL's output that are not one value per label computed from hidden rows.
 _NOT_PER_LABEL = ("loss", "label_mask", "aux_loss")
 
 Fields = dict[str, torch.Tensor]
 
 
 class FusedHead:
-    """The head that TRL gave to a model.
+    """The fused head that TRL installed on a model.
 
     forward: the model's forward, TRL's or one that wraps it (accelerate's mixed precision).
 
     Attributes:
         names: the fields that the trainer asked for.
-        autocast: the autocast that a wrapper switches on; None where there is none.
+        without_gradient: those of them that TRL computes without a gradient.
+        autocast: the autocast that a wrapper enables; None if there is none.
 
     Raises:
         UnsupportedModelError: this forward does not behave as the fused head of TRL 1.15 and later does.
@@ -41,10 +42,10 @@ class FusedHead:
 
     def __init__(self, model: nn.Module, forward: MethodType) -> None:
         self._model, self._forward = model, forward
-        self.names, self.autocast = self._try_out()
+        self.names, self.without_gradient, self.autocast = self._try_out()
 
     def __call__(self, hidden_EM: torch.Tensor, labels_E: torch.Tensor) -> Fields:
-        """The fields, [E] each, differentiable where TRL's are."""
+        """The fields, [E] each, differentiable if TRL's are. hidden_EM: of the model's dtype. labels_E: int64."""
         output = self._output(hidden_EM, labels_E)
         return {name: output[name][0] for name in self.names}
 
@@ -53,33 +54,34 @@ class FusedHead:
         inputs = {"shift_labels": labels_E[None], "output_router_logits": False}
         return self._forward.__func__(stand_in, fused_lm_head=True, **inputs)
 
-    @torch.no_grad()
-    def _try_out(self) -> tuple[tuple[str, ...], Autocast | None]:
-        """One row through the head: does it do what we know, and does a wrapper around it switch autocast on?"""
+    @torch.enable_grad()
+    def _try_out(self) -> tuple[tuple[str, ...], tuple[str, ...], Autocast | None]:
+        """Runs one row through the head: its fields, those without a gradient, and the autocast of a wrapper."""
         weight = self._model.get_output_embeddings().weight  # type: ignore[operator]
         device_type = weight.device.type
         inside: list[Autocast] = []
-        row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
         label = torch.zeros(1, dtype=torch.long, device=weight.device)
         with torch.autocast(device_type, enabled=False):
             try:
                 output = self._output(row, label, lambda: inside.append(Autocast.now(device_type)))
-                is_known = len(inside) == 1 and output.log_probs.shape == (1, 1)
+                is_supported = len(inside) == 1 and output.log_probs.shape == (1, 1)
             except (AttributeError, TypeError) as error:
-                raise _unknown_head(str(error)) from error
-        if not is_known:
-            raise _unknown_head("it does not take hidden rows from the backbone")
+                raise _unsupported_head(str(error)) from error
+        if not is_supported:
+            raise _unsupported_head("it does not take hidden rows from the backbone")
         names = tuple(name for name, value in output.items() if value is not None and name not in _NOT_PER_LABEL)
-        return names, inside[0] if inside[0].is_enabled else None
+        constants = tuple(name for name in names if not output[name].requires_grad)
+        return names, constants, inside[0] if inside[0].is_enabled else None
 
 
 class _StandIn:
-    """What TRL's head sees in place of the model: everything is the model's, but for the backbone."""
+    """Takes the model's place in TRL's head: every attribute is the model's, but the backbone returns given rows."""
 
     def __init__(self, model: nn.Module, hidden: torch.Tensor, seen: Callable[[], None] | None) -> None:
         self._model, self._hidden, self._seen = model, hidden, seen
 
-    def base_model(self, *args: Any, **kwargs: Any) -> BaseModelOutput:
+    def base_model(self, *_: Any, **__: Any) -> BaseModelOutput:
         if self._seen is not None:
             self._seen()
         return BaseModelOutput(last_hidden_state=self._hidden)
@@ -99,10 +101,10 @@ def has_fused_head(forward: Any) -> bool:
     return False
 
 
-def _unknown_head(what: str) -> UnsupportedModelError:
+def _unsupported_head(what: str) -> UnsupportedModelError:
     from importlib.metadata import version
 
     return UnsupportedModelError(
-        f"TRL {version('trl')} gave this model a head that treewise does not know ({what}). share_prefixes works with "
-        "TRL 1.15 and later; please report this version."
+        f"TRL {version('trl')} gave this model a head that treewise does not support ({what}). share_prefixes works "
+        "with TRL 1.15 and later; please report this version."
     )

@@ -1,9 +1,9 @@
 """`share_prefixes`: TRL's trainers on trees, by one line.
 
-From TRL 1.15 on, every trainer scores its batch through one seam: `model(input_ids, attention_mask, ..., labels=...,
-fused_lm_head=True)` returns log-probs, entropies and masks in the shape of the labels. What is patched is this forward
-of one model, and only calls with `fused_lm_head=True` change: the rows become a forest, each shared token is computed
-once, and the fields are restored to the rows' shape. All losses and metrics are TRL's own and run unchanged.
+From TRL 1.15 on, every trainer scores its batch through one call: `model(input_ids, attention_mask, ..., labels=...,
+fused_lm_head=True)` returns log-probs, entropies and masks in the shape of the labels. Only the forward of this one
+model is patched, and only calls with `fused_lm_head=True` change: the rows become a forest, each shared token is
+computed once, and the fields are restored to the rows' shape. All losses and metrics are TRL's own and run unchanged.
 """
 
 import functools
@@ -17,17 +17,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.engine.differentiable import Part, Read, gather
+from treewise.distributed import ranks
+from treewise.engine.differentiable import Entries, Reader
 from treewise.engine.engine import TreeEngine
-from treewise.engine.routed import gather_routed
-from treewise.engine.walk import Walk
+from treewise.engine.scoring import router_loss_of, router_loss_reader
+from treewise.engine.walk import MicroBatchOutput
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.integrations.trl.batch_forest import IGNORED, NotShareable, Rows
-from treewise.integrations.trl.call import num_ranks, rows_of_call
+from treewise.integrations.trl.call import rows_of_call
 from treewise.integrations.trl.fused_head import Fields, FusedHead, has_fused_head
-from treewise.nn.device import is_out_of_memory, to_device
-from treewise.nn.model import refuse_dropout
-from treewise.nn.router_loss import Routing, RoutingRule, rule_of
+from treewise.nn.device import to_device
+from treewise.nn.model import is_peft, unwrap_model
+from treewise.nn.model_checks import refuse_dropout
+from treewise.nn.router_loss import RouterLoss, RouterLossRule, router_loss_rule
 from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest
 
@@ -36,11 +38,11 @@ logger = logging.getLogger("treewise")
 
 @dataclass
 class Counts:
-    """What a model computed through the seam so far.
+    """Batches and tokens that a model computed so far.
 
-    num_calls: batches computed as trees. num_left: batches that the model's own forward took. num_rows: rows of the
-    former, num_flat_tokens their tokens without padding, num_tree_tokens the tokens left after sharing and after
-    leaving out what no label depends on, num_computed_tokens the forwards of tokens, recomputed ones included.
+    num_calls: batches computed as trees. num_left: batches computed by the model's own forward. Of the former:
+    num_rows; num_flat_tokens, without padding; num_tree_tokens, without repeated prefixes and tokens that no label
+    depends on; num_computed_tokens, forwards of tokens with recomputed ones.
     """
 
     num_calls: int = 0
@@ -57,7 +59,7 @@ class Counts:
 
 
 class Sharing:
-    """What `share_prefixes` returns: `counts` say what was shared, `remove()` undoes it."""
+    """The patch that `share_prefixes` returns: `counts` are its statistics, `remove()` undoes it."""
 
     def __init__(self, model: nn.Module, engine: TreeEngine, min_ratio: float) -> None:
         self.model, self.engine, self.min_ratio = model, engine, min_ratio
@@ -65,18 +67,18 @@ class Sharing:
         self._head: FusedHead | None = None
         self._before: MethodType | None = None
         self._installed: MethodType | None = None
-        self._is_active, self._is_checked = True, False
+        self._is_active, self._is_probed = True, False
         self._class: type[nn.Module] | None = None
         self._is_relative = not _has_absolute_positions(engine)
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no trainer has given the model a fused head yet; until then nothing changes."""
+        """Whether the model has no fused head yet, because no trainer was built; until then nothing changes."""
         return self._class is not None
 
     def remove(self) -> None:
-        """Lets every batch go the model's own way again, and takes the wrapper off where nothing was put around it."""
+        """Computes every batch by the model's own forward again, and removes the wrapper if it is the outermost one."""
         self._stop_waiting()
         self._is_active = False
         if self._before is not None and self.model.forward == self._installed:
@@ -94,14 +96,14 @@ class Sharing:
     # -- installation -----------------------------------------------------------------------------------------------
 
     def install(self, forward: MethodType) -> MethodType:
-        """Puts this in front of `forward`, which has TRL's fused head, and returns what to call instead."""
+        """Wraps `forward`, which has TRL's fused head, and returns the method to call instead."""
         self._head = FusedHead(self.model, forward)
         self._before = forward
 
         # `generate` and the Trainer read the signature of a model's forward.
         @functools.wraps(forward.__func__)
         def tree_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if model is not self.model:  # a deep copy, whose parameters are its own
+            if model is not self.model:  # a deep copy, with parameters of its own
                 return forward.__func__(model, *args, **kwargs)
             if not self._is_active or not kwargs.get("fused_lm_head"):
                 return forward(*args, **kwargs)
@@ -111,9 +113,9 @@ class Sharing:
         return self._installed
 
     def wait(self) -> None:
-        """Lets `install` happen when a trainer sets the model's forward to one with a fused head.
+        """Calls `install` when a trainer sets the model's forward to one with a fused head.
 
-        Until then the model's class is a subclass of the same name that watches this one attribute.
+        Until then the model's class is a subclass of the same name whose `__setattr__` handles this one attribute.
         """
         original = type(self.model)
 
@@ -137,29 +139,29 @@ class Sharing:
     def _serve(self, *args: Any, **kwargs: Any) -> Any:
         assert self._before is not None
         try:
-            rule = self._routing_rule(kwargs)
+            rule = self._router_loss_rule(kwargs)
             rows, labels = self._rows(args, kwargs, keeps_all=rule is not None)
         except NotShareable as reason:
-            self._say_once(logging.WARNING, f"a batch is left to the model's own forward: {reason}.")
+            self._log_once(logging.WARNING, f"a batch is left to the model's own forward: {reason}.")
             rows = None
         if rows is None or not self._is_worth_it(rows, labels):
             self.counts.num_left += 1
             return self._before(*args, **kwargs)
-        fields, aux_loss, run = self._fields(rows, rule)
-        self._count(rows, labels, run)
+        fields, aux_loss, plan = self._fields(rows, rule)
+        self._count(rows, labels, plan)
         output = _output(fields, rows, labels, kwargs.get("num_items_in_batch"))
         if aux_loss is not None:
             output.aux_loss = aux_loss
             output.loss = output.loss + getattr(self._text_config, "router_aux_loss_coef", 0.0) * aux_loss
         return output
 
-    def _routing_rule(self, kwargs: dict[str, Any]) -> RoutingRule | None:
-        """How to compute the load-balancing loss where this call asks for it, as TRL does: without its factor."""
-        wanted = kwargs.get("output_router_logits")
-        if not (getattr(self._text_config, "output_router_logits", False) if wanted is None else wanted):
+    def _router_loss_rule(self, kwargs: dict[str, Any]) -> RouterLossRule | None:
+        """The load-balancing loss, if this call asks for it; without its factor, which TRL multiplies by itself."""
+        is_asked = kwargs.get("output_router_logits")
+        if not (getattr(self._text_config, "output_router_logits", False) if is_asked is None else is_asked):
             return None
         try:
-            rule = rule_of(self.model, True, 0.0)
+            rule = router_loss_rule(self.model, wants_aux=True)
         except UnsupportedModelError as error:
             raise NotShareable(str(error).rstrip(".")) from None
         assert rule is not None
@@ -169,12 +171,14 @@ class Sharing:
     def _text_config(self) -> Any:
         return self.model.config.get_text_config()  # type: ignore[operator, union-attr]
 
-    def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_all: bool) -> tuple[Rows | None, torch.Tensor]:
+    def _rows(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps_all: bool
+    ) -> tuple[Rows | None, torch.Tensor]:
         try:
             refuse_dropout(self.model)
         except UnsupportedModelError as error:
-            raise NotShareable(f"every row would drop out differently. {str(error).rstrip('.')}") from None
-        return rows_of_call(args, kwargs, self._is_relative, keeps_all)
+            raise NotShareable(f"every row would have a dropout mask of its own. {str(error).rstrip('.')}") from None
+        return rows_of_call(args, kwargs, is_relative=self._is_relative, keeps_all=keeps_all)
 
     def _is_worth_it(self, rows: Rows, labels: torch.Tensor) -> bool:
         """Whether the tree is smaller than the rows by enough, or the rows would not fit the budget."""
@@ -182,76 +186,63 @@ class Sharing:
         budget = self.engine.max_tokens
         if num_padded >= self.min_ratio * rows.forest.num_tokens or (budget is not None and num_padded > budget):
             return True
-        self._say_once(
+        self._log_once(
             logging.INFO,
-            f"batches with next to nothing to share (fewer than {self.min_ratio:g} tokens of the rows, padding "
-            "included, for each tree token) are left to the model's own forward.",
+            f"batches with little to share (fewer than {self.min_ratio:g} tokens of the rows, padding included, for "
+            "each tree token) are left to the model's own forward.",
         )
         return False
 
-    def _fields(self, rows: Rows, rule: RoutingRule | None) -> tuple[Fields, torch.Tensor | None, Plan]:
-        """[E] values of the edges by name, the routing loss where there is a rule, and the plan behind them."""
+    def _fields(self, rows: Rows, rule: RouterLossRule | None) -> tuple[Fields, torch.Tensor | None, Plan]:
+        """[E] values of the edges by name, the router loss if there is a rule, and the plan that gave them."""
         assert self._head is not None
-        autocast = self._head.autocast
-        while True:
-            try:
-                with nullcontext() if autocast is None else autocast.again():
-                    self._check_once(rows.forest)
-                    run = self.engine.plan(rows.forest)
-                    _refuse_parts_on_several_ranks(run)
-                    return *self._gather(rows, run, self._head, rule), run
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = str(error).splitlines()[0]
-            # No gradient has been touched yet, so the same batch may be tried again in smaller parts.
-            self.engine.budget.shrink(rows.forest.num_tokens, can_retry=True, reason=reason)
+        head, autocast = self._head, self._head.autocast
 
-    def _check_once(self, forest: Forest) -> None:
-        """Lets the engine probe the model, whose own forward it calls for that, without what is around this call.
+        def compute() -> tuple[Fields, torch.Tensor | None, Plan]:
+            with nullcontext() if autocast is None else autocast.again():
+                self._probe_once(rows.forest)
+                plan = self.engine.plan(rows.forest)
+                _refuse_pieces_on_several_ranks(plan)
+                return *self._values(rows, plan, head, rule), plan
 
-        accelerate enters one autocast object around every call; a call inside a call would leave autocast switched on.
+        # The forward adds to no gradient, so it may run again with a smaller budget.
+        return self.engine.budget.run(compute, rows.forest.num_tokens)
+
+    def _probe_once(self, forest: Forest) -> None:
+        """Probes the model, which calls its own forward, without the wrappers around the present call.
+
+        accelerate enters one autocast object around every call; a call inside a call would leave autocast enabled.
         """
-        if self._is_checked:
+        if self._is_probed:
             return
         outermost, self.model.forward = self.model.forward, self._before  # type: ignore[assignment]
         try:
             self.engine.check(forest)
         finally:
             self.model.forward = outermost
-        self._is_checked = True
+        self._is_probed = True
 
-    def _gather(
-        self, rows: Rows, run: Plan, head: FusedHead, rule: RoutingRule | None
+    def _values(
+        self, rows: Rows, plan: Plan, head: FusedHead, rule: RouterLossRule | None
     ) -> tuple[Fields, torch.Tensor | None]:
-        def new_read(walk: Walk) -> Read:
-            def read(number: int, hidden_TM: torch.Tensor) -> Part | None:
-                edges, source = _edges_of(rows, walk.positions(number))
-                if len(edges) == 0 and rule is None:
-                    return None
-                device = hidden_TM.device
-                labels_E = to_device(rows.label[edges], device)
-                return edges, head(hidden_TM[to_device(source, device)], labels_E)
-
-            return read
-
-        length = len(rows.source)
+        reader = _field_reader(rows, head)
         if rule is None:
-            return gather(lambda: self.engine.new_walk(run), new_read, head.names, length), None
-        routing = Routing(rule, run.forest.multiplicity)
-        return gather_routed(lambda: self.engine.new_walk(run, routing), new_read, head.names, length, routing)
+            return self.engine.values(plan, [reader])[0], None
+        router_loss = RouterLoss(rule, plan.forest.multiplicity)
+        fields, parts = self.engine.values(plan, [reader, router_loss_reader(router_loss, plan)])
+        return fields, router_loss_of(router_loss, parts)
 
-    def _count(self, rows: Rows, labels: torch.Tensor, run: Plan) -> None:
+    def _count(self, rows: Rows, labels: torch.Tensor, plan: Plan) -> None:
         counts = self.counts
         counts.num_calls += 1
         counts.num_rows += labels.shape[0]
         counts.num_flat_tokens += rows.num_real
         counts.num_tree_tokens += rows.forest.num_tokens
-        counts.num_computed_tokens += run.num_computed_tokens
+        counts.num_computed_tokens += plan.num_computed_tokens
 
-    def _say_once(self, level: int, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _log_once(self, level: int, message: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
             logger.log(level, message)
 
 
@@ -262,10 +253,10 @@ def share_prefixes(
     attention: str = "auto",
     min_ratio: float = 1.1,
 ) -> Sharing:
-    """Lets TRL's trainers compute the shared prefixes of each batch once, with the losses and gradients of before.
+    """Makes TRL's trainers compute the shared prefixes of each batch once, with the same losses and gradients.
 
     Call it with a trainer's model, or with its reference model, before or after the trainer is built; once for each
-    trainer. A PEFT model shares its passes with and without the adapter.
+    trainer. Of a PEFT model, passes with and without the adapter are shared.
 
     Parameters:
         model: a transformers causal language model; PEFT, DDP, `torch.compile` and accelerate may be around it.
@@ -276,49 +267,66 @@ def share_prefixes(
             own forward, unless they would exceed `max_tokens`.
 
     Raises:
-        UnsupportedModelError: the model cannot follow a tree (docs/models.md), learns a prompt, or was given a head
-            that is not TRL's fused one.
-        ConfigError: TRL is not installed or older than 1.15, or a setting or the model is none.
+        UnsupportedModelError: the model cannot follow a tree (docs/models.md), learns a prompt, or has a head that is
+            not TRL's fused one.
+        ConfigError: TRL is not installed or older than 1.15, an invalid setting, or not a model.
     """
     _require_trl()
     if not min_ratio >= 0:
         raise ConfigError(f"min_ratio={min_ratio} must not be negative.")
-    given: Any = model
-    if not isinstance(given, nn.Module):
-        own = " Give it the trainer's model: share_prefixes(trainer.model)." if hasattr(given, "train_dataset") else ""
-        raise ConfigError(f"share_prefixes takes a model, found a {type(given).__name__}.{own}")
-    outer = _unwrapped(model)
-    # Refuses what PEFT adds around the base model. A loss on routers is TRL's to ask for.
+    argument: Any = model
+    if not isinstance(argument, nn.Module):
+        is_trainer = hasattr(argument, "train_dataset")
+        hint = " Give it the trainer's model: share_prefixes(trainer.model)." if is_trainer else ""
+        raise ConfigError(f"share_prefixes takes a model, found a {type(argument).__name__}.{hint}")
+    outer = unwrap_model(model)
+    # Raises for adapters around the base model that cannot follow a tree. TRL asks for a router loss call by call.
     TreeEngine(outer, max_tokens, attention, check=False, router_aux_loss=False)
-    base: nn.Module = outer.get_base_model() if _is_peft(outer) else outer  # type: ignore[operator]
+    base: nn.Module = outer.get_base_model() if is_peft(outer) else outer
     sharing = Sharing(base, TreeEngine(base, max_tokens, attention, router_aux_loss=False), min_ratio)
     if has_fused_head(base.forward):
         base.forward = sharing.install(base.forward)  # type: ignore[arg-type]
     else:
         sharing.wait()
-        logger.info("share_prefixes waits for the trainer that this model is given to.")
+        logger.info("share_prefixes waits until a trainer is built with this model.")
     return sharing
 
 
-def _edges_of(rows: Rows, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which edges leave a micro-batch's tokens (ascending tree positions), and the row that each leaves."""
+def _field_reader(rows: Rows, head: FusedHead) -> Reader:
+    """Reads the [E] fields of the edges, as TRL's head computes them."""
+
+    def read(output: MicroBatchOutput) -> Entries | None:
+        edges, source = _edges_from(rows, output.positions)
+        if len(edges) == 0:
+            return None
+        device = output.hidden.device
+        return edges, head(output.hidden[to_device(source, device)], to_device(rows.label[edges], device))
+
+    return Reader(read, head.names, len(rows.source), without_gradient=head.without_gradient)
+
+
+def _edges_from(rows: Rows, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The edges that leave the tokens of a micro-batch, and the row of the token that each leaves.
+
+    positions: [T] int64 tree positions, ascending. Returns two int64 arrays of one length.
+    """
     row = np.searchsorted(positions, rows.source)
-    is_own = row < len(positions)
-    is_own[is_own] = positions[row[is_own]] == rows.source[is_own]
-    edges = np.flatnonzero(is_own)
+    is_inside = row < len(positions)
+    is_inside[is_inside] = positions[row[is_inside]] == rows.source[is_inside]
+    edges = np.flatnonzero(is_inside)
     return edges, row[edges]
 
 
 def _output(fields: Fields, rows: Rows, labels: torch.Tensor, num_items_in_batch: Any) -> Any:
-    """TRL's output, every field in the shape of the labels, zero where there is none."""
+    """TRL's output, every field in the shape of the labels, zero where there is no label."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     mask = labels != IGNORED
     device = fields["log_probs"].device
-    place = to_device(rows.place, device)
+    cell = to_device(rows.cell, device)
     edge = to_device(rows.edge, device)
     restored = {
-        name: value.new_zeros(labels.numel()).index_copy(0, place, value[edge]).view(labels.shape)
+        name: value.new_zeros(labels.numel()).index_copy(0, cell, value[edge]).view(labels.shape)
         for name, value in fields.items()
     }
     # FusedCausalLMOutput documents the loss: the sum over scored labels by num_items_in_batch, or by their count.
@@ -326,43 +334,28 @@ def _output(fields: Fields, rows: Rows, labels: torch.Tensor, num_items_in_batch
     return FusedCausalLMOutput(loss=-restored["log_probs"].sum() / count, label_mask=mask.to(device), **restored)
 
 
-def _refuse_parts_on_several_ranks(run: Plan) -> None:
-    """Parts of a batch run their own backwards and, sharded, their own gathering of parameters, which no other rank
-    would join."""
-    if not run.is_whole and num_ranks() > 1:
+def _refuse_pieces_on_several_ranks(plan: Plan) -> None:
+    """Raises for several micro-batches on several ranks: each runs a backward and, sharded, gathers of its own, which
+    no other rank would join."""
+    if not plan.is_whole and ranks.count() > 1:
         raise ConfigError(
-            f"a batch of {run.forest.num_tokens:,} tree tokens exceeds max_tokens={run.max_tokens:,}, and on several "
+            f"a batch of {plan.forest.num_tokens:,} tree tokens exceeds max_tokens={plan.max_tokens:,}, and on several "
             "ranks share_prefixes computes a batch whole. Leave max_tokens=None and lower per_device_train_batch_size."
         )
 
 
 def _has_absolute_positions(engine: TreeEngine) -> bool:
-    """Whether the decoder looks positions up in a table, so that left padding moves its rows."""
+    """Whether the decoder has a table of position embeddings, so that left padding changes its rows."""
     return any(
         isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
-        for name, module in engine.parts.decoder.named_modules()
+        for name, module in engine.lm.decoder.named_modules()
     )
-
-
-def _is_peft(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def _unwrapped(model: Any) -> nn.Module:
-    """The model inside DDP and torch.compile."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        else:
-            return model
 
 
 def _require_trl() -> None:
     try:
         from trl.trainer import utils
     except ImportError as error:
-        raise ConfigError("share_prefixes serves TRL's trainers; pip install 'treewise[trl]'.") from error
+        raise ConfigError("share_prefixes is for TRL's trainers; pip install 'treewise[trl]'.") from error
     if not hasattr(utils, "add_fused_lm_head"):
         raise ConfigError("share_prefixes needs TRL 1.15 or later, whose trainers score through one fused head.")

@@ -53,8 +53,7 @@ class TreeContext:
 
     impl: a name of `IMPLEMENTATIONS`. reads: gateway rows in front of the own keys. writes: the gateway to fill.
     injects: the gateway whose collected gradients are added in the backward. rows: segments and schedule of recurrent
-    layers, for models that have some. is_done: the forward is over; later calls of attention recompute. router_logits:
-    if wanted, those of the forward, a tensor [T, E] for each layer that has a router.
+    layers, for models that have some. is_done: the forward is over; later calls of attention recompute.
 
     Raises:
         ConfigError: an unknown implementation.
@@ -67,8 +66,6 @@ class TreeContext:
     injects: Gateway | None = None
     rows: "TreeRows | None" = None
     is_done: bool = False
-    wants_router_logits: bool = False
-    router_logits: tuple[torch.Tensor, ...] = ()
     _num_calls: dict[nn.Module, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

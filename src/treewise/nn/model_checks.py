@@ -1,0 +1,120 @@
+"""What a model and its tokens must satisfy before a step: no dropout, token ids in range, text only, fixed positions.
+
+Each function raises an error that names the module, token or length; `nn.model.split_model` checks the architecture.
+"""
+
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from treewise.errors import DataError, UnsupportedModelError
+from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
+from treewise.tree.forest import Forest
+
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Raises if any dropout, layer drop or router noise is active.
+
+    A shared token is computed once, so its branches cannot draw different masks, as flat rows would.
+
+    Raises:
+        UnsupportedModelError: with the first active module or attribute.
+    """
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise UnsupportedModelError(
+                f"{name or 'model'} has active dropout (p={module.p}); set it to 0 or call model.eval()."
+            )
+        for attribute, value in vars(module).items():
+            is_noise = "dropout" in attribute or attribute.endswith(("pdrop", "layerdrop", "jitter_noise"))
+            if is_noise and isinstance(value, float) and value > 0:
+                raise UnsupportedModelError(
+                    f"{name or 'model'}.{attribute} is {value} while training; set it to 0 or call model.eval()."
+                )
+
+
+def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:
+    """Raises if a token of the tree has no embedding or no logit.
+
+    Raises:
+        DataError: with the largest token id and its tree position.
+    """
+    limit = _vocabulary_size(lm)
+    largest = int(forest.token_ids.max())
+    if largest >= limit:
+        position = int(forest.token_ids.argmax())
+        raise DataError(
+            f"token id {largest} at tree position {position} (depth {forest.depth[position]}) is beyond the "
+            f"model's {limit} embeddings; was the data tokenised for another model?"
+        )
+
+
+def refuse_candidates(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
+    """Raises if a candidate token of a teacher has no logit. token_ids: [P] integers.
+
+    Raises:
+        DataError: with the largest token id.
+    """
+    limit, largest = _vocabulary_size(lm), int(token_ids.max())
+    if largest >= limit:
+        raise DataError(
+            f"teacher_ids hold token {largest}, which is beyond the model's {limit} tokens; a teacher with another "
+            "vocabulary needs its candidates translated."
+        )
+
+
+def refuse_placeholders(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
+    """Raises if a token stands for an image, a video or a sound. token_ids: [T] integers, by tree position.
+
+    Raises:
+        UnsupportedModelError: with the token and its tree position.
+    """
+    config: Any = base_model(lm.model).config
+    if config.get_text_config() is config:
+        return
+    for name in _PLACEHOLDERS:
+        token = getattr(config, name, None)
+        positions = np.flatnonzero(token_ids == token) if isinstance(token, int) else np.zeros(0)
+        if len(positions) > 0:
+            raise UnsupportedModelError(
+                f"tree position {positions[0]} holds token {token}, the {name} of {type(lm.model).__name__}; rows with "
+                f"images, videos or sounds are not supported, text alone is. {SUPPORTED_MODELS}"
+            )
+
+
+def refuse_lengths(lm: DecoderAndHead, length: int) -> None:
+    """Raises if rotary frequencies depend on the length of a sequence (`dynamic`, `longrope`), and paths are that long.
+
+    A shared token would need other frequencies for every trajectory through it. length: tokens of the longest path.
+
+    Raises:
+        UnsupportedModelError: with the length up to which the model can be trained on trees.
+    """
+    for module in lm.decoder.modules():
+        kinds = getattr(module, "rope_type", None)
+        if not isinstance(kinds, str | dict):
+            continue
+        all_rules: Any = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind != "longrope" and "dynamic" not in kind:
+                continue
+            rules = all_rules if layer is None else all_rules.get(layer, {})
+            fixed: Any = getattr(module, "original_max_seq_len", None)
+            limit = rules.get("original_max_position_embeddings") if kind == "longrope" else fixed and fixed - 1
+            if limit is not None and length > limit:
+                raise UnsupportedModelError(
+                    f"the longest path has {length} tokens, but from {limit + 1} on the {kind!r} position encoding of "
+                    f"{type(lm.decoder).__name__} depends on the length of a sequence, which shared tokens do not "
+                    "have. Shorten the trajectories, or fix the encoding's factor in the configuration."
+                )
+
+
+def _vocabulary_size(lm: DecoderAndHead) -> int:
+    """Tokens that have both an embedding and a logit."""
+    num_embeddings: int = lm.decoder.get_input_embeddings().weight.shape[0]
+    return min(num_embeddings, getattr(lm.output, "out_features", num_embeddings))
