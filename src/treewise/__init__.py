@@ -1,106 +1,33 @@
 """treewise: train language models on trees of tokens, with exactly the gradients of training each trajectory alone.
 
-The NumPy heart is imported at once; everything that needs torch is imported when first used.
+The imports of `__init__.pyi` are the one list of public names, which type checkers and editors read, too. NumPy's
+rooms are imported at once; a name of any other room when it is first used, because these need torch.
 """
 
+import ast
+import pkgutil
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from treewise import advantages
-from treewise.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    NonFiniteError,
-    OutOfMemoryError,
-    PlanError,
-    StoppedError,
-    TreewiseError,
-    UnsupportedModelError,
-    VerificationError,
-)
-from treewise.planning.planner import Plan, plan
-from treewise.tree.forest import Forest
-from treewise.tree.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from treewise.engine import TreeEngine
-    from treewise.integrations.trl import share_prefixes
-    from treewise.objectives import (
-        CISPO,
-        DAPO,
-        GRPO,
-        GSPO,
-        PPO,
-        REINFORCE,
-        SFT,
-        Distillation,
-        DrGRPO,
-        PolicyGradient,
-        logprob_gap,
-    )
-    from treewise.trainer import TreeTrainer, TreeTrainingArguments
-    from treewise.verification import verify
+from treewise import advantages, errors, planning, tree  # noqa: F401
 
 __version__ = "0.1.0"
 
-_LAZY = {
-    "CISPO": "treewise.objectives",
-    "DAPO": "treewise.objectives",
-    "Distillation": "treewise.objectives",
-    "DrGRPO": "treewise.objectives",
-    "GRPO": "treewise.objectives",
-    "GSPO": "treewise.objectives",
-    "PPO": "treewise.objectives",
-    "PolicyGradient": "treewise.objectives",
-    "REINFORCE": "treewise.objectives",
-    "SFT": "treewise.objectives",
-    "logprob_gap": "treewise.objectives",
-    "TreeEngine": "treewise.engine",
-    "TreeTrainer": "treewise.trainer",
-    "TreeTrainingArguments": "treewise.trainer",
-    "share_prefixes": "treewise.integrations.trl",
-    "verify": "treewise.verification",
-}
 
-__all__ = [
-    "CISPO",
-    "DAPO",
-    "Distillation",
-    "DrGRPO",
-    "GRPO",
-    "GSPO",
-    "PPO",
-    "PolicyGradient",
-    "REINFORCE",
-    "SFT",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "Forest",
-    "NonFiniteError",
-    "OutOfMemoryError",
-    "Plan",
-    "PlanError",
-    "StoppedError",
-    "Trajectory",
-    "TreeEngine",
-    "TreeTrainer",
-    "TreeTrainingArguments",
-    "TreewiseError",
-    "UnsupportedModelError",
-    "VerificationError",
-    "advantages",
-    "logprob_gap",
-    "plan",
-    "share_prefixes",
-    "verify",
-]
+def _modules() -> dict[str, str]:
+    """The module of each public name."""
+    stub = ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"")
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+_MODULE_OF = _modules()
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'treewise' has no attribute {name!r}")
 
 

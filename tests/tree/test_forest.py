@@ -125,7 +125,6 @@ def test_sizes_and_ratios(items):
     assert forest.num_leaf_tokens == sum(map(len, leaves))
     assert forest.leaf_ratio == sum(map(len, leaves)) / num_tokens
     assert forest.num_flat_pairs == sum(n * (n + 1) // 2 for n in lengths)
-    assert forest.num_leaf_pairs == sum(len(leaf) * (len(leaf) + 1) // 2 for leaf in leaves)
     assert forest.num_tree_pairs == tree_pairs
     assert forest.pair_ratio == forest.num_flat_pairs / tree_pairs
 
@@ -176,16 +175,6 @@ def test_flat_streams_are_the_trajectories_own(items):
         np.testing.assert_array_equal(forest.flat_stream(name), np.concatenate([getattr(item, name) for item in items]))
 
 
-@given(trajectories())
-def test_token_streams_add_up_over_trajectories(items):
-    forest = Forest.from_trajectories(items)
-    for name in STREAMS:
-        total = np.zeros(forest.num_tokens)
-        for item, path in zip(items, forest.paths, strict=True):
-            total[path] += getattr(item, name)
-        np.testing.assert_allclose(forest.token_stream(name), total, rtol=1e-12, atol=1e-12)
-
-
 def test_a_missing_stream_is_named():
     with_stream, without = Trajectory([1, 2], advantages=1), Trajectory([1, 3], source="rows.jsonl:2")
     forest = Forest.from_trajectories([with_stream, without, Trajectory([1, 4])])
@@ -200,7 +189,10 @@ def test_a_missing_stream_is_named():
 def test_weights_per_trajectory_add_up(items):
     forest = Forest.from_trajectories(items)
     np.testing.assert_array_equal(forest.flat_weights(), forest.flat_stream("loss_weights"))
-    np.testing.assert_array_equal(forest.token_weights(), forest.token_stream("loss_weights"))
+    total = np.zeros(forest.num_tokens)
+    for item, path in zip(items, forest.paths, strict=True):
+        total[path] += item.loss_weights
+    np.testing.assert_allclose(forest.token_weights(), total, rtol=1e-12)
 
 
 @given(trajectories())

@@ -133,7 +133,6 @@ def credited(
     acts = np.zeros(len(rollouts.rewards), dtype=bool)
     for item, rollout in zip(items, rollouts.of_trajectory, strict=True):
         assert item.advantages is not None
-        assert item.loss_weights is not None
         acts[rollout] |= bool(item.advantages[item.loss_weights > 0].any())
     acting_G = np.bincount(rollouts.group, weights=acts)
     known = rollouts.rewards[~np.isnan(rollouts.rewards)]
@@ -161,7 +160,7 @@ def with_rollout_weights(trajectories: Sequence[Trajectory]) -> list[Trajectory]
 
 
 def _rollout_weights(items: Sequence[Trajectory], number: np.ndarray) -> list[float]:
-    own = [float(np.asarray(item.loss_weights, dtype=np.float64).sum()) for item in items]
+    own = [item.weight for item in items]
     total = np.bincount(number, weights=own)
     return [float(value) for value in total[number]]
 

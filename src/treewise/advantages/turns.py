@@ -17,7 +17,6 @@ BASELINES = ("turn", "group", "none")
 
 def turns_of(trajectory: Trajectory) -> list[tuple[int, int]]:
     """`[start, end)` of each maximal run of trained tokens."""
-    assert trajectory.loss_weights is not None
     is_trained = np.concatenate([[False], trajectory.loss_weights > 0, [False]])
     edges = np.flatnonzero(is_trained[1:] != is_trained[:-1])
     return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]

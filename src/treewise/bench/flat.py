@@ -194,5 +194,4 @@ def _pack(items: Sequence[Trajectory]) -> _Row:
 
 
 def _weights(item: Trajectory) -> np.ndarray:
-    assert item.loss_weights is not None
     return item.loss_weights

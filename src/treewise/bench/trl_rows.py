@@ -149,7 +149,6 @@ def packing_module() -> Any:
 
 def _sample(item: Trajectory) -> dict[str, Any]:
     """A sample as TRL has it. Its old log-probs are not used here, so that stream carries the loss weights."""
-    assert item.loss_weights is not None
     mask = (item.loss_weights > 0).astype(np.int64)
     streams = {"input_ids": item.token_ids, "completion_mask": mask, "old_log_probs": item.loss_weights}
     return {**streams, "advantage": 1.0, "group_id": 0}

@@ -1,1 +1,1 @@
-"""The `treewise` command. The only place that parses arguments; everything it does is a call of the library."""
+"""The `treewise` command. Only this package parses arguments; everything it does is a call of the library."""

@@ -94,13 +94,13 @@ def read_config(
     flags = {key: (value, f"--{key}") for key, value in parse_flags(overrides).items()}
     for source in (given, flags):  # flags win
         seen: dict[str, str] = {}
-        for key, (value, place) in source.items():
+        for key, (value, location) in source.items():
             name = names.get(key, key)
             if name in seen:
-                raise ConfigError(f"{place}: {key} and {seen[name]} are the same key.")
+                raise ConfigError(f"{location}: {key} and {seen[name]} are the same key.")
             seen[name] = key
-            _put(values, name, value, place, known, names)
-    checked = {key: _checked(key, value, known, place) for key, (value, place) in values.items()}
+            _put(values, name, value, location, known, names)
+    checked = {key: _checked(key, value, known, location) for key, (value, location) in values.items()}
     missing = [key for key in _REQUIRED if checked.get(key) is None]
     if missing and path is None:
         short = {name: alias for alias, name in names.items()}
@@ -128,18 +128,18 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
         ConfigError: a word that belongs to no key, or a key given twice.
     """
     flags: dict[str, Any] = {}
-    place = None
+    location = None
     for word in words:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
-            place = name.replace("-", "_")
-            if place in flags:
-                raise ConfigError(f"--{place} is given twice.")
-            flags[place] = [value] if equals else []
-        elif place is None:
+            location = name.replace("-", "_")
+            if location in flags:
+                raise ConfigError(f"--{location} is given twice.")
+            flags[location] = [value] if equals else []
+        elif location is None:
             raise ConfigError(f"unexpected {word!r}: give one CONFIG.yaml first, then flags (--key value).")
         else:
-            flags[place].append(word)
+            flags[location].append(word)
     return {key: value[0] if len(value) == 1 else value or "true" for key, value in flags.items()}
 
 
@@ -193,7 +193,7 @@ def _put(
     values: dict[str, tuple[Any, str]],
     key: str,
     value: Any,
-    place: str,
+    location: str,
     known: Mapping[str, Any],
     aliases: Mapping[str, str] | None = None,
 ) -> None:
@@ -201,29 +201,29 @@ def _put(
     outer, dot, inner = key.partition(".")
     if not dot:
         if key not in known and key not in _ELSEWHERE and aliases:
-            raise _unknown(key, [*known, *aliases], place)
-        values[key] = (value, place)
+            raise _unknown(key, [*known, *aliases], location)
+        values[key] = (value, location)
         return
     if dict not in _kinds(known.get(outer, str)):
-        raise _unknown(key, [name for name in known if dict in _kinds(known[name])], place)
-    held = values.get(outer, (None, place))[0]
+        raise _unknown(key, [name for name in known if dict in _kinds(known[name])], location)
+    held = values.get(outer, (None, location))[0]
     if isinstance(held, str):
         held = coerce(outer, held, dict)
     if held is not None and not isinstance(held, dict):
-        raise ConfigError(f"{place}: {outer} is {held!r}, which has no parts.")
-    values[outer] = ({**(held or {}), inner: _scalar(value)}, place)
+        raise ConfigError(f"{location}: {outer} is {held!r}, which has no parts.")
+    values[outer] = ({**(held or {}), inner: _scalar(value)}, location)
 
 
-def _checked(key: str, value: Any, known: Mapping[str, Any], place: str) -> Any:
+def _checked(key: str, value: Any, known: Mapping[str, Any], location: str) -> Any:
     if key in _ELSEWHERE:
-        raise ConfigError(f"{place}: {key} is no key of a run; {_ELSEWHERE[key]}.")
+        raise ConfigError(f"{location}: {key} is no key of a run; {_ELSEWHERE[key]}.")
     if key not in known:
-        raise _unknown(key, list(known), place)
+        raise _unknown(key, list(known), location)
     try:
         checked = coerce(key, value, known[key])
         return _checked_lora(checked) if key == "lora" and checked is not None else checked
     except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(f"{location}: {error}") from None
 
 
 def _checked_lora(values: Values) -> Values:
@@ -239,9 +239,9 @@ def _checked_lora(values: Values) -> Values:
     return {key: coerce(f"lora.{key}", value, hints[key]) for key, value in values.items()}
 
 
-def _unknown(key: str, known: Sequence[str], place: str = "") -> ConfigError:
+def _unknown(key: str, known: Sequence[str], location: str = "") -> ConfigError:
     hint = did_you_mean(key, known, "See docs/training.md for all keys.")
-    return ConfigError(f"{place + ': ' if place else ''}unknown key {key!r}.{hint}")
+    return ConfigError(f"{location + ': ' if location else ''}unknown key {key!r}.{hint}")
 
 
 def _config(values: Values, more: Mapping[str, Any], unwritten: tuple[str, ...]) -> RunConfig:
@@ -297,7 +297,7 @@ def _checked_items(key: str, values: list[Any], annotation: Any) -> list[Any]:
     for kind in (annotation, *typing.get_args(annotation)):
         if typing.get_origin(kind) is list:
             (item,) = typing.get_args(kind)
-            return [coerce(f"{key}[{number}]", value, item) for number, value in enumerate(values)]
+            return [coerce(f"{key}[{index}]", value, item) for index, value in enumerate(values)]
     return values
 
 

@@ -6,6 +6,7 @@ failed, 130 and 143 when SIGINT or SIGTERM ended it (a training run is saved fir
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -33,7 +34,7 @@ MAX_MESSAGE = 400  # characters of an argument's error
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with a flag as every other error is said: in one line, without the usage."""
+    """Reports an invalid flag as every other error is reported: in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.removeprefix("argument ").split())
@@ -106,7 +107,7 @@ def _parse(parser: argparse.ArgumentParser, name: str, words: list[str]) -> argp
     if hasattr(args, "overrides"):  # a command with a configuration takes its keys as flags
         args.overrides = rest
     elif rest:
-        flags = [flag for action in _actions(parser, name) for flag in action.option_strings]
+        flags = re.findall(r"--\w[\w-]*", _module_help(name))
         hint = did_you_mean(rest[0].split("=")[0], flags, f"See treewise {name} --help.")
         raise ConfigError(f"unknown argument {rest[0]!r}.{hint}")
     return args
@@ -116,9 +117,11 @@ def _module(name: str) -> ModuleType:
     return import_module(f"treewise.cli.commands.{MODULES.get(name, name)}")
 
 
-def _actions(parser: argparse.ArgumentParser, name: str) -> list[argparse.Action]:
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return list(commands.choices[name]._actions)
+def _module_help(name: str) -> str:
+    """The flags of a command, as its help lists them."""
+    parser = _Parser()
+    _module(name).add_arguments(parser)
+    return parser.format_help()
 
 
 def _wants_traceback(words: Sequence[str]) -> bool:

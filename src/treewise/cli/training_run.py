@@ -151,7 +151,7 @@ def _report(name: str, dataset: "TreeDataset", limit: int = 5) -> None:
     """What was left out and what looks like a mistake: never silence."""
     report = dataset.report
     for kind, lines in (
-        ("left out", [f"{place}: {reason}" for place, reason in report.dropped]),
+        ("left out", [f"{location}: {reason}" for location, reason in report.dropped]),
         ("warning", report.warnings),
     ):
         for line in lines[:limit]:

@@ -10,7 +10,7 @@ from treewise.errors import ConfigError
 
 
 def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]:
-    """Values by key, each with its place (`run.yaml:3`). `required` are keys that an empty file is told of.
+    """Values by key, each with its location (`run.yaml:3`). `required`: keys that the error of an empty file names.
 
     Raises:
         ConfigError: a file that is missing, empty, not YAML or no mapping; a key that is given twice, at any depth.
@@ -30,14 +30,14 @@ def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]
             raise ConfigError(f"{path}: a configuration is a mapping, `key: value` line by line.")
         values: dict[str, tuple[Any, str]] = {}
         for key_node, value_node in node.value:
-            place = f"{path}:{key_node.start_mark.line + 1}"
+            location = f"{path}:{key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{place}: a key must be a word, as in `key: value`.")
+                raise ConfigError(f"{location}: a key must be a word, as in `key: value`.")
             key = str(key_node.value)
             if key in values:
-                raise ConfigError(f"{place}: {key} is given twice (first at {values[key][1]}).")
+                raise ConfigError(f"{location}: {key} is given twice (first at {values[key][1]}).")
             _check_unique(value_node, path, key)
-            values[key] = (loader.construct_object(value_node, deep=True), place)
+            values[key] = (loader.construct_object(value_node, deep=True), location)
         return values
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

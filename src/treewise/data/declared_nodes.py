@@ -23,18 +23,18 @@ from treewise.tree.trajectory import STREAMS
 class PlacedNode:
     """A node as it was written, and where."""
 
-    place: str
+    location: str
     value: dict[str, Any]
 
 
-def nodes_of_record(value: Any, place: str) -> list[PlacedNode]:
+def nodes_of_record(value: Any, location: str) -> list[PlacedNode]:
     """The nodes of a `nodes` record."""
     if not isinstance(value, list) or not value:
-        raise DataError(f"{place}: nodes must be a non-empty list of {{id, parent, token_ids or message}}.")
+        raise DataError(f"{location}: nodes must be a non-empty list of {{id, parent, token_ids or message}}.")
     for number, node in enumerate(value):
         if not isinstance(node, dict):
-            raise DataError(f"{place}: nodes[{number}] must be an object, found {type(node).__name__}.")
-    return [PlacedNode(f"{place}: nodes[{number}]", node) for number, node in enumerate(value)]
+            raise DataError(f"{location}: nodes[{number}] must be an object, found {type(node).__name__}.")
+    return [PlacedNode(f"{location}: nodes[{number}]", node) for number, node in enumerate(value)]
 
 
 def parents_of(nodes: Sequence[PlacedNode], one_root: bool = True) -> list[int]:
@@ -48,7 +48,9 @@ def parents_of(nodes: Sequence[PlacedNode], one_root: bool = True) -> list[int]:
         first = index.setdefault(_node_id(node, number), number)
         if first != number:
             name = shown(_node_id(node, number))
-            raise DataError(f"{node.place}: node id {name} was already given at {nodes[first].place}; ids must differ.")
+            raise DataError(
+                f"{node.location}: node id {name} was already given at {nodes[first].location}; ids must differ."
+            )
     parents = []
     for number, node in enumerate(nodes):
         parent = node.value.get("parent")
@@ -56,7 +58,7 @@ def parents_of(nodes: Sequence[PlacedNode], one_root: bool = True) -> list[int]:
             parents.append(-1)
         elif not isinstance(parent, str | int) or parent not in index:
             raise DataError(
-                f"{node.place}: node {shown(_node_id(node, number))} names parent {shown(parent)}, which does not "
+                f"{node.location}: node {shown(_node_id(node, number))} names parent {shown(parent)}, which does not "
                 f"exist among its {len(nodes)} nodes; add the parent, or use null for the root."
             )
         else:
@@ -65,7 +67,7 @@ def parents_of(nodes: Sequence[PlacedNode], one_root: bool = True) -> list[int]:
     roots = [number for number, parent in enumerate(parents) if parent < 0]
     if one_root and len(roots) > 1:
         raise DataError(
-            f"{nodes[roots[1]].place}: a second root (the first is at {nodes[roots[0]].place}); "
+            f"{nodes[roots[1]].location}: a second root (the first is at {nodes[roots[0]].location}); "
             'split the trees, or set "forest": true on the record.'
         )
     return parents
@@ -87,9 +89,9 @@ def token_rows(nodes: Sequence[PlacedNode], parents: Sequence[int], max_length: 
             Row(
                 token_ids=ids,
                 streams={"loss_weights": weights, **streams},
-                reward=field_checks.number(node.value.get("reward"), "reward", node.place),
-                rollout=field_checks.label(node.value.get("rollout"), "rollout", node.place),
-                source=node.place,
+                reward=field_checks.number(node.value.get("reward"), "reward", node.location),
+                rollout=field_checks.label(node.value.get("rollout"), "rollout", node.location),
+                source=node.location,
                 parent=parent,
                 is_end=_end_mark(node),
             )
@@ -103,7 +105,7 @@ def message_calls(nodes: Sequence[PlacedNode], parents: Sequence[int], train_on:
 
     `train_on="last_assistant"` trains assistant leaves only.
     """
-    cleaned = [clean_message(node.value.get("message"), f"{node.place}: message") for node in nodes]
+    cleaned = [clean_message(node.value.get("message"), f"{node.location}: message") for node in nodes]
     inner = set(parents)
     calls = []
     for number, (message, weight) in enumerate(cleaned):
@@ -116,11 +118,11 @@ def message_calls(nodes: Sequence[PlacedNode], parents: Sequence[int], train_on:
             above = parents[above]
         if not path:
             raise DataError(
-                f"{nodes[number].place}: a trained assistant message has nothing before it; give it weight 0."
+                f"{nodes[number].location}: a trained assistant message has nothing before it; give it weight 0."
             )
-        calls.append(Call(path[::-1], message, weight, nodes[number].place))
+        calls.append(Call(path[::-1], message, weight, nodes[number].location))
     if not calls:
-        raise DataError(f"{nodes[0].place}: no node of the tree is a trained assistant message; nothing to train.")
+        raise DataError(f"{nodes[0].location}: no node of the tree is a trained assistant message; nothing to train.")
     return calls
 
 
@@ -129,7 +131,7 @@ def _node_id(node: PlacedNode, number: int) -> Any:
     if name is None:
         return number
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise DataError(f"{node.place}: node id {shown(name)} must be a string or an integer.")
+        raise DataError(f"{node.location}: node id {shown(name)} must be a string or an integer.")
     return name
 
 
@@ -139,26 +141,26 @@ def _check_order(nodes: Sequence[PlacedNode], parents: Sequence[int]) -> None:
             continue
         name = shown(_node_id(nodes[number], number))
         if parent == number:
-            raise DataError(f"{nodes[number].place}: node {name} is its own parent; use null for the root.")
+            raise DataError(f"{nodes[number].location}: node {name} is its own parent; use null for the root.")
         path, at = [number], parent
         while at >= 0 and at != number and len(path) <= len(nodes):
             path.append(at)
             at = parents[at]
         if at == number:
             names = " -> ".join(shown(_node_id(nodes[i], i)) for i in [*path[:6], number])
-            raise DataError(f"{nodes[number].place}: a cycle of parents with {nodes[path[1]].place}: {names}.")
+            raise DataError(f"{nodes[number].location}: a cycle of parents with {nodes[path[1]].location}: {names}.")
         raise DataError(
-            f"{nodes[number].place}: node {name} comes before its parent {shown(_node_id(nodes[parent], parent))} "
-            f"at {nodes[parent].place}; write parents first."
+            f"{nodes[number].location}: node {name} comes before its parent {shown(_node_id(nodes[parent], parent))} "
+            f"at {nodes[parent].location}; write parents first."
         )
 
 
 def _ids(node: PlacedNode) -> np.ndarray:
-    field_checks.refuse_other_names(node.value, node.place)
+    field_checks.refuse_other_names(node.value, node.location)
     value = node.value.get("token_ids")
     if value is None:
-        raise DataError(f"{node.place}: no token_ids; all nodes of a tree need token_ids, or all a message.")
-    return checks.token_ids(value, node.place, "merge the node into its parent")
+        raise DataError(f"{node.location}: no token_ids; all nodes of a tree need token_ids, or all a message.")
+    return checks.token_ids(value, node.location, "merge the node into its parent")
 
 
 def _weights(node: PlacedNode, length: int, *, is_root: bool) -> np.ndarray:
@@ -166,31 +168,31 @@ def _weights(node: PlacedNode, length: int, *, is_root: bool) -> np.ndarray:
     weights = _numbers(node, "loss_weights", 1.0 if value is None else value, length)
     if is_root and not isinstance(value, list | np.ndarray):
         weights[0] = 0
-    checks.loss_weights(weights, node.place, begins=is_root)
+    checks.loss_weights(weights, node.location, begins=is_root)
     return weights
 
 
 def _stream(node: PlacedNode, name: str, weights: np.ndarray) -> np.ndarray:
     if STREAMS[name].has_candidates:
-        raise DataError(f"{node.place}: nodes of a tree take no {name}; give one row of token_ids per trajectory.")
+        raise DataError(f"{node.location}: nodes of a tree take no {name}; give one row of token_ids per trajectory.")
     value = node.value.get(name)
     if value is None:
         if weights.any():
             raise DataError(
-                f"{node.place}: {name} is missing, but other nodes have it and this one has trained tokens."
+                f"{node.location}: {name} is missing, but other nodes have it and this one has trained tokens."
             )
         return np.zeros(len(weights), dtype=np.float32)
     return _numbers(node, name, value, len(weights))
 
 
 def _numbers(node: PlacedNode, name: str, value: Any, length: int) -> np.ndarray:
-    return checks.numbers(value, name, length, node.place, is_scalar_allowed=True)
+    return checks.numbers(value, name, length, node.location, is_scalar_allowed=True)
 
 
 def _end_mark(node: PlacedNode) -> bool | None:
     mark = node.value.get("end")
     if mark is not None and not isinstance(mark, bool):
-        raise DataError(f"{node.place}: end must be true or false, found {shown(mark)}.")
+        raise DataError(f"{node.location}: end must be true or false, found {shown(mark)}.")
     return mark
 
 
@@ -208,14 +210,16 @@ def _check_paths(
     for number, row in enumerate(rows):
         row.is_end = is_leaf[number] or bool(row.is_end)
         if row.is_end and length[number] < 2:
-            raise DataError(f"{nodes[number].place}: the path to this node is one token long, so nothing is predicted.")
+            raise DataError(
+                f"{nodes[number].location}: the path to this node is one token long, so nothing is predicted."
+            )
         if max_length is not None and length[number] > max_length:
             raise DataError(
-                f"{nodes[number].place}: the path to this node has {length[number]} tokens, more than max_length "
+                f"{nodes[number].location}: the path to this node has {length[number]} tokens, more than max_length "
                 f"{max_length}; raise it or shorten the tree. Nothing is cut."
             )
         if row.is_end and not trains[number]:
             raise DataError(
-                f"{nodes[number].place}: no trained token on the path to this node (all loss weights are 0); "
+                f"{nodes[number].location}: no trained token on the path to this node (all loss weights are 0); "
                 "drop the branch or weight its answer."
             )

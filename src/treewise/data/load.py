@@ -155,7 +155,7 @@ class _Builder:
         """Builds the trees that were given one node per line."""
         for (file, name), (tree, placed) in self.node_trees.items():
             try:
-                tools = find_tools(placed[0].value, Path(file), placed[0].place)
+                tools = find_tools(placed[0].value, Path(file), placed[0].location)
                 _, tree.rows = self.reader.declared_rows(placed, tools)
             except DataError as error:
                 text = json.dumps([node.value for node in placed], default=str)
@@ -173,7 +173,7 @@ class _Builder:
             )
             raise DataError(f"no record to train on in {num_files} file(s){reason}.")
         rows = [row for tree in trees for row in tree.rows]
-        table = rows_to_table([number for number, tree in enumerate(trees) for _ in tree.rows], rows)
+        table = rows_to_table([index for index, tree in enumerate(trees) for _ in tree.rows], rows)
         names = [tree.name for tree in trees]
         facts = {
             "names": names,
@@ -189,22 +189,22 @@ class _Builder:
 
     def _add_node(self, result: RecordResult) -> None:
         assert result.node is not None
-        file, _, _ = result.place.rpartition(":")
+        file, _, _ = result.location.rpartition(":")
         name, node = result.node
         if (file, name) not in self.node_trees:
             tree = _Tree(str(json.loads(name)))
             self.trees.append(tree)
             self.node_trees[file, name] = (tree, [])
-        self.node_trees[file, name][1].append(PlacedNode(result.place, node))
+        self.node_trees[file, name][1].append(PlacedNode(result.location, node))
 
     def _drop(self, result: RecordResult) -> None:
         assert result.error is not None
         partial = result.is_partial_tail and self.allow_partial_tail
         if not partial and not self.quarantines:
             raise DataError(result.error)
-        self.report.dropped.append((result.place, result.error))
+        self.report.dropped.append((result.location, result.error))
         if self.stream is not None:
-            line = {"place": result.place, "reason": result.error, "record": result.raw}
+            line = {"place": result.location, "reason": result.error, "record": result.raw}
             self.stream.write(json.dumps(line) + "\n")
 
 
@@ -262,7 +262,10 @@ def _bar(progress: bool) -> Any:
         console = Console(stderr=True)
         if console.is_terminal or console.is_jupyter:
             return _RichBar(console)
-    return nullcontext(lambda num_bytes, num_records: None)
+    return nullcontext(_no_bar)
+
+
+def _no_bar(*_: int) -> None: ...
 
 
 class _RichBar:
@@ -282,7 +285,7 @@ class _RichBar:
         return self.advance
 
     def advance(self, num_bytes: int, num_records: int) -> None:
-        """Moves the bar on."""
+        """Shows further records, and the bytes that they took."""
         self.num_bytes += num_bytes
         self.bar.update(self.task, advance=num_records, megabytes=self.num_bytes / 1e6)
 

@@ -36,7 +36,7 @@ class RecordReader:
 
     def read(self, raw: RawRecord, data_file: Path) -> RecordResult:
         """The rows of a record, or its error."""
-        result = RecordResult(place=raw.place)
+        result = RecordResult(location=raw.location)
         try:
             record = parse(raw)
             self._fill(result, record, data_file)
@@ -44,7 +44,7 @@ class RecordReader:
         except DataError as error:
             text = raw.payload.decode(errors="replace") if isinstance(raw.payload, bytes) else None
             return RecordResult(
-                place=raw.place,
+                location=raw.location,
                 error=str(error),
                 is_partial_tail=isinstance(error, PartialTailError),
                 raw=text if text is not None else json.dumps(raw.payload, default=str),
@@ -59,84 +59,88 @@ class RecordReader:
         return Template(Encoder(self.tokenizer), self.options.chat_template, dict(self.options.chat_template_kwargs))
 
     def _fill(self, result: RecordResult, record: Record, data_file: Path) -> None:
-        place = result.place
-        form = detect_form(record, place)
-        group = self._group(record, place)
-        rollout = label(record.get("rollout"), "rollout", place)
+        location = result.location
+        form = detect_form(record, location)
+        group = self._group(record, location)
+        rollout = label(record.get("rollout"), "rollout", location)
         if form == "tree_node":
-            result.node = (json.dumps(label(record["tree"], "tree", place)), record)
+            result.node = (json.dumps(label(record["tree"], "tree", location)), record)
             return
         if form == "token_row":
-            [row] = result.rows = [token_rows.token_row(record, group, place if rollout is None else rollout, place)]
+            [row] = result.rows = [
+                token_rows.token_row(record, group, location if rollout is None else rollout, location)
+            ]
             if group is None:
                 row.group = group = token_rows.prompt_group(row)
                 result.is_grouped_by_prompt, result.rollout = True, rollout
             self._compare(result, record, data_file)
         elif form == "grouped_rows":
-            result.rows = token_rows.grouped_rows(record, group, place)
+            result.rows = token_rows.grouped_rows(record, group, location)
         elif form == "nodes":
             self._fill_declared(result, record, data_file)
         else:
-            result.rows, group = self._rendered(form, record, group, data_file, place)
+            result.rows, group = self._rendered(form, record, group, data_file, location)
         if form in ("token_row", "grouped_rows"):
-            result.warnings += [line for row in result.rows for line in token_rows.unlikely_logprobs(row, place)]
+            result.warnings += [line for row in result.rows for line in token_rows.unlikely_logprobs(row, location)]
         elif not result.is_declared:
-            self._label(result.rows, record, group, place if rollout is None else rollout, place)
+            self._label(result.rows, record, group, location if rollout is None else rollout, location)
         alone = group is None or form in ("grouped_rows", "nodes")
         result.key = None if alone else json.dumps(group)
-        result.name = place if group is None or result.is_grouped_by_prompt else str(group)
+        result.name = location if group is None or result.is_grouped_by_prompt else str(group)
 
-    def _rendered(self, form: str, record: Record, group: Any, data_file: Path, place: str) -> tuple[list[Row], Any]:
+    def _rendered(self, form: str, record: Record, group: Any, data_file: Path, location: str) -> tuple[list[Row], Any]:
         if self.tokenizer is None:
-            raise DataError(f"{place}: the record {NEEDS_TOKENIZER}")
+            raise DataError(f"{location}: the record {NEEDS_TOKENIZER}")
         if form == "prompt_completion":
-            return self._pair(record, group, data_file, place)
-        tools = find_tools(record, data_file, place)
-        talk = self._template.prepare(clean_conversation(record["messages"], place), place)
+            return self._pair(record, group, data_file, location)
+        tools = find_tools(record, data_file, location)
+        talk = self._template.prepare(clean_conversation(record["messages"], location), location)
         if form == "calls":
             if self.options.thinking == "keep":
                 raise DataError(
-                    f"{place}: thinking='keep' needs one conversation; logged calls are rendered as_inference."
+                    f"{location}: thinking='keep' needs one conversation; logged calls are rendered as_inference."
                 )
-            calls = chat.logged_calls(talk, record["calls"], self.options.train_on, place)
-            return chat.render_calls(self._template, calls, tools, place), group
-        return self._conversation(talk, tools, place), group
+            calls = chat.logged_calls(talk, record["calls"], self.options.train_on, location)
+            return chat.render_calls(self._template, calls, tools, location), group
+        return self._conversation(talk, tools, location), group
 
-    def _conversation(self, talk: Conversation, tools: chat.Tools, place: str, first: int = 0) -> list[Row]:
+    def _conversation(self, talk: Conversation, tools: chat.Tools, location: str, first: int = 0) -> list[Row]:
         train_on = self.options.train_on
         if self.options.thinking == "keep":
-            return chat.render_kept(self._template, chat.kept_calls(talk, train_on, place, first), tools, place)
-        return chat.render_calls(self._template, chat.conversation_calls(talk, train_on, place, first), tools, place)
+            return chat.render_kept(self._template, chat.kept_calls(talk, train_on, location, first), tools, location)
+        return chat.render_calls(
+            self._template, chat.conversation_calls(talk, train_on, location, first), tools, location
+        )
 
-    def _pair(self, record: Record, group: Any, data_file: Path, place: str) -> tuple[list[Row], Any]:
+    def _pair(self, record: Record, group: Any, data_file: Path, location: str) -> tuple[list[Row], Any]:
         prompt, completion = record["prompt"], record["completion"]
         if group is None:
             group = "prompt-" + hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:16]
         if isinstance(prompt, str) and isinstance(completion, str):
-            return chat.render_pair(self._template, prompt, completion, place), group
+            return chat.render_pair(self._template, prompt, completion, location), group
         if isinstance(prompt, str):
-            raise DataError(f"{place}: completion is a list of messages, so prompt must be one too, not text.")
+            raise DataError(f"{location}: completion is a list of messages, so prompt must be one too, not text.")
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
-        before = clean_conversation(prompt, place, "prompt")
-        after = clean_conversation(completion, place, "completion")
+        before = clean_conversation(prompt, location, "prompt")
+        after = clean_conversation(completion, location, "completion")
         talk = Conversation(before.messages + after.messages, before.weights + after.weights)
-        talk = self._template.prepare(talk, place)
-        return self._conversation(talk, find_tools(record, data_file, place), place, len(before.messages)), group
+        talk = self._template.prepare(talk, location)
+        return self._conversation(talk, find_tools(record, data_file, location), location, len(before.messages)), group
 
     def _fill_declared(self, result: RecordResult, record: Record, data_file: Path) -> None:
-        placed = declared_nodes.nodes_of_record(record["nodes"], result.place)
+        placed = declared_nodes.nodes_of_record(record["nodes"], result.location)
         one_root = record.get("forest") is not True
-        declared, rows = self.declared_rows(placed, find_tools(record, data_file, result.place), one_root)
+        declared, rows = self.declared_rows(placed, find_tools(record, data_file, result.location), one_root)
         result.is_declared, result.rows = declared, rows
         if declared:
-            self._label_ends(rows, record, result.place)
+            self._label_ends(rows, record, result.location)
 
-    def _label_ends(self, rows: Sequence[Row], record: Record, place: str) -> None:
+    def _label_ends(self, rows: Sequence[Row], record: Record, location: str) -> None:
         """What the record says of all its ends, where they say nothing themselves."""
-        group = self._group(record, place)
-        rollout = label(record.get("rollout"), "rollout", place)
-        reward = number(record.get("reward"), "reward", place)
+        group = self._group(record, location)
+        rollout = label(record.get("rollout"), "rollout", location)
+        reward = number(record.get("reward"), "reward", location)
         for row in rows:
             row.group = group
             if row.is_end:
@@ -151,51 +155,51 @@ class RecordReader:
         if "message" not in placed[0].value:
             return True, declared_nodes.token_rows(placed, parents, self.options.max_length)
         if self.tokenizer is None:
-            raise DataError(f"{placed[0].place}: the node {NEEDS_TOKENIZER}")
+            raise DataError(f"{placed[0].location}: the node {NEEDS_TOKENIZER}")
         if self.options.thinking == "keep":
             raise DataError(
-                f"{placed[0].place}: thinking='keep' needs one conversation; trees are rendered as_inference."
+                f"{placed[0].location}: thinking='keep' needs one conversation; trees are rendered as_inference."
             )
         calls = declared_nodes.message_calls(placed, parents, self.options.train_on)
         ready = []
         for call in calls:
-            talk = self._template.prepare(Conversation([*call.history, call.turn], []), call.place)
-            ready.append(chat.Call(talk.messages[:-1], talk.messages[-1], call.weight, call.place))
-        rows = chat.render_calls(self._template, ready, tools, placed[0].place)
+            talk = self._template.prepare(Conversation([*call.history, call.turn], []), call.location)
+            ready.append(chat.Call(talk.messages[:-1], talk.messages[-1], call.weight, call.location))
+        rows = chat.render_calls(self._template, ready, tools, placed[0].location)
         for row, call in zip(rows, calls, strict=True):
-            row.source = row.rollout = call.place
+            row.source = row.rollout = call.location
         return False, rows
 
-    def _label(self, rows: list[Row], record: Record, group: Any, rollout: Any, place: str) -> None:
+    def _label(self, rows: list[Row], record: Record, group: Any, rollout: Any, location: str) -> None:
         """Values of the record that hold for all its rows."""
-        reward = number(record.get("reward"), "reward", place)
+        reward = number(record.get("reward"), "reward", location)
         advantage = record.get("advantages")
         if advantage is not None:
             if isinstance(advantage, list):
-                raise DataError(f"{place}: a list of advantages needs token_ids; with text give one number.")
-            advantage = number(advantage, "advantages", place)
+                raise DataError(f"{location}: a list of advantages needs token_ids; with text give one number.")
+            advantage = number(advantage, "advantages", location)
         for name in STREAMS:
             if name in record and not STREAMS[name].is_scalar_allowed:
-                raise DataError(f"{place}: {name} needs token_ids to align with; add them or remove {name}.")
+                raise DataError(f"{location}: {name} needs token_ids to align with; add them or remove {name}.")
         for index, row in enumerate(rows):
             row.group, row.reward = group, reward
             if row.rollout is None:
                 row.rollout = rollout
             if not row.source:
-                row.source = place if len(rows) == 1 else f"{place}#{index}"
+                row.source = location if len(rows) == 1 else f"{location}#{index}"
             if advantage is not None:
                 row.streams["advantages"] = np.full(row.num_tokens, advantage, dtype=np.float32)
 
     def _compare(self, result: RecordResult, record: Record, data_file: Path) -> None:
         """Compares the ids of a row with its text, where it has one. The ids are trained either way."""
-        place = result.place
+        location = result.location
         plain = _plain_text(record)
         if self.tokenizer is None or ("messages" not in record and plain is None):
             return
         try:
             if "messages" in record:
-                talk = self._template.prepare(clean_conversation(record["messages"], place), place)
-                text = self._template.render([talk.messages], find_tools(record, data_file, place), False, place)[0]
+                talk = self._template.prepare(clean_conversation(record["messages"], location), location)
+                text = self._template.render([talk.messages], find_tools(record, data_file, location), location)[0]
             else:
                 text = plain or ""
         except DataError as error:  # the ids are sound all the same
@@ -204,24 +208,24 @@ class RecordReader:
             result.warnings.append(f"{error} So its text was not compared with its token ids, which are trained.")
             return
         result.is_compared = True
-        found = token_rows.drift_warning(
-            result.rows[0].token_ids, text, self._template.encoder, place, "messages" not in record
+        warning = token_rows.drift_warning(
+            result.rows[0].token_ids, text, self._template.encoder, location, is_plain="messages" not in record
         )
-        if found is not None and self.options.on_drift == "error":
-            raise DataError(f"{found} (on_drift: error)")
-        result.drift = [] if found is None else [found]
+        if warning is not None and self.options.on_drift == "error":
+            raise DataError(f"{warning} (on_drift: error)")
+        result.drift = [] if warning is None else [warning]
 
-    def _group(self, record: Record, place: str) -> Any:
+    def _group(self, record: Record, location: str) -> Any:
         field = self.options.group_by
         if field is not None:
             if field not in record:
                 raise DataError(
-                    f"{place}: no field {shown(field)} to group by; its keys are {', '.join(list(record)[:12])}."
+                    f"{location}: no field {shown(field)} to group by; its keys are {', '.join(list(record)[:12])}."
                 )
-            return label(record[field], field, place)
+            return label(record[field], field, location)
         for name in ("group", "task_id"):
             if record.get(name) is not None:
-                return label(record[name], name, place)
+                return label(record[name], name, location)
         return None
 
     def _check_length(self, result: RecordResult) -> None:
@@ -231,8 +235,8 @@ class RecordReader:
         for row in result.rows:
             if row.num_tokens > limit:
                 raise DataError(
-                    f"{row.source or result.place}: {row.num_tokens} tokens, more than max_length {limit}; raise it, "
-                    "shorten the record or quarantine it. Nothing is cut."
+                    f"{row.source or result.location}: {row.num_tokens} tokens, more than max_length {limit}; raise "
+                    "it, shorten the record or quarantine it. Nothing is cut."
                 )
 
 

@@ -16,7 +16,7 @@ from treewise.tree.trajectory import STREAMS, Trajectory
 MAX_LOGPROB = 0.01  # engines round
 
 
-def token_row(record: Record, group: Any, rollout: Any, place: str) -> Row:
+def token_row(record: Record, group: Any, rollout: Any, location: str) -> Row:
     """A row of `token_ids` and streams.
 
     Log-probs may be null where the loss weight is 0 (context has none).
@@ -24,36 +24,38 @@ def token_row(record: Record, group: Any, rollout: Any, place: str) -> Row:
     Raises:
         DataError: what `Trajectory` refuses; a missing log-prob of a trained token.
     """
-    refuse_other_names(record, place)
-    ids = flat_list(record["token_ids"], "token_ids", place)
+    refuse_other_names(record, location)
+    ids = flat_list(record["token_ids"], "token_ids", location)
     weights = record.get("loss_weights")
     if isinstance(weights, int | float):
-        raise DataError(f"{place}: loss_weights is one number; give one per token (0 for context), or leave it out.")
+        raise DataError(f"{location}: loss_weights is one number; give one per token (0 for context), or leave it out.")
     if weights is not None:
-        weights = number_list(weights, "loss_weights", place)
+        weights = number_list(weights, "loss_weights", location)
     streams = {name: record[name] for name in STREAMS if name in record}
     for name in streams:
         if STREAMS[name].is_logprob:
-            streams[name] = _without_null_context(streams[name], weights, name, place)
+            streams[name] = _without_null_context(streams[name], weights, name, location)
     trajectory = Trajectory(
         token_ids=ids,
         **{**streams, "loss_weights": weights},
         group=group,
         reward=record.get("reward"),
         rollout=rollout,
-        source=place,
+        source=location,
     )
     return row_from_trajectory(trajectory)
 
 
-def unlikely_logprobs(row: Row, place: str) -> list[str]:
+def unlikely_logprobs(row: Row, location: str) -> list[str]:
     """A warning where log-probs are positive by more than rounding: probabilities, or another sign, were given."""
-    found = []
+    warnings = []
     for name, stream in row.streams.items():
         if STREAMS[name].is_logprob and stream.max() > MAX_LOGPROB:
             at = int(np.argmax(stream))
-            found.append(f"{place}: {name}[{at}] is {stream[at]:g}; natural logarithms of probabilities are at most 0.")
-    return found
+            warnings.append(
+                f"{location}: {name}[{at}] is {stream[at]:g}; natural logarithms of probabilities are at most 0."
+            )
+    return warnings
 
 
 def prompt_group(row: Row) -> str | None:
@@ -67,7 +69,7 @@ def prompt_group(row: Row) -> str | None:
     return "prompt-" + hashlib.sha256(np.ascontiguousarray(row.token_ids[:start]).tobytes()).hexdigest()[:16]
 
 
-def grouped_rows(record: Record, group: Any, place: str) -> list[Row]:
+def grouped_rows(record: Record, group: Any, location: str) -> list[Row]:
     """One row for each of `seqs`: `ids`, trained spans `loss`, and log-probs of the trained tokens.
 
     Raises:
@@ -75,10 +77,10 @@ def grouped_rows(record: Record, group: Any, place: str) -> list[Row]:
     """
     seqs = record["seqs"]
     if not isinstance(seqs, list) or not seqs:
-        raise DataError(f"{place}: seqs must be a non-empty list of {{ids, loss, ...}}.")
+        raise DataError(f"{location}: seqs must be a non-empty list of {{ids, loss, ...}}.")
     rows = []
-    for number, seq in enumerate(seqs):
-        where = f"{place}: seqs[{number}]"
+    for index, seq in enumerate(seqs):
+        where = f"{location}: seqs[{index}]"
         if not isinstance(seq, dict) or "ids" not in seq or "loss" not in seq:
             raise DataError(f"{where} needs ids and loss ([[start, end], ...]).")
         weights = _weights_from_spans(seq["loss"], len(flat_list(seq["ids"], "ids", where)), where)
@@ -87,7 +89,7 @@ def grouped_rows(record: Record, group: Any, place: str) -> list[Row]:
             values["advantages"] = seq["advantages"]
         if seq.get("behaviour_logprobs") is not None:
             values["sampler_logprobs"] = _scattered(seq["behaviour_logprobs"], weights, where)
-        row = token_row(values, group, seq.get("rollout", f"{place}#{number}"), where)
+        row = token_row(values, group, seq.get("rollout", f"{location}#{index}"), where)
         del row.streams["loss_weights"]
         row.spans = [int(bound) for span in seq["loss"] for bound in span]
         row.span_weights = [1.0] * len(seq["loss"])
@@ -102,7 +104,7 @@ def first_drift(sampled: np.ndarray, rendered: np.ndarray) -> int | None:
     return int(differs[0]) if len(differs) else None
 
 
-def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, place: str, is_plain: bool = False) -> str | None:
+def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, location: str, *, is_plain: bool) -> str | None:
     """A warning where the text of a row no longer gives its token ids (retokenisation drift, another tokenizer).
 
     is_plain: the text is no rendered conversation, so the tokenizer may have put a begin token before it.
@@ -120,17 +122,17 @@ def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, place: str, 
         return None
     if at is None:
         return (
-            f"{place}: token_ids has {len(sampled)} tokens but its messages render to {len(rendered)}; "
+            f"{location}: token_ids has {len(sampled)} tokens but its messages render to {len(rendered)}; "
             "the text is incomplete. The ids are trained as they are."
         )
     was, now = (encoder.tokenizer.decode([int(ids[at])]) for ids in (sampled, rendered))
     return (
-        f"{place}: retokenisation drift at token {at}: sampled {int(sampled[at])} ({shown(was)}), the text gives "
+        f"{location}: retokenisation drift at token {at}: sampled {int(sampled[at])} ({shown(was)}), the text gives "
         f"{int(rendered[at])} ({shown(now)}). The sampled ids are trained; check the tokenizer if this is early."
     )
 
 
-def _without_null_context(values: Any, weights: Any, name: str, place: str) -> Any:
+def _without_null_context(values: Any, weights: Any, name: str, location: str) -> Any:
     if not isinstance(values, list) or None not in values:
         return values
     trained = np.ones(len(values), dtype=bool) if weights is None else np.asarray(weights) != 0
@@ -139,33 +141,33 @@ def _without_null_context(values: Any, weights: Any, name: str, place: str) -> A
     missing = [i for i, value in enumerate(values) if value is None]
     bad = [i for i in missing if i < len(trained) and trained[i]]
     if bad:
-        raise DataError(f"{place}: {name}[{bad[0]}] is null but token {bad[0]} is trained; give its log-prob.")
+        raise DataError(f"{location}: {name}[{bad[0]}] is null but token {bad[0]} is trained; give its log-prob.")
     return [0.0 if value is None else value for value in values]
 
 
-def _weights_from_spans(spans: Any, length: int, place: str) -> np.ndarray:
+def _weights_from_spans(spans: Any, length: int, location: str) -> np.ndarray:
     weights = np.zeros(length, dtype=np.float32)
     last = 0
     for span in spans if isinstance(spans, list) else [spans]:
         numbers = isinstance(span, list | tuple) and all(type(bound) is int for bound in span)
         if not numbers or len(span) != 2 or not last <= span[0] < span[1] <= length:
             raise DataError(
-                f"{place}: loss span {shown(span)} must be [start, end) with {last} <= start < end <= {length}."
+                f"{location}: loss span {shown(span)} must be [start, end) with {last} <= start < end <= {length}."
             )
         weights[span[0] : span[1]] = 1
         last = span[1]
     return weights
 
 
-def _scattered(values: Any, weights: np.ndarray, place: str) -> Any:
+def _scattered(values: Any, weights: np.ndarray, location: str) -> Any:
     """Log-probs of the trained tokens alone, put at their positions."""
     trained = np.flatnonzero(weights)
-    values = number_list(values, "behaviour_logprobs", place)
+    values = number_list(values, "behaviour_logprobs", location)
     if len(values) == len(weights):
         return values
     if len(values) != len(trained):
         raise DataError(
-            f"{place}: {len(values)} behaviour_logprobs for {len(trained)} trained tokens; they must align."
+            f"{location}: {len(values)} behaviour_logprobs for {len(trained)} trained tokens; they must align."
         )
     stream = np.zeros(len(weights), dtype=np.float32)
     stream[trained] = values

@@ -10,7 +10,7 @@ from treewise.objectives.policy_gradient import PolicyGradient, logprob_gap
 from treewise.objectives.protocol import Objective, Terms
 from treewise.objectives.registry import CISPO, DAPO, GRPO, GSPO, PPO, REINFORCE, DrGRPO, objective_named
 from treewise.objectives.sft import NORMALIZATIONS, SFT
-from treewise.tree.forest import WEIGHTINGS
+from treewise.tree.weights import WEIGHTINGS
 
 __all__ = [
     "CISPO",

@@ -9,7 +9,8 @@ Letters: F flat tokens, N trajectories, R rollouts of the forest.
 import numpy as np
 
 from treewise.errors import ConfigError, DataError
-from treewise.tree.forest import WEIGHTINGS, Forest
+from treewise.tree.forest import Forest
+from treewise.tree.weights import check_weighting
 
 NORMALIZATIONS = ("token_mean", "rollout_mean", "rollout_sum")
 # Shares of a rollout's weight are compared in float64 sums of float32 weights.
@@ -18,8 +19,7 @@ _ROUNDING = 1e-6
 
 def check_settings(weighting: str, normalization: str, constant: float | None) -> None:
     """Raises `ConfigError` for names that are unknown, or a constant that does not belong there."""
-    if weighting not in WEIGHTINGS:
-        raise ConfigError(f"weighting={weighting!r} is unknown; choose one of {', '.join(WEIGHTINGS)}.")
+    check_weighting(weighting)
     if normalization not in NORMALIZATIONS:
         raise ConfigError(f"normalization={normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}.")
     if constant is not None and normalization != "rollout_sum":
@@ -80,7 +80,7 @@ def _shares(forest: Forest) -> np.ndarray:
     number_N = forest.rollout_of_trajectory
     if forest.trajectories is None:
         return np.ones(int(number_N.max()) + 1)
-    own_N = [float(np.asarray(item.loss_weights, dtype=np.float64).sum()) for item in forest.trajectories]
+    own_N = [item.weight for item in forest.trajectories]
     here_R = np.bincount(number_N, weights=own_N)
     whole_R = np.zeros(len(here_R))
     known_N = [item.rollout_weight or 0.0 for item in forest.trajectories]

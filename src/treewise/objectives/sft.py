@@ -8,7 +8,8 @@ import torch
 from treewise.errors import ConfigError, DataError
 from treewise.objectives.normalization import denominator, normalized_weights
 from treewise.objectives.protocol import Streams, Terms, Values
-from treewise.tree.forest import WEIGHTINGS, Forest
+from treewise.tree.forest import Forest
+from treewise.tree.weights import check_weighting
 
 NORMALIZATIONS = ("token_mean", "trajectory_mean", "rollout_mean", "constant")
 
@@ -33,8 +34,7 @@ class SFT:
     constant: float | None = None
 
     def __post_init__(self) -> None:
-        if self.weighting not in WEIGHTINGS:
-            raise ConfigError(f"weighting={self.weighting!r} is unknown; choose one of {', '.join(WEIGHTINGS)}.")
+        check_weighting(self.weighting)
         if self.normalization not in NORMALIZATIONS:
             raise ConfigError(
                 f"normalization={self.normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}."

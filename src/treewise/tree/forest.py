@@ -11,7 +11,7 @@ from typing import overload
 import numpy as np
 
 from treewise.errors import ConfigError, DataError
-from treewise.tree import prefix_merge
+from treewise.tree import prefix_merge, weights
 from treewise.tree.declared import lay_out_nodes, spread_over_nodes
 from treewise.tree.geometry import TreeShape
 from treewise.tree.trajectory import STREAMS, Trajectory, number_rollouts
@@ -19,7 +19,6 @@ from treewise.tree.trajectory import STREAMS, Trajectory, number_rollouts
 # Declared trees beyond this many flat tokens keep their streams per tree token, never per trajectory.
 MAX_FLAT_TOKENS = 200_000_000
 LOGPROB_STREAMS = tuple(name for name, stream in STREAMS.items() if stream.is_logprob)
-WEIGHTINGS = ("per_trajectory", "once", "per_rollout")
 
 
 class Forest(TreeShape):
@@ -66,9 +65,9 @@ class Forest(TreeShape):
         items = tuple(trajectories)
         if not items:
             raise DataError("a forest needs at least one trajectory, got none.")
-        for number, item in enumerate(items):
+        for index, item in enumerate(items):
             if not isinstance(item, Trajectory):
-                raise DataError(f"trajectory {number} is a {type(item).__name__}; wrap its tokens in tw.Trajectory.")
+                raise DataError(f"trajectory {index} is a {type(item).__name__}; wrap its tokens in tw.Trajectory.")
         flat_ids = np.concatenate([item.token_ids for item in items])
         offsets = np.concatenate([[0], np.cumsum([len(item.token_ids) for item in items])])
         segments = prefix_merge.merge_sequences(flat_ids, offsets)
@@ -144,12 +143,12 @@ class Forest(TreeShape):
         if len(forests) == 1:
             return forests[0]
         segments = prefix_merge.Segments.concatenate([forest.segments for forest in forests])
-        held = [forest.trajectories for forest in forests]
-        trajectories = tuple(item for items in held for item in items or ()) if all(held) else None
+        items = [forest.trajectories for forest in forests]
+        trajectories = tuple(item for each in items for item in each or ()) if all(items) else None
         streams = None
         if trajectories is None:
             streams = {
-                name: np.concatenate([forest._shared_stream(name) for forest in forests])
+                name: np.concatenate([_shared_stream(forest, name) for forest in forests])
                 for name in STREAMS
                 if all(forest.has_stream(name) for forest in forests)
             }
@@ -203,7 +202,7 @@ class Forest(TreeShape):
 
     @cached_property
     def rollout_of_trajectory(self) -> np.ndarray:
-        """[N] int64, the number of each trajectory's rollout, in order of first appearance.
+        """[N] int64, the index of each trajectory's rollout, in order of first appearance.
 
         Trajectories that share `rollout` within one `group` are one rollout; one without a rollout id is its own.
         """
@@ -226,58 +225,13 @@ class Forest(TreeShape):
         source = "" if self.trajectories is None else self.trajectories[index].source
         return source or f"trajectory {index}"
 
-    def token_stream(self, name: str) -> np.ndarray:
-        """[T] float64, the sum of a stream over all trajectories through each token."""
-        if self.trajectories is None:
-            return self.tree_streams[name].astype(np.float64) * self.multiplicity
-        return np.bincount(self.path_index, weights=self.flat_stream(name), minlength=self.num_tokens)
-
-    def _shared_stream(self, name: str) -> np.ndarray:
-        """[T] float32, the value that all trajectories through a token agree on."""
-        if self.trajectories is None:
-            return self.tree_streams[name]
-        flat = self.flat_stream(name)
-        values = np.empty(self.num_tokens, dtype=np.float32)
-        values[self.path_index] = flat
-        if not np.array_equal(values[self.path_index], flat):
-            raise DataError(
-                f"trajectories disagree in the {name} of a token that they share, so they cannot stand beside a "
-                f"declared tree of more than {MAX_FLAT_TOKENS:,} flat tokens; use several forests."
-            )
-        return values
-
     def flat_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
-        """[F] float64, the loss weight of every flat token, trajectory after trajectory.
-
-        `per_trajectory` leaves the weights as they are, as flat training does; `once` divides each by the number of
-        trajectories that train its tree token, so that a shared token counts like any other: their mean.
-        `per_rollout` divides by the number of trajectories *of the same rollout* that train it, so that a rollout
-        counts its tokens once, however its rows overlap.
-
-        Raises:
-            ConfigError: an unknown weighting.
-            DataError: `per_rollout` on a declared tree that is too large to hold trajectories.
-        """
-        _check_weighting(weighting)
-        weights = self.flat_stream("loss_weights").astype(np.float64)
-        if weighting == "per_trajectory":
-            return weights
-        key, num_keys = self.path_index, self.num_tokens
-        if weighting == "per_rollout":
-            if self.trajectories is None:
-                raise DataError("weighting='per_rollout' needs trajectories; this declared tree is too large for them.")
-            rollout_F = np.repeat(self.rollout_of_trajectory, self.path_lengths)
-            _, key = np.unique(rollout_F * self.num_tokens + self.path_index, return_inverse=True)
-            num_keys = len(key)
-        return weights / np.maximum(np.bincount(key, weights=weights > 0, minlength=num_keys), 1)[key]
+        """[F] float64, the loss weight of every flat token. See `treewise.tree.weights` for weightings and errors."""
+        return weights.flat_weights(self, weighting)
 
     def token_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
         """[T] float64, the sum of `flat_weights` over all trajectories through each tree token."""
-        _check_weighting(weighting)
-        if self.trajectories is None and weighting != "per_rollout":  # a declared tree, where all of them agree
-            weights = self.tree_streams["loss_weights"].astype(np.float64)
-            return weights if weighting == "once" else weights * self.multiplicity
-        return np.bincount(self.path_index, weights=self.flat_weights(weighting), minlength=self.num_tokens)
+        return weights.token_weights(self, weighting)
 
     def __repr__(self) -> str:
         return (
@@ -287,7 +241,7 @@ class Forest(TreeShape):
 
 
 class Paths(Sequence[np.ndarray]):
-    """The paths of a forest's trajectories, made when asked for."""
+    """The paths of a forest's trajectories, each computed when it is read."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
@@ -303,7 +257,7 @@ class Paths(Sequence[np.ndarray]):
 
     def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
         if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+            return [self[each] for each in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"trajectory {index} of {len(self)}")
         forest = self._forest
@@ -321,9 +275,19 @@ def _padded(parts: list[np.ndarray], fill: float) -> np.ndarray:
     return np.concatenate([np.pad(part, pad, constant_values=fill) for part, pad in zip(parts, missing, strict=True)])
 
 
-def _check_weighting(weighting: str) -> None:
-    if weighting not in WEIGHTINGS:
-        raise ConfigError(f"weighting={weighting!r} is unknown; choose one of {', '.join(WEIGHTINGS)}.")
+def _shared_stream(forest: Forest, name: str) -> np.ndarray:
+    """[T] float32, the value that all trajectories through a token agree on."""
+    if forest.trajectories is None:
+        return forest.tree_streams[name]
+    flat = forest.flat_stream(name)
+    values = np.empty(forest.num_tokens, dtype=np.float32)
+    values[forest.path_index] = flat
+    if not np.array_equal(values[forest.path_index], flat):
+        raise DataError(
+            f"trajectories disagree in the {name} of a token that they share, so they cannot stand beside a declared "
+            f"tree of more than {MAX_FLAT_TOKENS:,} flat tokens; use several forests."
+        )
+    return values
 
 
 def one_forest(forests: Forest | Sequence[Forest]) -> Forest:

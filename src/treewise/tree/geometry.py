@@ -1,4 +1,4 @@
-"""The shape of a forest: how large it is, and where each of its tokens stands; no token ids, no streams."""
+"""The geometry of a forest: its sizes, and the position of each token in it; no token ids, no streams."""
 
 from functools import cached_property
 
@@ -8,7 +8,7 @@ from treewise.tree.prefix_merge import Segments
 
 
 class TreeShape:
-    """Segments, seen token by token. What the arrays hold is said at `Forest`.
+    """Sizes and per-token arrays of segments. `Forest` documents the arrays.
 
     Letters: T tree tokens, N trajectories, S segments.
     """
@@ -45,7 +45,7 @@ class TreeShape:
 
     @cached_property
     def leaf_trajectories(self) -> np.ndarray:
-        """Numbers of the trajectories that are not a prefix of another one, ascending; of equal ones the first."""
+        """[n] int64, the trajectories that are no prefix of another one, ascending; of equal ones the first."""
         end, first = np.unique(self.segments.end_segment, return_index=True)
         is_leaf = self.segments.subtree_end[end] == self.segments.start[end] + self._lengths[end]
         return np.sort(first[is_leaf])
@@ -69,12 +69,6 @@ class TreeShape:
     def num_flat_pairs(self) -> int:
         """Causal attention pairs of all trajectories computed alone."""
         lengths = self.path_lengths.astype(object) if self.path_lengths.max() > 2**31 else self.path_lengths
-        return int((lengths * (lengths + 1) // 2).sum())
-
-    @cached_property
-    def num_leaf_pairs(self) -> int:
-        """Causal attention pairs of the `leaf_trajectories`."""
-        lengths = self.path_lengths[self.leaf_trajectories]
         return int((lengths * (lengths + 1) // 2).sum())
 
     @cached_property

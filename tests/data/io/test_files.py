@@ -16,7 +16,7 @@ LINE = json.dumps(ROW).encode()
 
 
 def places(path):
-    return [raw.place.rpartition(":")[2] for raw in read_records(path)]
+    return [raw.location.rpartition(":")[2] for raw in read_records(path)]
 
 
 def refuse(path, *words, **options):

@@ -86,8 +86,8 @@ def _versions() -> dict[str, str]:
 
 def _devices() -> dict[str, str]:
     found = {"cpu": f"{os.cpu_count()} cores, {bytes_as_text(free_bytes(torch.device('cpu')))} free"}
-    for number in range(torch.cuda.device_count()):
-        device = torch.device("cuda", number)
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
         found[str(device)] = f"{torch.cuda.get_device_name(device)}, {bytes_as_text(free_bytes(device))} free"
     return found
 

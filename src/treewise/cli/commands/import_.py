@@ -109,8 +109,8 @@ def _show(console: Console, report: ImportReport, output: str) -> None:
         _say(console, line)
     if report.num_drifted > MAX_SHOWN:
         _say(console, f"{report.num_drifted - MAX_SHOWN:,} more rows whose text gives other ids")
-    for place, reason in report.left_out[:MAX_SHOWN]:
-        _say(console, f"left out: {place}: {reason}")
+    for location, reason in report.left_out[:MAX_SHOWN]:
+        _say(console, f"left out: {location}: {reason}")
     if len(report.left_out) > MAX_SHOWN:
         reasons = Counter(shown(reason) for _, reason in report.left_out)
         _say(console, f"left out in all: {len(report.left_out):,} ({_counted(reasons)})")

@@ -160,7 +160,7 @@ def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
 
 
 def _scored(config: RunConfig, arguments: "TreeTrainingArguments", model: Any, update: "Update") -> "Update":
-    """The update with the log-probs of the policy and the reference in place."""
+    """The update with the log-probs of the policy and the reference."""
     from treewise.cli.load_model import load_weights
     from treewise.engine.engine import TreeEngine
     from treewise.rl.update import scored

@@ -23,52 +23,52 @@ def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
 
 
 def _trajectories(record: Placed, context: Context) -> Iterator[Record]:
-    value, place = record.value, record.place
+    value, location = record.value, record.location
     ids = value["input_ids"]
     if not (isinstance(ids, list) and ids and isinstance(ids[0], list)):
-        yield from _trajectory(value, place, context)
+        yield from _trajectory(value, location, context)
         return
     for number in range(len(ids)):
         one = {name: column[number] if isinstance(column, list) else column for name, column in value.items()}
-        yield from _trajectory(one, f"{place}: sample {number}", context)
+        yield from _trajectory(one, f"{location}: sample {number}", context)
 
 
-def _trajectory(value: Record, place: str, context: Context) -> Iterator[Record]:
-    ids = integers(value["input_ids"], "input_ids", place)
+def _trajectory(value: Record, location: str, context: Context) -> Iterator[Record]:
+    ids = integers(value["input_ids"], "input_ids", location)
     seen = value.get("attention_mask")
-    seen = [1.0] * len(ids) if seen is None else numbers(seen, "attention_mask", len(ids), place)
+    seen = [1.0] * len(ids) if seen is None else numbers(seen, "attention_mask", len(ids), location)
     kept = [position for position in range(len(ids)) if seen[position]]
 
     def column(name: str) -> list[float] | None:
         if value.get(name) is None:
             return None
-        full = numbers(value[name], name, len(ids), place)
+        full = numbers(value[name], name, len(ids), location)
         return [full[position] for position in kept]
 
     mask = column("loss_mask")
     if mask is None:
-        raise DataError(f"{place}: no loss_mask, so the sampled tokens are not known.")
+        raise DataError(f"{location}: no loss_mask, so the sampled tokens are not known.")
     reward = value.get("rewards", value.get("reward"))
     yield from token_row(
         context,
-        place,
+        location,
         [ids[position] for position in kept],
         mask,
         sampler_logprobs=column("logprobs"),
         old_logprobs=column("prox_logp"),
         advantages=column("advantages"),
-        reward=context.reward(reward[0] if isinstance(reward, list) and len(reward) == 1 else reward, place),
+        reward=context.reward(reward[0] if isinstance(reward, list) and len(reward) == 1 else reward, location),
     )
 
 
 def _text(record: Placed, context: Context) -> Iterator[Record]:
-    value, place = record.value, record.place
+    value, location = record.value, record.location
     if context.tokenizer is None:
-        raise DataError(f"{place}: AReaL's dump is text; name the policy's tokenizer with --tokenizer.")
+        raise DataError(f"{location}: AReaL's dump is text; name the policy's tokenizer with --tokenizer.")
     ids: list[int] = []
     weights: list[float] = []
     drifted = False
-    for role, text, length in _parts(value, place):
+    for role, text, length in _parts(value, location):
         own = context.tokenizer(text, add_special_tokens=False)["input_ids"]
         drifted |= len(own) != length
         ids += own
@@ -77,24 +77,24 @@ def _text(record: Placed, context: Context) -> Iterator[Record]:
         context.warn("text that gives another number of tokens than was sampled (retokenisation drift)")
     yield from token_row(
         context,
-        place,
+        location,
         ids,
         weights,
         group=value.get("task_id"),
-        reward=context.reward(value if context.reward_field else value.get("reward"), place),
+        reward=context.reward(value if context.reward_field else value.get("reward"), location),
     )
 
 
-def _parts(value: Record, place: str) -> Iterator[tuple[str, str, Any]]:
+def _parts(value: Record, location: str) -> Iterator[tuple[str, str, Any]]:
     """Role, text and number of tokens of each part of a dumped sample."""
     if value.get("segments"):
-        for part in only_dicts(value["segments"], "segments", place):
+        for part in only_dicts(value["segments"], "segments", location):
             yield str(part.get("role")), str(part.get("text")), part.get("len")
         return
     seqlen, prompt_len = value.get("seqlen"), value.get("prompt_len")
     if not isinstance(seqlen, int) or not isinstance(prompt_len, int):
-        raise DataError(f"{place}: seqlen and prompt_len must be integers.")
+        raise DataError(f"{location}: seqlen and prompt_len must be integers.")
     for role, name, length in (("prompt", "prompt", prompt_len), ("gen", "completion", seqlen - prompt_len)):
         if not isinstance(value.get(name), str):
-            raise DataError(f"{place}: {name} must be text.")
+            raise DataError(f"{location}: {name} must be text.")
         yield role, value[name], length

@@ -16,25 +16,25 @@ def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
     """Chat records of trajectories, in order."""
     for record in records:
         if "trajectories" in record.value:
-            for number, item in enumerate(only_dicts(record.value["trajectories"], "trajectories", record.place)):
-                yield from _trajectory(item, record.place, f"{record.place}: trajectories[{number}]", context)
+            for number, item in enumerate(only_dicts(record.value["trajectories"], "trajectories", record.location)):
+                yield from _trajectory(item, record.location, f"{record.location}: trajectories[{number}]", context)
         else:
             index = record.value.get("group_index")
-            file = record.place.rpartition(":")[0]
+            file = record.location.rpartition(":")[0]
             yield from _trajectory(
-                record.value, None if index is None else f"{file}: group {index}", record.place, context
+                record.value, None if index is None else f"{file}: group {index}", record.location, context
             )
 
 
-def _trajectory(value: Record, group: str | None, place: str, context: Context) -> Iterator[Record]:
+def _trajectory(value: Record, group: str | None, location: str, context: Context) -> Iterator[Record]:
     metrics = value.get("metrics")
     if isinstance(metrics, str):
-        metrics = parse_text(metrics, f"{place}: metrics")
+        metrics = parse_text(metrics, f"{location}: metrics")
     named = {**(metrics or {}), "reward": value.get("reward")} if context.reward_field else value.get("reward")
-    shared = {"group": group, "rollout": place, "reward": context.reward(named, place)}
-    more = _decoded(value.get("additional_histories"), f"{place}: additional_histories")
-    for number, history in enumerate([value, *only_dicts(more or [], "additional_histories", place)]):
-        where = place if not number else f"{place}: additional_histories[{number - 1}]"
+    shared = {"group": group, "rollout": location, "reward": context.reward(named, location)}
+    more = _decoded(value.get("additional_histories"), f"{location}: additional_histories")
+    for number, history in enumerate([value, *only_dicts(more or [], "additional_histories", location)]):
+        where = location if not number else f"{location}: additional_histories[{number - 1}]"
         entries = history.get("messages_and_choices", history.get("messages"))
         talk = [_message(entry, where) for entry in messages(entries, "messages_and_choices", where)]
         if not any(each["role"] == "assistant" and each.get("weight", 1) for each in talk if "role" in each):
@@ -44,25 +44,25 @@ def _trajectory(value: Record, group: str | None, place: str, context: Context) 
         yield text_row(where, messages=talk, tools=tools, **shared)
 
 
-def _message(entry: Record, place: str) -> Record:
+def _message(entry: Record, location: str) -> Record:
     """A message as treewise reads it; assistant messages that were not sampled get weight 0."""
     if "message" in entry:
-        return {"role": "assistant", **_plain(entry["message"], place)}
+        return {"role": "assistant", **_plain(entry["message"], location)}
     is_sampled = bool(entry.get("trainable"))
-    message = _plain({name: value for name, value in entry.items() if name != "trainable"}, place)
+    message = _plain({name: value for name, value in entry.items() if name != "trainable"}, location)
     if message.get("role") == "assistant" and not is_sampled:
         message["weight"] = 0
     return message
 
 
-def _plain(message: Record, place: str) -> Record:
+def _plain(message: Record, location: str) -> Record:
     found = {name: value for name, value in message.items() if value is not None}
     if "tool_calls" in found:
-        found["tool_calls"] = _decoded(found["tool_calls"], f"{place}: tool_calls")
+        found["tool_calls"] = _decoded(found["tool_calls"], f"{location}: tool_calls")
     found.setdefault("content", "")
     return found
 
 
-def _decoded(value: Any, place: str) -> Any:
+def _decoded(value: Any, location: str) -> Any:
     """Nested values are JSON text in Parquet."""
-    return parse_text(value, place) if isinstance(value, str) else value
+    return parse_text(value, location) if isinstance(value, str) else value

@@ -19,7 +19,7 @@ Record = dict[str, Any]
 class Placed:
     """A record as its writer wrote it, and where (`dump.jsonl:3`)."""
 
-    place: str
+    location: str
     value: Record
 
 
@@ -35,15 +35,15 @@ class Context:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     warnings: dict[str, int] = field(default_factory=dict)
 
-    def leave_out(self, place: str, reason: str) -> None:
+    def leave_out(self, location: str, reason: str) -> None:
         """Counts something that is not imported."""
-        self.left_out.append((place, reason))
+        self.left_out.append((location, reason))
 
     def warn(self, text: str) -> None:
         """Counts a finding; equal ones are shown once."""
         self.warnings[text] = self.warnings.get(text, 0) + 1
 
-    def reward(self, value: Any, place: str) -> float | None:
+    def reward(self, value: Any, location: str) -> float | None:
         """One number out of a reward: a number, or the named field of several.
 
         Raises:
@@ -52,11 +52,11 @@ class Context:
         if isinstance(value, dict):
             if self.reward_field is None:
                 raise DataError(
-                    f"{place}: several rewards ({', '.join(map(str, list(value)[:8]))}); name one with --reward."
+                    f"{location}: several rewards ({', '.join(map(str, list(value)[:8]))}); name one with --reward."
                 )
             if self.reward_field not in value:
                 raise DataError(
-                    f"{place}: no reward {self.reward_field!r} among {', '.join(map(str, list(value)[:8]))}."
+                    f"{location}: no reward {self.reward_field!r} among {', '.join(map(str, list(value)[:8]))}."
                 )
             value = value[self.reward_field]
         if value is None:
@@ -64,23 +64,23 @@ class Context:
         if isinstance(value, bool):
             value = float(value)
         if not isinstance(value, int | float | np.number) or not math.isfinite(float(value)):
-            raise DataError(f"{place}: a reward must be one finite number, found {shown(value)}.")
+            raise DataError(f"{location}: a reward must be one finite number, found {shown(value)}.")
         return float(value)
 
 
-def integers(value: Any, name: str, place: str) -> list[int]:
+def integers(value: Any, name: str, location: str) -> list[int]:
     """A flat list of integers (token ids).
 
     Raises:
         DataError: anything else.
     """
-    array = _array(value, name, place)
+    array = _array(value, name, location)
     if len(array) and array.dtype.kind not in "iu":
-        raise DataError(f"{place}: {name} must be a flat list of integers, found {shown(value)}.")
+        raise DataError(f"{location}: {name} must be a flat list of integers, found {shown(value)}.")
     return [int(each) for each in array.tolist()]
 
 
-def numbers(value: Any, name: str, length: int, place: str) -> list[float]:
+def numbers(value: Any, name: str, length: int, location: str) -> list[float]:
     """A flat list of `length` numbers; null counts as 0 (a writer's mark of a value that is not there).
 
     Raises:
@@ -88,28 +88,28 @@ def numbers(value: Any, name: str, length: int, place: str) -> list[float]:
     """
     if isinstance(value, list):
         value = [0.0 if each is None else each for each in value]
-    array = _array(value, name, place)
+    array = _array(value, name, location)
     if len(array) and array.dtype.kind not in "iufb":
-        raise DataError(f"{place}: {name} must be a flat list of numbers, found {shown(value)}.")
+        raise DataError(f"{location}: {name} must be a flat list of numbers, found {shown(value)}.")
     if len(array) != length:
-        raise DataError(f"{place}: {len(array)} {name} for {length} tokens; they must align.")
+        raise DataError(f"{location}: {len(array)} {name} for {length} tokens; they must align.")
     return [float(each) for each in array.tolist()]
 
 
-def messages(value: Any, name: str, place: str) -> list[Record]:
+def messages(value: Any, name: str, location: str) -> list[Record]:
     """A list of chat messages, not looked at closer than that.
 
     Raises:
         DataError: anything else.
     """
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise DataError(f"{place}: {name} must be a list of messages, found {shown(value)}.")
+        raise DataError(f"{location}: {name} must be a list of messages, found {shown(value)}.")
     return value
 
 
 def token_row(
     context: Context,
-    place: str,
+    location: str,
     token_ids: Sequence[int],
     loss_weights: Sequence[float],
     **fields: Any,
@@ -119,17 +119,17 @@ def token_row(
     if weights:
         weights[0] = 0.0  # nothing predicts a first token, and no trainer counts it
     if not any(weights):
-        context.leave_out(place, "no sampled token to train on")
+        context.leave_out(location, "no sampled token to train on")
         return
     row: Record = {"token_ids": list(token_ids), "loss_weights": [_short(weight) for weight in weights]}
     row |= {name: value for name, value in fields.items() if value is not None}
-    row["source"] = place
+    row["source"] = location
     yield row
 
 
-def text_row(place: str, **fields: Any) -> Record:
+def text_row(location: str, **fields: Any) -> Record:
     """A record of text or messages: tokenised when it is loaded, which may give other ids than were sampled."""
-    return {**{name: value for name, value in fields.items() if value is not None}, "source": place}
+    return {**{name: value for name, value in fields.items() if value is not None}, "source": location}
 
 
 def prompt_at_step(prompt: Any, step: Any) -> str | None:
@@ -140,7 +140,7 @@ def prompt_at_step(prompt: Any, step: Any) -> str | None:
     return f"step {step}: prompt-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def openai_tools(value: Any, place: str) -> list[Record] | None:
+def openai_tools(value: Any, location: str) -> list[Record] | None:
     """Function schemas in OpenAI's shape, from that or from flat ones (`name`, `description`, `parameters`).
 
     Raises:
@@ -149,7 +149,7 @@ def openai_tools(value: Any, place: str) -> list[Record] | None:
     if not value:
         return None
     tools = []
-    for tool in messages(value, "tools", place):
+    for tool in messages(value, "tools", location):
         if "function" in tool or "name" not in tool:
             tools.append(tool)
         else:
@@ -157,7 +157,7 @@ def openai_tools(value: Any, place: str) -> list[Record] | None:
     return tools
 
 
-def only_dicts(values: Iterable[Any], name: str, place: str) -> list[Record]:
+def only_dicts(values: Iterable[Any], name: str, location: str) -> list[Record]:
     """A list of objects.
 
     Raises:
@@ -165,17 +165,17 @@ def only_dicts(values: Iterable[Any], name: str, place: str) -> list[Record]:
     """
     found = list(values) if isinstance(values, list | tuple) else None
     if found is None or not all(isinstance(each, dict) for each in found):
-        raise DataError(f"{place}: {name} must be a list of objects.")
+        raise DataError(f"{location}: {name} must be a list of objects.")
     return found
 
 
-def _array(value: Any, name: str, place: str) -> np.ndarray:
+def _array(value: Any, name: str, location: str) -> np.ndarray:
     try:
         array = np.asarray([] if value is None else value)
     except (ValueError, OverflowError):
         array = np.zeros((0, 0))
     if array.ndim != 1:
-        raise DataError(f"{place}: {name} must be a flat list, found {shown(value)}.")
+        raise DataError(f"{location}: {name} must be a flat list, found {shown(value)}.")
     return array
 
 

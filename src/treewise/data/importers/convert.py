@@ -72,7 +72,7 @@ class RolloutImport:
             first = next(records, None)
             if first is None:
                 raise DataError(f"{path}: no record; the file is empty.")
-            name = self.given or required_format(first.value, first.place)
+            name = self.given or required_format(first.value, first.location)
             self.report.formats[str(path)] = name
             # Most stacks count groups anew in each dump; the calls of a log may go on in its next file.
             self._prefix = f"{path.name}: " if len(self.files) > 1 and name != "openai" else ""
@@ -96,27 +96,27 @@ class RolloutImport:
 
     def _records(self, path: Path) -> Iterator[Placed]:
         if path.name.endswith(torch_file.SUFFIXES):
-            for number, value in enumerate(torch_file.load(path)):
+            for index, value in enumerate(torch_file.load(path)):
                 self.report.num_records += 1
-                yield Placed(f"{path}: record {number}", value)
+                yield Placed(f"{path}: record {index}", value)
             return
         for raw in read_records(path):
             self.report.num_records += 1
-            yield Placed(raw.place, parse(raw))
+            yield Placed(raw.location, parse(raw))
 
     def _checked(self, row: Record) -> Record:
         """The row as it is written, after the reader of `load_trees` has read it."""
-        report, place = self.report, row["source"]
+        report, location = self.report, row["source"]
         has_ids = "token_ids" in row
-        group = row.get("group", place)
+        group = row.get("group", location)
         if self._prefix and "group" in row:
             row = {**row, "group": f"{self._prefix}{row['group']}"}
         if has_ids or self.context.tokenizer is not None:
-            result = self._reader.read(RawRecord(place, dict(row)), Path(place))
+            result = self._reader.read(RawRecord(location, dict(row)), Path(location))
             if result.error is not None:
                 raise DataError(result.error)
             self._note_drift(row, result.drift)
-            group = place if (held := result.rows[0].group) is None else held
+            group = location if (held := result.rows[0].group) is None else held
             report.num_tokens += sum(each.num_tokens for each in result.rows)
         if has_ids:
             report.num_trained_tokens += sum(1 for weight in row["loss_weights"] if weight)
@@ -125,11 +125,11 @@ class RolloutImport:
             report.num_text_rows += 1
             if self.strict:
                 raise DataError(
-                    f"{place}: holds text without token ids, so the sampled tokens are not known (--strict)."
+                    f"{location}: holds text without token ids, so the sampled tokens are not known (--strict)."
                 )
         report.num_rows += 1
         report.num_without_reward += "reward" not in row
-        self._rollouts.add(repr(row.get("rollout", place)))
+        self._rollouts.add(repr(row.get("rollout", location)))
         self._groups.add(repr(group))
         report.num_rollouts, report.num_groups = len(self._rollouts), len(self._groups)
         if has_ids and not self.keep_messages:

@@ -63,7 +63,7 @@ def detect_format(record: Mapping[str, Any]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def required_format(record: Mapping[str, Any], place: str) -> str:
+def required_format(record: Mapping[str, Any], location: str) -> str:
     """The same, where there must be one.
 
     Raises:
@@ -73,7 +73,7 @@ def required_format(record: Mapping[str, Any], place: str) -> str:
     if name is None:
         keys = ", ".join(str(key) for key in list(record)[:12]) or "none"
         raise DataError(
-            f"{place}: a record with the keys {keys} shows no known format; name it with --from "
+            f"{location}: a record with the keys {keys} shows no known format; name it with --from "
             f"({', '.join(FORMATS)}). Records in treewise's own forms (docs/data.md) need no import."
         )
     return name

@@ -42,7 +42,7 @@ TOKEN_MARK = "token_id:"  # vLLM's return_tokens_as_token_ids
 
 @dataclass(slots=True)
 class _Call:
-    place: str
+    location: str
     history: list[Record]
     reply: Record
     tools: list[Record] | None
@@ -70,13 +70,13 @@ def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
             if not calls:
                 continue
             name = ends.run_of(calls[0].history, context) if name is None else name
-        run = runs.setdefault(str(name or record.place), _Run(str(name or record.place)))
+        run = runs.setdefault(str(name or record.location), _Run(str(name or record.location)))
         for call in calls:
             ends.add(call, run.name)
         run.calls += calls
         _label(run, record, context)
-    for place in asked.unanswered.values():
-        context.leave_out(place, "a request whose reply no later request shows")
+    for location in asked.unanswered.values():
+        context.leave_out(location, "a request whose reply no later request shows")
     for run in runs.values():
         if run.calls:
             yield from _rows(run, context)
@@ -96,7 +96,7 @@ def _rows(run: _Run, context: Context) -> Iterator[Record]:
         before = [0.0] * len(prompt)
         yield from token_row(
             context,
-            call.place,
+            call.location,
             [*prompt, *completion],
             before + [1.0] * len(completion),
             sampler_logprobs=None if logprobs is None else before + logprobs,
@@ -121,7 +121,7 @@ def _pooled(calls: list[_Call], shared: Record) -> Record:
         return pool[key]
 
     entries = [{"ctx": [index(each) for each in call.history], "out": index(call.reply)} for call in calls]
-    return text_row(calls[0].place, messages=talk, calls=entries, tools=calls[0].tools, **shared)
+    return text_row(calls[0].location, messages=talk, calls=entries, tools=calls[0].tools, **shared)
 
 
 class _Asked:
@@ -136,14 +136,14 @@ class _Asked:
         """The run of a request, and the calls whose replies it shows: its assistant messages after the longest messages
         that the run has asked with. What the first request of a run holds was given to it.
         """
-        place = record.place
-        request = _body(record.value.get("request", record.value), f"{place}: request")
+        location = record.location
+        request = _body(record.value.get("request", record.value), f"{location}: request")
         if not isinstance(request, dict) or "messages" not in request:
-            context.leave_out(place, "no chat call (its request has no messages)")
-            return str(name or place), []
-        history = [_plain(each) for each in messages(request["messages"], "messages", place)]
+            context.leave_out(location, "no chat call (its request has no messages)")
+            return str(name or location), []
+        history = [_plain(each) for each in messages(request["messages"], "messages", location)]
         keys = list(_prefix_keys(history))
-        run, start = str(name or place), len(history)
+        run, start = str(name or location), len(history)
         for length in range(len(history) - 1, 0, -1):
             held = [each for each in self.runs.get(keys[length - 1], ()) if name is None or each == str(name)]
             if held:
@@ -152,16 +152,16 @@ class _Asked:
                 if len(set(held)) > 1:
                     context.warn(AMBIGUOUS)
                 break
-        tools = openai_tools(request.get("tools"), place)
+        tools = openai_tools(request.get("tools"), location)
         calls = []
         for index in range(start, len(history)):
             self.unanswered.pop((run, keys[index - 1]), None)
             if history[index].get("role") == "assistant" and (run, keys[index]) not in self.known:
                 self.known.add((run, keys[index]))
-                calls.append(_Call(place, history[:index], {"content": "", **history[index]}, tools, None))
+                calls.append(_Call(location, history[:index], {"content": "", **history[index]}, tools, None))
         if keys:
             self.runs.setdefault(keys[-1], []).append(run)
-            self.unanswered[run, keys[-1]] = place
+            self.unanswered[run, keys[-1]] = location
         return run, calls
 
 
@@ -211,24 +211,24 @@ def _key(history: list[Record]) -> str:
 
 def _calls(record: Placed, context: Context) -> Iterator[_Call]:
     """The calls of one line: one, or one per choice."""
-    place = record.place
-    request, response = (_body(record.value.get(name), f"{place}: {name}") for name in ("request", "response"))
+    location = record.location
+    request, response = (_body(record.value.get(name), f"{location}: {name}") for name in ("request", "response"))
     if not isinstance(request, dict) or not isinstance(response, dict):
         kind = type(response if isinstance(request, dict) else request).__name__
         raise DataError(
-            f"{place}: request and response must be objects, found {kind}; log assembled replies, no chunks."
+            f"{location}: request and response must be objects, found {kind}; log assembled replies, no chunks."
         )
     if "messages" not in request:
-        context.leave_out(place, "no chat call (its request has no messages)")
+        context.leave_out(location, "no chat call (its request has no messages)")
         return
     choices = response.get("choices")
     if not choices:
-        context.leave_out(place, f"a call without a reply{_error(response)}")
+        context.leave_out(location, f"a call without a reply{_error(response)}")
         return
-    history = [_plain(each) for each in messages(request["messages"], "messages", place)]
-    tools = openai_tools(request.get("tools"), place)
-    for number, choice in enumerate(messages(choices, "choices", place)):
-        where = place if len(choices) == 1 else f"{place}: choices[{number}]"
+    history = [_plain(each) for each in messages(request["messages"], "messages", location)]
+    tools = openai_tools(request.get("tools"), location)
+    for number, choice in enumerate(messages(choices, "choices", location)):
+        where = location if len(choices) == 1 else f"{location}: choices[{number}]"
         if not isinstance(choice.get("message"), dict):
             raise DataError(f"{where}: a choice without a message; log assembled replies, not streamed chunks.")
         reply = {**_plain(choice["message"]), "role": "assistant"}
@@ -236,7 +236,7 @@ def _calls(record: Placed, context: Context) -> Iterator[_Call]:
         yield _Call(where, history, reply, tools, _tokens(response, choice, where))
 
 
-def _tokens(response: Record, choice: Record, place: str) -> tuple[list[int], list[int], list[float] | None] | None:
+def _tokens(response: Record, choice: Record, location: str) -> tuple[list[int], list[int], list[float] | None] | None:
     """Token ids of the prompt and of the reply, where the server gave both, and the reply's log-probs."""
     prompt = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
     entries = (choice.get("logprobs") or {}).get("content") or []
@@ -245,11 +245,11 @@ def _tokens(response: Record, choice: Record, place: str) -> tuple[list[int], li
         own = [int(each["token"][len(TOKEN_MARK) :]) for each in entries]
     if prompt is None or own is None:
         return None
-    completion = integers(own, "token_ids", place)
+    completion = integers(own, "token_ids", location)
     logprobs = None
     if entries:
-        logprobs = numbers([each.get("logprob") for each in entries], "logprobs", len(completion), place)
-    return integers(prompt, "prompt_token_ids", place), completion, logprobs
+        logprobs = numbers([each.get("logprob") for each in entries], "logprobs", len(completion), location)
+    return integers(prompt, "prompt_token_ids", location), completion, logprobs
 
 
 def _label(run: _Run, record: Placed, context: Context) -> None:
@@ -260,7 +260,7 @@ def _label(run: _Run, record: Placed, context: Context) -> None:
     held = {**(_metadata(record.value)), **record.value}
     if held.get(name) is None:
         return
-    reward = context.reward({name: held[name]}[name], f"{record.place}: {name}")
+    reward = context.reward({name: held[name]}[name], f"{record.location}: {name}")
     if run.reward is not None and reward != run.reward:
         context.warn("runs whose calls have different rewards: the last one counts for the whole run")
     run.reward = reward
@@ -282,10 +282,10 @@ def _metadata(value: Record) -> Record:
     return {**(found if isinstance(found, dict) else {}), **(own if isinstance(own, dict) else {})}
 
 
-def _body(value: Any, place: str) -> Any:
+def _body(value: Any, location: str) -> Any:
     for _ in range(3):
         if isinstance(value, str):
-            value = parse_text(value, place)
+            value = parse_text(value, location)
         if isinstance(value, dict) and "body" in value and "messages" not in value and "choices" not in value:
             value = value["body"]
     return value

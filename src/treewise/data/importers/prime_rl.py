@@ -21,20 +21,20 @@ def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
 
 
 def _export(record: Placed, context: Context) -> Iterator[Record]:
-    value, place = record.value, record.place
-    ids = integers(value["token_ids"], "token_ids", place)
-    weights = numbers(value.get("loss_mask"), "loss_mask", len(ids), place)
+    value, location = record.value, record.location
+    ids = integers(value["token_ids"], "token_ids", location)
+    weights = numbers(value.get("loss_mask"), "loss_mask", len(ids), location)
     given = value.get("rl_weights")
     if isinstance(given, list) and any(each is not None for each in given):
-        factors = numbers(given, "rl_weights", len(ids), place)
+        factors = numbers(given, "rl_weights", len(ids), location)
         weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
     streams = {"sampler_logprobs": "inference_logprobs", "advantages": "advantages"}
     found = {
-        ours: numbers(value[theirs], theirs, len(ids), place)
+        ours: numbers(value[theirs], theirs, len(ids), location)
         for ours, theirs in streams.items()
         if value.get(theirs) is not None
     }
     for name in ("ce_weights", "ref_kl_weights"):
         if isinstance(value.get(name), list) and any(value[name]):
             context.warn(f"{name} (another component of prime-rl's loss) is not imported")
-    yield from token_row(context, place, ids, weights, **found)
+    yield from token_row(context, location, ids, weights, **found)

@@ -16,40 +16,40 @@ def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
     """Rows of samples, in order."""
     for record in records:
         if "samples" in record.value:
-            for number, sample in enumerate(only_dicts(record.value["samples"], "samples", record.place)):
-                yield from _sample(Placed(f"{record.place}: samples[{number}]", sample), context)
+            for number, sample in enumerate(only_dicts(record.value["samples"], "samples", record.location)):
+                yield from _sample(Placed(f"{record.location}: samples[{number}]", sample), context)
         else:
             yield from _sample(record, context)
 
 
 def _sample(record: Placed, context: Context) -> Iterator[Record]:
-    value, place = record.value, record.place
+    value, location = record.value, record.location
     if value.get("remove_sample"):
-        context.leave_out(place, "remove_sample is set")
+        context.leave_out(location, "remove_sample is set")
         return
     if value.get("multimodal_inputs"):
-        raise DataError(f"{place}: the sample has images or the like, which treewise cannot train.")
-    ids = integers(value.get("tokens"), "tokens", place)
+        raise DataError(f"{location}: the sample has images or the like, which treewise cannot train.")
+    ids = integers(value.get("tokens"), "tokens", location)
     length = value.get("response_length")
     if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(ids):
-        raise DataError(f"{place}: response_length {shown(length)} does not fit {len(ids)} tokens.")
+        raise DataError(f"{location}: response_length {shown(length)} does not fit {len(ids)} tokens.")
     before = [0.0] * (len(ids) - length)
     given = value.get("loss_mask")
-    mask = [1.0] * length if given is None else numbers(given, "loss_mask", length, place)
+    mask = [1.0] * length if given is None else numbers(given, "loss_mask", length, location)
     streams = {}
     for ours, theirs in (("sampler_logprobs", "rollout_log_probs"), ("teacher_logprobs", "teacher_log_probs")):
         if value.get(theirs) is not None and len(value[theirs]):
-            streams[ours] = before + numbers(value[theirs], theirs, length, place)
+            streams[ours] = before + numbers(value[theirs], theirs, length, location)
     if streams.pop("teacher_logprobs", None) is not None:
         context.warn("teacher_log_probs are not imported: compute reference log-probs with --reference")
     rollout = value.get("rollout_id")
     yield from token_row(
         context,
-        place,
+        location,
         ids,
         before + mask,
         **streams,
         group=value.get("group_index"),
         rollout=value.get("index") if rollout is None else rollout,
-        reward=context.reward(value.get("reward"), place),
+        reward=context.reward(value.get("reward"), location),
     )

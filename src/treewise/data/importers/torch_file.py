@@ -1,6 +1,6 @@
 """Dumps written by `torch.save`, read without running anything that they hold.
 
-The one place of the data layer that imports torch, and only when such a file is named.
+The only module of the data layer that imports torch, and only when such a file is named.
 """
 
 from pathlib import Path

@@ -34,78 +34,78 @@ def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
         if isinstance(ids, list) and ids and isinstance(ids[0], list):
             yield from _columns(record, context)
         elif ids is not None:
-            yield from _sample(record.value, record.place, context)
+            yield from _sample(record.value, record.location, context)
         else:
-            yield _text(record.value, record.place, context)
+            yield _text(record.value, record.location, context)
 
 
 def _columns(record: Placed, context: Context) -> Iterator[Record]:
     count = len(record.value["completion_ids"])
     for name, column in record.value.items():
         if isinstance(column, list) and len(column) != count:
-            raise DataError(f"{record.place}: {len(column)} {name} for {count} completions.")
+            raise DataError(f"{record.location}: {len(column)} {name} for {count} completions.")
     for number in range(count):
         one = {name: column[number] if isinstance(column, list) else column for name, column in record.value.items()}
-        yield from _sample(one, f"{record.place}: sample {number}", context)
+        yield from _sample(one, f"{record.location}: sample {number}", context)
 
 
-def _sample(value: Record, place: str, context: Context) -> Iterator[Record]:
-    prompt = integers(value.get("prompt_ids"), "prompt_ids", place)
-    completion = integers(value.get("completion_ids"), "completion_ids", place)
+def _sample(value: Record, location: str, context: Context) -> Iterator[Record]:
+    prompt = integers(value.get("prompt_ids"), "prompt_ids", location)
+    completion = integers(value.get("completion_ids"), "completion_ids", location)
     before = [0.0] * len(prompt)
     mask = _first(value, MASKS)
-    weights = [1.0] * len(completion) if mask is None else numbers(mask, "env_mask", len(completion), place)
-    logprobs = _sampled(value, completion, place)
+    weights = [1.0] * len(completion) if mask is None else numbers(mask, "env_mask", len(completion), location)
+    logprobs = _sampled(value, completion, location)
     streams: dict[str, Any] = {}
     if logprobs:
-        streams["sampler_logprobs"] = before + numbers(logprobs, "logprobs", len(completion), place)
+        streams["sampler_logprobs"] = before + numbers(logprobs, "logprobs", len(completion), location)
     for ours, theirs in (("old_logprobs", "old_per_token_logps"), ("ref_logprobs", "ref_per_token_logps")):
         if value.get(theirs) is not None:
-            streams[ours] = before + numbers(value[theirs], theirs, len(completion), place)
-    labels = _labels(value, place, context)
+            streams[ours] = before + numbers(value[theirs], theirs, len(completion), location)
+    labels = _labels(value, location, context)
     if isinstance(labels["advantages"], list):
-        labels["advantages"] = before + numbers(labels["advantages"], "advantages", len(completion), place)
-    yield from token_row(context, place, [*prompt, *completion], before + weights, **streams, **labels)
+        labels["advantages"] = before + numbers(labels["advantages"], "advantages", len(completion), location)
+    yield from token_row(context, location, [*prompt, *completion], before + weights, **streams, **labels)
 
 
-def _sampled(value: Record, completion: list[int], place: str) -> Any:
+def _sampled(value: Record, completion: list[int], location: str) -> Any:
     """Log-probs of the sampled tokens, out of several per token where the engine gave its top k."""
     logprobs, names = value.get("logprobs"), value.get("logprob_token_ids")
     if not (isinstance(logprobs, list) and logprobs and isinstance(logprobs[0], list)):
         return logprobs
     if not isinstance(names, list) or len(names) != len(logprobs) or len(logprobs) != len(completion):
-        raise DataError(f"{place}: several logprobs per token need logprob_token_ids of the same shape.")
+        raise DataError(f"{location}: several logprobs per token need logprob_token_ids of the same shape.")
     found = []
     for position, (token, own, given) in enumerate(zip(completion, names, logprobs, strict=True)):
         if token not in own:
-            raise DataError(f"{place}: token {position} ({token}) is not among its logprob_token_ids.")
+            raise DataError(f"{location}: token {position} ({token}) is not among its logprob_token_ids.")
         found.append(given[own.index(token)])
     return found
 
 
-def _text(value: Record, place: str, context: Context) -> Record:
+def _text(value: Record, location: str, context: Context) -> Record:
     for name in ("prompt", "completion"):
         if not isinstance(value.get(name), str):
-            messages(value.get(name), f"where it is no text, {name}", place)
+            messages(value.get(name), f"where it is no text, {name}", location)
     context.warn(
         "TRL's logged completions are text without special tokens; they are tokenised anew, with an end token added"
     )
-    labels = _labels(value, place, context)
+    labels = _labels(value, location, context)
     if labels["group"] is None:
         labels["group"] = prompt_at_step(value["prompt"], value.get("step"))
-    return text_row(place, prompt=value["prompt"], completion=value["completion"], **labels)
+    return text_row(location, prompt=value["prompt"], completion=value["completion"], **labels)
 
 
-def _labels(value: Record, place: str, context: Context) -> Record:
+def _labels(value: Record, location: str, context: Context) -> Record:
     reward = value if context.reward_field else _first(value, REWARDS)
     if isinstance(reward, list) and len(reward) == 1:
         reward = reward[0]
     if isinstance(reward, list):
-        raise DataError(f"{place}: {len(reward)} rewards; give one per sample, or a mapping and --reward NAME.")
+        raise DataError(f"{location}: {len(reward)} rewards; give one per sample, or a mapping and --reward NAME.")
     advantage = _first(value, ADVANTAGES)
     return {
-        "reward": context.reward(reward, place),
-        "advantages": context.reward(advantage, f"{place}: advantage")
+        "reward": context.reward(reward, location),
+        "advantages": context.reward(advantage, f"{location}: advantage")
         if not isinstance(advantage, list)
         else advantage,
         "group": value.get("group"),

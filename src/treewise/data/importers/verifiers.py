@@ -33,7 +33,7 @@ def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
         if "traces" in record.value:
             yield from _episode(record, context)
         elif "nodes" in record.value:
-            yield from _trace(record.value, _task_name(record.value.get("task")), record.place, context)
+            yield from _trace(record.value, _task_name(record.value.get("task")), record.location, context)
         else:
             yield from _result(record, context)
 
@@ -42,59 +42,59 @@ def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
 
 
 def _episode(record: Placed, context: Context) -> Iterator[Record]:
-    episode, place = record.value, record.place
-    traces = only_dicts(episode["traces"], "traces", place)
+    episode, location = record.value, record.location
+    traces = only_dicts(episode["traces"], "traces", location)
     if not traces:
-        context.leave_out(place, f"an episode without a trace{_first_error(episode)}")
+        context.leave_out(location, f"an episode without a trace{_first_error(episode)}")
     given = episode.get("group")
     group = given.get("id") if isinstance(given, dict) else None
     agents = {_agent(trace).get("name") for trace in traces}
-    for number, trace in enumerate(traces):
+    for index, trace in enumerate(traces):
         name = group or _task_name(trace.get("task")) or _task_name(episode.get("task"))
         if name is not None and len(agents) > 1:  # agents of different roles are not compared with one another
             name = f"{name}:{_agent(trace).get('name')}"
-        yield from _trace(trace, name, f"{place}: traces[{number}]", context)
+        yield from _trace(trace, name, f"{location}: traces[{index}]", context)
 
 
-def _trace(trace: Record, group: Any, place: str, context: Context) -> Iterator[Record]:
+def _trace(trace: Record, group: Any, location: str, context: Context) -> Iterator[Record]:
     if trace.get("ok") is False:
-        context.leave_out(place, f"the trace did not complete{_first_error(trace)}")
+        context.leave_out(location, f"the trace did not complete{_first_error(trace)}")
         return
     if _agent(trace).get("trainable") is False:
-        context.leave_out(place, f"agent {shown(_agent(trace).get('name'))} is not trained")
+        context.leave_out(location, f"agent {shown(_agent(trace).get('name'))} is not trained")
         return
-    nodes = only_dicts(trace["nodes"], "nodes", place)
-    shared = {"group": group, "rollout": trace.get("id"), "reward": _total(trace, place, context)}
+    nodes = only_dicts(trace["nodes"], "nodes", location)
+    shared = {"group": group, "rollout": trace.get("id"), "reward": _total(trace, location, context)}
     sampled = [node for node in nodes if node.get("sampled")]
     if not sampled:
-        context.leave_out(place, "no sampled message")
+        context.leave_out(location, "no sampled message")
     elif any(not node.get("token_ids") for node in sampled):
-        yield _messages_alone(trace, nodes, shared, place)
+        yield _messages_alone(trace, nodes, shared, location)
     else:
-        yield from _branches(nodes, shared, place, context)
+        yield from _branches(nodes, shared, location, context)
 
 
-def _branches(nodes: list[Record], shared: Record, place: str, context: Context) -> Iterator[Record]:
+def _branches(nodes: list[Record], shared: Record, location: str, context: Context) -> Iterator[Record]:
     parents = [node.get("parent") for node in nodes]
-    for number, parent in enumerate(parents):
-        if parent is not None and (not isinstance(parent, int) or not 0 <= parent < number):
-            raise DataError(f"{place}: nodes[{number}] has parent {shown(parent)}; parents come first.")
+    for index, parent in enumerate(parents):
+        if parent is not None and (not isinstance(parent, int) or not 0 <= parent < index):
+            raise DataError(f"{location}: nodes[{index}] has parent {shown(parent)}; parents come first.")
     trained: set[int] = set()
     for leaf in sorted(set(range(len(nodes))) - set(parents)):
         path = [leaf]
         while (parent := parents[path[-1]]) is not None:
             path.append(parent)
         path.reverse()
-        new = [number for number in path if nodes[number].get("sampled") and number not in trained]
-        where = f"{place}: nodes[{leaf}]"
+        new = [index for index in path if nodes[index].get("sampled") and index not in trained]
+        where = f"{location}: nodes[{leaf}]"
         if not new:
             context.leave_out(where, "all sampled messages of this branch are trained on an earlier one")
             continue
         trained.update(new)
-        yield from _branch([(nodes[n], n in new, f"{place}: nodes[{n}]") for n in path], shared, where, context)
+        yield from _branch([(nodes[n], n in new, f"{location}: nodes[{n}]") for n in path], shared, where, context)
 
 
-def _branch(path: list[tuple[Record, bool, str]], shared: Record, place: str, context: Context) -> Iterator[Record]:
+def _branch(path: list[tuple[Record, bool, str]], shared: Record, location: str, context: Context) -> Iterator[Record]:
     ids: list[int] = []
     weights: list[float] = []
     streams: dict[str, list[float]] = {}
@@ -111,37 +111,37 @@ def _branch(path: list[tuple[Record, bool, str]], shared: Record, place: str, co
         for ours, stream in streams.items():
             stream += _spread(node.get(COMPACT[ours]), mask, COMPACT[ours], where)
     talk = [node["message"] for node, _, _ in path if "message" in node]
-    yield from token_row(context, place, ids, weights, **streams, **shared, messages=talk or None)
+    yield from token_row(context, location, ids, weights, **streams, **shared, messages=talk or None)
 
 
-def _spread(values: Any, mask: list[float], name: str, place: str) -> list[float]:
+def _spread(values: Any, mask: list[float], name: str, location: str) -> list[float]:
     """Values of the sampled tokens, put at their positions; zero elsewhere."""
     count = sum(1 for each in mask if each)
     if not values:
         return [0.0] * len(mask)
-    compact = iter(numbers(values, name, count, place))
+    compact = iter(numbers(values, name, count, location))
     return [next(compact) if each else 0.0 for each in mask]
 
 
-def _messages_alone(trace: Record, nodes: list[Record], shared: Record, place: str) -> Record:
+def _messages_alone(trace: Record, nodes: list[Record], shared: Record, location: str) -> Record:
     """A trace whose model calls went through a server that gave no tokens: its calls as messages."""
     calls = []
-    for number, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         if not node.get("sampled"):
             continue
         context: list[int] = []
         above = node.get("parent")
         while above is not None:
-            if not isinstance(above, int) or not 0 <= above < (context[-1] if context else number):
-                raise DataError(f"{place}: nodes[{number}] has parent {shown(above)}; parents come first.")
+            if not isinstance(above, int) or not 0 <= above < (context[-1] if context else index):
+                raise DataError(f"{location}: nodes[{index}] has parent {shown(above)}; parents come first.")
             context.append(above)
             above = nodes[above].get("parent")
-        calls.append({"ctx": context[::-1], "out": number})
-    pool = messages([node.get("message") for node in nodes], "message", place)
-    return text_row(place, messages=pool, calls=calls, tools=openai_tools(trace.get("tools"), place), **shared)
+        calls.append({"ctx": context[::-1], "out": index})
+    pool = messages([node.get("message") for node in nodes], "message", location)
+    return text_row(location, messages=pool, calls=calls, tools=openai_tools(trace.get("tools"), location), **shared)
 
 
-def _total(trace: Record, place: str, context: Context) -> float | None:
+def _total(trace: Record, location: str, context: Context) -> float | None:
     """The weighted sum of a trace's rewards (`Trace.reward`), or the one that the user named."""
     rewards = {name: value for name, value in (trace.get("rewards") or {}).items() if value is not None}
     if not rewards:
@@ -149,10 +149,10 @@ def _total(trace: Record, place: str, context: Context) -> float | None:
     scores = {}
     for name, value in rewards.items():
         parts = value if isinstance(value, dict) else {"score": value}
-        score = context.reward(parts.get("score"), f"{place}: rewards.{name}")
-        weight = context.reward(parts.get("weight", 1.0), f"{place}: rewards.{name}.weight")
+        score = context.reward(parts.get("score"), f"{location}: rewards.{name}")
+        weight = context.reward(parts.get("weight", 1.0), f"{location}: rewards.{name}.weight")
         scores[name] = (score or 0.0) * (1.0 if weight is None else weight)
-    return context.reward(scores, place) if context.reward_field else sum(scores.values())
+    return context.reward(scores, location) if context.reward_field else sum(scores.values())
 
 
 def _agent(trace: Record) -> Record:
@@ -178,30 +178,31 @@ def _first_error(value: Record) -> str:
 
 
 def _result(record: Placed, context: Context) -> Iterator[Record]:
-    value, place = record.value, record.place
+    value, location = record.value, record.location
     if value.get("error"):
-        context.leave_out(place, f"the rollout failed ({shown(value['error'])})")
+        context.leave_out(location, f"the rollout failed ({shown(value['error'])})")
         return
     shared = {
         "group": value.get("example_id"),
-        "rollout": place,
-        "reward": context.reward(_named(value, context), place),
+        "rollout": location,
+        "reward": context.reward(_named(value, context), location),
     }
     steps = value.get("trajectory")
     if steps and all(isinstance(step, dict) and step.get("tokens") for step in steps):
-        for number, step in enumerate(steps):
-            yield from _step(step, shared, f"{place}: trajectory[{number}]", context)
+        for index, step in enumerate(steps):
+            yield from _step(step, shared, f"{location}: trajectory[{index}]", context)
         return
     prompt, completion = value.get("prompt"), value.get("completion")
     if isinstance(prompt, str) or isinstance(completion, str):
-        yield text_row(place, prompt=prompt, completion=completion, **shared)
+        yield text_row(location, prompt=prompt, completion=completion, **shared)
         return
     before = [
-        {**each, "weight": 0} if each.get("role") == "assistant" else each for each in messages(prompt, "prompt", place)
+        {**each, "weight": 0} if each.get("role") == "assistant" else each
+        for each in messages(prompt, "prompt", location)
     ]
-    after = messages(completion, "completion", place)
-    tools = openai_tools(value.get("tool_defs"), place)
-    yield text_row(place, messages=[*before, *after], tools=tools, **shared)
+    after = messages(completion, "completion", location)
+    tools = openai_tools(value.get("tool_defs"), location)
+    yield text_row(location, messages=[*before, *after], tools=tools, **shared)
 
 
 def _named(value: Record, context: Context) -> Any:
@@ -211,22 +212,22 @@ def _named(value: Record, context: Context) -> Any:
     return {**(value.get("metrics") or {}), **value}
 
 
-def _step(step: Record, shared: Record, place: str, context: Context) -> Iterator[Record]:
+def _step(step: Record, shared: Record, location: str, context: Context) -> Iterator[Record]:
     tokens = step["tokens"]
-    prompt = integers(tokens.get("prompt_ids"), "prompt_ids", place)
-    completion = integers(tokens.get("completion_ids"), "completion_ids", place)
-    mask = numbers(tokens.get("completion_mask") or [1] * len(completion), "completion_mask", len(completion), place)
+    prompt = integers(tokens.get("prompt_ids"), "prompt_ids", location)
+    completion = integers(tokens.get("completion_ids"), "completion_ids", location)
+    mask = numbers(tokens.get("completion_mask") or [1] * len(completion), "completion_mask", len(completion), location)
     logprobs = tokens.get("completion_logprobs")
     sampler = advantages = None
     if logprobs:
-        values = numbers(logprobs, "completion_logprobs", len(completion), place)
+        values = numbers(logprobs, "completion_logprobs", len(completion), location)
         sampler = [0.0] * len(prompt) + values
     if step.get("advantage") is not None:
-        advantages = context.reward(step["advantage"], f"{place}: advantage")
+        advantages = context.reward(step["advantage"], f"{location}: advantage")
     talk = [*(step.get("prompt") or []), *(step.get("completion") or [])]
     yield from token_row(
         context,
-        place,
+        location,
         [*prompt, *completion],
         [*([0.0] * len(prompt)), *mask],
         sampler_logprobs=sampler,

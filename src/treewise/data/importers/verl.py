@@ -40,10 +40,10 @@ def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
 
 
 def _generation(record: Placed, context: Context) -> Record:
-    value, place = record.value, record.place
+    value, location = record.value, record.location
     for name in ("input", "output"):
         if not isinstance(value.get(name), str):
-            raise DataError(f"{place}: {name} must be text.")
+            raise DataError(f"{location}: {name} must be text.")
     context.warn(
         "verl's generation dump is text without special tokens: chat markers and the end token are gone, so these rows "
         "are not what was sampled; save a batch's tensors where that matters (docs/rl.md)"
@@ -51,66 +51,70 @@ def _generation(record: Placed, context: Context) -> Record:
     reward = value if context.reward_field else value.get("score")
     group = prompt_at_step(value["input"], value.get("step"))
     return text_row(
-        place, prompt=value["input"], completion=value["output"], reward=context.reward(reward, place), group=group
+        location,
+        prompt=value["input"],
+        completion=value["output"],
+        reward=context.reward(reward, location),
+        group=group,
     )
 
 
 def _batch(record: Placed, context: Context) -> Iterator[Record]:
-    value, place = record.value, record.place
+    value, location = record.value, record.location
     is_batch = len(value["responses"]) > 0 and isinstance(value["responses"][0], list)
     if not is_batch:
-        yield from _row(value, place, context)
+        yield from _row(value, location, context)
         return
     count = len(value["responses"])
     for name, column in value.items():
         if isinstance(column, list) and len(column) != count:
-            raise DataError(f"{place}: {len(column)} {name} for {count} responses.")
+            raise DataError(f"{location}: {len(column)} {name} for {count} responses.")
     for number in range(count):
         one = {name: column[number] if isinstance(column, list) else column for name, column in value.items()}
-        yield from _row(one, f"{place}: sample {number}", context)
+        yield from _row(one, f"{location}: sample {number}", context)
 
 
-def _row(value: Record, place: str, context: Context) -> Iterator[Record]:
-    prompt = integers(value["prompts"], "prompts", place)
-    response = integers(value["responses"], "responses", place)
+def _row(value: Record, location: str, context: Context) -> Iterator[Record]:
+    prompt = integers(value["prompts"], "prompts", location)
+    response = integers(value["responses"], "responses", location)
     width = len(prompt) + len(response)
     if value.get("attention_mask") is None:
         seen = [1.0] * width
         if value.get("response_mask") is None:
             raise DataError(
-                f"{place}: neither attention_mask nor response_mask, so padding cannot be told from tokens."
+                f"{location}: neither attention_mask nor response_mask, so padding cannot be told from tokens."
             )
     else:
-        seen = numbers(value["attention_mask"], "attention_mask", width, place)
+        seen = numbers(value["attention_mask"], "attention_mask", width, location)
     mask = seen[len(prompt) :]
     if value.get("response_mask") is not None:
-        given = numbers(value["response_mask"], "response_mask", len(response), place)
+        given = numbers(value["response_mask"], "response_mask", len(response), location)
         mask = [each * own for each, own in zip(given, mask, strict=True)]
     kept = [position for position in range(width) if seen[position]]
     streams = {}
     for ours, names in STREAMS.items():
         for theirs in names:
             if value.get(theirs) is not None:
-                full = [0.0] * len(prompt) + numbers(value[theirs], theirs, len(response), place)
+                full = [0.0] * len(prompt) + numbers(value[theirs], theirs, len(response), location)
                 streams[ours] = [full[position] for position in kept]
     whole = [*([0.0] * len(prompt)), *mask]
     yield from token_row(
         context,
-        place,
+        location,
         [(*prompt, *response)[position] for position in kept],
         [whole[position] for position in kept],
         **streams,
         group=value.get("uid"),
-        reward=_score(value, len(response), place, context),
+        reward=_score(value, len(response), location, context),
     )
 
 
-def _score(value: Record, length: int, place: str, context: Context) -> float | None:
+def _score(value: Record, length: int, location: str, context: Context) -> float | None:
     """The sum of the scores that verl spreads over the response, as verl itself sums them."""
     if context.reward_field is not None and context.reward_field not in SCORES:
-        return context.reward(value, place)
+        return context.reward(value, location)
     names: tuple[Any, ...] = (context.reward_field,) if context.reward_field else SCORES
     for name in names:
         if value.get(name) is not None:
-            return float(sum(numbers(value[name], name, length, place)))
+            return float(sum(numbers(value[name], name, length, location)))
     return None

@@ -20,26 +20,26 @@ OTHER_NAMES = {
 }
 
 
-def label(value: Any, name: str, place: str) -> Any:
+def label(value: Any, name: str, location: str) -> Any:
     """Text or a number that names something (a group, a rollout); None where it is absent."""
     if value is not None and (not isinstance(value, str | int | float) or value != value):
-        raise DataError(f"{place}: {name} must be text or a number, found {type(value).__name__}.")
+        raise DataError(f"{location}: {name} must be text or a number, found {type(value).__name__}.")
     return value
 
 
-def number(value: Any, name: str, place: str) -> float | None:
+def number(value: Any, name: str, location: str) -> float | None:
     """One finite number; None where it is absent."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
-        raise DataError(f"{place}: {name} must be one finite number, found {shown(value)}.")
+        raise DataError(f"{location}: {name} must be one finite number, found {shown(value)}.")
     return float(value)
 
 
-def flat_list(value: Any, name: str, place: str) -> Any:
+def flat_list(value: Any, name: str, location: str) -> Any:
     """A list, or the 1-D array of a column; its items are not looked at."""
     if not isinstance(value, list | np.ndarray) or (isinstance(value, np.ndarray) and value.ndim != 1):
-        raise DataError(f"{place}: {name} must be a flat list of numbers, found {shown(value)}.")
+        raise DataError(f"{location}: {name} must be a flat list of numbers, found {shown(value)}.")
     return value
 
 
@@ -49,17 +49,17 @@ def number_list(value: Any, name: str, location: str) -> np.ndarray:
     return checks.numbers(items, name, len(items), location)
 
 
-def weight(value: Any, place: str) -> float:
+def weight(value: Any, location: str) -> float:
     """The loss weight of a message: 1 where it is absent."""
     if value is None:
         return 1.0
     good = not isinstance(value, bool) and isinstance(value, int | float) and not math.isnan(value)
     if not good or not 0 <= value <= MAX_FLOAT:
-        raise DataError(f"{place}: weight {shown(value)} must be a finite number of at least 0 (0: not trained).")
+        raise DataError(f"{location}: weight {shown(value)} must be a finite number of at least 0 (0: not trained).")
     return float(value)
 
 
-def refuse_other_names(record: Mapping[str, Any], place: str) -> None:
+def refuse_other_names(record: Mapping[str, Any], location: str) -> None:
     """Refuses token ids beside streams under a name that treewise would pass over.
 
     Raises:
@@ -68,5 +68,5 @@ def refuse_other_names(record: Mapping[str, Any], place: str) -> None:
     for name, ours in OTHER_NAMES.items():
         if name in record and ours not in record:
             raise DataError(
-                f"{place}: {name} is no key here; write it as {ours}, or let `treewise import` read the dump."
+                f"{location}: {name} is no key here; write it as {ours}, or let `treewise import` read the dump."
             )

@@ -1,4 +1,4 @@
-"""Files to raw records, with the physical place of each: `rollouts.jsonl:17`, `rollouts.parquet:row 17`.
+"""Files to raw records, with the location of each: `rollouts.jsonl:17`, `rollouts.parquet:row 17`.
 
 Nothing is skipped silently: a file that is damaged, cut short or of another kind than its name says is a `DataError`.
 Lines are only cut here; they are parsed in the worker processes.
@@ -30,7 +30,7 @@ PARQUET_BATCH_ROWS = 64
 class RawRecord:
     """One record before parsing: `payload` is the bytes of a line, or an object that a reader already parsed."""
 
-    place: str
+    location: str
     payload: bytes | dict[str, Any]
     offset: int = 0  # of the payload in the (decompressed) file, in bytes
     is_tail: bool = False  # the last line, without a line end

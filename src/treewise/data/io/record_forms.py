@@ -39,7 +39,7 @@ def parse(raw: RawRecord) -> Record:
     record = {key: item for key, item in value.items() if item is not None}
     for name in NESTED:
         if isinstance(record.get(name), str):
-            record[name] = parse_text(record[name], f"{raw.place}: {name}")
+            record[name] = parse_text(record[name], f"{raw.location}: {name}")
     return record
 
 
@@ -55,17 +55,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> Record:
     return made
 
 
-def parse_text(text: str, place: str) -> Any:
+def parse_text(text: str, location: str) -> Any:
     """JSON inside a string (a Parquet column, the arguments of a tool call)."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON at character {error.pos}: {error.msg}; {shown(text)}.") from None
+        raise DataError(f"{location}: not valid JSON at character {error.pos}: {error.msg}; {shown(text)}.") from None
     except (RecursionError, ValueError) as error:
-        raise DataError(f"{place}: JSON that cannot be read ({type(error).__name__}).") from None
+        raise DataError(f"{location}: JSON that cannot be read ({type(error).__name__}).") from None
 
 
-def detect_form(record: Record, place: str) -> str:
+def detect_form(record: Record, location: str) -> str:
     """Which form a record has: chat, prompt_completion, token_row, grouped_rows, calls, nodes or tree_node.
 
     Raises:
@@ -88,13 +88,13 @@ def detect_form(record: Record, place: str) -> str:
         forms.append("calls")
     missing = [name for name in ("prompt", "completion") if name not in record]
     if forms == ["prompt_completion"] and missing:
-        raise DataError(f"{place}: a prompt/completion record without {missing[0]}{_foreign(record)}.")
+        raise DataError(f"{location}: a prompt/completion record without {missing[0]}{_foreign(record)}.")
     if len(forms) == 1:
         return forms[0]
     keys = ", ".join(shown(key) for key in list(record)[:12]) or "no keys"
     if not forms:
-        raise DataError(f"{place}: a record with {keys} fits no form{_foreign(record)}; {FORMS}.")
-    raise DataError(f"{place}: a record with {keys} fits several forms ({', '.join(forms)}); {FORMS}.")
+        raise DataError(f"{location}: a record with {keys} fits no form{_foreign(record)}; {FORMS}.")
+    raise DataError(f"{location}: a record with {keys} fits several forms ({', '.join(forms)}); {FORMS}.")
 
 
 def _foreign(record: Record) -> str:
@@ -114,20 +114,20 @@ def _parse_line(raw: RawRecord) -> Record:
         if raw.is_tail and error.reason == "unexpected end of data":
             raise PartialTailError(_partial(raw)) from None
         at = raw.offset + error.start
-        raise DataError(f"{raw.place}: not UTF-8 at byte {at} of the file; save the file as UTF-8.") from None
+        raise DataError(f"{raw.location}: not UTF-8 at byte {at} of the file; save the file as UTF-8.") from None
     except json.JSONDecodeError as error:
         if raw.is_tail:
             raise PartialTailError(_partial(raw)) from None
         near = shown(text[max(0, error.pos - 15) : error.pos + 15])
-        raise DataError(f"{raw.place}:{error.colno}: not valid JSON: {error.msg}, near {near}.") from None
+        raise DataError(f"{raw.location}:{error.colno}: not valid JSON: {error.msg}, near {near}.") from None
     except _RepeatedKeyError as error:
-        raise DataError(f"{raw.place}: the key {shown(error.args[0])} is given twice in one object.") from None
+        raise DataError(f"{raw.location}: the key {shown(error.args[0])} is given twice in one object.") from None
     except RecursionError:
-        raise DataError(f"{raw.place}: JSON nested too deeply to read.") from None
+        raise DataError(f"{raw.location}: JSON nested too deeply to read.") from None
     except ValueError as error:
-        raise DataError(f"{raw.place}: JSON that cannot be read ({shown(str(error))}).") from None
+        raise DataError(f"{raw.location}: JSON that cannot be read ({shown(str(error))}).") from None
     if not isinstance(value, dict):
-        raise DataError(f"{raw.place}: a record must be a JSON object, found {type(value).__name__}.")
+        raise DataError(f"{raw.location}: a record must be a JSON object, found {type(value).__name__}.")
     if b"\\ud" in raw.payload or b"\\uD" in raw.payload:
         _check_surrogates(text, value, raw)
     return value
@@ -135,7 +135,7 @@ def _parse_line(raw: RawRecord) -> Record:
 
 def _partial(raw: RawRecord) -> str:
     return (
-        f"{raw.place}: incomplete final line (the writer stopped in the middle); "
+        f"{raw.location}: incomplete final line (the writer stopped in the middle); "
         "remove it, or leave it out: on_bad_record quarantine, or in Python allow_partial_tail=True."
     )
 
@@ -148,7 +148,7 @@ def _check_surrogates(text: str, value: Record, raw: RawRecord) -> None:
         at = text.lower().find(f"\\u{code:04x}")
         column = "" if at < 0 else f" at byte {raw.offset + len(text[:at].encode())} of the file"
         raise DataError(
-            f"{raw.place}: lone surrogate \\u{code:04x}{column} is not text; escape pairs in full or replace it."
+            f"{raw.location}: lone surrogate \\u{code:04x}{column} is not text; escape pairs in full or replace it."
         ) from None
 
 

@@ -45,7 +45,7 @@ class Row:
 class RecordResult:
     """What a worker made of one record: rows of a tree, a node of a tree given line by line, or the error it met."""
 
-    place: str
+    location: str
     rows: list[Row] = field(default_factory=list)
     key: str | None = None  # records with equal keys form one training tree
     name: str = ""

@@ -28,10 +28,10 @@ class Call:
     history: list[Message]
     turn: Message
     weight: float
-    place: str
+    location: str
 
 
-def conversation_calls(talk: Conversation, train_on: str, place: str, first: int = 0) -> list[Call]:
+def conversation_calls(talk: Conversation, train_on: str, location: str, first: int = 0) -> list[Call]:
     """A call for every trained assistant turn from message `first` on.
 
     Raises:
@@ -44,30 +44,30 @@ def conversation_calls(talk: Conversation, train_on: str, place: str, first: int
     if not trained:
         reason = "has no assistant message" if not turns else "trains no assistant message (each has weight 0)"
         raise DataError(
-            f"{place}: the record {reason} among {talk.role_counts()}, so no token is trained; "
+            f"{location}: the record {reason} among {talk.role_counts()}, so no token is trained; "
             "add an assistant message, give one a weight above 0, or drop the record."
         )
     if trained[0] == 0:
         raise DataError(
-            f"{place}: message 0 is a trained assistant message with nothing before it; "
+            f"{location}: message 0 is a trained assistant message with nothing before it; "
             "put a system or user message first, or set its weight to 0."
         )
     return [
-        Call(talk.messages[:i], talk.messages[i], talk.weights[i], f"{place}: turn {i} (assistant)") for i in trained
+        Call(talk.messages[:i], talk.messages[i], talk.weights[i], f"{location}: turn {i} (assistant)") for i in trained
     ]
 
 
-def logged_calls(pool: Conversation, calls: Any, train_on: str, place: str) -> list[Call]:
+def logged_calls(pool: Conversation, calls: Any, train_on: str, location: str) -> list[Call]:
     """A call for every entry of `calls`, whose indices point into the pool.
 
     Raises:
         DataError: an entry of another shape, an index outside the pool, an output that is no assistant message.
     """
     if not isinstance(calls, list) or not calls:
-        raise DataError(f"{place}: calls must be a non-empty list of {{ctx: [indices], out: index}}.")
+        raise DataError(f"{location}: calls must be a non-empty list of {{ctx: [indices], out: index}}.")
     result = []
     for number, call in enumerate(calls):
-        where = f"{place}: calls[{number}]"
+        where = f"{location}: calls[{number}]"
         if not isinstance(call, dict) or "ctx" not in call or "out" not in call:
             raise DataError(f"{where} needs ctx (indices of the context) and out (index of the completion).")
         context = [
@@ -84,35 +84,35 @@ def logged_calls(pool: Conversation, calls: Any, train_on: str, place: str) -> l
         result.append(Call(history, pool.messages[out], pool.weights[out], f"{where} (message {out})"))
     trained = [call for call in (result[-1:] if train_on == "last_assistant" else result) if call.weight > 0]
     if not trained:
-        raise DataError(f"{place}: all {len(result)} calls have weight 0, so no token is trained; drop the record.")
+        raise DataError(f"{location}: all {len(result)} calls have weight 0, so no token is trained; drop the record.")
     return trained
 
 
-def kept_calls(talk: Conversation, train_on: str, place: str, first: int = 0) -> list[Call]:
+def kept_calls(talk: Conversation, train_on: str, location: str, first: int = 0) -> list[Call]:
     """All sampled turns of a conversation, with weight 0 for those that `train_on` leaves out.
 
     Every one is rendered as it was sampled, so its reasoning stays in front of the turns that are trained.
     """
-    trained = {len(call.history) for call in conversation_calls(talk, train_on, place, first)}
+    trained = {len(call.history) for call in conversation_calls(talk, train_on, location, first)}
     sampled = [i for i, m in enumerate(talk.messages) if i and m["role"] == "assistant" and talk.weights[i] > 0]
     return [
         Call(
             talk.messages[:i],
             talk.messages[i],
             talk.weights[i] if i in trained else 0.0,
-            f"{place}: turn {i} (assistant)",
+            f"{location}: turn {i} (assistant)",
         )
         for i in sampled
     ]
 
 
-def render_calls(template: Template, calls: Sequence[Call], tools: Tools, place: str) -> list[Row]:
+def render_calls(template: Template, calls: Sequence[Call], tools: Tools, location: str) -> list[Row]:
     """One row per call: prompt as context, completion as trained tokens, tokenised apart as in inference."""
     rows: list[Row] = []
     before: Pieces = ()
     for low in range(0, len(calls), CALLS_AT_ONCE):
         block = calls[low : low + CALLS_AT_ONCE]
-        prompts, completions = _rendered(template, block, tools, place)
+        prompts, completions = _rendered(template, block, tools, location)
         contexts = template.encoder.encode(prompts)
         sampled = template.encoder.encode_continuations(completions)
         for call, context, ids in zip(block, contexts, sampled, strict=True):
@@ -122,15 +122,15 @@ def render_calls(template: Template, calls: Sequence[Call], tools: Tools, place:
     return rows
 
 
-def render_kept(template: Template, calls: Sequence[Call], tools: Tools, place: str) -> list[Row]:
+def render_kept(template: Template, calls: Sequence[Call], tools: Tools, location: str) -> list[Row]:
     """One row for all calls of a conversation: the reasoning of every turn stays, so the calls are append-only.
 
     The sequence is the first prompt, then what each turn sampled and what the template writes from there to the next.
     """
-    prompts, completions = _rendered(template, calls, tools, place)
+    prompts, completions = _rendered(template, calls, tools, location)
     histories = [call.history for call in calls[1:]]
     turns = [len(call.history) for call in calls[:-1]]
-    tails = template.tails(histories, turns, prompts[1:], completions[:-1], tools, place)
+    tails = template.tails(histories, turns, prompts[1:], completions[:-1], tools, location)
     encoder = template.encoder
     pieces = list(encoder.encode(prompts[:1])[0])
     sampled = encoder.encode_continuations(completions)
@@ -144,7 +144,7 @@ def render_kept(template: Template, calls: Sequence[Call], tools: Tools, place: 
     return [_row(tuple(pieces), (), trained)]
 
 
-def render_pair(template: Template, prompt: str, completion: str, place: str) -> list[Row]:
+def render_pair(template: Template, prompt: str, completion: str, location: str) -> list[Row]:
     """A plain prompt and completion, without a template: begin token as the tokenizer puts it, end token trained."""
     encoder = template.encoder
     end = encoder.tokenizer.eos_token
@@ -154,19 +154,19 @@ def render_pair(template: Template, prompt: str, completion: str, place: str) ->
     ids = encoder.encode_continuations([completion])[0]
     if not sum(map(len, context)):
         raise DataError(
-            f"{place}: prompt is empty and the tokenizer has no begin token; nothing predicts the completion."
+            f"{location}: prompt is empty and the tokenizer has no begin token; nothing predicts the completion."
         )
     if not len(ids):
-        raise DataError(f"{place}: completion is empty, so no token is trained.")
+        raise DataError(f"{location}: completion is empty, so no token is trained.")
     return [_row((*context, ids), (), [(len(context), 1.0)])]
 
 
-def _rendered(template: Template, calls: Sequence[Call], tools: Tools, place: str) -> tuple[list[str], list[str]]:
+def _rendered(template: Template, calls: Sequence[Call], tools: Tools, location: str) -> tuple[list[str], list[str]]:
     """What the model saw and what it sampled, as text, for each call."""
-    prompts = template.render([call.history for call in calls], tools, True, place)
-    wholes = template.render([[*call.history, call.turn] for call in calls], tools, False, place)
+    prompts = template.render([call.history for call in calls], tools, location, generation=True)
+    wholes = template.render([[*call.history, call.turn] for call in calls], tools, location)
     completions = [
-        template.completion(call.history, call.turn, prompt, whole, tools, call.place)
+        template.completion(call.history, call.turn, prompt, whole, tools, call.location)
         for call, prompt, whole in zip(calls, prompts, wholes, strict=True)
     ]
     return prompts, completions
@@ -187,7 +187,7 @@ def _row(pieces: Pieces, before: Pieces, trained: Sequence[tuple[int, float]]) -
     return Row(joined(pieces[same:]), shared=int(bounds[same]), spans=spans, span_weights=weights)
 
 
-def _pool_index(value: Any, size: int, place: str) -> int:
+def _pool_index(value: Any, size: int, location: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < size:
-        raise DataError(f"{place} holds {value!r}; indices must be in 0..{size - 1}.")
+        raise DataError(f"{location} holds {value!r}; indices must be in 0..{size - 1}.")
     return int(value)

@@ -26,59 +26,59 @@ class Conversation:
         return ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles)) or "no messages"
 
 
-def clean_conversation(value: Any, place: str, name: str = "messages") -> Conversation:
+def clean_conversation(value: Any, location: str, name: str = "messages") -> Conversation:
     """Checked messages.
 
     Raises:
         DataError: not a list of objects, an unknown role, content that is not text, a bad weight or tool call.
     """
     if not isinstance(value, list):
-        raise DataError(f"{place}: {name} must be a list of messages, found {type(value).__name__}.")
+        raise DataError(f"{location}: {name} must be a list of messages, found {type(value).__name__}.")
     if not value:
-        raise DataError(f"{place}: {name} is empty.")
-    pairs = [clean_message(message, f"{place}: {name}[{turn}]") for turn, message in enumerate(value)]
+        raise DataError(f"{location}: {name} is empty.")
+    pairs = [clean_message(message, f"{location}: {name}[{turn}]") for turn, message in enumerate(value)]
     return Conversation([message for message, _ in pairs], [weight for _, weight in pairs])
 
 
-def clean_message(value: Any, place: str) -> tuple[Message, float]:
+def clean_message(value: Any, location: str) -> tuple[Message, float]:
     """One message without its weight, and the weight: what was given, else 1 for an assistant and 0 for others."""
     if not isinstance(value, dict):
-        raise DataError(f"{place} must be an object with role and content, found {type(value).__name__}.")
+        raise DataError(f"{location} must be an object with role and content, found {type(value).__name__}.")
     if "trainable" in value:
         raise DataError(
-            f"{place} has trainable; write weight (0: not trained), or let `treewise import` read the dump."
+            f"{location} has trainable; write weight (0: not trained), or let `treewise import` read the dump."
         )
     role = value.get("role")
     if role not in ROLES:
-        raise DataError(f"{place} has role {shown(role)}; supported are {', '.join(ROLES)}.")
+        raise DataError(f"{location} has role {shown(role)}; supported are {', '.join(ROLES)}.")
     message = {key: item for key, item in value.items() if key != "weight" and item is not None}
     if "content" not in message and role != "assistant":
-        raise DataError(f"{place} ({role}) has no content.")
-    message["content"] = _text(message.get("content", ""), place)
+        raise DataError(f"{location} ({role}) has no content.")
+    message["content"] = _text(message.get("content", ""), location)
     if role != "assistant":
         return message, 0.0
     for other in REASONING_NAMES[1:]:
         if isinstance(message.get(other), str):
             message.setdefault("reasoning_content", message.pop(other))
     if not isinstance(message.get("reasoning_content", ""), str):
-        raise DataError(f"{place}: reasoning_content must be text.")
+        raise DataError(f"{location}: reasoning_content must be text.")
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
     else:
-        message["tool_calls"] = [_tool_call(call, f"{place}.tool_calls") for call in _list(message, place)]
-    return message, weight(value.get("weight"), place)
+        message["tool_calls"] = [_tool_call(call, f"{location}.tool_calls") for call in _list(message, location)]
+    return message, weight(value.get("weight"), location)
 
 
-def clean_tools(value: Any, place: str) -> list[dict[str, Any]] | None:
+def clean_tools(value: Any, location: str) -> list[dict[str, Any]] | None:
     """Function schemas; None where there are none."""
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(f"{place}: tools must be a list of function schemas (objects), found {shown(value)}.")
+        raise DataError(f"{location}: tools must be a list of function schemas (objects), found {shown(value)}.")
     return value or None
 
 
-def with_arguments(message: Message, as_text: bool, place: str) -> Message:
+def with_arguments(message: Message, as_text: bool, location: str) -> Message:
     """The message with all tool-call arguments as JSON text, or as objects: what the template at hand can write."""
     calls = message.get("tool_calls")
     if not calls:
@@ -88,42 +88,44 @@ def with_arguments(message: Message, as_text: bool, place: str) -> Message:
         function = call["function"]
         arguments = function["arguments"]
         if not as_text and isinstance(arguments, str):
-            arguments = parse_text(arguments, f"{place}: arguments of {shown(function['name'])}") if arguments else {}
+            arguments = (
+                parse_text(arguments, f"{location}: arguments of {shown(function['name'])}") if arguments else {}
+            )
         changed.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": changed}
 
 
-def _text(content: Any, place: str) -> str:
+def _text(content: Any, location: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise DataError(f"{place}: content must be text, found {type(content).__name__}.")
+        raise DataError(f"{location}: content must be text, found {type(content).__name__}.")
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise DataError(f"{place}: content of type {shown(kind)} is not supported; only text parts are.")
+            raise DataError(f"{location}: content of type {shown(kind)} is not supported; only text parts are.")
         parts.append(part["text"])
     return "".join(parts)
 
 
-def _list(message: Message, place: str) -> list[Any]:
+def _list(message: Message, location: str) -> list[Any]:
     calls = message["tool_calls"]
     if isinstance(calls, str):
-        calls = parse_text(calls, f"{place}.tool_calls")
+        calls = parse_text(calls, f"{location}.tool_calls")
     if not isinstance(calls, list):
-        raise DataError(f"{place}: tool_calls must be a list, found {type(calls).__name__}.")
+        raise DataError(f"{location}: tool_calls must be a list, found {type(calls).__name__}.")
     return calls
 
 
-def _tool_call(call: Any, place: str) -> dict[str, Any]:
+def _tool_call(call: Any, location: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{place} needs {{function: {{name, arguments}}}}, found {shown(call)}.")
+        raise DataError(f"{location} needs {{function: {{name, arguments}}}}, found {shown(call)}.")
     arguments = function.get("arguments")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, str | dict):
-        raise DataError(f"{place}: arguments must be an object or JSON text, found {type(arguments).__name__}.")
+        raise DataError(f"{location}: arguments must be an object or JSON text, found {type(arguments).__name__}.")
     rest = {key: item for key, item in call.items() if key != "function" and "function" in call}
     return {"type": "function", **rest, "function": {**function, "arguments": arguments}}

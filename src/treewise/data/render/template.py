@@ -35,24 +35,30 @@ class Template:
         self._arguments_as_text = self._writes_text_arguments()
         self._tools_seen = False
 
-    def prepare(self, talk: Conversation, place: str) -> Conversation:
+    def prepare(self, talk: Conversation, location: str) -> Conversation:
         """Messages with tool-call arguments in the form that this template writes correctly."""
         as_text = self._arguments_as_text
         return Conversation(
-            [with_arguments(m, as_text, f"{place}: messages[{i}]") for i, m in enumerate(talk.messages)], talk.weights
+            [with_arguments(m, as_text, f"{location}: messages[{i}]") for i, m in enumerate(talk.messages)],
+            talk.weights,
         )
 
     def render(
-        self, conversations: Sequence[list[Message]], tools: list[dict[str, Any]] | None, generation: bool, place: str
+        self,
+        conversations: Sequence[list[Message]],
+        tools: list[dict[str, Any]] | None,
+        location: str,
+        *,
+        generation: bool = False,
     ) -> list[str]:
-        """Rendered text of each conversation.
+        """Rendered text of each conversation; `generation`: with the header that opens the model's turn.
 
         Raises:
-            DataError: the template refuses a conversation; its reason is passed on.
+            DataError: the template raises an error for a conversation, which the message holds.
         """
         if tools and not self._tools_seen:
             self._tools_seen = True
-            self._note_unwritten_tools(conversations[0], tools, place)
+            self._note_unwritten_tools(conversations[0], tools, location)
         try:
             return self.tokenizer.apply_chat_template(
                 list(conversations),
@@ -64,15 +70,15 @@ class Template:
             )
         except ValueError as error:
             if self.text is None and not getattr(self.tokenizer, "chat_template", None):
-                raise DataError(f"{place}: {NO_TEMPLATE}") from None
-            raise DataError(f"{place}: the chat template cannot be applied ({shown(str(error), 200)}).") from error
+                raise DataError(f"{location}: {NO_TEMPLATE}") from None
+            raise DataError(f"{location}: the chat template cannot be applied ({shown(str(error), 200)}).") from error
         except Exception as error:  # a template is a program of its own: any error of it is an error of the record
             raise DataError(
-                f"{place}: the chat template refuses this conversation ({shown(str(error), 200)})."
+                f"{location}: the chat template refuses this conversation ({shown(str(error), 200)})."
             ) from error
 
     def completion(
-        self, history: list[Message], turn: Message, prompt: str, whole: str, tools: list[dict] | None, place: str
+        self, history: list[Message], turn: Message, prompt: str, whole: str, tools: list[dict] | None, location: str
     ) -> str:
         """What the model sampled in `turn`, through the end-of-turn token.
 
@@ -83,22 +89,22 @@ class Template:
         if whole.startswith(prompt):
             text = whole[len(prompt) :]
         else:
-            text = self._sampled_text(history, turn, prompt, whole, tools, place)
-        self._check_written(turn, text, place)
+            text = self._sampled_text(history, turn, prompt, whole, tools, location)
+        self._check_written(turn, text, location)
         end = self.encoder.end_of_turn(text)
         if end is not None:
             return text[: end[1]]
         if not self.tokenizer.eos_token:
-            raise DataError(f"{place}: the template writes no end-of-turn token and the tokenizer has no eos_token.")
+            raise DataError(f"{location}: the template writes no end-of-turn token and the tokenizer has no eos_token.")
         self.notes["the chat template writes no end-of-turn token; eos_token was added to every trained turn"] = None
         return text.rstrip() + self.tokenizer.eos_token
 
-    def generation_prompt(self, history: list[Message], prompt: str, tools: list[dict] | None, place: str) -> str:
+    def generation_prompt(self, history: list[Message], prompt: str, tools: list[dict] | None, location: str) -> str:
         """The header that opens the model's turn, the last part of `prompt`."""
-        base = self.render([history], tools, False, place)[0]
+        base = self.render([history], tools, location)[0]
         if not prompt.startswith(base):
             raise DataError(
-                f"{place}: the template's generation prompt changes the history; {difference(prompt, base)}"
+                f"{location}: the template's generation prompt changes the history; {difference(prompt, base)}"
             )
         return prompt[len(base) :]
 
@@ -109,38 +115,38 @@ class Template:
         prompts: Sequence[str],
         completions: Sequence[str],
         tools: list[dict] | None,
-        place: str,
+        location: str,
     ) -> list[str]:
         """What the template writes in each prompt after the end-of-turn token of message `turn` of its history.
 
         Raises:
             DataError: the template has no append-only form, so `thinking="keep"` cannot be honoured.
         """
-        marked = [_with_mark(history, turn, True) for history, turn in zip(histories, turns, strict=True)]
-        others = self.render(marked, tools, True, place) if marked else []
+        marked = [_with_mark(history, turn, with_calls=True) for history, turn in zip(histories, turns, strict=True)]
+        others = self.render(marked, tools, location, generation=True) if marked else []
         found = []
         for history, turn, prompt, completion, other in zip(
             histories, turns, prompts, completions, others, strict=True
         ):
             if MARK not in other:  # a template that writes either content or tool calls
-                other = self.render([_with_mark(history, turn, False)], tools, True, place)[0]
+                other = self.render([_with_mark(history, turn, with_calls=False)], tools, location, generation=True)[0]
             closing = self.encoder.end_of_turn(completion)
             assert closing is not None
             _, closed, tail = other.rpartition(MARK)[2].partition(completion[slice(*closing)])
             if not closed or not prompt.endswith(tail):
                 raise DataError(
-                    f"{place}: the chat template has no append-only form after turn {turn}, so thinking='keep' is not "
-                    "possible; use thinking='as_inference'."
+                    f"{location}: the chat template has no append-only form after turn {turn}, so thinking='keep' is "
+                    "not possible; use thinking='as_inference'."
                 )
             found.append(tail)
         return found
 
     def _sampled_text(
-        self, history: list[Message], turn: Message, prompt: str, whole: str, tools: list[dict] | None, place: str
+        self, history: list[Message], turn: Message, prompt: str, whole: str, tools: list[dict] | None, location: str
     ) -> str:
         mark: Message = {"role": "assistant", "content": MARK}
-        marked = self.render([[*history, mark]], tools, False, place)[0]
-        header = self.generation_prompt(history, prompt, tools, place)
+        marked = self.render([[*history, mark]], tools, location)[0]
+        header = self.generation_prompt(history, prompt, tools, location)
         same = common_prefix(whole, marked)
         start = whole.rfind(header, 0, same) if header else -1
         if start >= 0:
@@ -152,27 +158,27 @@ class Template:
             if start >= 0 and reasoning:
                 return f"{reasoning}\n{THINK_END}\n\n" + whole[start + len(opened) :].lstrip("\n")
             raise DataError(
-                f"{place}: the generation prompt opens {THINK} but the turn has no reasoning_content, so what the "
+                f"{location}: the generation prompt opens {THINK} but the turn has no reasoning_content, so what the "
                 "model sampled is unknown; add it, or turn thinking off in chat_template_kwargs."
             )
         raise DataError(
-            f"{place}: the template does not write this turn after its own prompt; {difference(prompt, whole)} "
+            f"{location}: the template does not write this turn after its own prompt; {difference(prompt, whole)} "
             "If the turn was sampled with other template settings, give them in chat_template_kwargs."
         )
 
-    def _check_written(self, turn: Message, text: str, place: str) -> None:
+    def _check_written(self, turn: Message, text: str, location: str) -> None:
         for call in turn.get("tool_calls", ()):
             if call["function"]["name"] not in text:
                 raise DataError(
-                    f"{place}: the chat template does not write tool calls, so {shown(call['function']['name'])} would "
-                    "not be trained; give one as chat_template that does, for instance 'chatml'."
+                    f"{location}: the chat template does not write tool calls, so {shown(call['function']['name'])} "
+                    "would not be trained; give one as chat_template that does, for instance 'chatml'."
                 )
         reasoning = turn.get("reasoning_content", "").strip()
         if reasoning and reasoning[:80] not in text:
             self.notes["the chat template never writes reasoning_content; reasoning is not trained"] = None
 
-    def _note_unwritten_tools(self, messages: list[Message], tools: list[dict[str, Any]], place: str) -> None:
-        if self.render([messages], tools, False, place) == self.render([messages], None, False, place):
+    def _note_unwritten_tools(self, messages: list[Message], tools: list[dict[str, Any]], location: str) -> None:
+        if self.render([messages], tools, location) == self.render([messages], None, location):
             self.notes["the chat template never writes tools; the model does not see them"] = None
 
     def _writes_text_arguments(self) -> bool:
@@ -183,7 +189,7 @@ class Template:
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         try:
-            return '{"probe": 1}' in self.render([talk], None, False, "probe")[0]
+            return '{"probe": 1}' in self.render([talk], None, "probe")[0]
         except DataError:
             return False
 
@@ -223,7 +229,7 @@ def difference(a: str, b: str) -> str:
     )
 
 
-def _with_mark(history: list[Message], turn: int, with_calls: bool) -> list[Message]:
+def _with_mark(history: list[Message], turn: int, *, with_calls: bool) -> list[Message]:
     marked: Message = {**history[turn], "content": MARK}
     marked.pop("reasoning_content", None)
     if not with_calls:

@@ -19,14 +19,14 @@ def tool_files(data_file: Path) -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def find_tools(record: Record, data_file: Path, place: str) -> list[dict[str, Any]] | None:
+def find_tools(record: Record, data_file: Path, location: str) -> list[dict[str, Any]] | None:
     """Function schemas of a record, or None.
 
     Raises:
         DataError: a `tools_ref` without a file that holds it; tools that are not a list of objects.
     """
     if record.get("tools") is not None or record.get("tools_ref") is None:
-        return clean_tools(record.get("tools"), place)
+        return clean_tools(record.get("tools"), location)
     name = record["tools_ref"]
     files = tool_files(data_file)
     for path in files:
@@ -34,7 +34,7 @@ def find_tools(record: Record, data_file: Path, place: str) -> list[dict[str, An
         if isinstance(name, str) and name in known:
             return clean_tools(known[name], f"{path}: {shown(name)}")
     looked = ", ".join(str(path) for path in files) or f"no tools.json or {stem(data_file)}_tools.json beside the file"
-    raise DataError(f"{place}: tools_ref {shown(name)} was not found ({looked}).")
+    raise DataError(f"{location}: tools_ref {shown(name)} was not found ({looked}).")
 
 
 @lru_cache(maxsize=64)

@@ -78,7 +78,7 @@ def _with_rollout_weights(
     if all(item.rollout is None for item in items):
         return items
     rollout_N = number_rollouts(everything)
-    weight_N = [_weight(item) for item in everything]
+    weight_N = [item.weight for item in everything]
     whole_R = np.bincount(rollout_N, weights=weight_N)
     is_chosen = np.isin(np.arange(len(everything)), chosen)
     is_cut_R = np.bincount(rollout_N, weights=~is_chosen) > 0
@@ -96,7 +96,7 @@ def _scaled(
     """
     whole_F, part_F = forest.flat_weights(weighting), part.flat_weights(weighting)
     rollout_N = number_rollouts(items)
-    before_R = np.bincount(rollout_N, weights=[_weight(item) for item in items])
+    before_R = np.bincount(rollout_N, weights=[item.weight for item in items])
     scaled: list[Trajectory] = []
     for position, (item, index) in enumerate(zip(items, chosen.tolist(), strict=True)):
         whole = whole_F[forest.path_offsets[index] : forest.path_offsets[index + 1]]
@@ -105,14 +105,10 @@ def _scaled(
         is_same = bool((ratio == 1).all())
         scaled.append(item if is_same else replace(item, loss_weights=item.loss_weights * ratio))
     # The fraction of a rollout's weight in this part must not change with the scale.
-    ratio_R = np.bincount(rollout_N, weights=[_weight(item) for item in scaled]) / before_R
+    ratio_R = np.bincount(rollout_N, weights=[item.weight for item in scaled]) / before_R
     return [
         replace(item, rollout_weight=item.rollout_weight * float(ratio))
         if item.rollout_weight is not None and ratio != 1
         else item
         for item, ratio in zip(scaled, ratio_R[rollout_N], strict=True)
     ]
-
-
-def _weight(item: Trajectory) -> float:
-    return float(np.asarray(item.loss_weights, dtype=np.float64).sum())

@@ -1,0 +1,34 @@
+from treewise import advantages as advantages
+from treewise.engine import TreeEngine as TreeEngine
+from treewise.errors import CheckpointError as CheckpointError
+from treewise.errors import ConfigError as ConfigError
+from treewise.errors import DataError as DataError
+from treewise.errors import LostRankError as LostRankError
+from treewise.errors import NonFiniteError as NonFiniteError
+from treewise.errors import OutOfMemoryError as OutOfMemoryError
+from treewise.errors import PlanError as PlanError
+from treewise.errors import StoppedError as StoppedError
+from treewise.errors import TreewiseError as TreewiseError
+from treewise.errors import UnsupportedModelError as UnsupportedModelError
+from treewise.errors import VerificationError as VerificationError
+from treewise.integrations.trl import share_prefixes as share_prefixes
+from treewise.objectives import CISPO as CISPO
+from treewise.objectives import DAPO as DAPO
+from treewise.objectives import GRPO as GRPO
+from treewise.objectives import GSPO as GSPO
+from treewise.objectives import PPO as PPO
+from treewise.objectives import REINFORCE as REINFORCE
+from treewise.objectives import SFT as SFT
+from treewise.objectives import Distillation as Distillation
+from treewise.objectives import DrGRPO as DrGRPO
+from treewise.objectives import PolicyGradient as PolicyGradient
+from treewise.objectives import logprob_gap as logprob_gap
+from treewise.planning.planner import Plan as Plan
+from treewise.planning.planner import plan as plan
+from treewise.trainer import TreeTrainer as TreeTrainer
+from treewise.trainer import TreeTrainingArguments as TreeTrainingArguments
+from treewise.tree.forest import Forest as Forest
+from treewise.tree.trajectory import Trajectory as Trajectory
+from treewise.verification import verify as verify
+
+__version__: str
