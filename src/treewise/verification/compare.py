@@ -1,14 +1,14 @@
-"""Flat against tree: the proof that a model, on the user's own rows, gets the loss and gradients of flat training.
+"""Flat against tree: measures that a model, on the user's own rows, gets the loss and gradients of flat training.
 
-The flat side is plain code that knows nothing of trees: the model's own forward on one trajectory at a time, a
-logsumexp, a weighted sum (or the objective's own formulas), `backward`; see `objectives.flat`. The tree side is
-`TreeEngine`, as training uses it.
+The flat side is plain code without trees: the model's own forward on one trajectory at a time, a logsumexp, a weighted
+sum (or the objective's own formulas), `backward`; see `verification.flat`. The tree side is `TreeEngine`, as training
+uses it.
 
-Tolerances. float32: 1e-5 for the whole gradient; rounding alone makes 3e-7 on tiny models and 3e-6 on SmolLM2-135M,
+Tolerances. float32: 1e-5 for the whole gradient; rounding alone gives 3e-7 on tiny models and 3e-6 on SmolLM2-135M,
 whose flat gradient is as far from float64. float64: 1e-6, because transformers computes norms in float32 in most
 models whatever the dtype, so gradients are rounded there (5e-8 on a small Llama whose log-probs agree to 1e-15).
-bfloat16 and float16: rounding is larger than any fixed tolerance that still finds faults, so both sides are held
-against flat training of a float32 copy, and the tree may deviate 1.5 times as much as flat training itself does.
+bfloat16 and float16: rounding is larger than any fixed tolerance that still detects faults, so both sides are compared
+with flat training of a float32 copy, and the tree may deviate 1.5 times as much as flat training itself does.
 
 Letters: L tokens of one trajectory.
 """
@@ -28,6 +28,7 @@ from treewise.nn.device import free_bytes, synchronized_clock
 from treewise.nn.flops import flop_model
 from treewise.nn.gradients import gradients_restored, take_gradients, zero_gradients
 from treewise.objectives import SFT, Objective
+from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 from treewise.verification.flat import FlatLoss, Loss
@@ -37,9 +38,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 # What a low-precision tree may deviate from float32, in units of what low-precision flat training deviates.
 MAX_TIMES_FLAT = 1.5
-# A parameter's error is relative to its own gradient, but at least to this share of the whole gradient: some gradients
-# are zero but for rounding (biases of keys, which a softmax cancels).
-SMALLEST_SHARE = 1e-3
+# A parameter's error is relative to its own gradient, but at least to this part of the whole gradient's norm: some
+# gradients are zero but for rounding (biases of keys, which a softmax cancels).
+SMALLEST_NORM_RATIO = 1e-3
 # Log-probs and single parameters average less rounding away than the whole gradient does.
 LOGPROB_FACTOR = 10
 PARAMETER_FACTOR = 100
@@ -63,14 +64,14 @@ def verify(
     Parameters:
         max_tokens: budget of a micro-batch; None for whole trees.
         attention: an implementation, or `auto`.
-        objective: `SFT()` where not given; any other one, or a function from the list of log-probs to a scalar, as in
+        objective: `SFT()` if None; any other one, or a function from the list of log-probs to a scalar, as in
             `TreeEngine.step`. Losses that are no sum over tokens take two flat passes.
-        tolerance: relative error allowed in the whole gradient, in place of the one of the model's dtype. Low-precision
+        tolerance: relative error allowed in the whole gradient, in place of that for the model's dtype. Low-precision
             models are then compared with flat training in their own dtype.
 
     Raises:
         ConfigError: an objective that flat rows cannot express, or a tolerance that is not positive.
-        DataError: a stream that the objective misses.
+        DataError: a stream that the objective needs is missing.
         UnsupportedModelError: a model that cannot follow a tree.
     """
     items = list(trajectories)
@@ -83,43 +84,13 @@ def verify(
     loss = FlatLoss(items, objective)
     engine = TreeEngine(model, max_tokens, attention, router_aux_loss=False)  # the flat side has the tokens' loss alone
     dtype = _lowest_dtype(model)
-    with _as_found(model):
+    with _state_restored(model):
         flat = _run_flat(model, loss)
         wide = _run_wide_copy(model, loss) if dtype in LOW_PRECISION and tolerance is None else None
         tree = _run_tree(engine, model, forest, objective)
-    reference = flat if wide is None else wide
-    errors = _compare(reference, tree)
     flat_errors = None if wide is None else _compare(wide, flat)
-    flops = flop_model(model)
-    return VerificationReport(
-        model=type(model).__name__,
-        dtype=str(dtype).removeprefix("torch."),
-        attention=attention,
-        max_tokens=max_tokens,
-        num_micro_batches=engine.plan(forest).num_micro_batches,
-        num_trajectories=forest.num_trajectories,
-        num_trees=forest.num_trees,
-        num_flat_tokens=forest.num_flat_tokens,
-        num_tree_tokens=forest.num_tokens,
-        num_computed_tokens=tree.num_computed_tokens,
-        num_trained_tokens=sum(item.num_trained_tokens for item in items),
-        reference="flat training" if wide is None else "flat training of a float32 copy",
-        loss_flat=reference.loss,
-        loss_tree=tree.loss,
-        loss_error=errors.loss,
-        max_logprob_error=errors.max_logprob,
-        rms_logprob_error=errors.rms_logprob,
-        gradient_norm=errors.gradient_norm,
-        gradient_error=errors.gradient,
-        flat_loss_error=None if flat_errors is None else flat_errors.loss,
-        flat_rms_logprob_error=None if flat_errors is None else flat_errors.rms_logprob,
-        flat_gradient_error=None if flat_errors is None else flat_errors.gradient,
-        limits=_limits(dtype, tolerance, flat_errors, reference.size),
-        parameters=errors.parameters,
-        seconds_flat=flat.seconds,
-        seconds_tree=tree.seconds,
-        flop_bound=flops.native_flat(forest) / flops.planned(engine.plan(forest)),
-    )
+    limits = _limits(dtype, tolerance, flat_errors, (wide or flat).size)
+    return _report(engine, engine.plan(forest), dtype, _Sides(flat, wide, tree), flat_errors, limits)
 
 
 # -- the two sides ----------------------------------------------------------------------------------------------------
@@ -138,15 +109,24 @@ class _Run:
     num_computed_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """Flat training, flat training of a float32 copy where that is the reference, tree training."""
+
+    flat: _Run
+    wide: _Run | None
+    tree: _Run
+
+
 def _run_flat(model: nn.Module, loss: FlatLoss) -> _Run:
     """Every trajectory alone, by the model's own forward."""
     device = _device(model)
     loss.warm_up(model, device)
     zero_gradients(model)
     started = synchronized_clock(device)
-    found = loss.run(model, device)
+    flat = loss.run(model, device)
     seconds = synchronized_clock(device) - started
-    return _Run(found.loss, found.size, found.logprobs, take_gradients(model), seconds)
+    return _Run(flat.loss, flat.size, flat.logprobs, take_gradients(model), seconds)
 
 
 def _run_wide_copy(model: nn.Module, loss: FlatLoss) -> _Run:
@@ -200,7 +180,8 @@ def _compare(reference: _Run, other: _Run) -> _Errors:
         gaps[name] = (other.gradients[name].to(wide) - wide).norm().item()
     norm = math.hypot(*norms.values())
     rows = [
-        ParameterError(name, norms[name], _ratio(gaps[name], max(norms[name], SMALLEST_SHARE * norm))) for name in norms
+        ParameterError(name, norms[name], _ratio(gaps[name], max(norms[name], SMALLEST_NORM_RATIO * norm)))
+        for name in norms
     ]
     rows.sort(key=lambda row: math.inf if math.isnan(row.error) else row.error, reverse=True)
     return _Errors(
@@ -213,13 +194,55 @@ def _compare(reference: _Run, other: _Run) -> _Errors:
     )
 
 
+def _report(
+    engine: TreeEngine,
+    plan: Plan,
+    dtype: torch.dtype,
+    sides: _Sides,
+    flat_errors: _Errors | None,
+    limits: dict[str, float],
+) -> VerificationReport:
+    flat, wide, tree, forest = sides.flat, sides.wide, sides.tree, plan.forest
+    reference = flat if wide is None else wide
+    errors, flops = _compare(reference, tree), flop_model(engine.model)
+    return VerificationReport(
+        model=type(engine.model).__name__,
+        dtype=str(dtype).removeprefix("torch."),
+        attention=engine.attention,
+        max_tokens=plan.max_tokens,
+        num_micro_batches=plan.num_micro_batches,
+        num_trajectories=forest.num_trajectories,
+        num_trees=forest.num_trees,
+        num_flat_tokens=forest.num_flat_tokens,
+        num_tree_tokens=forest.num_tokens,
+        num_computed_tokens=tree.num_computed_tokens,
+        num_trained_tokens=sum(item.num_trained_tokens for item in forest.trajectories or ()),
+        reference="flat training" if wide is None else "flat training of a float32 copy",
+        loss_flat=reference.loss,
+        loss_tree=tree.loss,
+        loss_error=errors.loss,
+        max_logprob_error=errors.max_logprob,
+        rms_logprob_error=errors.rms_logprob,
+        gradient_norm=errors.gradient_norm,
+        gradient_error=errors.gradient,
+        flat_loss_error=None if flat_errors is None else flat_errors.loss,
+        flat_rms_logprob_error=None if flat_errors is None else flat_errors.rms_logprob,
+        flat_gradient_error=None if flat_errors is None else flat_errors.gradient,
+        limits=limits,
+        parameters=errors.parameters,
+        seconds_flat=flat.seconds,
+        seconds_tree=tree.seconds,
+        flop_bound=flops.native_flat(forest) / flops.planned(plan),
+    )
+
+
 def _limits(dtype: torch.dtype, tolerance: float | None, flat: _Errors | None, size: float) -> dict[str, float]:
-    """What each error may be."""
+    """The largest allowed errors, by name. size: the sum of the sizes of the loss's terms."""
     if flat is not None:
-        # A loss is a mean, so by chance flat training may meet it exactly; its log-probs say what to expect.
+        # A loss is a mean, so flat training may equal it by chance; its log-probs bound the error to expect.
         loss_error = max(flat.loss, _ratio(flat.rms_logprob, size))
-        own = {"loss": loss_error, "rms_logprob": flat.rms_logprob, "gradient": flat.gradient}
-        return {name: MAX_TIMES_FLAT * error for name, error in own.items()}
+        flat_errors = {"loss": loss_error, "rms_logprob": flat.rms_logprob, "gradient": flat.gradient}
+        return {name: MAX_TIMES_FLAT * error for name, error in flat_errors.items()}
     allowed = tolerance if tolerance is not None else TOLERANCE[dtype]
     return {
         "loss": allowed,
@@ -235,11 +258,11 @@ def _ratio(error: float, norm: float) -> float:
     return error / norm
 
 
-# -- the model as it was found ----------------------------------------------------------------------------------------
+# -- the state of the model -------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _as_found(model: nn.Module) -> Iterator[None]:
+def _state_restored(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; modes, gradients and random generators as they were afterwards."""
     modes = {module: module.training for module in model.modules()}
     devices = [_device(model)] if _device(model).type == "cuda" else []

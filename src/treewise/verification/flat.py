@@ -1,8 +1,8 @@
 """The flat side of a verification: every trajectory alone, by the model's own forward.
 
-Plain code that knows nothing of trees. SFT is written out from its definition. Any other objective is asked for its
-terms on trajectories between which nothing is merged, so its own formulas run on flat rows; a function gets the flat
-log-probs. What a shared token counts for (`weighting`) is told by the hash of the path to it.
+Plain code without trees. SFT is written out from its definition. Any other objective computes its terms on
+trajectories between which nothing is merged, so its own formulas run on flat rows; a function gets the flat log-probs.
+Shared tokens are recognised by the hash of the path to them, so that `weighting` applies.
 
 Letters: V vocabulary, L tokens of one trajectory, P terms of one trajectory, N trajectories.
 """
@@ -29,8 +29,8 @@ Values = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class FlatTerms:
-    """What one trajectory contributes: the row that predicts each term ([P]), the token that is scored there ([P]), and
-    what the loss multiplies and compares it with ([P] each)."""
+    """The terms of one trajectory: the row that predicts each ([P] int64), the token that is scored there ([P] int64),
+    and the objective's streams ([P] each)."""
 
     row: np.ndarray
     token: np.ndarray
@@ -72,48 +72,48 @@ class FlatLoss:
         once more with the loss's gradients on its values.
         """
         if self.is_separable:
-            runs = [self._train_alone(model, device, number) for number in self._numbers]
+            alone = [self._train_alone(model, device, index) for index in self._indices]
             return FlatRun(
-                sum(each.loss for each in runs),
-                sum(each.size for each in runs),
-                [logprobs for each in runs for logprobs in each.logprobs],
+                sum(each.loss for each in alone),
+                sum(each.size for each in alone),
+                [logprobs for each in alone for logprobs in each.logprobs],
             )
         with torch.no_grad():
-            values = [self._values(model, device, number)[0] for number in self._numbers]
+            values = [self._values(model, device, index)[0] for index in self._indices]
         loss, size, slopes = self._slopes(values)
         logprobs_N = []
-        for number in self._numbers:
-            again, logprobs = self._values(model, device, number)
-            torch.stack([(again[name] * slope).sum() for name, slope in slopes[number].items()]).sum().backward()
+        for index in self._indices:
+            again, logprobs = self._values(model, device, index)
+            torch.stack([(again[name] * slope).sum() for name, slope in slopes[index].items()]).sum().backward()
             logprobs_N.append(logprobs)
         return FlatRun(loss, size, logprobs_N)
 
     def warm_up(self, model: nn.Module, device: torch.device) -> None:
         """Forward and backward of the longest trajectory, to touch the memory that the timed run uses."""
-        longest = max(self._numbers, key=lambda number: len(self.items[number]))
+        longest = max(self._indices, key=lambda index: len(self.items[index]))
         self._values(model, device, longest)[0]["log_probs"].sum().backward()
 
     @property
-    def _numbers(self) -> range:
+    def _indices(self) -> range:
         return range(len(self.items))
 
-    def _train_alone(self, model: nn.Module, device: torch.device, number: int) -> FlatRun:
-        values, logprobs = self._values(model, device, number)
-        losses = self._losses(values, [self.terms[number]])
+    def _train_alone(self, model: nn.Module, device: torch.device, index: int) -> FlatRun:
+        values, logprobs = self._values(model, device, index)
+        losses = self._losses(values, [self.terms[index]])
         losses.sum().backward()
         return FlatRun(losses.sum().item(), losses.abs().sum().item(), [logprobs])
 
-    def _values(self, model: nn.Module, device: torch.device, number: int) -> tuple[Values, torch.Tensor]:
+    def _values(self, model: nn.Module, device: torch.device, index: int) -> tuple[Values, torch.Tensor]:
         """[P] values of a trajectory's terms by name, and the [L - 1] log-probs of its own tokens without a graph."""
-        ids = torch.tensor(self.items[number].token_ids, dtype=torch.long, device=device)
+        ids = torch.tensor(self.items[index].token_ids, dtype=torch.long, device=device)
         logits_LV = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
         logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
         # Not log_softmax: on CPU in float32 it is biased for large vocabularies (torch 2.13: 5e-6 at 150,000 tokens,
         # where logsumexp is at 4e-8), which alone put SmolLM2's flat gradient 5e-5 away from float64, 3e-6 without it.
         lse_L = torch.logsumexp(logits_LV, dim=-1)
         logprobs = (logits_LV.detach().gather(1, ids[1:, None])[:, 0] - lse_L.detach()).double().cpu()
-        row = torch.tensor(self.terms[number].row, device=device)
-        token = torch.tensor(self.terms[number].token, dtype=torch.long, device=device)
+        row = torch.tensor(self.terms[index].row, device=device)
+        token = torch.tensor(self.terms[index].token, dtype=torch.long, device=device)
         values = {"log_probs": logits_LV[row, token] - lse_L[row]}
         if "entropy" in self._outputs:
             probabilities = torch.exp(logits_LV - lse_L[:, None])
@@ -149,9 +149,9 @@ class FlatLoss:
 
 
 def flat_weights(trajectories: Sequence[Trajectory], objective: SFT) -> list[np.ndarray]:
-    """What each token's negative log-prob is multiplied by in the flat loss ([L] float64 per trajectory).
+    """The weight of each token's negative log-prob in the flat loss ([L] float64 per trajectory).
 
-    Written from the definition of the objective, without a tree: a prefix is known by the hash of its tokens.
+    Written from the definition of the objective, without a tree.
     """
     weights = _counted_weights(trajectories, objective.weighting)
     rollouts = number_rollouts(trajectories)
@@ -180,11 +180,11 @@ def _every_token(item: Trajectory) -> FlatTerms:
 
 
 def _objective_terms(items: list[Trajectory], objective: Objective) -> tuple[list[FlatTerms], float, bool]:
-    """Terms by trajectory, denominator, and whether the loss is a sum over tokens: asked of the objective itself, on
-    trajectories that stand side by side, with nothing merged."""
+    """Terms by trajectory, denominator, and whether the loss is a sum over tokens: computed by the objective itself, on
+    trajectories with nothing merged."""
     unknown = set(objective.outputs) - {"log_probs", "entropy"}
     if unknown:
-        raise ConfigError(f"verify knows log-probs and entropies of flat rows, not {', '.join(sorted(unknown))}.")
+        raise ConfigError(f"verify computes log-probs and entropies of flat rows, not {', '.join(sorted(unknown))}.")
     plain: Any = objective
     weighting = getattr(objective, "weighting", "per_trajectory")
     if weighting != "per_trajectory":
@@ -197,16 +197,16 @@ def _objective_terms(items: list[Trajectory], objective: Objective) -> tuple[lis
     starts = np.concatenate([[0], np.cumsum([len(item) for item in items])])
     bounds = np.searchsorted(terms.positions, starts)
     tokens = apart.token_ids[terms.positions] if terms.tokens is None else terms.tokens
-    found = []
-    for number in range(len(items)):
-        part = slice(bounds[number], bounds[number + 1])
+    flat_terms = []
+    for index in range(len(items)):
+        part = slice(bounds[index], bounds[index + 1])
         streams = {name: stream[part] for name, stream in terms.streams.items()}
-        found.append(FlatTerms(terms.positions[part] - starts[number] - 1, tokens[part], streams))
-    return found, plain.denominator(apart), plain.is_separable(apart)
+        flat_terms.append(FlatTerms(terms.positions[part] - starts[index] - 1, tokens[part], streams))
+    return flat_terms, plain.denominator(apart), plain.is_separable(apart)
 
 
 def _refuse_joint_tokens(items: Sequence[Trajectory], objective: Any) -> None:
-    """A ratio of a whole rollout counts a token that several of its rows train once, which flat rows cannot say."""
+    """Raises if two rows of a rollout train one token: a ratio of the whole rollout counts it once, flat rows twice."""
     by_ratio = getattr(objective, "ratio_level", "token") == "sequence"
     by_sampler = getattr(objective, "sampler_correction", None) and objective.sampler_level == "sequence"
     if not by_ratio and not by_sampler:
@@ -214,17 +214,17 @@ def _refuse_joint_tokens(items: Sequence[Trajectory], objective: Any) -> None:
     seen: set[tuple[int, bytes]] = set()
     for rollout, item in zip(number_rollouts(items).tolist(), items, strict=True):
         keys = _prefix_keys(item.token_ids)
-        trained = {(rollout, keys[place]) for place in np.flatnonzero(np.asarray(item.loss_weights)).tolist()}
+        trained = {(rollout, keys[position]) for position in np.flatnonzero(np.asarray(item.loss_weights)).tolist()}
         if trained & seen:
             raise ConfigError(
                 "two rows of one rollout train the same token, which a ratio of whole sequences counts once; flat rows "
-                "cannot say so. Verify with rollouts of one row each."
+                "would count it twice. Verify with rollouts of one row each."
             )
         seen |= trained
 
 
 def _counted_weights(trajectories: Sequence[Trajectory], weighting: str) -> list[np.ndarray]:
-    """[L] float64 loss weights of each trajectory, divided by how many train the token, as `weighting` says."""
+    """[L] float64 loss weights of each trajectory, divided by how many train the token, by `weighting`."""
     weights = [np.asarray(item.loss_weights, dtype=np.float64) for item in trajectories]
     if weighting == "per_trajectory":
         return weights
@@ -241,7 +241,7 @@ def _counted_weights(trajectories: Sequence[Trajectory], weighting: str) -> list
 
 
 def _prefix_keys(token_ids: np.ndarray) -> list[bytes]:
-    """For each token a hash of the path to it."""
+    """[L] hashes, each of the path to a token."""
     state, keys = blake2b(digest_size=16), []
     for token in token_ids.astype("<i4"):
         state.update(token.tobytes())

@@ -1,4 +1,4 @@
-"""What a verification found: errors of the tree against flat training, their limits, the parameters, worst first."""
+"""The result of a verification: errors of the tree against flat training, their limits, the parameters, worst first."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,12 +17,12 @@ class ParameterError:
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """What `verify` found. Errors are those of the tree; `flat_*_error` are those of low-precision flat training.
+    """The result of `verify`. Errors are those of the tree; `flat_*_error` are those of low-precision flat training.
 
     loss_error: relative. max_logprob_error, rms_logprob_error: absolute, natural logarithm. gradient_error: norm of
     the difference over the norm, whole gradient. All are relative to `reference`: flat training in the model's
-    dtype, or in float32 for low-precision models. limits: what each error may be. parameters: worst first.
-    flop_bound: flat / tree FLOPs, the flat side as run here, with the logits of every row.
+    dtype, or in float32 for low-precision models. limits: the largest allowed errors, by name. parameters: worst first.
+    seconds_*: one cold run each. flop_bound: flat / tree FLOPs, the flat side as run here, with the logits of every row.
     """
 
     model: str
