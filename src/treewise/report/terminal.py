@@ -102,50 +102,12 @@ def run_view(report: RunReport) -> RenderableType:
     return Group(table, note)
 
 
-def verification_view(report: VerificationReport, num_parameters: int = 5) -> RenderableType:
-    """The proof of equality: each error beside its limit, and the worst parameters."""
-    verdict = "[green]equal[/]" if report.passed else "[bold red]DIFFERENT[/]"
-    budget = "whole trees" if report.max_tokens is None else f"max_tokens {report.max_tokens:,}"
-    setting = f"{report.model}, {report.dtype}, attention {report.attention}, {budget}"
-    table = Table(title=f"flat and tree: {verdict}", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("", "flat", "tree", "error", "limit"):
-        table.add_column(name, justify="left" if not name else "right")
-    limits = report.limits
-
-    def row(label: str, name: str, flat: str = "", tree: str = "") -> None:
-        error = report.errors[name]
-        limit = f"{limits[name]:.1e}" if name in limits else ""
-        style = "red" if name in limits and not error <= limits[name] else ""
-        table.add_row(escape(label), flat, tree, Text(f"{error:.1e}", style=style), limit)
-
-    row("loss", "loss", f"{report.loss_flat:.7f}", f"{report.loss_tree:.7f}")
-    row("log-probs, largest difference", "max_logprob")
-    row("log-probs, root mean square", "rms_logprob")
-    row("whole gradient, relative", "gradient", f"norm {report.gradient_norm:.4g}")
-    row("worst parameter, relative", "worst_parameter")
-    flat_seconds, tree_seconds = f"{report.seconds_flat:.2f} s", f"{report.seconds_tree:.2f} s"
-    table.add_row("tokens computed", f"{report.num_flat_tokens:,}", f"{report.num_computed_tokens:,}")
-    table.add_row("one run each", flat_seconds, tree_seconds, f"{report.speed_up:.2f} x")
-    note = Text(
-        f"{setting}\n"
-        f"{report.num_trajectories:,} trajectories, {report.num_trees:,} trees; reference: {report.reference}\n"
-        f"worst parameter: {report.worst_parameter.name}\n"
-        f"one run each; by FLOPs {report.flop_bound:.2f} x, as the flat side computes the logits of all its rows"
-    )
-    parts: list[RenderableType] = [table, note]
-    if not report.passed:
-        parts.append(_parameters_table(report, num_parameters))
-    return Group(*parts)
-
-
-def _parameters_table(report: VerificationReport, count: int) -> Table:
-    table = Table(title="worst parameters", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("parameter")
-    table.add_column("norm of its gradient", justify="right")
-    table.add_column("relative error", justify="right")
-    for parameter in report.parameters[:count]:
-        table.add_row(escape(parameter.name), f"{parameter.norm:.3e}", f"{parameter.error:.3e}")
-    return table
+def verification_view(report: VerificationReport) -> RenderableType:
+    """`report.describe()`, with the verdict and errors beyond their limits in colour."""
+    text = Text(report.describe())
+    text.highlight_words(["flat and tree: equal"], style="green")
+    text.highlight_words(["flat and tree: DIFFERENT", *report.failures], style="bold red")
+    return text
 
 
 def _facts_table(title: str) -> Table:

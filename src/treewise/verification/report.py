@@ -1,5 +1,6 @@
 """The result of a verification: errors of the tree against flat training, their limits, the parameters, worst first."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +23,8 @@ class VerificationReport:
     loss_error: relative. max_logprob_error, rms_logprob_error: absolute, natural logarithm. gradient_error: norm of
     the difference over the norm, whole gradient. All are relative to `reference`: flat training in the model's
     dtype, or in float32 for low-precision models. limits: the largest allowed errors, by name. parameters: worst first.
-    seconds_*: one cold run each. flop_bound: flat / tree FLOPs, the flat side as run here, with the logits of every row.
+    seconds_*: one cold run each. flop_bound: flat / tree FLOPs, the flat side as run
+    here, with the logits of every row.
     """
 
     model: str
@@ -104,23 +106,34 @@ class VerificationReport:
         }
         return {**asdict(self), "parameters": [asdict(each) for each in self.parameters], **extra}
 
-    def describe(self) -> str:
-        """A few lines for people."""
-        worst = self.worst_parameter
-        verdict = "equal" if self.passed else "DIFFERENT"
-        budget = "whole" if self.max_tokens is None else f"max_tokens {self.max_tokens:,}"
-        lines = [
-            f"{verdict}: {self.model}, {self.dtype}, attention {self.attention}, {budget}",
-            f"trajectories       {self.num_trajectories:,} in {self.num_trees:,} trees, "
-            f"{self.num_flat_tokens:,} flat tokens, {self.num_tree_tokens:,} tree tokens",
-            f"loss               {self.loss_flat:.8f} flat, {self.loss_tree:.8f} tree",
-            f"reference          {self.reference}",
-            *(f"{name + ' error':<18} {error:.2e}{self._limit(name)}" for name, error in self.errors.items()),
-            f"worst parameter    {worst.name} (gradient norm {worst.norm:.2e})",
-            f"seconds            {self.seconds_flat:.2f} flat, {self.seconds_tree:.2f} tree, speed-up "
-            f"{self.speed_up:.2f}, FLOP bound {self.flop_bound:.2f}, efficiency {self.efficiency:.2f} (one run each)",
-            *(f"FAILED             {line}" for line in self.failures),
+    def describe(self, num_parameters: int = 5) -> str:
+        """The comparison as a plain-text table: each error beside its limit; the worst parameters after a failure."""
+        budget = "whole trees" if self.max_tokens is None else f"max_tokens {self.max_tokens:,}"
+        loss, worst = (f"{self.loss_flat:.8f}", f"{self.loss_tree:.8f}"), self.worst_parameter
+        rows = [
+            ("", "flat", "tree", "error", "limit"),
+            self._error_row("loss", "loss", *loss),
+            self._error_row("log-probs, largest difference", "max_logprob"),
+            self._error_row("log-probs, root mean square", "rms_logprob"),
+            self._error_row("whole gradient, relative", "gradient", f"norm {self.gradient_norm:.4g}"),
+            self._error_row("worst parameter, relative", "worst_parameter"),
+            ("tokens computed", f"{self.num_flat_tokens:,}", f"{self.num_computed_tokens:,}", "", ""),
+            ("one run each", f"{self.seconds_flat:.2f} s", f"{self.seconds_tree:.2f} s", f"{self.speed_up:.2f} x", ""),
         ]
+        lines = [
+            f"flat and tree: {'equal' if self.passed else 'DIFFERENT'}",
+            *_aligned(rows),
+            f"{self.model}, {self.dtype}, attention {self.attention}, {budget}",
+            f"{self.num_trajectories:,} trajectories, {self.num_trees:,} trees, {self.num_tree_tokens:,} tree tokens; "
+            f"reference: {self.reference}",
+            f"worst parameter: {worst.name} (gradient norm {worst.norm:.2e})",
+            f"by FLOPs {self.flop_bound:.2f} x, as the flat side computes the logits of all its rows; efficiency "
+            f"{self.efficiency:.2f}",
+        ]
+        if not self.passed:
+            worst_rows = [(each.name, f"{each.norm:.3e}", f"{each.error:.3e}") for each in self.parameters]
+            header = ("worst parameters", "norm of the gradient", "relative error")
+            lines += ["", *_aligned([header, *worst_rows[:num_parameters]]), "", *self.failures]
         return "\n".join(lines)
 
     def raise_if_failed(self) -> None:
@@ -132,5 +145,16 @@ class VerificationReport:
                 f"Worst parameter: {worst.name} ({worst.error:.2e})."
             )
 
-    def _limit(self, name: str) -> str:
-        return f" (limit {self.limits[name]:.2e})" if name in self.limits else ""
+    def _error_row(self, label: str, name: str, flat: str = "", tree: str = "") -> tuple[str, ...]:
+        limit = f"{self.limits[name]:.1e}" if name in self.limits else ""
+        return label, flat, tree, f"{self.errors[name]:.1e}", limit
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table: the first column on the left, the others on the right of their widths."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return lines

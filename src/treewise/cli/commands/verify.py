@@ -61,10 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        console = Console()
-        console.print(verification_view(report))
-        for failure in report.failures:
-            console.print(f"[red]{failure}[/]", highlight=False)
+        Console().print(verification_view(report))
     return 0 if report.passed else 1
 
 
