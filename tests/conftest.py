@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "ci", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("quick", parent=settings.get_profile("ci"), max_examples=5)
 settings.register_profile("thorough", parent=settings.get_profile("ci"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -1,4 +1,4 @@
-"""Draws the figures of README.md and docs/concepts.md from a real forest and a real plan.
+"""Draws the figures of README.md, DESIGN.md and docs/concepts.md, most from a real forest and a real plan.
 
 python docs/figures/draw.py      writes docs/figures/*.svg
 """
@@ -246,6 +246,61 @@ def gateway() -> Canvas:
     return canvas
 
 
+# Rooms of src/treewise in the order in which a record passes them: what the room makes, and what it hands on.
+WAY = (
+    ("data", ("records, templates,", "dumps of other stacks"), "trajectories"),
+    ("advantages", ("rewards of groups,", "siblings, turns"), "trajectories"),
+    ("tree", ("shared prefixes merged,", "depth-first order"), "forest"),
+    ("distributed", ("which rank trains", "which trajectories"), "forests"),
+    ("planning", ("budget: trunks, pieces,", "intervals, edges"), "plan"),
+    ("engine", ("the walk: gateways,", "gradients injected"), "micro-batch"),
+    ("nn", ("the model on a tree:", "attention, log-probs"), "log-probs"),
+    ("objectives", ("the loss on restored", "trajectories"), "gradients"),
+    ("trainer", ("optimizer, schedule,", "checkpoints"), "weights"),
+)
+BESIDE = (
+    ("start it", ("cli", "rl", "integrations")),
+    ("check it", ("verification", "testing")),
+    ("measure and show it", ("bench", "report")),
+)
+
+
+def way() -> Canvas:
+    """The way of a record through the rooms, each named once."""
+    per_row, width, height, step, x, y = 5, 150, 72, 184, 20, 66
+    canvas = Canvas(
+        x + per_row * step,
+        y + 2 * 132 + 16,
+        "The way of a record, from file to gradient",
+        "A record passes " + ", ".join(f"{room}/" for room, _, _ in WAY) + ".",
+    )
+    canvas.text(x, 24, "the way of a record, from file to gradient; folders of src/treewise", "quiet")
+    canvas.text(x, y - 10, "rollouts.jsonl", "quiet", size=11)
+    for index, (room, lines, product) in enumerate(WAY):
+        row, column = divmod(index, per_row)
+        left, top = x + column * step, y + row * 132
+        canvas.box(left, top, width, height, "shared", faint=True)
+        canvas.text(left + 10, top + 22, f"{room}/")
+        for number, words in enumerate(lines):
+            canvas.text(left + 10, top + 42 + 16 * number, words, "quiet", size=11)
+        middle = top + height / 2
+        colour = "gradient" if product == "gradients" else "line"
+        if column < per_row - 1:
+            if index < len(WAY) - 1:
+                canvas.line([(left + width + 2, middle), (left + step - 4, middle)], colour, arrow=True)
+            canvas.text(left + width, top + height + 16, product, "quiet", anchor="end", size=11)
+        else:
+            below = top + 132 - 34
+            points = [(left + 75, top + height), (left + 75, below), (x + 75, below), (x + 75, top + 130)]
+            canvas.line([*points], colour, arrow=True)
+            canvas.text(left + 69, top + height + 16, product, "quiet", anchor="end", size=11)
+    left, top = x + 4 * step, y + 132
+    for index, (purpose, rooms) in enumerate(BESIDE):
+        canvas.text(left, top + 10 + 32 * index, f"{purpose}:", "quiet", size=11)
+        canvas.text(left, top + 24 + 32 * index, "  ".join(f"{room}/" for room in rooms), size=11)
+    return canvas
+
+
 def restoration() -> Canvas:
     """Restoring by a gather, and its transpose."""
     forest = example()
@@ -281,6 +336,7 @@ FIGURES = {
     "partition": partition,
     "gateway": gateway,
     "restoration": restoration,
+    "way": way,
 }
 
 if __name__ == "__main__":
