@@ -2,6 +2,7 @@
 #
 #   make demo     fine-tune a real model on real trees of trajectories, flat and tree side by side
 #   make test     everything that must hold before a commit: `make check`, then the tests
+#   make quick    `make check`, then the fast tests with few random examples: within a minute on two cores
 #   make check    lint, format, spelling, types, import layers
 #   make bench    treewise against flat training and tree rows on this machine's CPU, about six minutes
 #   make bench-check   the same, held against the committed results by ratio
@@ -17,7 +18,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench bench-check bench-real bench-gpu bench-all docs models format clean
+.PHONY: help demo test quick check bench bench-check bench-real bench-gpu bench-all docs models format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -52,6 +53,9 @@ demo: $(VENV)/.demo
 test: check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+quick: check
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n 2 -m "not slow and not cli and not processes"
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check $(PATHS_TO_CHECK)
 	$(BIN)/ruff format --check $(PATHS_TO_CHECK)
@@ -64,7 +68,10 @@ bench: $(VENV)/.dev
 	$(BIN)/treewise bench --device cpu $(HYBRID) --json $(RESULTS) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/tables.py
 
-bench-check: $(VENV)/.dev
+bench-quick: check
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n 2 -m "not slow and not cli and not processes"
+
+check: $(VENV)/.dev
 	$(BIN)/treewise bench --device cpu --check $(RESULTS) $(BENCH_ARGS)
 	$(BIN)/treewise bench --device cpu $(HYBRID) --check $(RESULTS) $(BENCH_ARGS)
 

@@ -1,8 +1,9 @@
-"""What every test shares: one thread, fixed seeds, no network, a cache of its own, hypothesis profiles."""
+"""What every test shares: one thread, fixed seeds, no network, its own cache, checked shapes, markers by folder."""
 
 import os
 import random
 import sys
+from pathlib import Path
 
 # Before torch and transformers are imported, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,16 +15,37 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from treewise.testing import shape_checks
+
+shape_checks.install("treewise.nn", "treewise.engine", "treewise.objectives")
+
 settings.register_profile(
     "ci", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("quick", parent=settings.get_profile("ci"), max_examples=5)
+settings.register_profile("quick", parent=settings.get_profile("ci"), max_examples=3)
 settings.register_profile("thorough", parent=settings.get_profile("ci"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+# Markers of whole files and folders below tests/, by measured time; `make quick` leaves all three out.
+MARKED = {
+    "slow": (
+        *("bench", "integrations", "nn/recurrent", "report/html", "nn/test_router_loss.py", "nn/test_support_table.py"),
+        *("documents/test_errors.py", "documents/test_pages.py", "examples/test_examples.py"),
+        *("examples/test_objectives.py", "rl", "test_cuda_pretend.py", "test_wheel.py"),
+    ),
+    "cli": ("cli",),
+    "processes": ("trainer", "distributed/test_watchdog.py", "distributed/test_signals.py"),
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
+    """Marks what `MARKED` lists; skips tests marked `gpu` where there is no CUDA device."""
+    for item in items:
+        below = item.path.relative_to(Path(__file__).parent)
+        for marker, paths in MARKED.items():
+            if any(below.is_relative_to(path) for path in paths):
+                item.add_marker(marker)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

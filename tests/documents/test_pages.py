@@ -133,6 +133,14 @@ def test_figures_are_what_their_code_draws(monkeypatch: pytest.MonkeyPatch) -> N
     assert drawn == {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
 
 
+def test_the_figure_of_the_way_names_each_room_once() -> None:
+    figure = (ROOT / "docs" / "figures" / "way.svg").read_text(encoding="utf-8").split("</desc>")[1]
+    rooms = re.findall(r"(\w+)/(?=[<\s])", figure)
+    assert len(rooms) == len(set(rooms))
+    assert set(rooms) <= {path.name for path in (ROOT / "src" / "treewise").iterdir()}
+    assert {"data", "tree", "planning", "engine", "nn", "objectives", "trainer"} <= set(rooms)
+
+
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="needs mkdocs-material: pip install 'treewise[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]

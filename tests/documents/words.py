@@ -1,4 +1,4 @@
-"""Words that plain English does without: `python tests/documents/words.py` lists each with its place; `make check` runs it.
+"""Words that plain English does without: `python tests/documents/words.py` lists where each stands.
 
 Software does not speak, keep company or pay. A word is listed where it has no other use here, so that a hit is a
 mistake; what it stands for is in the second column.

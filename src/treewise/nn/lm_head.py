@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treewise.errors import ConfigError
 from treewise.nn.device import to_device
+from treewise.shapes import Float, Int
 
 OUTPUTS = ("log_probs", "entropy")  # of an edge; the names are TRL's, see `edge_values`
 # Logits alive at a time: 64 MiB of float32 on a CPU, where caches are small; 512 MiB on a GPU.
@@ -77,12 +79,12 @@ class HeadGradients:
 
 
 def edge_values(
-    hidden: torch.Tensor,
+    hidden: Float[Tensor, "T M"],
     head: Head,
-    source: np.ndarray | torch.Tensor,
-    target: torch.Tensor,
+    source: Int[np.ndarray, " E"] | Int[Tensor, " E"],
+    target: Int[Tensor, " E"],
     outputs: tuple[str, ...] = ("log_probs",),
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Float[Tensor, " E"]]:
     """Log-probs of `target[e]`, predicted from hidden row `source[e]`; several targets may share a row.
 
     hidden: [T, M]. source: [E] int64, ascending; best an array, since the host has to wait for the values of a tensor

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treewise.errors import ConfigError, DataError
 from treewise.objectives.normalization import check_settings, denominator, normalized_weights
 from treewise.objectives.protocol import Streams, Terms, Values
+from treewise.shapes import Float
 from treewise.tree.forest import Forest
 
 TAILS = ("ignore", "bucket", "renormalize")
@@ -84,7 +86,7 @@ class Distillation:
         }
         return Terms(forest.path_index[flat], streams, ids_Fk[flat, candidate], weight=float(plain_F.sum()))
 
-    def token_losses(self, values: Values, streams: Streams) -> torch.Tensor:
+    def token_losses(self, values: Values, streams: Streams) -> Float[Tensor, " P"]:
         """[P] weighted losses: those of the Q tokens whose candidates are given, all of a token together, then zeros.
 
         How many tokens there are the device knows, and the host would wait to hear it; so there are as many as terms.
@@ -103,7 +105,7 @@ class Distillation:
             losses = losses + self._rest(mass, student_mass)
         return torch.zeros_like(losses).scatter(0, token, streams["weights"]) * losses
 
-    def token_metrics(self, values: Values, streams: Streams) -> dict[str, torch.Tensor]:
+    def token_metrics(self, values: Values, streams: Streams) -> Values:
         """Means over trained tokens: teacher_mass and student_mass, the probability that falls on the candidates."""
         weights = streams["plain_weights"]
         return {

@@ -4,17 +4,22 @@
 """
 
 import torch
+from torch import Tensor
+
+from treewise.shapes import Bool, Float, Int
+
+PerTerm = Float[Tensor, " P"]
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 def clipped_surrogate(
-    ratios: torch.Tensor,
-    advantages: torch.Tensor,
+    ratios: PerTerm,
+    advantages: PerTerm,
     clip_low: float | None,
     clip_high: float | None,
     dual_clip: float | None,
-) -> torch.Tensor:
+) -> PerTerm:
     """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, and for A < 0 no more than `-dual_clip A`.
 
     Sources: PPO (arXiv 1707.06347, eq. 7); bounds that differ: DAPO (arXiv 2503.14476, eq. 10); dual clip: Ye et al.
@@ -32,8 +37,8 @@ def clipped_surrogate(
 
 
 def is_clipped(
-    ratios: torch.Tensor, advantages: torch.Tensor, clip_low: float | None, clip_high: float | None
-) -> torch.Tensor:
+    ratios: PerTerm, advantages: PerTerm, clip_low: float | None, clip_high: float | None
+) -> Bool[Tensor, " P"]:
     """Where the clipped surrogate has no gradient: the ratio has left the bounds on the side that the advantage
     rewards.
     """
@@ -42,12 +47,12 @@ def is_clipped(
     return (below & (advantages < 0)) | (above & (advantages > 0))
 
 
-def weighted_logprob(weights: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+def weighted_logprob(weights: PerTerm, advantages: PerTerm, logprobs: PerTerm) -> PerTerm:
     """`-sg(w) A log p`: REINFORCE (Williams, 1992) for w = 1, CISPO (arXiv 2506.13585, eq. 4) for a capped ratio."""
     return -weights.detach() * advantages * logprobs
 
 
-def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
+def kl_estimate(logprobs: PerTerm, reference: PerTerm, estimator: str) -> PerTerm:
     """An estimate of KL(policy || reference) from tokens of the policy, one per token.
 
     With `d = log p - log q`: k1 is `d`, k2 is `d^2 / 2`, k3 is `exp(-d) + d - 1` (Schulman, "Approximating KL
@@ -61,7 +66,7 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str)
     return torch.exp(-difference) + difference - 1
 
 
-def sampler_weights(ratios: torch.Tensor, correction: str, lowest: float | None, highest: float | None) -> torch.Tensor:
+def sampler_weights(ratios: PerTerm, correction: str, lowest: float | None, highest: float | None) -> PerTerm:
     """Importance weights of tokens that another engine sampled.
 
     `truncate`: `min(ratio, highest)`, and at least `lowest` where given (truncated importance sampling; Ionides, 2008;
@@ -78,7 +83,7 @@ def sampler_weights(ratios: torch.Tensor, correction: str, lowest: float | None,
     return ratios.masked_fill(outside, 0.0)
 
 
-def sums_over(sequence: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def sums_over(sequence: Int[Tensor, " P"], values: PerTerm) -> PerTerm:
     """[P] for every term the sum of `values` over the terms of its sequence (numbered from 0, below P)."""
     totals = torch.zeros_like(values).index_add(0, sequence, values)
     return totals[sequence]

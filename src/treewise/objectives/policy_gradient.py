@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import formulas
@@ -19,6 +20,7 @@ from treewise.objectives.normalization import (
     rollout_of_tokens,
 )
 from treewise.objectives.protocol import Streams, Terms, Values
+from treewise.shapes import Float
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -148,7 +150,7 @@ class PolicyGradient:
             streams |= self._sequence_streams(forest, trained, streams)
         return Terms(forest.path_index[trained], streams, weight=float(plain_F.sum()))
 
-    def token_losses(self, values: Values, streams: Streams) -> torch.Tensor:
+    def token_losses(self, values: Values, streams: Streams) -> Float[Tensor, " P"]:
         logprobs, advantages = values["log_probs"], streams["advantages"]
         losses = self._surrogate(logprobs, advantages, streams)
         if self.sampler_correction is not None:
@@ -159,7 +161,7 @@ class PolicyGradient:
             losses = losses - self.entropy_coefficient * values["entropy"]
         return streams["weights"] * losses
 
-    def token_metrics(self, values: Values, streams: Streams) -> dict[str, torch.Tensor]:
+    def token_metrics(self, values: Values, streams: Streams) -> Values:
         """Means over trained tokens, by their loss weights.
 
         ratio, clip_fraction: of the importance ratios, where `old_logprobs` are given; approx_kl: k3 of the policy

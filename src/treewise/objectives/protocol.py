@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import torch
+from torch import Tensor
 
+from treewise.shapes import Float, Shaped
 from treewise.tree.forest import Forest
 
-Values = dict[str, torch.Tensor]
-Streams = dict[str, torch.Tensor]
+Values = dict[str, Float[Tensor, " P"]]
+Streams = dict[str, Shaped[Tensor, " P"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,10 @@ class Objective(Protocol):
         """Which tokens are trained, with everything that `token_losses` needs."""
         ...
 
-    def token_losses(self, values: Values, streams: Streams) -> torch.Tensor:
+    def token_losses(self, values: Values, streams: Streams) -> Float[Tensor, " P"]:
         """Losses whose sum, divided by the denominator, is the loss. values, streams: [P] tensors by name."""
         ...
 
-    def token_metrics(self, values: Values, streams: Streams) -> dict[str, torch.Tensor]:
+    def token_metrics(self, values: Values, streams: Streams) -> dict[str, Float[Tensor, " P"]]:
         """Contributions whose sums, divided by `Terms.weight`, are the metrics of a step; called without a graph."""
         ...

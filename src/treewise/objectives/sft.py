@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from treewise.errors import ConfigError, DataError
 from treewise.objectives.normalization import denominator, normalized_weights
 from treewise.objectives.protocol import Streams, Terms, Values
+from treewise.shapes import Float
 from treewise.tree.forest import Forest
 from treewise.tree.weights import check_weighting
 
@@ -66,10 +67,10 @@ class SFT:
         positions = np.flatnonzero(weights)
         return Terms(positions, {"weights": weights[positions]})
 
-    def token_losses(self, values: Values, streams: Streams) -> torch.Tensor:
+    def token_losses(self, values: Values, streams: Streams) -> Float[Tensor, " P"]:
         return -streams["weights"] * values["log_probs"]
 
-    def token_metrics(self, values: Values, streams: Streams) -> dict[str, torch.Tensor]:
+    def token_metrics(self, values: Values, streams: Streams) -> Values:
         return {}
 
     def _token_weights(self, forest: Forest) -> np.ndarray:

@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from treewise.shapes import Float
 
 # Rows of one gateway: a slice, or ascending indices ([n] int64).
 RowIndex = slice | torch.Tensor
@@ -37,7 +40,7 @@ class Gateway:
     state_grads: dict[str, torch.Tensor] = field(default_factory=dict)
     cut_rows: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
-    def write(self, call: LayerCall, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, call: LayerCall, key: Float[Tensor, "1 Hkv n D"], value: Float[Tensor, "1 Hkv n Dv"]) -> None:
         """Keeps keys and values ([1, Hkv, n, D]) of one call of a layer; a recomputation changes nothing."""
         if call not in self.keys:
             kept = torch.device("cpu") if self.is_offloaded else key.device
@@ -119,15 +122,15 @@ class _Extend(torch.autograd.Function):
 
 
 def inject(
-    key: torch.Tensor, value: torch.Tensor, gateway: Gateway, call: LayerCall
-) -> tuple[torch.Tensor, torch.Tensor]:
+    key: Float[Tensor, "1 Hkv n D"], value: Float[Tensor, "1 Hkv n Dv"], gateway: Gateway, call: LayerCall
+) -> tuple[Float[Tensor, "1 Hkv n D"], Float[Tensor, "1 Hkv n Dv"]]:
     """Keys and values ([1, Hkv, n, D]) whose backward also adds the gradients collected in `gateway`."""
     return _Inject.apply(key, value, gateway, call)
 
 
 def extend(
-    key: torch.Tensor, value: torch.Tensor, reads: tuple[GatewayRead, ...], call: LayerCall
-) -> tuple[torch.Tensor, torch.Tensor]:
+    key: Float[Tensor, "1 Hkv T D"], value: Float[Tensor, "1 Hkv T Dv"], reads: tuple[GatewayRead, ...], call: LayerCall
+) -> tuple[Float[Tensor, "1 Hkv K D"], Float[Tensor, "1 Hkv K Dv"]]:
     """Keys and values [1, Hkv, G + T, D]: those read from gateways first, then the micro-batch's own."""
     return _Extend.apply(key, value, reads, call) if reads else (key, value)
 

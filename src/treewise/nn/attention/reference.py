@@ -5,11 +5,13 @@ first and what to run when in doubt. Memory is quadratic in the micro-batch.
 """
 
 import torch
+from torch import Tensor
 
 from treewise.nn.attention.mask import LayerRule, TreeMask
+from treewise.shapes import Bool, Float
 
 
-def visible(mask: TreeMask, window: int | None, chunk: int | None, device: torch.device) -> torch.Tensor:
+def visible(mask: TreeMask, window: int | None, chunk: int | None, device: torch.device) -> Bool[Tensor, "T K"]:
     """[T, K] bool: which query sees which key under the tree and a layer's window or chunks."""
     lo_K, hi_K, depth_K = mask.on(device)
     query_T = torch.arange(mask.num_queries, device=device)[:, None]
@@ -23,13 +25,13 @@ def visible(mask: TreeMask, window: int | None, chunk: int | None, device: torch
 
 
 def reference_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 Hkv K D"],
+    value: Float[Tensor, "1 Hkv K Dv"],
     mask: TreeMask,
     rule: LayerRule,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Float[Tensor, " H"] | None = None,
+) -> Float[Tensor, "1 H T Dv"]:
     """Attention of [1, H, T, D] queries over [1, Hkv, K, D] keys and values; returns [1, H, T, D of the values].
 
     `sinks` ([H]) are extra logits that take probability and give nothing (gpt-oss). Scores are accumulated in float32,

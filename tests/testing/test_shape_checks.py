@@ -1,0 +1,30 @@
+"""Shapes that a function states are checked in tests: each letter is one size."""
+
+import jaxtyping
+import pytest
+import torch
+
+from treewise.errors import ConfigError
+from treewise.nn.attention.gateway import Gateway, extend
+from treewise.objectives.formulas import weighted_logprob
+from treewise.testing.shape_checks import install
+
+
+def test_sizes_that_differ() -> None:
+    weighted_logprob(torch.ones(3), torch.ones(3), torch.ones(3))
+    with pytest.raises(jaxtyping.TypeCheckError):
+        weighted_logprob(torch.ones(3), torch.ones(2), torch.ones(3))
+
+
+def test_axes_that_are_missing() -> None:
+    with pytest.raises(jaxtyping.TypeCheckError):
+        extend(torch.ones(2, 3, 4), torch.ones(2, 3, 4), (), "layer")
+
+
+def test_methods_and_functions_without_shapes_are_as_they_were() -> None:
+    assert Gateway.add_state_gradients.__annotations__["grad"] is torch.Tensor
+
+
+def test_a_package_that_is_imported_already() -> None:
+    with pytest.raises(ConfigError, match=r"treewise\.nn is already imported"):
+        install("treewise.nn")
