@@ -27,8 +27,8 @@ CROSS_CUTTING = {
 }
 # Tests of what several modules of one package do together.
 WHOLE_PACKAGE = {
-    "advantages/test_tree_credit": "advantages of declared trees against a plain form",
-    "grow/test_families": "grown trees on every family's tiny model",
+    "advantages/test_tree_credit": "each rule against one that compares prefixes",
+    "grow/test_families": "copied width and identity layers in every family",
     "nn/test_gateway_bytes": "predicted bytes of gateways against real ones",
     "cli/test_hostile": "files and flags that are wrong, through the commands",
     "data/test_page": "the examples of docs/data.md",
