@@ -124,6 +124,7 @@ CASES: list[tuple[str, str]] = [
     ("train run.yaml --adam_beta1 2", "adam_beta1 is 2"),
     ("train run.yaml --constant 3", "constant=3 divides nothing|go together"),
     ("train run.yaml --optim adamw_8bit", "bitsandbytes"),
+    ("train run.yaml --report_to wandb", "report_to: WandbCallback requires wandb to be installed"),
     ("train run.yaml --eval_data good.jsonl --metric_for_best_model acc", "measures eval_loss alone"),
     ("train run.yaml --lora.r 4 --lora.lora_dropout 0.1", "has active dropout"),
     ("train run.yaml --model noweights", "model.safetensors"),

@@ -46,7 +46,7 @@ _ELSEWHERE = {
 }
 # Left out of the resolved configuration: a secret, an object, and old names of other keys.
 _UNWRITTEN = ("hub_token", "accelerator_config", "gradient_checkpointing", "gradient_checkpointing_kwargs")
-MAX_DIGITS = 1000  # of an integer; Python refuses to read more than a few thousand
+MAX_DIGITS = 1000  # of an integer; Python reads a few thousand at most
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
@@ -78,7 +78,7 @@ def read_config(
     """The configuration in a file, with flags (`--key value`, `--lora.r 8`) over it.
 
     Parameters:
-        path: None where flags alone say everything.
+        path: None where flags give everything.
         overrides: the flags.
         more: further keys of the command, with their types.
         aliases: shorter names of keys; a dot in the long name leads into a mapping.
@@ -162,9 +162,9 @@ def coerce(key: str, value: Any, annotation: Any) -> Any:
         _check_choice(key, value, annotation)
         return _checked_items(key, value, annotation) if isinstance(value, list) else value
     wanted = " or ".join(dict.fromkeys(_NAMES[kind] for kind in _NAMES if kind in kinds))
-    found = f"{value!r} ({_NAMES.get(type(value), type(value).__name__)})"
+    actual = f"{value!r} ({_NAMES.get(type(value), type(value).__name__)})"
     hint = " Quote it if it is meant as text." if isinstance(value, bool) and str in kinds else ""
-    raise ConfigError(f"{key} must be {wanted}, found {found}.{hint}")
+    raise ConfigError(f"{key} must be {wanted}, found {actual}.{hint}")
 
 
 def resolved_text(config: RunConfig, arguments: Any) -> str:
@@ -206,12 +206,12 @@ def _put(
         return
     if dict not in _kinds(known.get(outer, str)):
         raise _unknown(key, [name for name in known if dict in _kinds(known[name])], location)
-    held = values.get(outer, (None, location))[0]
-    if isinstance(held, str):
-        held = coerce(outer, held, dict)
-    if held is not None and not isinstance(held, dict):
-        raise ConfigError(f"{location}: {outer} is {held!r}, which has no parts.")
-    values[outer] = ({**(held or {}), inner: _scalar(value)}, location)
+    mapping = values.get(outer, (None, location))[0]
+    if isinstance(mapping, str):
+        mapping = coerce(outer, mapping, dict)
+    if mapping is not None and not isinstance(mapping, dict):
+        raise ConfigError(f"{location}: {outer} is {mapping!r}, which has no parts.")
+    values[outer] = ({**(mapping or {}), inner: _scalar(value)}, location)
 
 
 def _checked(key: str, value: Any, known: Mapping[str, Any], location: str) -> Any:

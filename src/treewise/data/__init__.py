@@ -1,7 +1,7 @@
 """Data: files, chat templates and records, turned into the trajectories and trees that are trained.
 
-Nothing here knows models; tokenizers are transformers' own, loaded when a record holds text, and torch is imported only
-to open a dump that `torch.save` wrote.
+Nothing here depends on models; tokenizers are transformers' own, loaded when a record holds text, and torch is
+imported only to open a dump that `torch.save` wrote.
 """
 
 from treewise.data.dataset import DeclaredNodes, TrainingTree, TreeDataset

@@ -73,24 +73,24 @@ class TrainingTree:
         """
         if self.trajectories is not None:
             return self.trajectories
-        held = self.forest().trajectories
-        if held is None:
+        paths = self.forest().trajectories
+        if paths is None:
             raise DataError(
-                f"{self.source}: the paths of this declared tree have too many tokens together to be held one by one; "
+                f"{self.source}: the paths of this declared tree have too many tokens together to list them; "
                 "split it into several trees."
             )
         assert self.nodes is not None
         ends = [number for number, is_end in enumerate(self.nodes.ends) if is_end]
         return [
             replace(item, reward=self.nodes.rewards[end], rollout=self.nodes.rollouts[end])
-            for item, end in zip(held, ends, strict=True)
+            for item, end in zip(paths, ends, strict=True)
         ]
 
 
 class TreeDataset:
-    """A sequence of `TrainingTree`, held as one Arrow table; trajectories are made when a tree is asked for.
+    """A sequence of `TrainingTree` in one Arrow table; trajectories are built when a tree is read.
 
-    `report` says what was read and left out; `fingerprint` changes exactly when the trained content or its order does.
+    `report` counts what was read and left out; `fingerprint` changes exactly when trained content or order does.
     """
 
     def __init__(self, table: pa.Table, facts: dict[str, Any], report: LoadReport, merge_siblings: bool) -> None:

@@ -156,7 +156,7 @@ def _check_order(nodes: Sequence[PlacedNode], parents: Sequence[int]) -> None:
 
 
 def _ids(node: PlacedNode) -> np.ndarray:
-    field_checks.refuse_other_names(node.value, node.location)
+    field_checks.check_names(node.value, node.location)
     value = node.value.get("token_ids")
     if value is None:
         raise DataError(f"{node.location}: no token_ids; all nodes of a tree need token_ids, or all a message.")

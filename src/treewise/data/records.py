@@ -137,7 +137,7 @@ class RecordReader:
             self._label_ends(rows, record, result.location)
 
     def _label_ends(self, rows: Sequence[Row], record: Record, location: str) -> None:
-        """What the record says of all its ends, where they say nothing themselves."""
+        """Labels of the record for all its ends that have none of their own."""
         group = self._group(record, location)
         rollout = label(record.get("rollout"), "rollout", location)
         reward = number(record.get("reward"), "reward", location)

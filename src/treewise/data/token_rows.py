@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.data.io.field_checks import flat_list, number_list, refuse_other_names
+from treewise.data.io.field_checks import check_names, flat_list, number_list
 from treewise.data.io.printable import shown
 from treewise.data.io.record_forms import Record
 from treewise.data.io.rows import Row, row_from_trajectory
@@ -22,9 +22,9 @@ def token_row(record: Record, group: Any, rollout: Any, location: str) -> Row:
     Log-probs may be null where the loss weight is 0 (context has none).
 
     Raises:
-        DataError: what `Trajectory` refuses; a missing log-prob of a trained token.
+        DataError: values that are invalid in a `Trajectory`; a missing log-prob of a trained token.
     """
-    refuse_other_names(record, location)
+    check_names(record, location)
     ids = flat_list(record["token_ids"], "token_ids", location)
     weights = record.get("loss_weights")
     if isinstance(weights, int | float):
@@ -61,7 +61,7 @@ def unlikely_logprobs(row: Row, location: str) -> list[str]:
 def prompt_group(row: Row) -> str | None:
     """A group of its own for every prompt: the tokens before the first trained one.
 
-    None for a prompt of one token: every row may begin with it, so it says nothing.
+    None for a prompt of one token: every row may begin with it, so it identifies no prompt.
     """
     start = int(np.flatnonzero(row.streams["loss_weights"])[0])
     if start < 2:

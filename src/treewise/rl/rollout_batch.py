@@ -94,22 +94,22 @@ def choose_streams(objective: Any, trees: Trees, old: str, num_updates: int) -> 
         raise ConfigError(f"old_logprobs={old!r} is unknown; choose one of {', '.join(OLD_LOGPROBS)}.")
     if not isinstance(objective, PolicyGradient):
         return Streams(None, None)
-    found: str | None
+    source: str | None
     if old in (GIVEN, "sampler"):
         name = "sampler_logprobs" if old == "sampler" else "old_logprobs"
         if not has_all(trees, name):
             raise DataError(f"old_logprobs={old!r}, but the rows have no {name}; use old_logprobs='recompute'.")
-        found = old
+        source = old
     elif old == "auto" and has_all(trees, "old_logprobs"):
-        found = GIVEN
+        source = GIVEN
     elif old == "auto" and (num_updates <= 1 or objective.surrogate == "reinforce"):
-        found = None
+        source = None
     else:
-        found = "policy"
+        source = "policy"
     ref = None
     if objective.beta:
         ref = GIVEN if has_all(trees, "ref_logprobs") else "reference"
-    return Streams(found, ref)
+    return Streams(source, ref)
 
 
 def without_partial_sampler(objective: Any, trees: Trees) -> tuple[Trees, int]:
@@ -182,7 +182,7 @@ def scored(engine: TreeEngine, trees: Trees, stream: str, batch_size: int) -> Tr
 
 
 def usual_method(objective: str, trees: Trees) -> str:
-    """How rewards become advantages where nobody chose: `given` where the rows have some, else as published.
+    """How rewards become advantages where none is chosen: `given` where the rows have some, else as published.
 
     Raises:
         ConfigError: the objective of this name was published with none, and the rows have none.

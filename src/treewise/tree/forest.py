@@ -1,6 +1,6 @@
 """The forest: trajectories with their shared prefixes merged, laid out in depth-first pre-order.
 
-In this order the descendants of a token are the contiguous range after it, so `subtree_end` alone says which tokens
+In this order the descendants of a token are the contiguous range after it, so `subtree_end` alone decides which tokens
 may see which: query `q` sees key `k` exactly when `k <= q < subtree_end[k]`.
 """
 

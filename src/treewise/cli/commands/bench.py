@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(width=None if Console().is_terminal else 200)
     rows: list[dict[str, Any]] = []
 
-    def tell(row: dict[str, Any]) -> None:
+    def report(row: dict[str, Any]) -> None:
         rows.append(row)
         console.print(row_view(row))
         if args.json is not None:  # after every row: a run that is cut short leaves what it measured
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
     for name in args.model or [DEFAULT_MODEL.get(device.type, DEFAULT_MODEL["cpu"])]:
         model_of = partial(_model, name, args.gguf_file, dtype, device)
-        bench.run(model_of, name, partial(_workloads, args, name, device), tell, **_how(args))
+        bench.run(model_of, name, partial(_workloads, args, name, device), report, **_how(args))
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if not any("contestants" in row for row in rows):

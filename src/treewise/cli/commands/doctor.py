@@ -72,24 +72,24 @@ def _environment() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
+            versions[name] = "not installed"
     made_with = CapabilityTable.load().transformers
-    if found["transformers"] != made_with:
-        found["transformers"] += f" (the table of `treewise models` was made with {made_with})"
-    return found
+    if versions["transformers"] != made_with:
+        versions["transformers"] += f" (the table of `treewise models` was made with {made_with})"
+    return versions
 
 
 def _devices() -> dict[str, str]:
-    found = {"cpu": f"{os.cpu_count()} cores, {bytes_as_text(free_bytes(torch.device('cpu')))} free"}
+    devices = {"cpu": f"{os.cpu_count()} cores, {bytes_as_text(free_bytes(torch.device('cpu')))} free"}
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        found[str(device)] = f"{torch.cuda.get_device_name(device)}, {bytes_as_text(free_bytes(device))} free"
-    return found
+        devices[str(device)] = f"{torch.cuda.get_device_name(device)}, {bytes_as_text(free_bytes(device))} free"
+    return devices
 
 
 def _attention(device: torch.device) -> dict[str, str]:

@@ -35,13 +35,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_all(table, rows)
     if not args.json:
-        _say_release(table)
+        _print_release(table)
     return 0 if not args.family or rows[0].status == SUPPORTED else 1
 
 
 def _selected(table: CapabilityTable, args: argparse.Namespace) -> list[Capability]:
-    asked = [status for status, flag in ((SUPPORTED, args.supported), (REFUSED, args.refused)) if flag]
-    return [row for status in asked or (SUPPORTED, REFUSED, UNTRIED) for row in table.of_status(status)]
+    wanted = [status for status, flag in ((SUPPORTED, args.supported), (REFUSED, args.refused)) if flag]
+    return [row for status in wanted or (SUPPORTED, REFUSED, UNTRIED) for row in table.of_status(status)]
 
 
 def _find(table: CapabilityTable, name: str) -> Capability:
@@ -89,7 +89,7 @@ def _print_all(table: CapabilityTable, rows: list[Capability]) -> None:
     print(", ".join(f"{counts[status]} {status}" for status in (SUPPORTED, REFUSED, UNTRIED)))
 
 
-def _say_release(table: CapabilityTable) -> None:
+def _print_release(table: CapabilityTable) -> None:
     try:
         installed = version("transformers")
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
 """Importers: dumps of other training stacks and recorded agent logs, turned into records that `load_trees` reads.
 
-Each format has a module of its own that knows its public names and nothing else; `formats` says which one a record
+Each format has a module of its own with its public names and nothing else; `formats` detects which one a record
 has, `convert` reads files and reports what became of them.
 """
 

@@ -56,11 +56,11 @@ def _message(entry: Record, location: str) -> Record:
 
 
 def _plain(message: Record, location: str) -> Record:
-    found = {name: value for name, value in message.items() if value is not None}
-    if "tool_calls" in found:
-        found["tool_calls"] = _decoded(found["tool_calls"], f"{location}: tool_calls")
-    found.setdefault("content", "")
-    return found
+    cleaned = {name: value for name, value in message.items() if value is not None}
+    if "tool_calls" in cleaned:
+        cleaned["tool_calls"] = _decoded(cleaned["tool_calls"], f"{location}: tool_calls")
+    cleaned.setdefault("content", "")
+    return cleaned
 
 
 def _decoded(value: Any, location: str) -> Any:

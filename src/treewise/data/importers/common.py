@@ -25,7 +25,7 @@ class Placed:
 
 @dataclass(slots=True)
 class Context:
-    """Settings of one import, and what the importers have to say.
+    """Settings of one import, and its findings.
 
     `reward_field` names the reward where a record holds several. `tokenizer` is there for dumps of text alone.
     """
@@ -163,10 +163,10 @@ def only_dicts(values: Iterable[Any], name: str, location: str) -> list[Record]:
     Raises:
         DataError: something else among them.
     """
-    found = list(values) if isinstance(values, list | tuple) else None
-    if found is None or not all(isinstance(each, dict) for each in found):
+    items = list(values) if isinstance(values, list | tuple) else None
+    if items is None or not all(isinstance(each, dict) for each in items):
         raise DataError(f"{location}: {name} must be a list of objects.")
-    return found
+    return items
 
 
 def _array(value: Any, name: str, location: str) -> np.ndarray:

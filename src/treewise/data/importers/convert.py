@@ -31,7 +31,7 @@ MAX_SHOWN_DRIFTS = 20
 
 @dataclass(slots=True)
 class ImportReport:
-    """What an import read and made. `left_out`: what is not among the rows, and why. `warnings`: findings, counted."""
+    """Counts of an import. `left_out`: records that are not among the rows, and why. `warnings`: findings, counted."""
 
     formats: dict[str, str] = field(default_factory=dict)  # file: format
     num_records: int = 0
@@ -116,7 +116,7 @@ class RolloutImport:
             if result.error is not None:
                 raise DataError(result.error)
             self._note_drift(row, result.drift)
-            group = location if (held := result.rows[0].group) is None else held
+            group = location if (own := result.rows[0].group) is None else own
             report.num_tokens += sum(each.num_tokens for each in result.rows)
         if has_ids:
             report.num_trained_tokens += sum(1 for weight in row["loss_weights"] if weight)
@@ -177,7 +177,7 @@ def import_rollouts(
 
 
 def _files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
-    found: list[Path] = []
+    files: list[Path] = []
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
         if path.name.endswith(REFUSED):
             raise DataError(
@@ -187,9 +187,9 @@ def _files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
         if path.name.endswith(torch_file.SUFFIXES):
             if not path.is_file():
                 raise DataError(f"{path}: no such file.")
-            found.append(path)
+            files.append(path)
         else:
-            found += find_files(path)
-    if not found:
+            files += find_files(path)
+    if not files:
         raise DataError("no files to import; name at least one.")
-    return found
+    return files

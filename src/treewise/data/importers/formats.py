@@ -59,8 +59,8 @@ _SIGNS: dict[str, tuple[frozenset[str], ...]] = {
 def detect_format(record: Mapping[str, Any]) -> str | None:
     """The format whose keys a record has; None where it has those of none, or of several."""
     keys = {str(key) for key, value in record.items() if value is not None}
-    found = [name for name, signs in _SIGNS.items() if any(sign <= keys for sign in signs)]
-    return found[0] if len(found) == 1 else None
+    names = [name for name, signs in _SIGNS.items() if any(sign <= keys for sign in signs)]
+    return names[0] if len(names) == 1 else None
 
 
 def required_format(record: Mapping[str, Any], location: str) -> str:

@@ -145,11 +145,11 @@ class _Asked:
         keys = list(_prefix_keys(history))
         run, start = str(name or location), len(history)
         for length in range(len(history) - 1, 0, -1):
-            held = [each for each in self.runs.get(keys[length - 1], ()) if name is None or each == str(name)]
-            if held:
-                waiting = [each for each in held if (each, keys[length - 1]) in self.unanswered]
-                run, start = (waiting or held)[0], length
-                if len(set(held)) > 1:
+            runs = [each for each in self.runs.get(keys[length - 1], ()) if name is None or each == str(name)]
+            if runs:
+                waiting = [each for each in runs if (each, keys[length - 1]) in self.unanswered]
+                run, start = (waiting or runs)[0], length
+                if len(set(runs)) > 1:
                     context.warn(AMBIGUOUS)
                 break
         tools = openai_tools(request.get("tools"), location)
@@ -175,20 +175,20 @@ class _Ends:
     def add(self, call: _Call, run: str) -> None:
         """Notes where a call has left its conversation."""
         key = _key([*call.history, call.reply])
-        held = self.runs.setdefault(key, [])
-        if run not in held:
-            held.append(run)
+        runs = self.runs.setdefault(key, [])
+        if run not in runs:
+            runs.append(run)
 
     def run_of(self, history: list[Record], context: Context) -> str | None:
         """The run that these messages continue, by their longest prefix; None where they begin one."""
         for length, key in reversed(list(enumerate(_prefix_keys(history), 1))):
-            held = self.runs.get(key)
-            if not held:
+            runs = self.runs.get(key)
+            if not runs:
                 continue
-            fresh = [name for name in held if (key, name) not in self.continued] or held
-            if len(held) > 1:
+            fresh = [name for name in runs if (key, name) not in self.continued] or runs
+            if len(runs) > 1:
                 context.warn(AMBIGUOUS)
-            if length < len(history) or len(held) == 1:
+            if length < len(history) or len(runs) == 1:
                 self.continued.add((key, fresh[0]))
             return fresh[0]
         return None
@@ -257,10 +257,10 @@ def _label(run: _Run, record: Placed, context: Context) -> None:
     if group is not None:
         run.group = group
     name = context.reward_field or "reward"
-    held = {**(_metadata(record.value)), **record.value}
-    if held.get(name) is None:
+    fields = {**(_metadata(record.value)), **record.value}
+    if fields.get(name) is None:
         return
-    reward = context.reward({name: held[name]}[name], f"{record.location}: {name}")
+    reward = context.reward({name: fields[name]}[name], f"{record.location}: {name}")
     if run.reward is not None and reward != run.reward:
         context.warn("runs whose calls have different rewards: the last one counts for the whole run")
     run.reward = reward
@@ -277,9 +277,9 @@ def _named(value: Record, names: Iterable[str]) -> Any:
 
 def _metadata(value: Record) -> Record:
     request = value.get("request")
-    found = request.get("metadata") if isinstance(request, dict) else None
+    outer = request.get("metadata") if isinstance(request, dict) else None
     own = value.get("metadata")
-    return {**(found if isinstance(found, dict) else {}), **(own if isinstance(own, dict) else {})}
+    return {**(outer if isinstance(outer, dict) else {}), **(own if isinstance(own, dict) else {})}
 
 
 def _body(value: Any, location: str) -> Any:

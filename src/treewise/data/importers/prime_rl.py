@@ -29,7 +29,7 @@ def _export(record: Placed, context: Context) -> Iterator[Record]:
         factors = numbers(given, "rl_weights", len(ids), location)
         weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
     streams = {"sampler_logprobs": "inference_logprobs", "advantages": "advantages"}
-    found = {
+    fields = {
         ours: numbers(value[theirs], theirs, len(ids), location)
         for ours, theirs in streams.items()
         if value.get(theirs) is not None
@@ -37,4 +37,4 @@ def _export(record: Placed, context: Context) -> Iterator[Record]:
     for name in ("ce_weights", "ref_kl_weights"):
         if isinstance(value.get(name), list) and any(value[name]):
             context.warn(f"{name} (another component of prime-rl's loss) is not imported")
-    yield from token_row(context, location, ids, weights, **found)
+    yield from token_row(context, location, ids, weights, **fields)

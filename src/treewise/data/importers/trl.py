@@ -75,12 +75,12 @@ def _sampled(value: Record, completion: list[int], location: str) -> Any:
         return logprobs
     if not isinstance(names, list) or len(names) != len(logprobs) or len(logprobs) != len(completion):
         raise DataError(f"{location}: several logprobs per token need logprob_token_ids of the same shape.")
-    found = []
+    matched = []
     for position, (token, own, given) in enumerate(zip(completion, names, logprobs, strict=True)):
         if token not in own:
             raise DataError(f"{location}: token {position} ({token}) is not among its logprob_token_ids.")
-        found.append(given[own.index(token)])
-    return found
+        matched.append(given[own.index(token)])
+    return matched
 
 
 def _text(value: Record, location: str, context: Context) -> Record:

@@ -82,7 +82,7 @@ def _row(value: Record, location: str, context: Context) -> Iterator[Record]:
         seen = [1.0] * width
         if value.get("response_mask") is None:
             raise DataError(
-                f"{location}: neither attention_mask nor response_mask, so padding cannot be told from tokens."
+                f"{location}: neither attention_mask nor response_mask, so padding cannot be distinguished from tokens."
             )
     else:
         seen = numbers(value["attention_mask"], "attention_mask", width, location)

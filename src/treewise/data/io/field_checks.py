@@ -59,8 +59,8 @@ def weight(value: Any, location: str) -> float:
     return float(value)
 
 
-def refuse_other_names(record: Mapping[str, Any], location: str) -> None:
-    """Refuses token ids beside streams under a name that treewise would pass over.
+def check_names(record: Mapping[str, Any], location: str) -> None:
+    """Checks that no stream beside token ids has a name that treewise would ignore.
 
     Raises:
         DataError: with the name that it should have.

@@ -1,6 +1,6 @@
 """Files to raw records, with the location of each: `rollouts.jsonl:17`, `rollouts.parquet:row 17`.
 
-Nothing is skipped silently: a file that is damaged, cut short or of another kind than its name says is a `DataError`.
+Nothing is skipped silently: a file that is damaged, cut short or of another kind than its suffix is a `DataError`.
 Lines are only cut here; they are parsed in the worker processes.
 """
 
@@ -42,7 +42,7 @@ def find_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
     """Data files behind paths, folders and globs, in a fixed order, each once.
 
     Raises:
-        DataError: nothing found, or a file of an unknown kind.
+        DataError: no file, or a file of an unknown kind.
     """
     several: Any = paths
     given = [paths] if isinstance(paths, str | Path) else list(several) if isinstance(several, list | tuple) else None
@@ -50,9 +50,9 @@ def find_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
         raise DataError(f"data paths must be text, a Path or a list of these, found {shown(paths)}.")
     if not given:
         raise DataError("no data paths given; name at least one .jsonl, .jsonl.gz, .json or .parquet file.")
-    found = [file for path in given for file in _found(path)]
-    unique = {file.resolve(): file for file in reversed(found)}
-    return sorted(unique.values(), key=found.index)
+    files = [file for path in given for file in _files_of(path)]
+    unique = {file.resolve(): file for file in reversed(files)}
+    return sorted(unique.values(), key=files.index)
 
 
 def read_records(path: Path) -> Iterator[RawRecord]:
@@ -91,7 +91,7 @@ def stem(path: Path) -> str:
     return path.name[: len(path.name) - len(suffix)]
 
 
-def _found(path: PathLike) -> Iterable[Path]:
+def _files_of(path: PathLike) -> Iterable[Path]:
     if not str(path).strip():
         raise DataError("a data path is empty; name a file, a folder or a glob.")
     try:
@@ -158,7 +158,7 @@ def _json_lines(path: Path) -> Iterator[RawRecord]:
 
 
 def _json_list(path: Path) -> Iterator[RawRecord]:
-    """One JSON list of records. Elements are cut by the decoder one by one, so each knows its physical line."""
+    """One JSON list of records. Elements are cut by the decoder one by one, so each has its physical line."""
     data = read_bytes(path)
     skip = len(UTF8_MARK) if data.startswith(UTF8_MARK) else 0
     try:

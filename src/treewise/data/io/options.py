@@ -1,4 +1,4 @@
-"""How records become token sequences, and what a load has to say for itself."""
+"""Options of how records become token sequences, and the report of a load."""
 
 import json
 from collections.abc import Mapping

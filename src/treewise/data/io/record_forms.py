@@ -44,15 +44,15 @@ def parse(raw: RawRecord) -> Record:
 
 
 class _RepeatedKeyError(Exception):
-    """A key that one object holds twice, of which `json` would keep the last without a word."""
+    """A key that one object holds twice, of which `json` would silently keep the last."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Record:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    record = dict(pairs)
+    if len(record) < len(pairs):
         keys = [key for key, _ in pairs]
         raise _RepeatedKeyError(next(key for key in keys if keys.count(key) > 1))
-    return made
+    return record
 
 
 def parse_text(text: str, location: str) -> Any:
@@ -98,7 +98,7 @@ def detect_form(record: Record, location: str) -> str:
 
 
 def _foreign(record: Record) -> str:
-    """Says whose dump this looks like, if it does."""
+    """The library whose dump this looks like, as part of a message; empty for none."""
     from treewise.data.importers.formats import detect_format  # which imports this module
 
     name = detect_format(record)

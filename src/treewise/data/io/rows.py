@@ -1,8 +1,8 @@
 """Rows: trajectories and declared nodes in the compact form that workers hand over and the cache stores.
 
 Calls of one record share almost all of their prompts, so a row stores only what differs from the row before it in the
-same record (`shared` tokens are taken from there); weights of rendered rows are a few spans. Trajectories are made
-from rows when a tree is asked for.
+same record (`shared` tokens are taken from there); weights of rendered rows are a few spans. Trajectories are built
+from rows when a tree is read.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(slots=True)
 class RecordResult:
-    """What a worker made of one record: rows of a tree, a node of a tree given line by line, or the error it met."""
+    """The result of one record: rows of a tree, a node of a tree given line by line, or an error."""
 
     location: str
     rows: list[Row] = field(default_factory=list)

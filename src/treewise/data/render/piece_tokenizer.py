@@ -54,8 +54,8 @@ class Encoder:
 
     def end_of_turn(self, text: str) -> tuple[int, int] | None:
         """Where the special token that closes the text lies (white space may follow it); None where there is none."""
-        found = self._ending.search(text, max(0, len(text.rstrip()) - 256))
-        return found.span() if found else None
+        match = self._ending.search(text, max(0, len(text.rstrip()) - 256))
+        return match.span() if match else None
 
     def begin_ids(self) -> np.ndarray:
         """The ids that the tokenizer puts in front of a plain text (a begin-of-sequence token), if any."""

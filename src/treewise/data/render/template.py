@@ -3,7 +3,7 @@
 For a turn, `prompt` is the template of the messages before it with the generation prompt: exactly what inference saw.
 The completion is what the template writes after that prompt when the turn is the last message, up to the end-of-turn
 token. Templates that rewrite the history as soon as a turn is added (Qwen3 drops an empty `<think>` block from a turn
-that is not the last) do not start with the prompt any more; then the turn is found behind its own generation prompt.
+that is not the last) do not start with the prompt any more; then the turn is located behind its own generation prompt.
 TRL asks for templates patched to be append-only instead; here any template works, and rewritten history forks.
 """
 
@@ -24,7 +24,7 @@ NO_TEMPLATE = "the tokenizer has no chat template; give one as chat_template, fo
 
 
 class Template:
-    """One chat template bound to a tokenizer. `notes` collects what it does that users should know."""
+    """One chat template bound to a tokenizer. `notes` collects what users should be aware of."""
 
     def __init__(self, encoder: Encoder, chat_template: str | None, kwargs: dict[str, Any]) -> None:
         self.tokenizer = encoder.tokenizer
@@ -74,7 +74,7 @@ class Template:
             raise DataError(f"{location}: the chat template cannot be applied ({shown(str(error), 200)}).") from error
         except Exception as error:  # a template is a program of its own: any error of it is an error of the record
             raise DataError(
-                f"{location}: the chat template refuses this conversation ({shown(str(error), 200)})."
+                f"{location}: the chat template raises an error for this conversation ({shown(str(error), 200)})."
             ) from error
 
     def completion(
@@ -124,7 +124,7 @@ class Template:
         """
         marked = [_with_mark(history, turn, with_calls=True) for history, turn in zip(histories, turns, strict=True)]
         others = self.render(marked, tools, location, generation=True) if marked else []
-        found = []
+        tails = []
         for history, turn, prompt, completion, other in zip(
             histories, turns, prompts, completions, others, strict=True
         ):
@@ -138,8 +138,8 @@ class Template:
                     f"{location}: the chat template has no append-only form after turn {turn}, so thinking='keep' is "
                     "not possible; use thinking='as_inference'."
                 )
-            found.append(tail)
-        return found
+            tails.append(tail)
+        return tails
 
     def _sampled_text(
         self, history: list[Message], turn: Message, prompt: str, whole: str, tools: list[dict] | None, location: str
@@ -240,5 +240,5 @@ def _with_mark(history: list[Message], turn: int, *, with_calls: bool) -> list[M
 def _reasoning(turn: Message) -> str:
     if turn.get("reasoning_content"):
         return turn["reasoning_content"].strip("\n")
-    before, found, _ = turn["content"].rpartition(THINK_END)
-    return before.split(THINK)[-1].strip("\n") if found else ""
+    before, mark, _ = turn["content"].rpartition(THINK_END)
+    return before.split(THINK)[-1].strip("\n") if mark else ""

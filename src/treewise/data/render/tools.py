@@ -15,8 +15,8 @@ from treewise.errors import DataError
 def tool_files(data_file: Path) -> list[Path]:
     """Files that `tools_ref` of a data file may point into, nearest first; those that exist."""
     names = (f"{stem(data_file)}_tools.json", "tools.json")
-    found = [data_file.parent / f"{name}{suffix}" for name in names for suffix in ("", ".gz")]
-    return [path for path in found if path.is_file()]
+    paths = [data_file.parent / f"{name}{suffix}" for name in names for suffix in ("", ".gz")]
+    return [path for path in paths if path.is_file()]
 
 
 def find_tools(record: Record, data_file: Path, location: str) -> list[dict[str, Any]] | None:
