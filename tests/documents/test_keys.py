@@ -49,4 +49,4 @@ def test_defaults_of_a_training_run(key: str, default: object) -> None:
 
 def test_every_key_of_rl_is_named_on_its_page() -> None:
     page = (DOCS / "rl.md").read_text(encoding="utf-8")
-    assert not [key for key in (*rl.KEYS, *rl.ALIASES) if f"`{key}`" not in page]
+    assert not [key for key in (*rl.KEYS, *rl.aliases()) if f"`{key}`" not in page]

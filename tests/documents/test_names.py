@@ -75,7 +75,7 @@ def flags_of(command: str) -> set[str]:
     if command == "train":
         flags |= set(schema())
     if command == "rl":
-        flags |= set(schema(rl.KEYS)) | set(rl.ALIASES)
+        flags |= set(schema(rl.KEYS)) | set(rl.aliases())
     return flags
 
 

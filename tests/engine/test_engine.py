@@ -207,7 +207,7 @@ def test_objective_settings_do_not_depend_on_packing(
     rollouts: list[Trajectory], weighting: str, normalization: str
 ) -> None:
     model = tiny_model()
-    constant = 7.0 if normalization == "constant" else None
+    constant = 7.0 if normalization in ("rollout_sum", "constant") else None
     objective = SFT(weighting, normalization, constant)
     losses, gradients = [], []
     for max_tokens in BUDGETS:

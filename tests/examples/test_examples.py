@@ -39,5 +39,5 @@ def test_the_walkthrough_begins_every_cell_with_a_marker() -> None:
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_configurations_hold_known_keys(path: Path) -> None:
     is_rl = path.name == "rl.yaml"
-    config = read_config(path, [], rl.KEYS, rl.ALIASES) if is_rl else read_config(path)
+    config = read_config(path, [], rl.KEYS, rl.aliases()) if is_rl else read_config(path)
     assert config.training["output_dir"]

@@ -16,6 +16,7 @@ from tests.objectives.test_objectives import DISTILLATION, MODEL, POLICY, rollou
 from treewise import SFT, ConfigError, DataError, Forest, Trajectory, TreeEngine
 from treewise.advantages import with_rollout_weights
 from treewise.objectives import Objective, PolicyGradient, objective_named
+from treewise.objectives.normalization import fixed_denominator
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.testing.strategies import MAX_SEED
@@ -49,8 +50,8 @@ def step(items_of_calls: list[list[Trajectory]], objective: Objective, max_token
     MODEL.zero_grad()
     forests = [Forest.from_trajectories(items) for items in items_of_calls]
     total = sum(objective.denominator(forest) for forest in forests)
-    if isinstance(objective, SFT) and objective.normalization == "constant":
-        total = objective.constant
+    if fixed_denominator(objective) is not None:
+        total = fixed_denominator(objective)
     engine = TreeEngine(MODEL, max_tokens, check=False, **options)
     outs = [engine.step(forest, objective, denominator=total) for forest in forests]
     return sum(out.loss for out in outs), gradients_of(MODEL), outs
@@ -363,7 +364,7 @@ def test_missing_streams_are_named() -> None:
 BAD_SETTINGS = [
     ("grpo", {"kl": "k4"}, "kl='k4'"),
     ("grpo", {"clip_low": -0.1}, "clip_low=-0.1"),
-    ("grpo", {"clip_low": "low"}, "objective 'grpo'"),
+    ("grpo", {"clip_low": "low"}, "objective 'grpo': clip_low='low' must be a number or none"),
     ("grpo", {"constant": 4}, "constant=4 belongs to"),
     ("grpo", {"weighting": "twice"}, "weighting='twice'"),
     ("grpo", {"normalization": "mean"}, "normalization='mean'"),
@@ -371,13 +372,15 @@ BAD_SETTINGS = [
     ("grpo", {"max_ratio": 2.0}, "surrogate='cispo' and max_ratio"),
     ("grpo", {"surrogate": "best"}, "surrogate='best'"),
     ("grpo", {"betta": 1}, "unknown setting 'betta' of objective 'grpo'. Did you mean 'beta'"),
-    ("reinforce", {"surrogate": "clip"}, "multiple values for keyword argument 'surrogate'"),
+    ("reinforce", {"surrogate": "clip"}, "objective 'reinforce' determines surrogate; leave it out"),
     ("reinforce", {"ratio_level": "sequence"}, "has no ratio"),
     ("cispo", {"max_ratio": 0}, "max_ratio=0"),
     ("dr_grpo", {}, "'dr_grpo' needs max_length"),
     ("dr_grpo", {"max_length": 0}, "constant=0 must be positive"),
     ("ppo", {"sampler_correction": "mask", "sampler_max": None}, "needs sampler_min or sampler_max"),
     ("ppo", {"sampler_correction": "mask", "sampler_min": 2.5}, "must be less than sampler_max"),
+    ("ppo", {"normalization": "constant"}, "needs constant"),
+    ("sft", {"constant": 3.0}, "constant=3.0 belongs to"),
     ("sft", {"beta": 1}, "unknown setting 'beta' of objective 'sft'"),
     ("distillation", {"tail": "none"}, "tail='none'"),
     ("distillation", {"divergence": "js"}, "divergence='js'"),

@@ -13,7 +13,7 @@ from treewise import objectives
 from treewise.engine import TreeEngine, engine, walk
 from treewise.errors import ConfigError, VerificationError
 from treewise.nn.attention.gateway import Gateway
-from treewise.objectives import SFT, Terms
+from treewise.objectives import NORMALIZATIONS, SFT, Terms
 from treewise.planning.layout import Layout, lay_out
 from treewise.testing import tiny_model
 from treewise.tree.forest import Forest
@@ -44,9 +44,9 @@ def test_a_right_engine_passes(dtype: torch.dtype, max_tokens: int | None) -> No
 
 
 @pytest.mark.parametrize("weighting", ["per_trajectory", "once"])
-@pytest.mark.parametrize("normalization", ["token_mean", "trajectory_mean", "constant"])
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_every_form_of_sft_passes(weighting: str, normalization: str) -> None:
-    constant = 7.0 if normalization == "constant" else None
+    constant = 7.0 if normalization in ("rollout_sum", "constant") else None
     report = verify(tiny_llama(), branching(), objective=SFT(weighting, normalization, constant))
     assert report.passed, report.describe()
 

@@ -39,10 +39,10 @@ def check_settings(arguments: "TreeTrainingArguments") -> None:
         raise ConfigError(f"max_steps is {arguments.max_steps}; give a number of steps, or -1 for none.")
     if arguments.max_steps <= 0 and not arguments.num_train_epochs > 0:
         raise ConfigError(f"num_train_epochs is {arguments.num_train_epochs:g}: nothing would be trained.")
-    if arguments.constant is not None and arguments.normalization != "constant":
+    if arguments.constant is not None and arguments.normalization not in ("rollout_sum", "constant"):
         raise ConfigError(
             f"constant={arguments.constant:g} divides nothing where normalization is {arguments.normalization!r}; "
-            "leave it out, or give normalization: constant."
+            "leave it out, or give normalization: rollout_sum or constant."
         )
     metric = arguments.metric_for_best_model
     if metric is not None and metric not in ("loss", "eval_loss"):

@@ -1,22 +1,19 @@
-"""Settings of an objective as configurations and flags give them, where `1e-1` is a text."""
+"""Settings of an objective in configurations and flags, where `1e-1` is text."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from treewise.cli.config import coerce
 
-_NUMBERS = (
-    *("beta", "clip_low", "clip_high", "dual_clip", "max_ratio", "entropy_coefficient", "sampler_min", "sampler_max"),
-    *("constant", "max_length"),
-)
-_TYPES: dict[str, Any] = {**dict.fromkeys(_NUMBERS, float | None), "measure_entropy": bool}
 
-
-def typed_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as numbers and booleans where they are such.
+def typed_settings(objective: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a named objective, as the types of its annotations.
 
     Raises:
         ConfigError: a value of another type; names the setting.
     """
-    named = {str(key): value for key, value in given.items()}  # YAML reads `3: x` as a number's
-    return {key: coerce(key, value, _TYPES.get(key, Any)) for key, value in named.items()}
+    from treewise.objectives.registry import OBJECTIVES, setting_types
+
+    types = setting_types(objective) if objective in OBJECTIVES else {}
+    by_name = {str(key): value for key, value in settings.items()}  # YAML reads the key of `3: x` as a number
+    return {key: coerce(key, value, types.get(key, Any)) for key, value in by_name.items()}

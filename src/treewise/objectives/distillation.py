@@ -1,4 +1,4 @@
-"""Distillation to a teacher of which the likeliest candidates of each position are known.
+"""Distillation from the top-k candidates of a teacher.
 
 Letters: F flat tokens, k candidates of a token, Q trained flat tokens, P terms (one per candidate of each of these).
 """
@@ -24,13 +24,13 @@ class Distillation:
     """Forward KL, or cross-entropy, from a teacher's top-k candidates to the model, per trained token.
 
     Needs `teacher_ids` and `teacher_logprobs`. With q the teacher's probabilities of the k candidates S of a position
-    and p the model's (of the full vocabulary), the loss of a token depends on `tail`, what is made of the rest:
+    and p the model's (of the full vocabulary), the loss of a token depends on `tail`, the treatment of the rest:
 
     * `ignore`: `sum over S of q (log q - log p)`. The rest of the teacher's mass has no term. It is a part of the full
       forward KL; without the rest it may be negative, and it pulls p to q/(sum of q) on S.
     * `bucket`: the rest is one more candidate, with `1 - sum q` and `1 - sum p`. The exact forward KL of the two
       distributions after merging all other tokens: not negative, a lower bound of the full one, 0 at q.
-    * `renormalize`: both are divided by their mass on S first. Says nothing about the mass outside S.
+    * `renormalize`: both are divided by their mass on S first. Independent of the mass outside S.
 
     `cross_entropy` leaves out the `q log q`, which changes the loss by a constant and no gradient. Source: Hinton et
     al. (arXiv 1503.02531); top-k as in Peng et al. (arXiv 2410.16215). The model's temperature is the engine's.
@@ -70,11 +70,11 @@ class Distillation:
         trained = trained[np.argsort(forest.path_index[trained], kind="stable")]
         is_used = np.isfinite(logprobs_Fk[trained])
         if not is_used.any(axis=1).all():
-            lost = int(trained[np.argmin(is_used.any(axis=1))])
-            number = int(np.searchsorted(forest.path_offsets, lost, side="right")) - 1
+            flat_index = int(trained[np.argmin(is_used.any(axis=1))])
+            index = int(np.searchsorted(forest.path_offsets, flat_index, side="right")) - 1
             raise DataError(
-                f"{forest.source_of(number)}: token {lost - forest.path_offsets[number]} is trained, but its teacher "
-                "has no candidate for it; give some, or set its loss weight to 0."
+                f"{forest.source_of(index)}: token {flat_index - forest.path_offsets[index]} is trained, but its "
+                "teacher has no candidate for it; give some, or set its loss weight to 0."
             )
         token, candidate = np.nonzero(is_used)
         flat = trained[token]
@@ -87,20 +87,20 @@ class Distillation:
         return Terms(forest.path_index[flat], streams, ids_Fk[flat, candidate], weight=float(plain_F.sum()))
 
     def token_losses(self, values: Values, streams: Streams) -> Float[Tensor, " P"]:
-        """[P] weighted losses: those of the Q tokens whose candidates are given, all of a token together, then zeros.
+        """[P] weighted losses of the Q tokens, each summed over its candidates, then zeros.
 
-        How many tokens there are the device knows, and the host would wait to hear it; so there are as many as terms.
+        The size is P, because reading Q from the device would block the host.
         """
-        token = _numbered(streams["token"])
+        token = _consecutive(streams["token"])
         teacher, student = streams["teacher_logprobs"], values["log_probs"]
-        mass, student_mass = (_sum(token, torch.exp(each)) for each in (teacher, student))
+        mass, student_mass = (_sum(token, torch.exp(logprobs)) for logprobs in (teacher, student))
         if self.tail == "renormalize":
             teacher = teacher - torch.log(mass)[token]
             student = student - torch.log(student_mass)[token]
-        shares = torch.exp(teacher)
-        losses = _sum(token, -shares * student)
+        probabilities = torch.exp(teacher)
+        losses = _sum(token, -probabilities * student)
         if self.divergence == "forward_kl":
-            losses = losses + _sum(token, shares * teacher)
+            losses = losses + _sum(token, probabilities * teacher)
         if self.tail == "bucket":
             losses = losses + self._rest(mass, student_mass)
         return torch.zeros_like(losses).scatter(0, token, streams["weights"]) * losses
@@ -114,15 +114,15 @@ class Distillation:
         }
 
     def _rest(self, mass: torch.Tensor, student_mass: torch.Tensor) -> torch.Tensor:
-        """[P] the term of all tokens that are no candidates. A rest below rounding counts as that rounding."""
+        """[P] the term of all other tokens. A student's rest below machine epsilon counts as epsilon."""
         smallest = torch.finfo(mass.dtype).eps
         rest = (1 - mass).clamp(min=0)
         losses = -rest * torch.log((1 - student_mass).clamp(min=smallest))
         return losses if self.divergence == "cross_entropy" else losses + torch.xlogy(rest, rest)
 
 
-def _numbered(token: torch.Tensor) -> torch.Tensor:
-    """[P] the same numbers from 0 on, without gaps; equal ones follow one another."""
+def _consecutive(token: torch.Tensor) -> torch.Tensor:
+    """[P] int64, equal neighbours mapped to consecutive integers from 0."""
     return torch.cat([token.new_zeros(1), (token[1:] != token[:-1]).to(token.dtype)]).cumsum(0)
 
 

@@ -1,9 +1,17 @@
-"""How a sum over tokens becomes a mean, the same for any packing, number of calls and ranks.
+"""Weights and denominators of the sum over token losses, independent of packing, number of calls and ranks.
 
-What is counted is the rollout: rows that share a rollout id are normalised together, however it was cut. Where the rows
-of one rollout lie in several forests, `Trajectory.rollout_weight` says what the whole of it weighs.
+A rollout counts once: rows that share a rollout id are normalised together, however it was cut. Where the rows of one
+rollout are in several forests, `Trajectory.rollout_weight` is the loss weight of all of them.
 
-Letters: F flat tokens, N trajectories, R rollouts of the forest.
+With w the weight of a token under a weighting, a loss is the sum of w * loss over tokens, divided as follows:
+
+    token_mean       by the sum of w over the step
+    trajectory_mean  by the sum of w of each trajectory, then by the number of trajectories
+    rollout_mean     by the sum of w of each rollout, then by the number of rollouts
+    rollout_sum      by `constant` (1 if None), then by the number of rollouts
+    constant         by `constant`, however large the step is
+
+Letters: F flat tokens, T tree tokens, N trajectories, R rollouts of the forest.
 """
 
 import numpy as np
@@ -12,84 +20,114 @@ from treewise.errors import ConfigError, DataError
 from treewise.tree.forest import Forest
 from treewise.tree.weights import check_weighting
 
-NORMALIZATIONS = ("token_mean", "rollout_mean", "rollout_sum")
-# Shares of a rollout's weight are compared in float64 sums of float32 weights.
+NORMALIZATIONS = ("token_mean", "trajectory_mean", "rollout_mean", "rollout_sum", "constant")
+# Fractions of a rollout's weight are compared in float64 sums of float32 weights.
 _ROUNDING = 1e-6
 
 
 def check_settings(weighting: str, normalization: str, constant: float | None) -> None:
-    """Raises `ConfigError` for names that are unknown, or a constant that does not belong there."""
+    """Raises `ConfigError` for an unknown name, or a constant that is missing, not positive, or without use."""
     check_weighting(weighting)
     if normalization not in NORMALIZATIONS:
         raise ConfigError(f"normalization={normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}.")
-    if constant is not None and normalization != "rollout_sum":
-        raise ConfigError(f"constant={constant} belongs to normalization='rollout_sum', not {normalization!r}.")
+    if constant is None and normalization == "constant":
+        raise ConfigError("normalization='constant' needs constant=<a positive number>.")
+    if constant is not None and normalization not in ("rollout_sum", "constant"):
+        raise ConfigError(
+            f"constant={constant} belongs to normalization 'rollout_sum' or 'constant', not {normalization!r}."
+        )
     if constant is not None and not constant > 0:
         raise ConfigError(f"constant={constant} must be positive.")
 
 
 def denominator(forest: Forest, weighting: str, normalization: str, constant: float | None) -> float:
-    """What the sum over tokens of `normalized_weights` times losses is divided by; additive over forests.
+    """The divisor of the sum over tokens of `normalized_weights` times losses.
 
-    token_mean: the sum of all weights. rollout_mean: the number of rollouts. rollout_sum: that times `constant`. A
-    rollout of which this forest holds a part counts as that part of its weight.
+    Additive over forests, except for `constant` (see `fixed_denominator`). A rollout of which this forest has some rows
+    only counts as their fraction of its weight.
     """
     if normalization == "token_mean":
         return float(forest.token_weights(weighting).sum())
-    return float(_shares(forest).sum()) * (constant or 1.0)
+    if normalization == "trajectory_mean":
+        return float(forest.num_trajectories)
+    if normalization == "constant":
+        assert constant is not None
+        return float(constant)
+    return float(_fractions(forest).sum()) * (constant or 1.0)
+
+
+def fixed_denominator(objective: object) -> float | None:
+    """The denominator of any number of forests together under normalization='constant'; None for all others, whose
+    denominators add up over forests.
+    """
+    is_fixed = getattr(objective, "normalization", None) == "constant"
+    return float(objective.constant) if is_fixed else None  # type: ignore[attr-defined]
 
 
 def normalized_weights(forest: Forest, weighting: str, normalization: str) -> tuple[np.ndarray, np.ndarray]:
-    """[F] float64 weights of the token losses, and the plain weights (`Forest.flat_weights`) that they come from.
+    """[F] float64 weights of the token losses, and the plain weights ([F], `Forest.flat_weights`) before normalization.
 
-    For `rollout_mean` the weights of each rollout add up to 1.
+    The weights of each trajectory (`trajectory_mean`) or rollout (`rollout_mean`) add up to 1.
 
     Raises:
-        DataError: `rollout_mean` of a part of a rollout under a weighting that has to see all of it.
+        DataError: `rollout_mean` of a part of a rollout under a weighting that needs all of it; means over trajectories
+            of an explicit tree that is too large to hold them.
     """
+    if normalization == "trajectory_mean" and forest.trajectories is None:
+        raise DataError("trajectory_mean needs trajectories; this declared tree is too large to hold them flat.")
     plain = forest.flat_weights(weighting)
+    if normalization == "trajectory_mean":
+        totals = np.add.reduceat(plain, forest.path_offsets[:-1])
+        return plain / np.repeat(totals, forest.path_lengths), plain
     if normalization != "rollout_mean":
         return plain, plain
-    shares_R = _shares(forest)
-    if weighting != "per_trajectory" and (shares_R < 1).any():
+    fractions_R = _fractions(forest)
+    if weighting != "per_trajectory" and (fractions_R < 1).any():
         raise DataError(
             f"weighting={weighting!r} with normalization='rollout_mean' needs all rows of a rollout in one call of the "
-            f"engine, but {_first_part(forest, shares_R)} has rows elsewhere."
+            f"engine, but {_first_part(forest, fractions_R)} has rows elsewhere."
         )
     rollout_F = rollout_of_tokens(forest)
-    total_R = np.bincount(rollout_F, weights=plain) / shares_R
+    total_R = np.bincount(rollout_F, weights=plain) / fractions_R
     return plain / total_R[rollout_F], plain
 
 
+def normalized_tree_weights(forest: Forest, weighting: str, normalization: str) -> np.ndarray:
+    """[T] float64, for each tree token the sum of `normalized_weights` over the trajectories that contain it."""
+    if normalization not in ("trajectory_mean", "rollout_mean"):
+        return forest.token_weights(weighting)
+    weights, _ = normalized_weights(forest, weighting, normalization)
+    return np.bincount(forest.path_index, weights=weights, minlength=forest.num_tokens)
+
+
 def rollout_of_tokens(forest: Forest) -> np.ndarray:
-    """[F] int64, the rollout of every flat token."""
+    """[F] int64, the rollout of each flat token."""
     return np.repeat(forest.rollout_of_trajectory, forest.path_lengths)
 
 
 def require_whole_rollouts(forest: Forest, what: str) -> None:
-    """Raises `DataError` where a rollout is known to have rows outside of this forest."""
-    shares_R = _shares(forest)
-    if (shares_R < 1).any():
+    """Raises `DataError` where a rollout has rows outside of this forest. what: names the setting that needs them."""
+    fractions_R = _fractions(forest)
+    if (fractions_R < 1).any():
         raise DataError(
-            f"{what} needs all rows of a rollout in one call, but {_first_part(forest, shares_R)} has more."
+            f"{what} needs all rows of a rollout in one call, but {_first_part(forest, fractions_R)} has more."
         )
 
 
-def _shares(forest: Forest) -> np.ndarray:
-    """[R] float64, how much of each rollout's weight lies in this forest: 1 unless a row knows of more."""
-    number_N = forest.rollout_of_trajectory
+def _fractions(forest: Forest) -> np.ndarray:
+    """[R] float64, the fraction of each rollout's weight in this forest; 1 unless `rollout_weight` is larger."""
+    rollout_N = forest.rollout_of_trajectory
     if forest.trajectories is None:
-        return np.ones(int(number_N.max()) + 1)
-    own_N = [item.weight for item in forest.trajectories]
-    here_R = np.bincount(number_N, weights=own_N)
-    whole_R = np.zeros(len(here_R))
-    known_N = [item.rollout_weight or 0.0 for item in forest.trajectories]
-    np.maximum.at(whole_R, number_N, known_N)
-    is_part = here_R < whole_R * (1 - _ROUNDING)
-    return np.divide(here_R, whole_R, out=np.ones_like(here_R), where=is_part)
+        return np.ones(int(rollout_N.max()) + 1)
+    weight_N = [item.weight for item in forest.trajectories]
+    in_forest_R = np.bincount(rollout_N, weights=weight_N)
+    whole_R = np.zeros(len(in_forest_R))
+    np.maximum.at(whole_R, rollout_N, [item.rollout_weight or 0.0 for item in forest.trajectories])
+    is_part = in_forest_R < whole_R * (1 - _ROUNDING)
+    return np.divide(in_forest_R, whole_R, out=np.ones_like(in_forest_R), where=is_part)
 
 
-def _first_part(forest: Forest, shares_R: np.ndarray) -> str:
+def _first_part(forest: Forest, fractions_R: np.ndarray) -> str:
     assert forest.trajectories is not None
-    item = forest.trajectories[int(np.argmax((shares_R < 1)[forest.rollout_of_trajectory]))]
+    item = forest.trajectories[int(np.argmax((fractions_R < 1)[forest.rollout_of_trajectory]))]
     return f"rollout {item.rollout!r} of group {item.group!r}"

@@ -1,4 +1,4 @@
-"""Policy gradients: one dataclass whose settings are what the methods of the literature differ in.
+"""Policy gradients: one dataclass whose settings are the differences between the methods of the literature.
 
 Letters: F flat tokens, P terms (trained flat tokens, in the order of their tree positions), R rollouts.
 """
@@ -35,8 +35,8 @@ class PolicyGradient:
 
     Per token: w the loss weight, A the advantage, r the importance ratio to `old_logprobs` (exactly 1, with its
     gradient, where trajectories have none: data of the policy itself), s the weight that corrects for another engine's
-    sampling, KL an estimate against `ref_logprobs`, H the entropy of the model's distribution. Make it by one of the
-    names in `treewise.objectives.registry`, which fill in what a paper sets.
+    sampling (truncated importance sampling, TIS, or masked, IcePop), KL an estimate against `ref_logprobs`, H the
+    entropy of the model's distribution. The names in `treewise.objectives.registry` fill in the settings of papers.
 
     Parameters:
         surrogate: L. `clip`: PPO's clipped one; `reinforce`: `-A log p`; `cispo`: `-sg(min(r, max_ratio)) A log p`.
@@ -48,16 +48,15 @@ class PolicyGradient:
         kl, beta: estimator (`k1`, `k2`, `k3`) and its factor; beta=0 needs no reference.
         entropy_coefficient: adds entropy as a bonus; averaged like the rest of the loss, as in verl (TRL takes the
             token mean, whatever the loss type; with `token_mean` both are the same).
-        sampler_correction: None, `truncate` or `mask`, see `formulas.sampler_weights`; needs `sampler_logprobs`. The
-            ratio is `exp(old - sampler)`, with the current log-probs, detached, for `old` where there are none.
+        sampler_correction: None, `truncate` or `mask`, see `formulas.sampler_weights`; needs `sampler_logprobs` (verl:
+            `rollout_log_probs`, prime-rl: `inference_logprobs`). The ratio is `exp(old - sampler)`, with the current
+            log-probs, detached, for `old` where there are none.
         sampler_level: `token`, or `sequence`: one weight for a rollout, from the sum of differences over its tokens.
         sampler_min, sampler_max: bounds of that weight.
         weighting: `per_trajectory`: a shared token counts once for every trajectory that trains it, with that
             trajectory's advantage, as flat training does; `once`: the mean of these terms; `per_rollout`: the sum over
             rollouts of the mean over each rollout's rows.
-        normalization: `token_mean`: by the sum of weights of the step; `rollout_mean`: the mean over each rollout's
-            tokens, then over rollouts; `rollout_sum`: the sum over each rollout's tokens, divided by `constant` (1
-            where not given), then the mean over rollouts. See `treewise.objectives.normalization`.
+        normalization, constant: see `treewise.objectives.normalization`.
         measure_entropy: report the entropy although no bonus needs it.
 
     Raises:
@@ -113,7 +112,16 @@ class PolicyGradient:
         if self.sampler_min is not None and self.sampler_max is not None and self.sampler_min >= self.sampler_max:
             raise ConfigError(f"sampler_min={self.sampler_min} must be less than sampler_max={self.sampler_max}.")
 
-    # -- what the engine asks -----------------------------------------------------------------------------------------
+    # -- the protocol -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_sequence_ratios(self) -> bool:
+        """Whether some ratio is one of a whole rollout, in which a token that several rows train counts once."""
+        return self.ratio_level == "sequence" or self._corrects_sequences
+
+    @property
+    def _corrects_sequences(self) -> bool:
+        return self.sampler_correction is not None and self.sampler_level == "sequence"
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -146,11 +154,12 @@ class PolicyGradient:
             if is_needed or _is_given(forest, name):
                 streams[name] = forest.flat_stream(name)
         streams = {name: stream[trained] for name, stream in streams.items()}
-        if self.ratio_level == "sequence" or (self.sampler_correction and self.sampler_level == "sequence"):
+        if self.has_sequence_ratios:
             streams |= self._sequence_streams(forest, trained, streams)
         return Terms(forest.path_index[trained], streams, weight=float(plain_F.sum()))
 
     def token_losses(self, values: Values, streams: Streams) -> Float[Tensor, " P"]:
+        """[P] float losses. values: `log_probs`, `entropy` [P]. streams: those of `terms` [P]."""
         logprobs, advantages = values["log_probs"], streams["advantages"]
         losses = self._surrogate(logprobs, advantages, streams)
         if self.sampler_correction is not None:
@@ -170,24 +179,24 @@ class PolicyGradient:
         no gap (NeMo RL's `token_mult_prob_error`, whose guide calls a drift beyond 1.02 a problem).
         """
         logprobs = values["log_probs"]
-        found = {}
+        metrics = {}
         if "old_logprobs" in streams:
-            found["approx_kl"] = formulas.kl_estimate(streams["old_logprobs"], logprobs, "k3")
+            metrics["approx_kl"] = formulas.kl_estimate(streams["old_logprobs"], logprobs, "k3")
             if self.surrogate != "reinforce":
                 ratios = self._ratios(logprobs, streams)
-                found |= {"ratio": ratios, "clip_fraction": self._is_clipped(ratios, streams["advantages"])}
+                metrics |= {"ratio": ratios, "clip_fraction": self._is_clipped(ratios, streams["advantages"])}
         if self.beta:
-            found["kl"] = formulas.kl_estimate(logprobs, streams["ref_logprobs"], self.kl)
+            metrics["kl"] = formulas.kl_estimate(logprobs, streams["ref_logprobs"], self.kl)
         if "entropy" in values:
-            found["entropy"] = values["entropy"]
+            metrics["entropy"] = values["entropy"]
         if self.sampler_correction is not None:
-            found["sampler_weight"] = self._sampler_weights(logprobs, streams)
+            metrics["sampler_weight"] = self._sampler_weights(logprobs, streams)
         if "sampler_logprobs" in streams:
             policy = streams.get("old_logprobs", logprobs)
-            found["logprob_gap"] = torch.exp((policy - streams["sampler_logprobs"]).abs())
-        return {name: streams["plain_weights"] * value for name, value in found.items()}
+            metrics["logprob_gap"] = torch.exp((policy - streams["sampler_logprobs"]).abs())
+        return {name: streams["plain_weights"] * value for name, value in metrics.items()}
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- formulas -----------------------------------------------------------------------------------------------------
 
     def _surrogate(self, logprobs: torch.Tensor, advantages: torch.Tensor, streams: Streams) -> torch.Tensor:
         if self.surrogate == "reinforce":
@@ -200,7 +209,7 @@ class PolicyGradient:
     def _ratios(self, logprobs: torch.Tensor, streams: Streams) -> torch.Tensor:
         differences = logprobs - streams.get("old_logprobs", logprobs.detach())
         if self.ratio_level == "sequence":
-            differences = formulas.sums_over(streams["sequence"], streams["mean_share"] * differences)
+            differences = formulas.sums_over(streams["sequence"], streams["mean_fraction"] * differences)
         return torch.exp(differences)
 
     def _is_clipped(self, ratios: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
@@ -216,21 +225,20 @@ class PolicyGradient:
         else:
             log_ratio = streams.get("old_logprobs", logprobs.detach()) - streams["sampler_logprobs"]
             if self.sampler_level == "sequence":
-                log_ratio = formulas.sums_over(streams["sequence"], streams["share"] * log_ratio)
+                log_ratio = formulas.sums_over(streams["sequence"], streams["fraction"] * log_ratio)
         return formulas.sampler_weights(
             torch.exp(log_ratio), self.sampler_correction, self.sampler_min, self.sampler_max
         )
 
     def _needs_current_sequence_weights(self, forest: Forest) -> bool:
-        by_sequence = self.sampler_correction is not None and self.sampler_level == "sequence"
-        return by_sequence and not _is_given(forest, "old_logprobs")
+        return self._corrects_sequences and not _is_given(forest, "old_logprobs")
 
     def _sequence_streams(
         self, forest: Forest, trained: np.ndarray, streams: dict[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """[P] the rollout of each term, and its shares of that rollout's sum and mean.
+        """[P] the rollout of each term (`sequence`), and its fraction in that rollout's sum and mean.
 
-        A token that several rows of one rollout train was sampled once, so its terms share it.
+        A token that several rows of one rollout train was sampled once, so its terms split it evenly.
         """
         require_whole_rollouts(forest, "a ratio of whole sequences")
         rollout = rollout_of_tokens(forest)[trained]
@@ -238,16 +246,16 @@ class PolicyGradient:
         _, token, count = np.unique(
             sequence * forest.num_tokens + forest.path_index[trained], return_inverse=True, return_counts=True
         )
-        share = 1.0 / count[token]
-        found = {
+        fraction = 1.0 / count[token]
+        sequence_streams = {
             "sequence": sequence,
-            "share": share,
-            "mean_share": share / np.bincount(sequence, weights=share)[sequence],
+            "fraction": fraction,
+            "mean_fraction": fraction / np.bincount(sequence, weights=fraction)[sequence],
         }
-        if self.sampler_level == "sequence" and self.sampler_correction and "old_logprobs" in streams:
+        if self._corrects_sequences and "old_logprobs" in streams:
             gap = streams["old_logprobs"].astype(np.float64) - streams["sampler_logprobs"]
-            found["sampler_log_ratio"] = np.bincount(sequence, weights=share * gap)[sequence]
-        return found
+            sequence_streams["sampler_log_ratio"] = np.bincount(sequence, weights=fraction * gap)[sequence]
+        return sequence_streams
 
 
 def logprob_gap(trajectories: Sequence[Trajectory], stream: str = "old_logprobs") -> float:
@@ -259,11 +267,11 @@ def logprob_gap(trajectories: Sequence[Trajectory], stream: str = "old_logprobs"
         DataError: a trajectory without one of the two streams.
     """
     total = weight = 0.0
-    for number, item in enumerate(trajectories):
+    for index, item in enumerate(trajectories):
         values, sampler = getattr(item, stream), item.sampler_logprobs
         if values is None or sampler is None:
             missing = stream if values is None else "sampler_logprobs"
-            raise DataError(f"{item.source or f'trajectory {number}'}: no {missing}, so there is no gap to measure.")
+            raise DataError(f"{item.source or f'trajectory {index}'}: no {missing}, so there is no gap to measure.")
         weights = np.asarray(item.loss_weights, dtype=np.float64)
         total += float((weights * np.exp(np.abs(values.astype(np.float64) - sampler))).sum())
         weight += float(weights.sum())
@@ -273,7 +281,7 @@ def logprob_gap(trajectories: Sequence[Trajectory], stream: str = "old_logprobs"
 
 
 def _is_given(forest: Forest, name: str) -> bool:
-    """Whether any trajectory has the stream: then all must have it, and `flat_stream` names the one that has not."""
+    """Whether any trajectory has the stream; `flat_stream` then raises if one has not."""
     if forest.trajectories is None:
         return forest.has_stream(name)
     return any(getattr(item, name) is not None for item in forest.trajectories)

@@ -1,4 +1,4 @@
-"""What the engine asks of an objective. Letters: P terms."""
+"""The interface between engine and objective. Letters: P terms."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -9,18 +9,19 @@ from torch import Tensor
 from treewise.shapes import Float, Shaped
 from treewise.tree.forest import Forest
 
+# [P] each, by name: what the model computes (`Objective.outputs`), and what trajectories carry (`Terms.streams`).
 Values = dict[str, Float[Tensor, " P"]]
 Streams = dict[str, Shaped[Tensor, " P"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a loss is made of.
+    """The terms of a loss.
 
     positions: [P] int64, the tree position of each term's token, ascending.
-    streams: [P] arrays that `token_losses` needs; floats become the dtype of the log-probs, integers int64.
-    tokens: [P] token ids that are scored in place of the tree's own (candidates of a teacher).
-    weight: what metrics are divided by, a sum of loss weights.
+    streams: [P] arrays for `token_losses`; floats are converted to the dtype of the log-probs, integers to int64.
+    tokens: [P] int64 token ids to score instead of the tree's own (candidates of a teacher).
+    weight: the divisor of metrics, a sum of loss weights.
     """
 
     positions: np.ndarray
@@ -35,7 +36,7 @@ class Objective(Protocol):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Which values of each term the loss is a function of: names out of `logprobs.OUTPUTS`."""
+        """The values of each term that the loss needs: `log_probs`, `entropy`, ... (`nn.lm_head.OUTPUTS`)."""
         ...
 
     def is_separable(self, forest: Forest) -> bool:
@@ -48,11 +49,11 @@ class Objective(Protocol):
         ...
 
     def denominator(self, forest: Forest) -> float:
-        """What the sum of terms is divided by; additive over forests."""
+        """The divisor of the sum of losses; additive over forests."""
         ...
 
     def terms(self, forest: Forest) -> Terms:
-        """Which tokens are trained, with everything that `token_losses` needs."""
+        """The trained tokens, with everything that `token_losses` needs."""
         ...
 
     def token_losses(self, values: Values, streams: Streams) -> Float[Tensor, " P"]:

@@ -1,7 +1,11 @@
 """Policy gradients by the names of the papers, and every objective by its name in a configuration."""
 
 import inspect
+import numbers
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from treewise.errors import ConfigError, did_you_mean
@@ -18,7 +22,7 @@ def REINFORCE(*, normalization: str = "rollout_sum", **options: Any) -> PolicyGr
     return PolicyGradient(surrogate="reinforce", normalization=normalization, **options)
 
 
-def PPO(*, clip_low: float = 0.2, clip_high: float | None = None, **options: Any) -> PolicyGradient:
+def PPO(*, clip_low: float | None = 0.2, clip_high: float | None = None, **options: Any) -> PolicyGradient:
     """The clipped surrogate, averaged over the step's tokens (arXiv 1707.06347, eq. 7). `clip_high` is `clip_low` where
     not given. Advantages come from a critic (see `examples/objectives/ppo_critic.py`).
     """
@@ -27,7 +31,7 @@ def PPO(*, clip_low: float = 0.2, clip_high: float | None = None, **options: Any
 
 def GRPO(
     *,
-    clip_low: float = 0.2,
+    clip_low: float | None = 0.2,
     clip_high: float | None = None,
     normalization: str = "rollout_mean",
     **options: Any,
@@ -41,7 +45,7 @@ def GRPO(
 
 
 def DrGRPO(
-    *, max_length: float, clip_low: float = 0.2, clip_high: float | None = None, **options: Any
+    *, max_length: float, clip_low: float | None = 0.2, clip_high: float | None = None, **options: Any
 ) -> PolicyGradient:
     """GRPO without its length bias: each rollout's sum is divided by one `max_length` (the most tokens that a rollout
     may generate), then averaged over rollouts (arXiv 2503.20783, section 3.2; TRL's `loss_type="dr_grpo"`). Advantages:
@@ -53,7 +57,7 @@ def DrGRPO(
     )
 
 
-def DAPO(*, clip_low: float = 0.2, clip_high: float = 0.28, **options: Any) -> PolicyGradient:
+def DAPO(*, clip_low: float | None = 0.2, clip_high: float | None = 0.28, **options: Any) -> PolicyGradient:
     """PPO's surrogate with a higher upper bound, averaged over all tokens of the step (arXiv 2503.14476, eq. 8; TRL's
     `loss_type="dapo"`). Filtering and shaping of rewards, which the paper adds, are the user's.
     """
@@ -62,8 +66,8 @@ def DAPO(*, clip_low: float = 0.2, clip_high: float = 0.28, **options: Any) -> P
 
 def GSPO(
     *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
+    clip_low: float | None = 3e-4,
+    clip_high: float | None = 4e-4,
     normalization: str = "rollout_mean",
     **options: Any,
 ) -> PolicyGradient:
@@ -95,6 +99,14 @@ OBJECTIVES: Mapping[str, Callable[..., Objective]] = {
     "policy_gradient": PolicyGradient,
     "distillation": Distillation,
 }
+# Settings of `PolicyGradient` that a name determines; `policy_gradient` leaves all of them open.
+DETERMINED: Mapping[str, tuple[str, ...]] = {
+    "reinforce": ("surrogate",),
+    "dr_grpo": ("normalization", "constant"),
+    "dapo": ("normalization",),
+    "gspo": ("ratio_level",),
+    "cispo": ("surrogate", "clip_low", "clip_high"),
+}
 
 
 class MissingSettingError(ConfigError):
@@ -109,31 +121,66 @@ def objective_named(name: str, **settings: Any) -> Objective:
     """The objective of a configuration: `objective_named("grpo", beta=0.04)`.
 
     Raises:
-        ConfigError: an unknown name or setting, a missing one (`MissingSettingError`), or an invalid value.
+        ConfigError: an unknown name or setting, a missing one (`MissingSettingError`), one that the name determines, or
+            an invalid value.
     """
     make = OBJECTIVES.get(name)
     if make is None:
         hint = did_you_mean(name, OBJECTIVES)
         raise ConfigError(f"unknown objective {name!r}.{hint} Known: {', '.join(OBJECTIVES)}.")
-    known = _settings_of(make)
-    for setting in settings:
+    known = setting_types(name)
+    for setting, value in settings.items():
+        if setting in DETERMINED.get(name, ()):
+            raise ConfigError(f"objective {name!r} determines {setting}; leave it out, or use 'policy_gradient'.")
         if setting not in known:
             hint = did_you_mean(setting, known)
             raise ConfigError(f"unknown setting {setting!r} of objective {name!r}.{hint} Known: {', '.join(known)}.")
-    missing = [each for each, is_required in known.items() if is_required and each not in settings]
+        if not _is_of(value, known[setting]):
+            raise ConfigError(f"objective {name!r}: {setting}={value!r} must be {_type_name(known[setting])}.")
+    missing = [setting for setting in _required_settings(make) if setting not in settings]
     if missing:
         raise MissingSettingError(name, missing)
-    try:
-        return make(**settings)
-    except TypeError as error:  # a value of a wrong type, or a setting that the name has fixed
-        raise ConfigError(f"objective {name!r}: {error}; see treewise.objectives.registry.") from None
+    return make(**settings)
 
 
-def _settings_of(make: Callable[..., Objective]) -> dict[str, bool]:
-    """Every setting, and whether it must be given; `**options` are those of `PolicyGradient`."""
+def setting_types(name: str) -> dict[str, Any]:
+    """The type of each setting of an objective (`OBJECTIVES`), from its annotations: `{"beta": float, ...}`.
+
+    A new field of `PolicyGradient` is a setting of all names that take its settings.
+    """
+    make = OBJECTIVES[name]
+    hints = typing.get_type_hints(make)
     parameters = inspect.signature(make).parameters.values()
-    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    own = {each.name: each.default is inspect.Parameter.empty for each in parameters if each.kind in kinds}
+    own = {each.name: hints[each.name] for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
-        own |= {each: False for each in inspect.signature(PolicyGradient).parameters if each not in own}
-    return own
+        own = policy_gradient_types() | own
+    return {setting: kind for setting, kind in own.items() if setting not in DETERMINED.get(name, ())}
+
+
+def policy_gradient_types() -> dict[str, Any]:
+    """The type of each field of `PolicyGradient`."""
+    hints = typing.get_type_hints(PolicyGradient)
+    return {field.name: hints[field.name] for field in fields(PolicyGradient)}
+
+
+def _required_settings(make: Callable[..., Objective]) -> list[str]:
+    empty, variable = inspect.Parameter.empty, inspect.Parameter.VAR_KEYWORD
+    parameters = inspect.signature(make).parameters.values()
+    return [each.name for each in parameters if each.default is empty and each.kind is not variable]
+
+
+def _kinds(annotation: Any) -> tuple[type, ...]:
+    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+
+
+def _is_of(value: Any, annotation: Any) -> bool:
+    """Whether a value has an annotated type; integers are numbers, booleans are not."""
+    kinds = _kinds(annotation)
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (float in kinds and isinstance(value, numbers.Real))
+
+
+def _type_name(annotation: Any) -> str:
+    names = {float: "a number", str: "text", bool: "true or false", types.NoneType: "none"}
+    return " or ".join(names[kind] for kind in _kinds(annotation))

@@ -15,7 +15,7 @@ from treewise.distributed.online_placement import COST_SOURCES
 from treewise.engine.budget import Budget
 from treewise.errors import ConfigError
 from treewise.nn.attention import choose
-from treewise.objectives import SFT
+from treewise.objectives import NORMALIZATIONS, SFT
 
 # What transformers offers and a tree cannot follow, or would follow in a way that its user does not expect.
 _REFUSED = {
@@ -50,8 +50,9 @@ class TreeTrainingArguments(TrainingArguments):
         attention: `auto`, `reference`, `cascade` or `flex`.
         temperature: divides the logits, as the sampler of the data did.
         weighting: what a shared token counts: `per_trajectory` (as flat training counts it) or `once`.
-        normalization: `token_mean`, `trajectory_mean` or `constant`, over all trees of an optimizer step.
-        constant: the divisor of `normalization="constant"`.
+        normalization: `token_mean`, `trajectory_mean`, `rollout_mean`, `rollout_sum` or `constant`, over all trees of
+            an optimizer step (`treewise.objectives.normalization`).
+        constant: the divisor of `rollout_sum` and `constant`.
         merge_across_trees: compute prefixes that trees of one batch have in common (system prompts) once. Changes no
             loss; has no effect with `weighting="once"`, where a token counts once per tree.
         sharded: shard parameters, gradients and the optimizer's state over the processes, by FSDP2. `fsdp` and
@@ -78,8 +79,8 @@ class TreeTrainingArguments(TrainingArguments):
     attention: str = field(default="auto", metadata={"help": "auto, reference, cascade or flex."})
     temperature: float = field(default=1.0, metadata={"help": "Divides the logits, as the sampler did."})
     weighting: str = field(default="per_trajectory", metadata={"help": "per_trajectory or once."})
-    normalization: str = field(default="token_mean", metadata={"help": "token_mean, trajectory_mean or constant."})
-    constant: float | None = field(default=None, metadata={"help": "The divisor of normalization=constant."})
+    normalization: str = field(default="token_mean", metadata={"help": ", ".join(NORMALIZATIONS)})
+    constant: float | None = field(default=None, metadata={"help": "The divisor of rollout_sum and constant."})
     nonfinite: str = field(default="stop", metadata={"help": "stop or skip where a loss or gradient is not finite."})
     max_skipped_steps: int = field(default=5, metadata={"help": "nonfinite=skip: stop after so many in a row."})
     spike_factor: float = field(default=10.0, metadata={"help": "Say gradient norms beyond so many medians; 0: never."})

@@ -15,7 +15,8 @@ from transformers import Trainer
 from treewise.distributed import ranks
 from treewise.distributed.online_placement import OnlinePlacer
 from treewise.errors import ConfigError, DataError
-from treewise.objectives import SFT, Objective
+from treewise.objectives import Objective
+from treewise.objectives.normalization import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.data_loader import DataFacts, TreeLoader, TreeSampler, survey
 from treewise.trainer.nonfinite import sources
@@ -104,8 +105,9 @@ class FeedingTrainer(Trainer):
         return self._placed[1]
 
     def _denominator(self, forests: list[Forest], objective: Objective) -> float:
-        if isinstance(objective, SFT) and objective.constant is not None:
-            return objective.constant
+        fixed = fixed_denominator(objective)
+        if fixed is not None:
+            return fixed
         (total,) = self._sum_over_ranks(math.fsum(objective.denominator(forest) for forest in forests))
         if not total > 0:
             raise DataError(

@@ -8,6 +8,7 @@ the decoder and not the wrapper. Sharded parameters are put together around the 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import OutOfMemoryError
 from treewise.nn.device import is_out_of_memory
 from treewise.nn.gradients import clear_gradients
-from treewise.objectives import SFT
+from treewise.objectives.normalization import fixed_denominator
 from treewise.trainer.data_loader import TreeLoader, forest_of
 from treewise.trainer.feeding import FeedingTrainer
 from treewise.trainer.metrics import MetricMeans
@@ -207,9 +208,9 @@ class ComputingTrainer(FeedingTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """The loss over all trees of the loader: one mean, however they are cut into batches and ranks."""
-        objective = self.objective
-        if isinstance(objective, SFT) and objective.normalization == "constant":
-            objective = SFT(objective.weighting)  # a constant fits the size of a step, not of an evaluation set
+        objective: Any = self.objective
+        if fixed_denominator(objective) is not None:  # a constant fits the size of a step, not of an evaluation set
+            objective = replace(objective, normalization="token_mean", constant=None)
         self.model.eval()
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()

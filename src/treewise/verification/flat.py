@@ -160,6 +160,9 @@ def flat_weights(trajectories: Sequence[Trajectory], objective: SFT) -> list[np.
     if objective.normalization == "rollout_mean":
         totals = np.bincount(rollouts, weights=[weight.sum() for weight in weights])
         return [weight / totals[rollout] / len(totals) for rollout, weight in zip(rollouts, weights, strict=True)]
+    if objective.normalization == "rollout_sum":
+        divisor = (objective.constant or 1.0) * (int(rollouts.max()) + 1)
+        return [weight / divisor for weight in weights]
     if objective.normalization == "constant":
         assert objective.constant is not None
         return [weight / objective.constant for weight in weights]
@@ -207,9 +210,7 @@ def _objective_terms(items: list[Trajectory], objective: Objective) -> tuple[lis
 
 def _refuse_joint_tokens(items: Sequence[Trajectory], objective: Any) -> None:
     """Raises if two rows of a rollout train one token: a ratio of the whole rollout counts it once, flat rows twice."""
-    by_ratio = getattr(objective, "ratio_level", "token") == "sequence"
-    by_sampler = getattr(objective, "sampler_correction", None) and objective.sampler_level == "sequence"
-    if not by_ratio and not by_sampler:
+    if not getattr(objective, "has_sequence_ratios", False):
         return
     seen: set[tuple[int, bytes]] = set()
     for rollout, item in zip(number_rollouts(items).tolist(), items, strict=True):

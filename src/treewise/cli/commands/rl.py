@@ -25,17 +25,6 @@ KEYS: dict[str, Any] = {
     "mini_batches": int | None,
     "drop_flat_groups": bool,
 }
-# Settings that most objectives share may be given without `objective_settings.` in front.
-SHORT = (
-    *("beta", "kl", "clip_low", "clip_high", "dual_clip", "max_ratio", "entropy_coefficient", "measure_entropy"),
-    *("sampler_correction", "sampler_level", "sampler_min", "sampler_max", "ratio_level"),
-    *("weighting", "normalization", "constant"),
-)
-ALIASES = {
-    "epochs": "num_train_epochs",
-    "output": "output_dir",
-    **{name: f"objective_settings.{name}" for name in SHORT},
-}
 # Other defaults than those of supervised training: one epoch, small constant steps, no decay.
 DEFAULTS = {
     "num_train_epochs": 1.0,
@@ -60,10 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training_run.add_flags(parser, "the folder")
 
 
+def aliases() -> dict[str, str]:
+    """Short names of keys: settings of a policy gradient need no `objective_settings.` in front."""
+    from treewise.objectives.registry import policy_gradient_types
+
+    settings = [name for name in policy_gradient_types() if name != "surrogate"]  # which --objective chooses
+    short = {"epochs": "num_train_epochs", "output": "output_dir"}
+    return short | {name: f"objective_settings.{name}" for name in settings}
+
+
 def run(args: argparse.Namespace) -> int:
     """Updates the model; returns the exit code."""
     config_path, overrides = training_run.split_words(args)
-    config = read_config(config_path, overrides, KEYS, ALIASES)
+    config = read_config(config_path, overrides, KEYS, aliases())
     if config.eval_data is not None:
         raise ConfigError("eval_data is no key of treewise rl: rollouts of another policy do not measure this one.")
     training_run.check_flags(args, config)
@@ -122,7 +120,7 @@ def _objective(config: RunConfig) -> Any:
     name = config.more.get("objective")
     if name is None:
         raise ConfigError("give --objective: grpo, dr_grpo, dapo, gspo, cispo, ppo, reinforce, ... (docs/rl.md).")
-    settings = typed_settings(config.more.get("objective_settings") or {})
+    settings = typed_settings(name, config.more.get("objective_settings") or {})
     if name not in ("sft", "distillation"):
         settings.setdefault("measure_entropy", True)  # which everybody watches
     try:

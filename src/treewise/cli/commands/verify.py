@@ -74,7 +74,7 @@ def _objective(args: argparse.Namespace) -> Objective:
         raise ConfigError(f"--settings {args.settings!r} is no mapping; write '{{name: value}}'.")
     if args.weighting is not None:
         settings["weighting"] = args.weighting
-    return objective_named(args.objective, **typed_settings(settings))
+    return objective_named(args.objective, **typed_settings(args.objective, settings))
 
 
 def _trajectories(data: TreeDataset, objective: Objective, args: argparse.Namespace) -> list[Trajectory]:
