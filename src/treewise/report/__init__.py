@@ -1,4 +1,4 @@
-"""What people look at: facts about data, plans, runs and verifications, as terminal tables, JSON and one HTML page.
+"""Reports on data, plans, runs and verifications, as terminal tables, JSON and one HTML page.
 
 Every report is plain numbers under stable names (`to_dict()`); a `*_view` function draws them with rich, and `page.py`
 draws them as HTML. Nothing is printed here.

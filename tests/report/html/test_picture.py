@@ -98,7 +98,7 @@ def test_the_table_of_segments_adds_up(forest: Forest) -> None:
 def test_the_vocabulary_of_a_page_holds_each_token_once(tokenizer) -> None:
     vocabulary = Vocabulary(TokenText(tokenizer))
     ids = tokenizer("the cat and the dog", add_special_tokens=False)["input_ids"]
-    first, second = vocabulary.numbers(np.array(ids)), vocabulary.numbers(np.array(ids[::-1]))
+    first, second = vocabulary.indices(np.array(ids)), vocabulary.indices(np.array(ids[::-1]))
     np.testing.assert_array_equal(first, second[::-1])
     table = vocabulary.to_dict()
     assert len(unpacked(table["ids"])) == len(set(ids))

@@ -1,12 +1,12 @@
-"""Where two branches that fork go on with the same tokens: what they would share if they did not differ before.
+"""Tokens that two branches have in common after a fork: what they would share without the first difference.
 
 The forest is laid out so that the heaviest child of every segment follows it at once. Its tokens therefore fall into
 *chains*, contiguous runs from a chain's head to a leaf, and every token lies in exactly one. Each chain but the first
-of a tree hangs off another one at a fork. Comparing it with what the other one holds below that fork compares every
-branch once, and visits every token a bounded number of times: no pair of trajectories is ever looked at.
+of a tree leaves another one at a fork. Comparing it with the rest of that chain below the fork compares every branch
+once and visits every token a bounded number of times; pairs of trajectories are never compared.
 
-Two token runs are aligned by the hashes of all their windows of `WINDOW` tokens: the nearest window that both hold
-begins a common run, which is followed token by token to its end; then the search goes on behind it, in both. Runs
+Two token runs are aligned by the hashes of all their windows of `WINDOW` tokens: the nearest common window begins
+a common run, which is extended token by token; then the search continues behind it, in both. Runs
 never go backwards, and at most `MAX_RUNS` of them are followed.
 
 Letters: T tree tokens, S segments, C chains.
@@ -52,10 +52,10 @@ def chain_heads(segments: Segments) -> np.ndarray:
 
 
 def realigned_forks(segments: Segments, token_ids: np.ndarray, max_branches: int) -> tuple[list[Fork], int]:
-    """Forks whose light branch comes back to the tokens of the heavy one, and how many branches were not looked at.
+    """Forks whose light branch returns to tokens of the heavy one, and the number of branches not compared.
 
-    token_ids: [T]. The longest `max_branches` branches are compared. The roots of several trees are branches too, that
-    fork off the heaviest one.
+    token_ids: [T] int32. The longest `max_branches` branches are compared. The roots of several
+    trees are branches of the heaviest one, too.
     """
     heads = chain_heads(segments)
     begin = segments.start[heads]
@@ -67,20 +67,20 @@ def realigned_forks(segments: Segments, token_ids: np.ndarray, max_branches: int
     main_root = int(roots[np.argmax(sizes[roots])])
     light = np.setdiff1d(np.arange(len(heads)), [main_root])
     light = light[(end - begin)[light] >= WINDOW]
-    kept = light[np.argsort(begin[light] - end[light], kind="stable")][:max_branches]
+    compared = light[np.argsort(begin[light] - end[light], kind="stable")][:max_branches]
     bounds = np.append(segments.start, segments.num_tokens)
     above = np.where(parent >= 0, chain_of_segment[parent], main_root)
     fork_at = np.where(parent >= 0, bounds[parent + 1], begin[main_root])
     hashes = window_hashes(token_ids)
     forks = []
-    for heavy, branches in _by_heavy(kept, above):
+    for heavy, branches in _by_heavy(compared, above):
         index = _Index(hashes, int(begin[heavy]), int(end[heavy]))
         for branch in branches:
             low, high, fork = int(begin[branch]), int(end[branch]), int(fork_at[branch])
             runs = _common_runs(token_ids, hashes, index, (low, high), (fork, int(end[heavy])))
             if len(runs):
                 forks.append(Fork(low, fork, runs, int(parent[branch])))
-    return forks, len(light) - len(kept)
+    return forks, len(light) - len(compared)
 
 
 def window_hashes(token_ids: np.ndarray) -> np.ndarray:
@@ -107,18 +107,18 @@ class _Index:
         self._keys = np.sort(rank * (end + 1) + begin + np.arange(len(inside)))
 
     def next_positions(self, hashes: np.ndarray, at_least: int) -> np.ndarray:
-        """For each hash the first position from `at_least` on that has it; -1 for none."""
+        """[n] int64, for each hash ([n] uint64) its first position from `at_least` on, or -1."""
         if not len(self._keys):
             return np.full(len(hashes), -1)
         rank = np.minimum(np.searchsorted(self._unique, hashes), len(self._unique) - 1)
-        wanted = rank * (self._end + 1) + at_least
-        found = self._keys[np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)]
-        is_found = (self._unique[rank] == hashes) & (found >= wanted) & (found // (self._end + 1) == rank)
-        return np.where(is_found, found % (self._end + 1), -1)
+        first_key = rank * (self._end + 1) + at_least
+        key = self._keys[np.minimum(np.searchsorted(self._keys, first_key), len(self._keys) - 1)]
+        is_match = (self._unique[rank] == hashes) & (key >= first_key) & (key // (self._end + 1) == rank)
+        return np.where(is_match, key % (self._end + 1), -1)
 
 
 def _by_heavy(branches: np.ndarray, above: np.ndarray) -> Iterator[tuple[int, list[int]]]:
-    """Branches by the chain that they hang off, so that each chain is indexed once."""
+    """Branches grouped by the chain that they leave, so that each chain is indexed once."""
     order = branches[np.argsort(above[branches], kind="stable")]
     cuts = np.flatnonzero(np.diff(above[order])) + 1
     for group in np.split(order, cuts):
@@ -153,7 +153,7 @@ def _common_runs(
 
 
 def _common_length(ids: np.ndarray, left: int, right: int, limit: int) -> int:
-    """Tokens that agree from two positions on; read in growing blocks, so a short run costs little."""
+    """Number of equal tokens from two positions on; compared in growing blocks, so a short run is cheap."""
     done, block = 0, 64
     while done < limit:
         size = min(block, limit - done)

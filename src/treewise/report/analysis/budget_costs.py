@@ -1,10 +1,11 @@
-"""What training some data costs: flat, flat without contained trajectories, on trees, and on trees under budgets."""
+"""Costs of training some data: flat, flat without contained trajectories, on trees, and on trees under budgets."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from treewise.nn.flops import FlopModel
+from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import plan
 from treewise.report.analysis.facts import TreeFacts
 from treewise.tree.forest import Forest
@@ -17,8 +18,8 @@ MAX_SHOWN_BUDGETS = 5
 class Cost:
     """One way to train all of the data once.
 
-    num_tokens: forward and backward. num_recomputed_tokens: one more forward. work: tokens of forward and backward that
-    both amount to, a forward being a third. flops: None where no model was named. Ratios are flat / this.
+    num_tokens: forward and backward. num_recomputed_tokens: a second forward. flops: None without a model. Ratios are
+    flat / this, in tokens of forward and backward (a forward counts `FORWARD_FRACTION`) and in FLOPs.
     """
 
     name: str
@@ -46,35 +47,35 @@ class BudgetCosts:
         self._largest = 0
 
     def add(self, forest: Forest) -> None:
-        """Takes one more tree. A plan costs time per segment, so a ladder of them costs little."""
+        """Adds one tree. Planning is linear in segments, so a ladder of budgets is cheap."""
         self._largest = max(self._largest, forest.num_tokens)
         for budget, sums in self._sums.items():
             if budget < forest.num_tokens:
-                made = plan(forest, budget)
-                sums[0] += made.num_open_tokens
-                sums[1] += made.num_held_tokens
-                sums[2] += self._flops.recomputed(made) if self._flops else 0.0
+                tree_plan = plan(forest, budget)
+                sums[0] += tree_plan.num_open_tokens
+                sums[1] += tree_plan.num_held_tokens
+                sums[2] += self._flops.recomputed(tree_plan) if self._flops else 0.0
 
     @property
     def budgets(self) -> list[int]:
-        """Those worth showing: the given ones, and the largest that still cut a tree; ascending."""
+        """The budgets to show, ascending: the given ones, and the largest that still cut a tree."""
         cutting = [budget for budget in LADDER if budget < self._largest and budget not in self._given]
         room = max(0, MAX_SHOWN_BUDGETS - len(self._given))
         return sorted({*self._given, *(cutting[-room:] if room else [])})
 
     def rows(self, total: TreeFacts) -> list[Cost]:
         """Flat, leaves, tree, and the budgets from large to small."""
-        made = [
+        rows = [
             self._cost(total, "flat, every trajectory", None, total.num_flat_tokens, total.flat_flops),
             self._cost(total, "flat, contained ones left out", None, total.num_leaf_tokens, total.leaf_flops),
             self._cost(total, "tree, one micro-batch", None, total.num_tree_tokens, total.tree_flops),
         ]
         for budget in reversed(self.budgets):
-            num_open, held, again = self._sums[budget]
-            flops = None if total.tree_flops is None else total.tree_flops + again
+            num_open, held, recomputed = self._sums[budget]
+            flops = None if total.tree_flops is None else total.tree_flops + recomputed
             counts = (int(num_open), int(held))
-            made.append(self._cost(total, f"tree, budget {budget:,}", budget, total.num_tree_tokens, flops, counts))
-        return made
+            rows.append(self._cost(total, f"tree, budget {budget:,}", budget, total.num_tree_tokens, flops, counts))
+        return rows
 
     def _cost(
         self,
@@ -86,7 +87,7 @@ class BudgetCosts:
         open_and_held: tuple[int, int] = (0, 0),
     ) -> Cost:
         num_open, held = open_and_held
-        work = num_tokens + (num_open - held) / 3
+        work = num_tokens + FORWARD_FRACTION * (num_open - held)
         ratio = None if flops is None or total.flat_flops is None else total.flat_flops / flops
         return Cost(
             name, budget, num_tokens, num_open, held, num_open - held, flops, total.num_flat_tokens / work, ratio

@@ -1,4 +1,4 @@
-"""Facts about data: sizes of trees, their ratios, and what is suspicious. Plain numbers, with a JSON twin."""
+"""Facts about data: sizes of trees, their ratios, and findings. Plain numbers, with a JSON twin."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 from treewise.data import LoadReport
 from treewise.nn.flops import FlopModel
-from treewise.report.analysis.findings import MEANINGS, Duplicates, long_trajectories, places, suspicions
+from treewise.report.analysis.findings import MEANINGS, Duplicates, long_trajectories, sources_of, suspicions
 from treewise.report.analysis.token_text import TokenText
 from treewise.tree.forest import Forest
 
@@ -19,7 +19,7 @@ NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class TreeFacts:
-    """Sizes of one training tree, or sums over several. FLOPs are None where no model was named."""
+    """Sizes of one training tree, or sums over several. FLOPs are None without a model."""
 
     name: str
     num_trajectories: int
@@ -64,7 +64,7 @@ class TreeFacts:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something in the data that is likely a mistake or a waste: how often, and where first."""
+    """A likely mistake or waste in the data: how often, and the first examples."""
 
     kind: str
     count: int
@@ -74,7 +74,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class InspectReport:
-    """What a load of data holds. `total` sums the trees, each merged on its own; `trees` are in file order."""
+    """Facts about loaded data. total: sums over the trees, each merged on its own. trees: in file order."""
 
     model: str | None
     num_files: int
@@ -110,24 +110,24 @@ def inspect_forests(
     max_tokens: int | None = None,
     text: TokenText | None = None,
 ) -> InspectReport:
-    """Facts about named trees; one forest is alive at a time. With `text` special tokens inside text are found too."""
+    """Facts about named trees; one forest is in memory at a time. With `text`, special tokens inside text are found."""
     facts: list[TreeFacts] = []
-    noted: dict[str, list[str]] = defaultdict(list)
-    lengths, where, duplicates = [], [], Duplicates()
+    examples: dict[str, list[str]] = defaultdict(list)
+    lengths, sources, duplicates = [], [], Duplicates()
     for name, forest in forests:
         facts.append(tree_facts(name, forest, flops))
         lengths.append(forest.path_lengths)
-        where.append(places(name, forest))
-        noted["duplicate in another tree"] += duplicates.add(name, forest, where[-1])
+        sources.append(sources_of(name, forest))
+        examples["duplicate in another tree"] += duplicates.add(name, forest, sources[-1])
         for kind, found in suspicions(name, forest, max_tokens, text).items():
-            noted[kind] += found
-    noted["extremely long trajectory"] = long_trajectories(lengths, where)
-    noted["retokenised or unusual"] = list(load.warnings)
-    noted["dropped record"] = [f"{place}: {reason}" for place, reason in load.dropped]
+            examples[kind] += found
+    examples["extremely long trajectory"] = long_trajectories(lengths, sources)
+    examples["retokenised or unusual"] = list(load.warnings)
+    examples["dropped record"] = [f"{location}: {reason}" for location, reason in load.dropped]
     findings = tuple(
-        Finding(kind, len(noted[kind]), meaning, tuple(noted[kind][:NUM_EXAMPLES]))
+        Finding(kind, len(examples[kind]), meaning, tuple(examples[kind][:NUM_EXAMPLES]))
         for kind, meaning in MEANINGS.items()
-        if noted[kind]
+        if examples[kind]
     )
     return InspectReport(model, load.num_files, load.num_records, sum_facts("all", facts), tuple(facts), findings)
 

@@ -1,4 +1,4 @@
-"""What in the data is likely a mistake or a waste: the kind, and the places."""
+"""Likely mistakes and waste in the data: kinds, and the trajectories concerned."""
 
 import hashlib
 import re
@@ -36,55 +36,55 @@ MEANINGS = {
 def suspicions(
     name: str, forest: Forest, max_tokens: int | None = None, text: TokenText | None = None
 ) -> dict[str, list[str]]:
-    """Places in one tree, by kind of finding."""
-    where = places(name, forest)
+    """Sources of one tree's trajectories, by kind of finding. max_tokens: a budget; text: finds special tokens, too."""
+    sources = sources_of(name, forest)
     _, first = np.unique(forest.segments.end_segment, return_index=True)
     repeated = np.setdiff1d(np.arange(forest.num_trajectories), first)
     single = forest.num_trajectories == 1
     found = {
         "rewards all equal": _equal_rewards(name, forest),
-        "duplicated trajectory": [where[index] for index in repeated],
-        "hardly any trained token": [where[index] for index in _hardly_trained(forest)],
-        "very short trajectory": [where[index] for index in np.flatnonzero(forest.path_lengths < VERY_SHORT)],
+        "duplicated trajectory": [sources[index] for index in repeated],
+        "hardly any trained token": [sources[index] for index in _hardly_trained(forest)],
+        "very short trajectory": [sources[index] for index in np.flatnonzero(forest.path_lengths < VERY_SHORT)],
         "no sharing": [name] if not single and forest.share_ratio < LITTLE_SHARING else [],
         "single trajectory": [name] if single else [],
         "beyond max_tokens": [name] if max_tokens is not None and forest.num_tokens > max_tokens else [],
     }
     if text is not None and text.has_text:
-        found |= _special_tokens(where, forest, text)
+        found |= _special_tokens(sources, forest, text)
     return found
 
 
-def long_trajectories(lengths: list[np.ndarray], where: list[list[str]]) -> list[str]:
-    """Trajectories of all trees that are far longer than the usual one, the longest first."""
+def long_trajectories(lengths: list[np.ndarray], sources: list[list[str]]) -> list[str]:
+    """Trajectories of all trees far above the median length, the longest first. lengths: [N] int64 of each tree."""
     all_lengths = np.concatenate(lengths)
-    # Where lengths are spread widely, many are far from the median, and none stands out.
+    # Where lengths vary widely, many are far from the median; the quantile keeps those out.
     limit = max(LONG_FACTOR * np.median(all_lengths), 2 * np.quantile(all_lengths, 0.95))
-    names = [place for each in where for place in each]
+    names = [source for each in sources for source in each]
     found = np.flatnonzero(all_lengths > limit)
     found = found[np.argsort(-all_lengths[found], kind="stable")]
     return [f"{names[index]} ({all_lengths[index]:,} tokens)" for index in found]
 
 
 class Duplicates:
-    """Finds trajectories whose tokens another tree holds too, by a hash of each."""
+    """Finds trajectories whose tokens are in another tree, too, by hash."""
 
     def __init__(self) -> None:
         self._first: dict[bytes, tuple[str, str]] = {}
 
-    def add(self, name: str, forest: Forest, where: list[str]) -> list[str]:
-        """Places in one tree, each with its twin's."""
+    def add(self, name: str, forest: Forest, sources: list[str]) -> list[str]:
+        """Sources in one tree, each with that of its duplicate."""
         found = []
-        for item, place in zip(forest.trajectories or (), where, strict=False):
+        for item, source in zip(forest.trajectories or (), sources, strict=False):
             key = hashlib.blake2b(item.token_ids.tobytes(), digest_size=16).digest()
-            tree, twin = self._first.setdefault(key, (name, place))
+            tree, original = self._first.setdefault(key, (name, source))
             if tree != name:
-                found.append(f"{place}, as {twin}")
+                found.append(f"{source}, as {original}")
         return found
 
 
-def places(name: str, forest: Forest) -> list[str]:
-    """Where each trajectory came from."""
+def sources_of(name: str, forest: Forest) -> list[str]:
+    """Where each trajectory came from: `file:line`, or its index in the tree."""
     if forest.trajectories is None:
         return [f"{name}: trajectory {index}" for index in range(forest.num_trajectories)]
     return [item.source or f"{name}: trajectory {index}" for index, item in enumerate(forest.trajectories)]
@@ -108,23 +108,23 @@ def _equal_rewards(name: str, forest: Forest) -> list[str]:
     return [str(group) for group, each in rewards.items() if len(each) > 1 and len(set(each.values())) == 1]
 
 
-def _special_tokens(where: list[str], forest: Forest, text: TokenText) -> dict[str, list[str]]:
-    """Special tokens where they should not be. Shared tokens are looked at once, and placed at one trajectory."""
+def _special_tokens(sources: list[str], forest: Forest, text: TokenText) -> dict[str, list[str]]:
+    """Special tokens sources they should not be. Shared tokens are looked at once, and placed at one trajectory."""
     searched = forest.token_ids[:MAX_SEARCHED_TOKENS]
     is_special = np.isin(searched, np.array(sorted(text.special_ids), dtype=np.int64))
     spelled = _spelled_out(searched, is_special, text)
     inside = _inside_answers(searched, forest, text)
     return {
-        "special token in text": _placed(spelled, where, forest, searched, text),
-        "turn ends inside an answer": _placed(inside, where, forest, searched, text),
+        "special token in text": _described(spelled, sources, forest, searched, text),
+        "turn ends inside an answer": _described(inside, sources, forest, searched, text),
     }
 
 
 def _inside_answers(ids: np.ndarray, forest: Forest, text: TokenText) -> np.ndarray:
-    """Positions of trained tokens that begin or end a text (`turn_ids`), after which the same answer goes on.
+    """[n] int64 positions of trained tokens that begin or end a text (`turn_ids`) and are followed by the same answer.
 
-    Other special tokens may well lie inside: calls of tools and channels are written with them. White space that
-    closes a turn is no answer that goes on.
+    Other special tokens are valid inside answers: tool calls and channels use them. White space that closes a turn does
+    not count as a continuation.
     """
     trained = forest.token_weights()[: len(ids)] > 0
     goes_on = np.zeros(len(ids), dtype=bool)
@@ -137,11 +137,11 @@ def _inside_answers(ids: np.ndarray, forest: Forest, text: TokenText) -> np.ndar
 
 
 def _spelled_out(ids: np.ndarray, is_special: np.ndarray, text: TokenText) -> np.ndarray:
-    """[..] positions of ordinary tokens at which the text of a special token begins."""
+    """[n] int64 positions of ordinary tokens at which the text of a special token begins."""
     if not text.special_texts:
         return np.zeros(0, dtype=np.int64)
     pieces = text.token_bytes(ids)
-    # A special token becomes one byte that is in no text, so nothing is found across it.
+    # A special token becomes one byte that no text contains, so no match spans it.
     pieces = [b"\xff" if special else piece for piece, special in zip(pieces, is_special.tolist(), strict=True)]
     ends = np.cumsum([len(piece) for piece in pieces])
     pattern = re.compile(b"|".join(re.escape(each.encode()) for each in text.special_texts if len(each) > 2) or b"(?!)")
@@ -149,10 +149,10 @@ def _spelled_out(ids: np.ndarray, is_special: np.ndarray, text: TokenText) -> np
     return np.unique(np.searchsorted(ends, begins, side="right"))
 
 
-def _placed(
-    positions: np.ndarray, where: list[str], forest: Forest, ids: np.ndarray, text: TokenText, limit: int = 1000
+def _described(
+    positions: np.ndarray, sources: list[str], forest: Forest, ids: np.ndarray, text: TokenText, limit: int = 1000
 ) -> list[str]:
-    """One place per tree position: the first trajectory through it, the depth, and the text around it."""
+    """For each tree position: the source of the first trajectory through it, the depth, and the text around it."""
     found = []
     segments = forest.segments
     order = np.argsort(segments.end_segment, kind="stable")
@@ -161,5 +161,5 @@ def _placed(
         segment = int(forest.segment_of_token[position])
         below = order[int(np.searchsorted(ends, segment))]
         excerpt = text.read(ids[position : position + 8])[:40]
-        found.append(f"{where[below]}, token {forest.depth[position]:,}: {excerpt!r}")
+        found.append(f"{sources[below]}, token {forest.depth[position]:,}: {excerpt!r}")
     return found + ["more"] * max(0, len(positions) - limit)

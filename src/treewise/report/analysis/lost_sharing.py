@@ -1,7 +1,7 @@
-"""Where sharing is lost: branches that differ early and are the same again later, with the text and what it costs.
+"""Where sharing is lost: branches that differ early and agree again later, with their text and the tokens lost.
 
-A cost is the number of tokens of the lighter branch that the heavier one holds too, in the same order, after the first
-difference (`alignment.py`). They are computed twice and would be computed once if the branches did not differ. It is a
+The cost is the number of tokens of the lighter branch that the heavier one contains in the same order after the first
+difference (`alignment.py`). They are computed twice, and would be computed once if the branches did not differ. It is a
 lower bound: only the heaviest path below each fork is compared, and runs shorter than `alignment.WINDOW` do not count.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from treewise.report.analysis.alignment import Fork, chain_heads, realigned_forks
-from treewise.report.analysis.findings import places
+from treewise.report.analysis.findings import sources_of
 from treewise.report.analysis.token_text import TokenText
 from treewise.tree import prefix_merge
 from treewise.tree.forest import Forest
@@ -39,8 +39,8 @@ CAUSES = {
     VOLATILE: "a clock, counter or identifier: move it behind what is shared, or freeze it for a group",
     REWRITTEN: "one branch trains what the other dropped or edited, as a template does that removes reasoning",
     PROMPT_DIFFERS: "prompts that differ, and agree again later: move what differs to their end",
-    OBSERVATION_DIFFERS: "tools or users answered otherwise, and the same followed: nothing to mend in a template",
-    SAMPLED: "both were sampled, and came back to the same tokens: the nature of sampling, nothing to mend",
+    OBSERVATION_DIFFERS: "tools or users answered otherwise, and the same followed: a template cannot change it",
+    SAMPLED: "both were sampled, and came back to the same tokens: the nature of sampling",
 }
 AVOIDABLE = (RETOKENISED, VOLATILE, REWRITTEN, PROMPT_DIFFERS)
 
@@ -74,7 +74,7 @@ class LostSharing:
 
     depth: of the first differing token. num_branches: branches that leave here for the same cause.
     num_lost_tokens: of all of them. num_tokens_to_next: of the shown branch, up to the next difference. before: the
-    shared text in front. heavy, light: the two branches shown, the costliest of the fork.
+    shared text in front. heavy, light: the two branches shown, the most expensive of the fork.
     """
 
     tree: str
@@ -94,19 +94,19 @@ class LostSharing:
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """What is compared: segments, ids and trained tokens ([T] each), and the place of each trajectory ([N])."""
+    """A tree to compare. token_ids: [T] int32. is_trained: [T] bool. sources: where each trajectory came from."""
 
     name: str
     segments: prefix_merge.Segments
     token_ids: np.ndarray
     is_trained: np.ndarray
-    places: Sequence[str]
+    sources: Sequence[str]
 
 
 def lost_in_tree(name: str, forest: Forest, text: TokenText) -> tuple[list[LostSharing], int]:
-    """Where branches of one tree lose sharing, the costliest first; and how many branches were not looked at."""
+    """Where branches of one tree lose sharing, the most expensive first; and the number of branches not compared."""
     trained = forest.token_weights() > 0
-    return _lost(TokenTree(name, forest.segments, forest.token_ids, trained, places(name, forest)), text)
+    return _lost(TokenTree(name, forest.segments, forest.token_ids, trained, sources_of(name, forest)), text)
 
 
 def lost_between_trees(trunks: Sequence[TokenTree], text: TokenText) -> tuple[list[LostSharing], int]:
@@ -119,8 +119,8 @@ def lost_between_trees(trunks: Sequence[TokenTree], text: TokenText) -> tuple[li
     segments = prefix_merge.merge_sequences(np.concatenate(ids), offsets)
     source = segments.token_source
     trained = np.concatenate([trunk.is_trained for trunk in trunks])[source]
-    where = [trunk.places[0] for trunk in trunks]
-    return _lost(TokenTree(BETWEEN_TREES, segments, np.concatenate(ids)[source], trained, where), text)
+    sources = [trunk.sources[0] for trunk in trunks]
+    return _lost(TokenTree(BETWEEN_TREES, segments, np.concatenate(ids)[source], trained, sources), text)
 
 
 def trunk_of(name: str, forest: Forest) -> TokenTree:
@@ -224,4 +224,4 @@ def _place(tree: TokenTree, position: int) -> str:
     """The first trajectory through a tree position."""
     segment = int(np.searchsorted(tree.segments.start, position, side="right") - 1)
     ends = np.where(tree.segments.end_segment >= segment, tree.segments.end_segment, len(tree.segments.start))
-    return tree.places[int(np.argmin(ends))]
+    return tree.sources[int(np.argmin(ends))]

@@ -1,4 +1,4 @@
-"""Lost sharing over a whole data set: totals by cause, and the costliest forks."""
+"""Lost sharing over a whole data set: totals by cause, and the most expensive forks."""
 
 import heapq
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ MAX_SHOWN_FORKS = 30  # inside trees, and as many between them
 
 @dataclass(frozen=True, slots=True)
 class CauseTotal:
-    """One cause over all trees. `is_avoidable`: something in templates or data handling can likely mend it."""
+    """One cause over all trees. is_avoidable: a change of templates or data handling can likely remove it."""
 
     cause: str
     meaning: str
@@ -35,7 +35,7 @@ class CauseTotal:
 
 @dataclass(frozen=True, slots=True)
 class LostReport:
-    """Lost sharing inside trees and between them, with what was not looked at.
+    """Lost sharing inside trees and between them, with the numbers of branches and trees that were not compared.
 
     causes: totals inside trees. causes_between: totals between trees, of their first tokens.
     """
@@ -52,7 +52,7 @@ class LostReport:
 
     @property
     def num_avoidable_tokens(self) -> int:
-        """Tree tokens that are computed twice for a cause that can likely be mended, inside trees."""
+        """Tree tokens that are computed twice for an avoidable cause, inside trees."""
         return sum(each.num_lost_tokens for each in self.causes if each.is_avoidable)
 
     @property
@@ -69,7 +69,7 @@ class LostReport:
 
 
 class LostCollector:
-    """Takes trees one at a time; keeps totals, the costliest forks, and the first tokens of each tree."""
+    """Adds trees one at a time; keeps totals, the most expensive forks, and the first tokens of each tree."""
 
     def __init__(self, text: TokenText) -> None:
         self._text = text
@@ -79,14 +79,14 @@ class LostCollector:
         self._num_skipped = self._num_trees = self._num_found = 0
 
     def add(self, name: str, forest: Forest) -> int:
-        """Looks at one tree; the tokens that it could likely save."""
+        """Adds one tree; returns the number of its tokens that could likely be saved."""
         found, num_skipped = lost_in_tree(name, forest, self._text)
         self._num_trees += 1
         self._num_skipped += num_skipped
         for each in found:
             self._totals[each.cause][0] += 1
             self._totals[each.cause][1] += each.num_lost_tokens
-            # What can be mended is shown first: sampled forks are many, and nothing to act on.
+            # Avoidable causes are shown first; forks that were sampled apart are many and cannot be avoided.
             rank = each.num_lost_tokens if each.cause in AVOIDABLE else each.num_lost_tokens - 2**40
             self._num_found += 1
             heapq.heappush(self._kept, (rank, -self._num_found, each))

@@ -1,4 +1,4 @@
-"""What a run logged: loss, speed, sharing and memory by optimizer step, read from its output folder."""
+"""The log of a run: loss, speed, sharing and memory by optimizer step, read from its output folder."""
 
 import json
 import re
@@ -50,9 +50,9 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """A run as its folder tells it. `summary` are the totals that the trainer wrote at the end, if it got there.
+    """A run, read from its folder. summary: totals that the trainer writes at the end.
 
-    absent: charts that this log has no values for. num_not_finite: logged values that are no finite number; not drawn.
+    absent: charts without values in this log. num_not_finite: logged values that are not finite; not drawn.
     """
 
     folder: str
@@ -73,7 +73,7 @@ class RunReport:
         groups: dict[str, list[Series]] = {}
         for each in self.series:
             groups.setdefault(each.chart, []).append(each)
-        rank = {name: place for place, name in enumerate(_FIRST)}
+        rank = {name: index for index, name in enumerate(_FIRST)}
         return [groups[name] for name in sorted(groups, key=lambda name: rank.get(name, len(rank)))]
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,14 +122,14 @@ def _state_file(run: Path) -> Path:
         raise ConfigError(f"{run}: no such folder; give the output_dir of a run.")
     if (run / STATE).is_file():
         return run / STATE
-    found = [path for path in run.glob(f"checkpoint-*/{STATE}") if path.parent.name.rpartition("-")[2].isdigit()]
-    if not found:
+    candidates = [path for path in run.glob(f"checkpoint-*/{STATE}") if path.parent.name.rpartition("-")[2].isdigit()]
+    if not candidates:
         raise ConfigError(f"{run}: no {STATE}, neither there nor in a checkpoint; is it the output_dir of a run?")
-    return max(found, key=lambda path: int(path.parent.name.rpartition("-")[2]))
+    return max(candidates, key=lambda path: int(path.parent.name.rpartition("-")[2]))
 
 
 def _flops_per_token(state: dict[str, Any], history: list[dict[str, Any]]) -> float | None:
-    """FLOPs that a tree token needs, from the sums that the trainer keeps; None where it kept none."""
+    """FLOPs per tree token, from the sums of the trainer; None without them."""
     tokens = sum(entry["tree_tokens"] for entry in history if _is_number(entry.get("tree_tokens")))
     flops = state.get("total_flos")
     return float(flops) / tokens if _is_number(flops) and flops and tokens else None
@@ -149,14 +149,14 @@ def _series(history: list[dict[str, Any]], flops_per_token: float | None) -> lis
         points["arithmetic"] = {step: value * flops_per_token / 1e12 for step, value in speed.items()}
     if "memory_bytes" in points:
         points["memory_bytes"] = {step: value / 2**30 for step, value in points["memory_bytes"].items()}
-    made = []
-    order = {key: place for place, key in enumerate(KNOWN)}
+    series = []
+    order = {key: index for index, key in enumerate(KNOWN)}
     for key in sorted(points, key=lambda key: order.get(key, len(order))):  # stable: others as they were logged
         values = points[key]
         chart, label, unit = KNOWN.get(key) or _described(key)
         steps = sorted(values)
-        made.append(Series(key, chart, label, unit, tuple(steps), tuple(values[step] for step in steps)))
-    return made
+        series.append(Series(key, chart, label, unit, tuple(steps), tuple(values[step] for step in steps)))
+    return series
 
 
 def _described(key: str) -> tuple[str, str, str]:

@@ -1,7 +1,7 @@
-"""What tokens read as: the bytes of each token, so that any run of tokens can be put together and shown as text.
+"""The text of tokens: the bytes of each token, so that any run of tokens can be joined and shown.
 
-Single tokens may be parts of a character, so text is joined as bytes and decoded last. A page that holds the bytes of
-each token once can show the text of every segment without holding any of it twice.
+Single tokens may be parts of a character, so text is joined as bytes and decoded last. A page that stores the
+bytes of each token once can show the text of every segment.
 """
 
 import re

@@ -30,7 +30,7 @@ DRAWN_RULE = "in turn the tree with the most tokens, the highest leaf ratio, and
 
 
 class NamedTree(Protocol):
-    """A tree with a name, made when asked for."""
+    """A tree with a name, built on access."""
 
     @property
     def name(self) -> str: ...
@@ -51,7 +51,7 @@ class DrawnPlan:
     """A plan of the drawn trees as one step, with its schedule over time.
 
     timeline: for each step of the schedule the gateway tokens alive and the tokens with live activations; thinned to
-    its peaks where it is long. is_thinned says so.
+    its peaks where it is long (is_thinned).
     """
 
     facts: PlanReport
@@ -95,7 +95,7 @@ class DataReport:
         return budgets.index(self.max_tokens) if self.max_tokens in budgets else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The part of the twin that speaks about data."""
+        """The part of the JSON twin about data."""
         return {
             "sources": list(self.sources),
             "tokenizer": self.tokenizer,
@@ -132,11 +132,11 @@ def build_data_report(
     max_tokens: int | None = None,
     num_drawn: int = 12,
 ) -> DataReport:
-    """Everything that a page says about data.
+    """Everything that a page shows about data.
 
     Parameters:
         trees: named trees by index, such as a `TreeDataset`.
-        load: what loading them had to say.
+        load: warnings and dropped records of the load.
         sources: where they came from, for the heading.
         tokenizer: turns tokens into text; without it they are shown as numbers.
         flops: costs of a model, for FLOPs and bytes; `model` and `dtype` name it.
@@ -261,31 +261,31 @@ def _budgets_of_pictures(budgets: Sequence[int], forests: Sequence[Forest]) -> l
 def _pictures(
     drawn: Sequence[tuple[str, Forest]], plans: Sequence[Plan], vocabulary: Vocabulary
 ) -> tuple[list[dict[str, Any]], int]:
-    """Pictures as long as there is room, first without the tokens, then not at all; and how many found none."""
+    """Pictures within `MAX_PAGE_CHARS`, large ones without tokens, and the number of trees left out."""
     bounds = np.concatenate([[0], np.cumsum([forest.num_tokens for _, forest in drawn])]).tolist()
     runs = [micro_batch_runs(each, bounds) for each in plans]
-    made: list[dict[str, Any]] = []
+    pictures: list[dict[str, Any]] = []
     room = MAX_PAGE_CHARS
-    for number, (name, forest) in enumerate(drawn):
+    for index, (name, forest) in enumerate(drawn):
         size = picture_size(forest, len(plans))
         with_tokens = size <= room
         if not with_tokens:
             size -= 4 * forest.num_tokens * 4 // 3
             if size > room:
-                return made, len(drawn) - number
+                return pictures, len(drawn) - index
         room -= size
-        made.append(picture(name, forest, vocabulary, [each[number] for each in runs], with_tokens))
-    return made, 0
+        pictures.append(picture(name, forest, vocabulary, [each[index] for each in runs], with_tokens=with_tokens))
+    return pictures, 0
 
 
-def _drawn_plan(made: Plan, flops: FlopModel | None, model: str | None, dtype: str) -> DrawnPlan:
-    timeline = np.array(made.timeline, dtype=np.int64)
+def _drawn_plan(plan: Plan, flops: FlopModel | None, model: str | None, dtype: str) -> DrawnPlan:
+    timeline = np.array(plan.timeline, dtype=np.int64)
     is_thinned = len(timeline) > MAX_TIMELINE_POINTS
     if is_thinned:
         timeline = np.array([part.max(axis=0) for part in np.array_split(timeline, MAX_TIMELINE_POINTS)])
     batches = tuple(
         {"num_tokens": batch.num_tokens, "is_open": batch.is_open, "is_held": batch.is_held}
-        for batch in made.micro_batches
+        for batch in plan.micro_batches
     )
     points = tuple((int(gateway), int(live)) for gateway, live in timeline.tolist())
-    return DrawnPlan(report_plan(made, flops, model, dtype), points, is_thinned, batches)
+    return DrawnPlan(report_plan(plan, flops, model, dtype), points, is_thinned, batches)

@@ -21,7 +21,7 @@ Tick = tuple[float, str]  # position in the box, label
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A rectangle, with what it says."""
+    """A rectangle with its label."""
 
     x: float
     y: float
@@ -43,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart. `summary` says in words what it shows, for those who do not see it."""
+    """One chart. summary: the same in words, for screen readers."""
 
     title: str
     x_label: str
@@ -57,7 +57,7 @@ class Chart:
     lines: tuple[Line, ...] = ()
 
     def reading(self) -> dict[str, Any]:
-        """What the page needs to show values under the pointer."""
+        """JSON values that the page shows under the pointer."""
         lines = [{"label": line.label, "xs": line.xs, "ys": line.ys} for line in self.lines]
         return {"x_range": self.x_range, "y_range": self.y_range, "x_label": self.x_label, "lines": lines}
 
@@ -88,7 +88,7 @@ def histogram(values: Sequence[float]) -> Histogram:
     is_logarithmic = low > 0 and high / low > LOG_RANGE
     make = np.geomspace if is_logarithmic else np.linspace
     edges = make(low, high, NUM_BINS + 1)
-    edges[0], edges[-1] = low, high  # as the rounding of geomspace may leave the extremes outside
+    edges[0], edges[-1] = low, high  # geomspace may round the extremes away
     counts, _ = np.histogram(data, edges)
     return Histogram(tuple(edges.tolist()), tuple(counts.tolist()), is_logarithmic)
 
@@ -98,8 +98,8 @@ def histogram_chart(values: Sequence[float], title: str, x_label: str, what: str
     shape = histogram(values)
     edges, counts = np.array(shape.edges), np.array(shape.counts)
     top, y_ticks = _count_axis(int(counts.max()))
-    to_x = _scale(edges[0], edges[-1], LEFT, WIDTH - RIGHT, shape.is_logarithmic)
-    to_y = _scale(0.0, top, HEIGHT - BOTTOM, TOP, False)
+    to_x = _scale(edges[0], edges[-1], LEFT, WIDTH - RIGHT, is_logarithmic=shape.is_logarithmic)
+    to_y = _scale(0.0, top, HEIGHT - BOTTOM, TOP)
     bars = []
     for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
         x, right, y = to_x(low), to_x(high), to_y(float(count))
@@ -137,8 +137,8 @@ def line_chart(
     y_low, y_high = _widened(min(0.0, float(all_y.min())) if from_zero else float(all_y.min()), float(all_y.max()))
     y_ticks = nice_ticks(y_low, y_high, outside=True)
     y_low, y_high = min(y_low, y_ticks[0]), max(y_high, y_ticks[-1])
-    to_x = _scale(x_low, x_high, LEFT, WIDTH - RIGHT, False)
-    to_y = _scale(y_low, y_high, HEIGHT - BOTTOM, TOP, False)
+    to_x = _scale(x_low, x_high, LEFT, WIDTH - RIGHT)
+    to_y = _scale(y_low, y_high, HEIGHT - BOTTOM, TOP)
     lines = []
     for label, xs, ys in thinned:
         points = [(to_x(x), to_y(y)) for x, y in zip(xs, ys, strict=True)]
@@ -165,7 +165,7 @@ def nice_ticks(low: float, high: float, count: int = 5, outside: bool = False) -
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     first = math.floor(low / step + 1e-9) if outside else math.ceil(low / step - 1e-9)
     last = math.ceil(high / step - 1e-9) if outside else math.floor(high / step + 1e-9)
-    return [round(number * step, 12) for number in range(first, last + 1)]
+    return [round(index * step, 12) for index in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
@@ -180,15 +180,18 @@ def _count_axis(largest: int) -> tuple[float, list[float]]:
     return max(ticks[-1], 1.0), ticks
 
 
-def _scale(low: float, high: float, first: float, last: float, is_logarithmic: bool) -> Callable[[float], float]:
+def _scale(
+    low: float, high: float, first: float, last: float, *, is_logarithmic: bool = False
+) -> Callable[[float], float]:
+    """The map from `[low, high]` to the coordinates `[first, last]`."""
     if is_logarithmic:
         low, high = math.log(low), math.log(high)
 
-    def place(value: float) -> float:
-        number = math.log(value) if is_logarithmic else float(value)
-        return round(first + (number - low) / (high - low) * (last - first), 2)
+    def to_coordinate(value: float) -> float:
+        position = math.log(value) if is_logarithmic else float(value)
+        return round(first + (position - low) / (high - low) * (last - first), 2)
 
-    return place
+    return to_coordinate
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
@@ -217,14 +220,14 @@ def _thinned(xs: np.ndarray, ys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return xs[order], ys[order]
 
 
-def _labelled(ticks: Sequence[float], place: Callable[[float], float]) -> tuple[Tick, ...]:
+def _labelled(ticks: Sequence[float], to_coordinate: Callable[[float], float]) -> tuple[Tick, ...]:
     """Ticks with labels, no two of which are the same."""
     labels = [_short(tick) for tick in ticks]
     digits = 4
     while len(set(labels)) < len(labels) and digits < 16:
         labels = [f"{tick:,.{digits}g}" for tick in ticks]
         digits += 1
-    return tuple((place(tick), label) for tick, label in zip(ticks, labels, strict=True))
+    return tuple((to_coordinate(tick), label) for tick, label in zip(ticks, labels, strict=True))
 
 
 def _plain(value: float) -> str:

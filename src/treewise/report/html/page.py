@@ -50,14 +50,14 @@ def render_page(data: DataReport | None, run: RunReport | None, version: str) ->
     """The page as text."""
     charts: dict[str, Chart] = {}
     if data is not None:
-        charts |= {f"ratio-{number}": chart for number, chart in enumerate(data.charts)}
-        for number, each in enumerate(data.plans):
-            charts[f"plan-{number}"] = timeline_chart(each)
+        charts |= {f"ratio-{index}": chart for index, chart in enumerate(data.charts)}
+        for index, each in enumerate(data.plans):
+            charts[f"plan-{index}"] = timeline_chart(each)
             memory = memory_chart(each)
             if memory is not None:
-                charts[f"memory-{number}"] = memory
+                charts[f"memory-{index}"] = memory
     if run is not None:
-        charts |= {f"run-{number}": chart for number, chart in enumerate(run_charts(run))}
+        charts |= {f"run-{index}": chart for index, chart in enumerate(run_charts(run))}
     static = resources.files("treewise.report.html") / "static"
     script = "\n".join((static / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = "\n".join((static / name).read_text(encoding="utf-8") for name in STYLES)
@@ -89,7 +89,7 @@ def embedded_json(value: Any) -> Markup:
 
 
 def _page_data(data: DataReport | None, charts: dict[str, Chart]) -> dict[str, Any]:
-    """What the scripts read."""
+    """The JSON that the scripts read."""
     reading = {name: chart.reading() for name, chart in charts.items() if chart.lines}
     if data is None:
         return {"charts": reading, "trees": []}

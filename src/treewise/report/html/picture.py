@@ -1,6 +1,6 @@
-"""A tree as compact arrays that a page can draw: segments, what colours them, their tokens, and the trajectories.
+"""A tree as compact arrays for the page: segments, the streams that colour them, their tokens, and the trajectories.
 
-What varies along a segment is stored as runs: where a value begins, and the value. Arrays are little-endian and
+A stream along a segment is stored as runs: where a value begins, and the value. Arrays are little-endian and
 base64; token ids are numbers into one vocabulary for the whole page, whose bytes are stored once.
 
 Letters: T tree tokens, S segments, N trajectories, R runs.
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from treewise.planning.planner import Plan
-from treewise.report.analysis.findings import places
+from treewise.report.analysis.findings import sources_of
 from treewise.report.analysis.token_text import TokenText
 from treewise.tree.forest import Forest
 
@@ -27,20 +27,20 @@ class Vocabulary:
     """The tokens that a page shows, numbered in order of appearance."""
 
     text: TokenText
-    _number: dict[int, int] = field(default_factory=dict)
+    _index: dict[int, int] = field(default_factory=dict)
 
-    def numbers(self, token_ids: np.ndarray) -> np.ndarray:
-        """[T] the page's numbers of some tokens; unknown ones get the next number."""
+    def indices(self, token_ids: np.ndarray) -> np.ndarray:
+        """[T] int64, the page's indices of some tokens ([T] int32); new tokens get the next index."""
         unique, inverse = np.unique(token_ids, return_inverse=True)
-        own = [self._number.setdefault(token, len(self._number)) for token in unique.tolist()]
+        own = [self._index.setdefault(token, len(self._index)) for token in unique.tolist()]
         return np.array(own, dtype=np.int64)[inverse]
 
     def to_dict(self) -> dict[str, Any]:
         """ids: of the tokens. bytes: all of them in a row. lengths: bytes of each."""
-        pieces = self.text.token_bytes(list(self._number))
+        pieces = self.text.token_bytes(list(self._index))
         return {
             "has_text": self.text.has_text,
-            "ids": packed(list(self._number), "u4"),
+            "ids": packed(list(self._index), "u4"),
             "lengths": packed([len(piece) for piece in pieces], "u2"),
             "bytes": base64.b64encode(b"".join(pieces)).decode(),
         }
@@ -62,6 +62,7 @@ def picture(
     forest: Forest,
     vocabulary: Vocabulary,
     micro_batches: Sequence[tuple[np.ndarray, np.ndarray]],
+    *,
     with_tokens: bool = True,
 ) -> dict[str, Any]:
     """A tree for the page. `micro_batches` are runs (`micro_batch_runs`), one pair per budget shown."""
@@ -74,7 +75,7 @@ def picture(
     if rewards is not None:
         streams["reward"] = (segments.start, rewards)
     wide = len(forest.token_ids) and with_tokens
-    numbers = vocabulary.numbers(forest.token_ids) if wide else np.zeros(0, dtype=np.int64)
+    numbers = vocabulary.indices(forest.token_ids) if wide else np.zeros(0, dtype=np.int64)
     return {
         "name": name,
         "num_tokens": forest.num_tokens,
@@ -108,22 +109,22 @@ def segment_table(name: str, forest: Forest) -> dict[str, Any]:
     }
 
 
-def micro_batch_runs(made: Plan, bounds: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+def micro_batch_runs(plan: Plan, bounds: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
     """For each tree of a plan's forest, which micro-batch its tokens belong to, as runs of its own positions.
 
     bounds: tree positions at which the trees begin, and the end of the last.
     """
-    ranges = np.concatenate([batch.ranges for batch in made.micro_batches])
-    numbers = np.repeat(np.arange(made.num_micro_batches), [len(batch.ranges) for batch in made.micro_batches])
+    ranges = np.concatenate([batch.ranges for batch in plan.micro_batches])
+    micro_batch = np.repeat(np.arange(plan.num_micro_batches), [len(batch.ranges) for batch in plan.micro_batches])
     order = np.argsort(ranges[:, 0], kind="stable")
-    starts, numbers = ranges[order, 0], numbers[order]
+    starts, micro_batch = ranges[order, 0], micro_batch[order]
     result = []
     for low, high in pairwise(bounds):
         first, last = np.searchsorted(starts, [low, high])
-        begins, own = starts[first:last], numbers[first:last]
+        begins, values = starts[first:last], micro_batch[first:last]
         if not len(begins) or begins[0] > low:  # a range that began in the tree before goes on here
-            begins, own = np.append(low, begins), np.append(numbers[first - 1], own)
-        result.append((begins - low, own))
+            begins, values = np.append(low, begins), np.append(micro_batch[first - 1], values)
+        result.append((begins - low, values))
     return result
 
 
@@ -165,7 +166,7 @@ def _segment_rewards(forest: Forest) -> np.ndarray | None:
 
 def _trajectories(name: str, forest: Forest) -> dict[str, Any]:
     """Names and rewards of the first trajectories; the page numbers the rest."""
-    shown = places(name, forest)[:MAX_LISTED_TRAJECTORIES]
+    shown = sources_of(name, forest)[:MAX_LISTED_TRAJECTORIES]
     items = (forest.trajectories or ())[:MAX_LISTED_TRAJECTORIES]
     return {
         "places": shown,
