@@ -19,6 +19,7 @@ from treewise.objectives import Objective
 from treewise.planning.layout import edges_of
 from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest
+from treewise.tree.prefix_merge import concatenated_ranges
 
 # -- values of tokens -------------------------------------------------------------------------------------------------
 
@@ -44,8 +45,7 @@ class ScoredTokens:
         first = np.searchsorted(self.positions, targets, side="left")
         count = np.searchsorted(self.positions, targets, side="right") - first
         edge = np.repeat(np.arange(len(targets)), count)
-        offsets = np.cumsum(count) - count
-        return edge, np.repeat(first - offsets, count) + np.arange(int(count.sum()))
+        return edge, concatenated_ranges(first, count)
 
 
 class EdgeScorer:

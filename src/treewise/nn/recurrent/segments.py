@@ -12,6 +12,7 @@ import numpy as np
 from treewise.planning.layout import Layout
 from treewise.planning.planner import FORWARD, HOLD, Plan
 from treewise.tree.forest import Forest
+from treewise.tree.prefix_merge import concatenated_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def _branches(forest: Forest, positions: np.ndarray) -> tuple[np.ndarray, np.nda
     first = np.searchsorted(above, positions)
     count = np.searchsorted(above, positions, side="right") - first
     row = np.repeat(np.arange(len(positions)), count)
-    index = np.arange(len(row)) - np.repeat(np.cumsum(count) - count - first, count)
+    index = concatenated_ranges(first, count)
     return row, children[index]
 
 
