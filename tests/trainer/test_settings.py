@@ -20,6 +20,7 @@ from treewise.distributed.online_placement import (
 from treewise.distributed.placement import CostFit, CostModel, Work, work_of
 from treewise.errors import ConfigError
 from treewise.planning.planner import plan
+from treewise.testing import families
 from treewise.trainer import TreeTrainingArguments
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -177,3 +178,15 @@ def test_ranks_that_all_take_the_time_of_the_slowest_are_fitted_as_if_it_were_kn
 def test_a_batch_of_no_trees_is_no_measurement(batch):
     work = work_of(plan(Forest.concatenate(batch), 64))
     assert fit_independent(PRIOR, [[(work, 2.0)], [(NO_WORK, 0.1)]]) == fit_independent(PRIOR, [[(work, 2.0)]])
+
+
+def test_settings_of_the_engine_reach_it(make_trainer, trees):
+    model = families.tiny_model("mixtral")
+    trainer = make_trainer(trees, model=model, offload=True, router_z_coefficient=0.1)
+    assert trainer.engine.offload
+    assert trainer.engine.router_loss_rule.z_coefficient == 0.1
+
+
+def test_a_z_loss_below_zero_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"router_z_coefficient=-0\.1 must be 0 or positive"):
+        TreeTrainingArguments(output_dir=str(tmp_path), router_z_coefficient=-0.1, report_to="none")

@@ -49,6 +49,8 @@ class TreeTrainingArguments(TrainingArguments):
             memory, measured at the first step. None: a batch is one micro-batch.
         attention: `auto`, `reference`, `cascade` or `flex`.
         temperature: divides the logits, as the sampler of the data did.
+        offload: gateways and the activations of held micro-batches wait in host memory.
+        router_z_coefficient: the factor of a z-loss on the router logits of a mixture of experts; 0: none.
         weighting: what a shared token counts: `per_trajectory` (as flat training counts it) or `once`.
         normalization: `token_mean`, `trajectory_mean`, `rollout_mean`, `rollout_sum` or `constant`, over all trees of
             an optimizer step (`treewise.objectives.normalization`).
@@ -78,6 +80,8 @@ class TreeTrainingArguments(TrainingArguments):
     )
     attention: str = field(default="auto", metadata={"help": "auto, reference, cascade or flex."})
     temperature: float = field(default=1.0, metadata={"help": "Divides the logits, as the sampler did."})
+    offload: bool = field(default=False, metadata={"help": "Gateways and held activations wait in host memory."})
+    router_z_coefficient: float = field(default=0.0, metadata={"help": "Factor of a z-loss on router logits."})
     weighting: str = field(default="per_trajectory", metadata={"help": "per_trajectory or once."})
     normalization: str = field(default="token_mean", metadata={"help": ", ".join(NORMALIZATIONS)})
     constant: float | None = field(default=None, metadata={"help": "The divisor of rollout_sum and constant."})
@@ -112,6 +116,8 @@ class TreeTrainingArguments(TrainingArguments):
         choose(self.attention, "cpu")  # an unknown name is an error now
         if not 0 < self.temperature < float("inf"):
             raise ConfigError(f"temperature={self.temperature!r} must be positive.")
+        if not 0 <= self.router_z_coefficient < float("inf"):
+            raise ConfigError(f"router_z_coefficient={self.router_z_coefficient!r} must be 0 or positive.")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1.")

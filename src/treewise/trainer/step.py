@@ -51,6 +51,8 @@ class ComputingTrainer(FeedingTrainer):
                 setting or self.args.max_tokens,
                 self.args.attention,
                 temperature=self.args.temperature,
+                offload=self.args.offload,
+                router_z_coefficient=self.args.router_z_coefficient,
                 reserve_bytes=self._optimizer_bytes(),
                 check=self._ends is None,  # a model that is sharded was probed before
             )
