@@ -14,7 +14,7 @@ import torch
 from treewise.bench import check, load, make, measure_workload, process_memory, random_model, record, run, save
 from treewise.bench.contestants import twin
 from treewise.bench.measure import Measured, measure
-from treewise.bench.suite import _refuse_different_losses, speed_ups
+from treewise.bench.suite import _check_losses, speed_ups
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_workloads_after_one_that_disagrees_are_measured_too(
     first_loss = measure_workload(twin(model), workloads[0], against=["flat"], repetitions=1)["contestants"]["flat"][
         "loss"
     ]
-    monkeypatch.setattr("treewise.bench.suite._refuse_different_losses", refuse)
+    monkeypatch.setattr("treewise.bench.suite._check_losses", refuse)
     told: list[dict] = []
     with pytest.raises(VerificationError, match="not the same work"):
         run(lambda: model, "tiny", lambda _: workloads, told.append, against=["flat"], repetitions=1)
@@ -147,11 +147,11 @@ def test_gradients_are_compared_with_the_first_that_ran(model: torch.nn.Module) 
 def test_different_losses_end_the_comparison() -> None:
     found = {"flat": Measured(loss=2.0), "gone": Measured(skipped="no room"), "tree": Measured(loss=2.05)}
     with pytest.raises(VerificationError, match=r"tree has loss 2.050000, flat 2.000000"):
-        _refuse_different_losses(found, torch.float32)
-    _refuse_different_losses(found, torch.bfloat16)
+        _check_losses(found, torch.float32)
+    _check_losses(found, torch.bfloat16)
     found["tree"].loss = math.nan
     with pytest.raises(VerificationError, match="nan"):
-        _refuse_different_losses(found, torch.bfloat16)
+        _check_losses(found, torch.bfloat16)
 
 
 def test_a_model_without_room_is_a_row_that_says_so() -> None:
@@ -206,7 +206,7 @@ def test_what_became_worse_is_named(row: dict) -> None:
     assert check(slower, baseline)[0] == [
         "qwen3-tiny, search: tree has 0.80 of the baseline's speed beside flat, merged, trl"
     ]
-    assert check(slower, baseline, min_share=0.7)[0] == []
+    assert check(slower, baseline, min_speed=0.7)[0] == []
     assert check(times({"others": 3.0}), baseline)[0] == []  # a slower machine
     assert check(times({"tree": 3.0, "others": 3.0, "tree@11": 4.0}), baseline)[0][0].startswith(
         "qwen3-tiny, search: tree@11 has 0.75"

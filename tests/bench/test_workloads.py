@@ -39,7 +39,7 @@ def test_full_sizes_are_those_of_the_papers() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="workload 'tree' is unknown; choose out of grpo"):
+    with pytest.raises(ConfigError, match="workload 'tree' is unknown; choose one of grpo"):
         make("tree", "cpu", 64)
     with pytest.raises(ConfigError, match="size 'huge'"):
         make("grpo", "huge", 64)

@@ -1,8 +1,8 @@
-"""Who takes part: flat training, TRL's tree rows, path rescans, and treewise whole and at budgets.
+"""The contestants: flat training, TRL's tree rows, path rescans, and treewise whole and at budgets.
 
 Names: `flat` (every trajectory, packed), `merged` (contained ones folded into the longer ones), `trl`,
 `tree-recurrence` (TRL's rows with its recurrent layers), `tree` (treewise, one micro-batch), `tree@N` (under a budget
-of N tokens, held or recomputed as the planner finds cheaper), `held@N` and `recomputed@N` where that choice differs,
+of N tokens, held or recomputed as the planner chooses), `held@N` and `recomputed@N` where that choice differs,
 `trl@N` (rows of at most N tokens). `-ckpt`: with gradient checkpointing.
 """
 
@@ -32,9 +32,9 @@ from treewise.tree.trajectory import Trajectory
 AGAINST = ("flat", "merged", "trl", "tree-recurrence")
 # Tokens of a packed row of flat training, where memory allows: more at a time is no faster.
 ROW_TOKENS = {"cpu": 2_048, "cuda": 16_384}
-# Of the free memory, what a contestant's activations may be estimated to take before it is left out on a CPU, where
-# running out of memory ends the process.
-USABLE_SHARE = 0.8
+# A contestant is left out on a CPU, where running out of memory ends the process, if the estimate of its activations is
+# beyond this fraction of the free memory.
+ACTIVATION_FRACTION = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,44 +67,44 @@ def builders(
     with_checkpointing: bool = False,
     row_tokens: int | None = None,
 ) -> Builders:
-    """The contestants by name, each made when it is called. Those without treewise run on a twin of the model, which
+    """The contestants by name, each built when called. Those without treewise run on a twin of the model, which
     shares its parameters and nothing else.
 
-    A builder raises a `TreewiseError` where its contestant cannot take part.
+    A builder raises a `TreewiseError` if its contestant cannot run here.
 
     Raises:
         ConfigError: an unknown name in `against`.
     """
     unknown = [name for name in against if name not in AGAINST]
     if unknown:
-        raise ConfigError(f"--against {unknown[0]!r} is unknown; choose out of {', '.join(AGAINST)}.")
+        raise ConfigError(f"--against {unknown[0]!r} is unknown; choose one of {', '.join(AGAINST)}.")
     plain = plain_parts(model)
     forest = Forest.from_trajectories(items)
     merged = merged_trajectories(forest)
     is_recurrent = bool(kinds_of(model))
-    found: Builders = {}
+    contestants: Builders = {}
     for suffix, is_checkpointed in (("", False), ("-ckpt", True)) if with_checkpointing else (("", False),):
         if "flat" in against:
-            found["flat" + suffix] = partial(_flat, plain, items, row_tokens, is_checkpointed)
+            contestants["flat" + suffix] = partial(_flat, plain, items, row_tokens, is_checkpointed)
         if "merged" in against and len(merged) < len(items):
-            found["merged" + suffix] = partial(_flat, plain, merged, row_tokens, is_checkpointed)
+            contestants["merged" + suffix] = partial(_flat, plain, merged, row_tokens, is_checkpointed)
         if "trl" in against and not is_recurrent:
-            found["trl" + suffix] = partial(_trl, plain, items, is_checkpointed=is_checkpointed)
+            contestants["trl" + suffix] = partial(_trl, plain, items, is_checkpointed=is_checkpointed)
         if "tree-recurrence" in against and is_recurrent:
-            found["tree-recurrence" + suffix] = partial(
+            contestants["tree-recurrence" + suffix] = partial(
                 _trl, plain, items, is_checkpointed=is_checkpointed, follows_states=True
             )
-        found["tree" + suffix] = partial(_tree, model, items, None, attention, is_checkpointed=is_checkpointed)
+        contestants["tree" + suffix] = partial(_tree, model, items, None, attention, is_checkpointed=is_checkpointed)
     for budget in max_tokens:
         if budget < forest.num_tokens:
-            found |= _at_budget(model, items, forest, budget, attention)
+            contestants |= _at_budget(model, items, forest, budget, attention)
             if "trl" in against and not is_recurrent and budget >= forest.path_lengths.max():
-                found[f"trl@{budget}"] = partial(_trl, plain, items, budget)
-    return found
+                contestants[f"trl@{budget}"] = partial(_trl, plain, items, budget)
+    return contestants
 
 
 def twin(model: nn.Module) -> Any:
-    """A copy of a model with the same parameters and buffers, so that gradients meet in one place."""
+    """A copy of a model with the same parameters and buffers, so that gradients accumulate in one place."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, memo={id(each): each for each in shared})
 
@@ -119,14 +119,14 @@ def plain_parts(model: nn.Module) -> DecoderAndHead:
 
 
 def prepare(build: Callable[[], Contestant]) -> Contestant | str:
-    """The contestant, or why it does not take part."""
+    """The contestant, or why it cannot run here."""
     try:
         return build()
     except TreewiseError as error:
         return str(error)
 
 
-# -- the ways ---------------------------------------------------------------------------------------------------------
+# -- one function for each --------------------------------------------------------------------------------------------
 
 
 def _flat(
@@ -151,7 +151,7 @@ def _trl(
     is_checkpointed: bool = False,
     follows_states: bool = False,
 ) -> Contestant:
-    packing_module()  # an import is no part of a step
+    packing_module()  # the import is not timed
     started = time.perf_counter()
     rows = TrlRows(parts, items, max_tokens, is_checkpointed=is_checkpointed, follows_states=follows_states)
     seconds = time.perf_counter() - started
@@ -173,10 +173,10 @@ def _tree(
     engine.budget.recovers = False  # a smaller budget would be another contestant
     started = time.perf_counter()
     forest = Forest.from_trajectories(items)
-    run = engine.plan(forest)
-    key_rows = _key_rows(run, engine)
+    plan = engine.plan(forest)
+    key_rows = _key_rows(plan, engine)
     seconds = time.perf_counter() - started
-    live = max(tokens for _, tokens in run.timeline)
+    live = max(tokens for _, tokens in plan.timeline)
     _refuse_beyond(_room(engine.lm, is_checkpointed), live, engine.lm)
 
     def step() -> float:
@@ -187,12 +187,12 @@ def _tree(
 
     return Contestant(
         step,
-        run.num_computed_tokens,
+        plan.num_computed_tokens,
         seconds,
-        key_rows / run.num_computed_tokens,
-        run.num_micro_batches,
-        run.num_held_tokens,
-        run.num_recomputed_tokens,
+        key_rows / plan.num_computed_tokens,
+        plan.num_micro_batches,
+        plan.num_held_tokens,
+        plan.num_recomputed_tokens,
     )
 
 
@@ -203,19 +203,19 @@ def _at_budget(model: nn.Module, items: Sequence[Trajectory], forest: Forest, bu
     def build(hold: str) -> Callable[[], Contestant]:
         return partial(_tree, model, items, budget, attention, hold)
 
-    found = {f"tree@{budget}": build("auto")}
+    contestants = {f"tree@{budget}": build("auto")}
     if held("always") != held("auto"):
-        found[f"held@{budget}"] = build("always")
+        contestants[f"held@{budget}"] = build("always")
     if held("auto"):
-        found[f"recomputed@{budget}"] = build("never")
-    return found
+        contestants[f"recomputed@{budget}"] = build("never")
+    return contestants
 
 
-def _key_rows(run: Plan, engine: TreeEngine) -> int:
+def _key_rows(plan: Plan, engine: TreeEngine) -> int:
     """Key rows that one layer's attention reads in a step; recomputed micro-batches read twice."""
     implementation, total = IMPLEMENTATIONS[engine.implementation], 0
-    for number, batch in enumerate(run.micro_batches):
-        mask = TreeMask.from_layout(lay_out(run, number))
+    for index, batch in enumerate(plan.micro_batches):
+        mask = TreeMask.from_layout(lay_out(plan, index))
         rows = implementation.num_key_rows(mask, engine.lm.device)
         total += rows * (2 if batch.is_open and not batch.is_held else 1)
     return total
@@ -237,10 +237,10 @@ def _room(parts: DecoderAndHead, is_checkpointed: bool) -> int:
     """Tokens whose activations fit in the free memory."""
     size = next(parts.model.parameters()).element_size()
     token = max(1, values_per_token(parts.model, is_checkpointed) * size)
-    return int(USABLE_SHARE * free_bytes(parts.device) / token)
+    return int(ACTIVATION_FRACTION * free_bytes(parts.device) / token)
 
 
 def _refuse_beyond(room: int, num_tokens: int, parts: DecoderAndHead) -> None:
-    """On a CPU; a GPU's own error is caught, so there it may try."""
+    """Raises on a CPU; on a GPU the error of the allocator can be caught."""
     if parts.device.type == "cpu" and num_tokens > room:
         raise OutOfMemoryError(f"does not fit: activations of {num_tokens:,} tokens, room for about {room:,}")

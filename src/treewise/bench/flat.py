@@ -64,7 +64,7 @@ class FlatRows:
     def step(self) -> float:
         """Forward and backward of every row; the loss is the weighted mean over all trained tokens."""
         device = self.lm.device
-        shares = []
+        losses = []
         own_attention = attention(self.lm, NAME) if self.packs else nullcontext()
         with own_attention, checkpointing(self.lm.model) if self.is_checkpointed else nullcontext():
             for row in self.rows:
@@ -74,8 +74,8 @@ class FlatRows:
                 logprobs = edge_values(hidden, self.lm.head(), source, target)["log_probs"]
                 loss = -(logprobs * weight.to(logprobs.dtype)).sum() / self.denominator
                 loss.backward()
-                shares.append(loss.detach())
-        return float(torch.stack(shares).double().sum())
+                losses.append(loss.detach())
+        return float(torch.stack(losses).double().sum())
 
     def _hidden(self, row: "_Row") -> torch.Tensor:
         device = self.lm.device
@@ -89,7 +89,7 @@ class FlatRows:
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Whether plain causal attention over each sequence is all that passes between the tokens of a model."""
+    """Whether tokens of a model influence one another by plain causal attention only, so that rows may be packed."""
     if recurrent.kinds_of(model):
         return False
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
@@ -117,22 +117,22 @@ def merged_trajectories(forest: Forest) -> list[Trajectory]:
 
 @contextmanager
 def attention(lm: DecoderAndHead, name: str) -> Iterator[None]:
-    """The decoder's attention function is another one inside: in the forward, and where the backward recomputes it."""
+    """Inside, the decoder uses the attention function `name`, in the forward and in recomputations of the backward."""
     AttentionInterface.register(NAME, _packed_attention)
     AttentionMaskInterface.register(NAME, lambda **_: None)
     config = lm.decoder.config
-    before = config._attn_implementation_internal
-    config._attn_implementation_internal = name
+    before = config._attn_implementation_internal  # noqa: SLF001
+    config._attn_implementation_internal = name  # noqa: SLF001
     try:
         yield
     finally:
-        config._attn_implementation_internal = before
+        config._attn_implementation_internal = before  # noqa: SLF001
 
 
 @contextmanager
 def checkpointing(model: Any) -> Iterator[None]:
     """transformers' checkpointing of every layer inside."""
-    # Earlier versions know the older name alone, which later ones warn about.
+    # Earlier versions have the older name only; later ones warn about it.
     word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     getattr(model, f"{word}_checkpointing_enable")({"use_reentrant": False})
     try:
@@ -142,11 +142,11 @@ def checkpointing(model: Any) -> Iterator[None]:
 
 
 def _packed_attention(
-    module: nn.Module,
+    _module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Any,
+    _attention_mask: Any,
     *,
     bench_bounds: Bounds,
     scaling: float | None = None,

@@ -21,7 +21,7 @@ Contestants = dict[str, Callable[[], float]]
 
 @dataclass(slots=True)
 class Measured:
-    """What one contestant did. peak_bytes: above what was in use before the step; None where nothing tells.
+    """Measurements of one contestant. peak_bytes: above those in use before the step; None if unknown on this system.
 
     skipped: why it did not run, else None.
     """
@@ -40,34 +40,34 @@ def measure(
     reference: Gradients | None = None,
     max_seconds: float = math.inf,
 ) -> dict[str, Measured]:
-    """Runs every contestant once to warm up, then all in turn, so that a machine that drifts hurts all alike.
+    """Runs every contestant once to warm up, then all in turn, so that a drifting machine affects all alike.
 
     The warm-up gives loss, peak memory and gradients. Those are compared with `reference`, or, without one, with the
     gradients of the first contestant that ran. One that runs out of memory is left out from then on. No round begins
-    after `max_seconds`, but for the first.
+    after `max_seconds`, except for the first.
     """
     started = time.perf_counter()
-    found = {name: Measured() for name in contestants}
+    measured = {name: Measured() for name in contestants}
     zero_gradients(model)
     with limited_to_free(_device(model)):
         for name, step in contestants.items():
-            reference = _warm_up(model, step, found[name], reference)
+            reference = _warm_up(model, step, measured[name], reference)
         for repetition in range(repetitions):
             if repetition and time.perf_counter() - started > max_seconds:
                 break
             for name, step in contestants.items():
-                if found[name].skipped is None:
+                if measured[name].skipped is None:
                     zero_gradients(model)
-                    _unless_out_of_memory(partial(_time, step, found[name], _device(model)), found[name])
+                    _unless_out_of_memory(partial(_time, step, measured[name], _device(model)), measured[name])
     zero_gradients(model)
-    return found
+    return measured
 
 
 def _warm_up(
     model: nn.Module, step: Callable[[], float], out: Measured, reference: Gradients | None
 ) -> Gradients | None:
     zero_gradients(model)
-    _hand_back()  # what the contestant before left in pieces
+    _release_memory()  # graphs of a contestant that was interrupted by an error
     before = peak_bytes(_device(model), reset=True)
 
     def run() -> None:
@@ -86,7 +86,7 @@ def _warm_up(
 
 
 def _unless_out_of_memory(run: Callable[[], object], out: Measured) -> None:
-    """Runs, or says in `out` that memory did not suffice."""
+    """Runs; `out.skipped` is set if memory did not suffice."""
     try:
         run()
     except (RuntimeError, MemoryError) as error:
@@ -94,7 +94,7 @@ def _unless_out_of_memory(run: Callable[[], object], out: Measured) -> None:
             raise
         out.skipped = f"out of memory: {str(error).splitlines()[0][:120]}"
     if out.skipped is not None:
-        _hand_back()
+        _release_memory()
 
 
 def _time(step: Callable[[], float], out: Measured, device: torch.device) -> None:
@@ -123,7 +123,7 @@ def gradient_error(model: nn.Module, reference: Gradients) -> float:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        expected = reference[name].to(parameter.device).double()  # there: a host is slow at this, and so is the bus
+        expected = reference[name].to(parameter.device).double()  # on the device: the host is slow at this
         own = torch.zeros_like(expected) if parameter.grad is None else parameter.grad.double()
         difference += float((own - expected).square().sum())
         norm += float(expected.square().sum())
@@ -135,8 +135,8 @@ def gradient_error(model: nn.Module, reference: Gradients) -> float:
 # -- devices ---------------------------------------------------------------------------------------------------------
 
 
-def _hand_back() -> None:
-    """Drops what only cycles hold (graphs of a step that was cut short), and gives cached memory back to the GPU."""
+def _release_memory() -> None:
+    """Collects reference cycles (graphs of an interrupted step) and returns cached blocks to the GPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

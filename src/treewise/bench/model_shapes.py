@@ -17,9 +17,11 @@ _DELTA_NET = {
 }
 
 
-def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> tuple[str, dict[str, Any]]:
+def _qwen3(
+    hidden: int, intermediate: int, layers: int, heads: int, *, is_tied: bool = True
+) -> tuple[str, dict[str, Any]]:
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    return "qwen3", {**_QWEN3, **sizes, "num_attention_heads": heads, "tie_word_embeddings": tied}
+    return "qwen3", {**_QWEN3, **sizes, "num_attention_heads": heads, "tie_word_embeddings": is_tied}
 
 
 def _small(hidden: int, layers: int, vocabulary: int, **changes: Any) -> dict[str, Any]:
@@ -50,11 +52,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
         },
     ),
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
-    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
-    "qwen3-8b": _qwen3(4096, 12_288, 36, 32, False),
-    "qwen3-14b": _qwen3(5120, 17_408, 40, 40, False),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32),
+    "qwen3-8b": _qwen3(4096, 12_288, 36, 32, is_tied=False),
+    "qwen3-14b": _qwen3(5120, 17_408, 40, 40, is_tied=False),
 }
 
 
@@ -68,12 +70,12 @@ def random_model(name: str, dtype: torch.dtype, device: torch.device) -> nn.Modu
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if name not in SHAPES:
-        raise ConfigError(f"shape {name!r} is unknown; choose out of {', '.join(SHAPES)}.")
+        raise ConfigError(f"shape {name!r} is unknown; choose one of {', '.join(SHAPES)}.")
     kind, fields = SHAPES[name]
     config = AutoConfig.for_model(kind, **fields, max_position_embeddings=262_144, pad_token_id=None)
     with torch.device("meta"):
-        number = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
-    needed, free = 2 * number * torch.empty(0, dtype=dtype).element_size(), free_bytes(device)
+        num_parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+    needed, free = 2 * num_parameters * dtype.itemsize, free_bytes(device)
     if needed > free:
         raise OutOfMemoryError(
             f"weights and gradients take {bytes_as_text(needed)}, of which {bytes_as_text(free)} are free."

@@ -11,14 +11,14 @@ import torch
 
 from treewise.nn.device import free_bytes
 
-# Of the memory that is free, what may be taken. Past the end the kernel of Linux ends a process without a word.
-USABLE_SHARE = 0.9
+# Fraction of the free memory that may be allocated. Beyond all of it Linux kills the process without an error.
+ALLOCATABLE_FRACTION = 0.9
 
 
-def peak_bytes(device: torch.device, reset: bool = False) -> int | None:
-    """The most memory so far; with `reset` what is in use now, from where the peak counts again.
+def peak_bytes(device: torch.device, *, reset: bool = False) -> int | None:
+    """Bytes of the peak so far; `reset` begins a new peak and returns the bytes in use now.
 
-    On CUDA that of torch's allocator, on Linux the resident set (freed memory is handed back first), else None.
+    On CUDA that of torch's allocator; on Linux the resident set, after freed memory is returned; else None.
     """
     if device.type == "cuda":
         if reset:
@@ -47,7 +47,7 @@ def limited_to_free(device: torch.device) -> Iterator[None]:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _status("VmData") + int(USABLE_SHARE * free_bytes(device))
+    limit = _status("VmData") + int(ALLOCATABLE_FRACTION * free_bytes(device))
     known = [each for each in (limit, soft, hard) if each != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(known), hard))
     try:
@@ -57,7 +57,7 @@ def limited_to_free(device: torch.device) -> Iterator[None]:
 
 
 def _status(name: str) -> int:
-    """A figure of /proc/self/status, in bytes."""
+    """A field of /proc/self/status, in bytes."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status[name].split()[0]) * 1024
 
@@ -65,5 +65,5 @@ def _status(name: str) -> int:
 def _trim() -> None:
     try:
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # not the C library of GNU
+    except (AttributeError, OSError, TypeError):  # another C library than GNU's
         return

@@ -18,15 +18,14 @@ import torch
 
 from treewise.errors import ConfigError
 
-Rows = list[dict[str, Any]]
-# Speed may fall to this share of the baseline's, and a gradient error may grow by this factor.
-MIN_SHARE = 0.9
+# Speed may fall to this fraction of the baseline's, and a gradient error may grow by this factor.
+MIN_SPEED = 0.9
 MAX_ERROR_FACTOR = 3.0
 SMALLEST_ERROR = 1e-6  # errors below are rounding, whatever their ratio
 OURS = ("tree", "held", "recomputed")
 
 
-def record(rows: Rows, command: Sequence[str]) -> dict[str, Any]:
+def record(rows: list[dict[str, Any]], command: Sequence[str]) -> dict[str, Any]:
     """Rows, each with its command and commit, and what is needed to read them later: hardware, versions."""
     return {
         "benchmark": "treewise bench",
@@ -60,7 +59,7 @@ def file_of(path: Path, name: str = "bench") -> Path:
     return path if path.suffix == ".json" else path / f"{name}-{hardware()}.json"
 
 
-def save(path: Path, found: dict[str, Any], name: str = "bench") -> Path:
+def save(path: Path, results: dict[str, Any], name: str = "bench") -> Path:
     """Writes a record to `file_of(path, name)` and returns that.
 
     A file that is there already keeps its rows of other cases, so that several commands may fill one file.
@@ -68,10 +67,10 @@ def save(path: Path, found: dict[str, Any], name: str = "bench") -> Path:
     path = file_of(path, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        new = {_case(row) for row in found["rows"]}
+        new = {_case(row) for row in results["rows"]}
         kept = [row for row in load(path)["rows"] if _case(row) not in new]
-        found = {**found, "rows": [*kept, *found["rows"]]}
-    path.write_text(json.dumps(found, indent=2) + "\n")
+        results = {**results, "rows": [*kept, *results["rows"]]}
+    path.write_text(json.dumps(results, indent=2) + "\n")
     return path
 
 
@@ -79,23 +78,23 @@ def load(path: Path, name: str = "bench") -> dict[str, Any]:
     """A record that `save` wrote.
 
     Raises:
-        ConfigError: no such file, or none of ours.
+        ConfigError: no such file, or one of another form.
     """
     path = file_of(path, name)
     try:
-        found = json.loads(path.read_text())
+        results = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: no results of treewise bench: {error}") from error
-    if not isinstance(found, dict) or found.get("benchmark") != "treewise bench":
+    if not isinstance(results, dict) or results.get("benchmark") != "treewise bench":
         raise ConfigError(f"{path}: no results of treewise bench.")
-    return found
+    return results
 
 
-def check(new: dict[str, Any], baseline: dict[str, Any], min_share: float = MIN_SHARE) -> tuple[list[str], int]:
-    """What became worse than the baseline, a line each, and how many of treewise's contestants were compared.
+def check(new: dict[str, Any], baseline: dict[str, Any], min_speed: float = MIN_SPEED) -> tuple[list[str], int]:
+    """Regressions against a baseline, a line each, and how many of treewise's contestants were compared.
 
     Compared are the cases (model, workload, dtype) that both records have. Each of treewise's contestants must reach
-    `min_share` of the baseline's speed, after both runs are put on one scale: by how much faster or slower the other
+    `min_speed` of the baseline's speed, after both runs are put on one scale: by how much faster or slower the other
     contestants were, in the geometric mean. Speeds are those of the fastest step, which other jobs on the machine
     disturb least. The gradient error may grow threefold; what ran must run again.
     """
@@ -109,12 +108,12 @@ def check(new: dict[str, Any], baseline: dict[str, Any], min_share: float = MIN_
         if "contestants" not in row:
             worse.append(f"{_name(row)}: skipped now: {row.get('skipped')}")
             continue
-        count += _compare_speed(row, old, min_share, worse)
+        count += _compare_speed(row, old, min_speed, worse)
         _compare_errors(row, old, worse)
     return worse, count
 
 
-def _compare_speed(row: dict[str, Any], old: dict[str, Any], min_share: float, worse: list[str]) -> int:
+def _compare_speed(row: dict[str, Any], old: dict[str, Any], min_speed: float, worse: list[str]) -> int:
     before, now = _fastest(old), _fastest(row)
     others = [name for name in before if name in now and not is_ours(name)]
     ours = [name for name in before if is_ours(name)]
@@ -124,9 +123,9 @@ def _compare_speed(row: dict[str, Any], old: dict[str, Any], min_share: float, w
         return 0
     machine = geometric_mean([now[name] / before[name] for name in others])
     for name in ours:
-        share = before[name] / now[name] * machine
-        if share < min_share:
-            worse.append(f"{_name(row)}: {name} has {share:.2f} of the baseline's speed beside {', '.join(others)}")
+        speed = before[name] / now[name] * machine
+        if speed < min_speed:
+            worse.append(f"{_name(row)}: {name} has {speed:.2f} of the baseline's speed beside {', '.join(others)}")
     return len(ours)
 
 
@@ -160,7 +159,7 @@ def _name(row: dict[str, Any]) -> str:
 
 @cache
 def commit() -> str:
-    """Of the checkout that this file lies in; empty for an installed package."""
+    """Short hash of the commit of this checkout; empty for an installed package."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()

@@ -1,4 +1,4 @@
-"""One workload on one model: every contestant measured, and what that says beside the FLOP bounds."""
+"""Workloads on a model: every contestant measured, beside the FLOP bounds."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from treewise.tree.forest import Forest
 
 REFERENCES = ("auto", "flat", "float32", "float64")
 HALF = (torch.bfloat16, torch.float16)
-# How far losses of contestants may be from the first one's before the comparison is called off, by dtype.
+# Relative difference of a contestant's loss from the first one's beyond which the comparison fails, by dtype.
 LOSS_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 
@@ -40,19 +40,19 @@ def measure_workload(
 ) -> dict[str, Any]:
     """Plain JSON values: the workload, its ratios and bounds, and a record for each contestant.
 
-    model: a transformers causal language model that treewise has not seen yet. max_tokens: budgets; the workload's own,
-    or a quarter of the tree, where not given. reference: of the gradient errors; `flat` is the first contestant,
+    model: a transformers causal language model without treewise installed on it. max_tokens: budgets; where not given,
+    the workload's own, or a quarter of the tree. reference: of the gradient errors; `flat` is the first contestant,
     `float32` and `float64` are merged flat training of a wider copy, `auto` takes a float32 copy of half-precision
     models and `flat` for others. max_seconds: no further repetition begins after them.
 
     Raises:
-        VerificationError: contestants whose losses differ, so they would not be doing the same work.
+        VerificationError: contestants whose losses differ, so they do not compute the same.
     """
     items = list(workload.trajectories)
     forest = Forest.from_trajectories(items)
     budgets = _budgets(workload, forest) if max_tokens is None else list(max_tokens)
     wide, reference_name = _reference(model, forest, reference)
-    made = {
+    prepared = {
         name: prepare(build)
         for name, build in builders(
             model,
@@ -64,9 +64,9 @@ def measure_workload(
             row_tokens=row_tokens,
         ).items()
     }
-    ready = {name: each for name, each in made.items() if isinstance(each, Contestant)}
-    found = measure(model, {name: each.step for name, each in ready.items()}, repetitions, wide, max_seconds)
-    _refuse_different_losses(found, _dtype(model))
+    ready = {name: each for name, each in prepared.items() if isinstance(each, Contestant)}
+    measured = measure(model, {name: each.step for name, each in ready.items()}, repetitions, wide, max_seconds)
+    _check_losses(measured, _dtype(model))
     parameter = next(model.parameters())
     return {
         "workload": workload.name,
@@ -76,16 +76,16 @@ def measure_workload(
         "reference": reference_name,
         **_shape(model, forest),
         "contestants": {
-            name: {"skipped": each} if isinstance(each, str) else _record(each, found[name], forest)
-            for name, each in made.items()
+            name: {"skipped": each} if isinstance(each, str) else _record(each, measured[name], forest)
+            for name, each in prepared.items()
         },
-        "speed_up": speed_ups(found),
+        "speed_up": speed_ups(measured),
     }
 
 
-def speed_ups(found: dict[str, Measured]) -> dict[str, dict[str, float]]:
+def speed_ups(measured: dict[str, Measured]) -> dict[str, dict[str, float]]:
     """For each baseline that ran, how many times faster each other contestant is, by medians."""
-    seconds = {name: spread(each.seconds)["median"] for name, each in found.items() if each.skipped is None}
+    seconds = {name: spread(each.seconds)["median"] for name, each in measured.items() if each.skipped is None}
     return {
         base: {name: seconds[base] / value for name, value in seconds.items() if name != base}
         for base in seconds
@@ -111,22 +111,22 @@ def _shape(model: nn.Module, forest: Forest) -> dict[str, Any]:
     }
 
 
-def _record(made: Contestant, found: Measured, forest: Forest) -> dict[str, Any]:
-    if found.skipped is not None:
-        return {"skipped": found.skipped}
-    seconds = spread(found.seconds)
+def _record(contestant: Contestant, measured: Measured, forest: Forest) -> dict[str, Any]:
+    if measured.skipped is not None:
+        return {"skipped": measured.skipped}
+    seconds = spread(measured.seconds)
     return {
         "seconds": seconds,
         "flat_tokens_per_second": forest.num_flat_tokens / seconds["median"],
-        "computed_tokens": made.num_computed_tokens,
-        "micro_batches": made.num_micro_batches,
-        "held_tokens": made.num_held_tokens,
-        "recomputed_tokens": made.num_recomputed_tokens,
-        "peak_bytes": found.peak_bytes,
-        "gradient_error": found.gradient_error,
-        "loss": found.loss,
-        "host_seconds": made.host_seconds,
-        "key_rows_per_token": made.key_rows_per_token,
+        "computed_tokens": contestant.num_computed_tokens,
+        "micro_batches": contestant.num_micro_batches,
+        "held_tokens": contestant.num_held_tokens,
+        "recomputed_tokens": contestant.num_recomputed_tokens,
+        "peak_bytes": measured.peak_bytes,
+        "gradient_error": measured.gradient_error,
+        "loss": measured.loss,
+        "host_seconds": contestant.host_seconds,
+        "key_rows_per_token": contestant.key_rows_per_token,
     }
 
 
@@ -134,13 +134,15 @@ def _budgets(workload: Workload, forest: Forest) -> list[int]:
     return list(workload.max_tokens) or [max(1, forest.num_tokens // 4)]
 
 
-def _refuse_different_losses(found: dict[str, Measured], dtype: torch.dtype) -> None:
-    losses = {name: each.loss for name, each in found.items() if each.skipped is None}
+def _check_losses(measured: dict[str, Measured], dtype: torch.dtype) -> None:
+    losses = {name: each.loss for name, each in measured.items() if each.skipped is None}
     first = next(iter(losses), None)
     for name, loss in losses.items():
         assert first is not None
         if not abs(loss - losses[first]) <= LOSS_TOLERANCE[dtype] * max(1.0, abs(losses[first])):
-            raise VerificationError(f"{name} has loss {loss:.6f}, {first} {losses[first]:.6f}: not the same work.")
+            raise VerificationError(
+                f"{name} has loss {loss:.6f}, {first} {losses[first]:.6f}: they do not compute the same."
+            )
 
 
 # -- the reference of the gradients -----------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ def _refuse_different_losses(found: dict[str, Measured], dtype: torch.dtype) -> 
 def _reference(model: nn.Module, forest: Forest, name: str) -> tuple[Gradients | None, str]:
     """Gradients of a wide copy in host memory, or None where the first contestant is the reference; and its name."""
     if name not in REFERENCES:
-        raise ConfigError(f"--reference {name!r} is unknown; choose out of {', '.join(REFERENCES)}.")
+        raise ConfigError(f"--reference {name!r} is unknown; choose one of {', '.join(REFERENCES)}.")
     own = _dtype(model)
     if name == "auto":
         name = "float32" if own in HALF else "flat"
@@ -184,20 +186,20 @@ def _dtype(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-# -- many ------------------------------------------------------------------------------------------------------------
+# -- several ----------------------------------------------------------------------------------------------------------
 
 
 def run(
     model_of: Callable[[], nn.Module],
     name: str,
     workloads_of: Callable[[int], Iterable[Workload]],
-    tell: Callable[[dict[str, Any]], None],
-    **how: Any,
+    on_row: Callable[[dict[str, Any]], None],
+    **options: Any,
 ) -> None:
-    """Every workload on one model; a row for each, told as soon as it is there.
+    """Measures every workload on one model; `on_row` is called with each row as soon as it is complete.
 
-    workloads_of: from the size of the vocabulary. A model that does not fit in memory gives one row that says so, and a
-    workload whose contestants do not agree another. how: see `measure_workload`.
+    workloads_of: from the size of the vocabulary. A model that does not fit in memory gives one row with the reason
+    under `skipped`; so does a workload whose contestants differ in their losses. options: see `measure_workload`.
 
     Raises:
         VerificationError: contestants whose losses differ, once all workloads are measured.
@@ -205,15 +207,15 @@ def run(
     try:
         model = model_of()
     except OutOfMemoryError as error:
-        tell({"model": name, "skipped": str(error)})
+        on_row({"model": name, "skipped": str(error)})
         return
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     failures: list[VerificationError] = []
     for workload in workloads_of(vocabulary):
         try:
-            tell({"model": name, **measure_workload(twin(model), workload, **how)})
+            on_row({"model": name, **measure_workload(twin(model), workload, **options)})
         except VerificationError as error:
             failures.append(error)
-            tell({"model": name, "workload": workload.name, "skipped": str(error)})
+            on_row({"model": name, "workload": workload.name, "skipped": str(error)})
     if failures:
         raise failures[0]

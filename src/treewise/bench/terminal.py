@@ -1,4 +1,4 @@
-"""One row of results as a terminal table. Nothing is printed here."""
+"""One row of results as a terminal table, for `rich` to print."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ BASELINES = ("flat", "flat-ckpt", "merged", "merged-ckpt")
 
 
 def row_view(row: dict[str, Any]) -> RenderableType:
-    """The contestants of one workload, or why there are none."""
+    """The contestants of one workload, or why it was skipped."""
     if "skipped" in row:
         return Text(f"{row['model']}: {row['skipped']}\n")
     first, second = baselines_of(row)
@@ -22,11 +22,11 @@ def row_view(row: dict[str, Any]) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("peak MiB", "gradient error", "computed", "key rows/token", "host s"):
         table.add_column(name, justify="right")
-    for name, found in row["contestants"].items():
-        if "skipped" in found:
-            table.add_row(name, escape(found["skipped"]), end_section=False)
+    for name, result in row["contestants"].items():
+        if "skipped" in result:
+            table.add_row(name, escape(result["skipped"]), end_section=False)
         else:
-            table.add_row(name, *_cells(row, name, found, first, second))
+            table.add_row(name, *_cells(row, name, result, first, second))
     return Group(table)
 
 
@@ -44,21 +44,21 @@ def efficiency(row: dict[str, Any], name: str) -> float | None:
     return None if ratio is None else ratio / row["flop_bound"]
 
 
-def _cells(row: dict[str, Any], name: str, found: dict[str, Any], first: str | None, second: str | None) -> list[str]:
-    seconds = found["seconds"]
+def _cells(row: dict[str, Any], name: str, result: dict[str, Any], first: str | None, second: str | None) -> list[str]:
+    seconds = result["seconds"]
     ratios = [row["speed_up"][base].get(name) for base in (first, second) if base]
-    share = efficiency(row, name)
-    peak, error, key_rows = found["peak_bytes"], found["gradient_error"], found["key_rows_per_token"]
+    of_bound = efficiency(row, name)
+    peak, error, key_rows = result["peak_bytes"], result["gradient_error"], result["key_rows_per_token"]
     return [
         f"{seconds['median']:.3f} ({seconds['min']:.3f}-{seconds['max']:.3f})",
-        f"{found['flat_tokens_per_second']:,.0f}",
+        f"{result['flat_tokens_per_second']:,.0f}",
         *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-        "" if share is None else f"{share:.2f}",
+        "" if of_bound is None else f"{of_bound:.2f}",
         "" if peak is None else f"{peak / 2**20:,.0f}",
         "" if error is None else f"{error:.1e}",
-        f"{found['computed_tokens']:,}",
+        f"{result['computed_tokens']:,}",
         "" if key_rows is None else f"{key_rows:.1f}",
-        f"{found['host_seconds']:.3f}",
+        f"{result['host_seconds']:.3f}",
     ]
 
 

@@ -32,7 +32,7 @@ class TrlRows:
 
     Raises:
         ConfigError: TRL or `tree-recurrence` is not installed, or a trajectory is longer than a row.
-        UnsupportedModelError: recurrent layers that `tree-recurrence` does not know.
+        UnsupportedModelError: recurrent layers that `tree-recurrence` does not support.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class TrlRows:
     ) -> None:
         self.lm, self.is_checkpointed, self.follows_states = lm, is_checkpointed, follows_states
         self.packing = packing_module()
-        self.packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
+        self.packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)  # noqa: SLF001
         self.packing.register_tree_attention()
         samples = [_sample(item) for item in items]
         self.denominator = sum(float(sample["old_log_probs"].sum()) for sample in samples)
         self.rows = [row.pack() for row in self._rows(samples, max_tokens)]
-        with self._states():  # raises now what it would raise in the first step
+        with self._states():  # its errors are raised now and not in the first step
             pass
 
     @property
@@ -65,14 +65,14 @@ class TrlRows:
 
     def step(self) -> float:
         """Forward and backward of every row; returns the loss."""
-        shares = []
+        losses = []
         memory = checkpointing(self.lm.model) if self.is_checkpointed else nullcontext()
         with self._states(), attention(self.lm, self.packing.TREE_ATTENTION), memory:
             for row in self.rows:
                 loss = self._loss({name: value.to(self.lm.device) for name, value in row.items()})
                 loss.backward()
-                shares.append(loss.detach())
-        return float(torch.stack(shares).double().sum())
+                losses.append(loss.detach())
+        return float(torch.stack(losses).double().sum())
 
     def _loss(self, row: dict[str, torch.Tensor]) -> torch.Tensor:
         longest_q, longest_k = row["tree_max_seqlens"].tolist()
@@ -88,10 +88,10 @@ class TrlRows:
         ).last_hidden_state[0]
         trained = torch.nonzero(row["shift_labels"] != -100)[:, 0]
         logprobs = edge_values(hidden, self.lm.head(), trained, row["shift_labels"][trained])["log_probs"]
-        place = torch.full((len(hidden),), -1, device=hidden.device)
-        place = place.index_put_((trained,), torch.arange(len(trained), device=hidden.device))
+        edge = torch.full((len(hidden),), -1, device=hidden.device)
+        edge = edge.index_put_((trained,), torch.arange(len(trained), device=hidden.device))
         weights = row["old_log_probs"].to(logprobs.dtype)
-        return -(logprobs[place[row["token_index"]]] * weights).sum() / self.denominator
+        return -(logprobs[edge[row["token_index"]]] * weights).sum() / self.denominator
 
     def _rows(self, samples: Sequence[dict[str, Any]], max_tokens: int | None) -> list[Any]:
         rows: list[Any] = []
@@ -109,7 +109,7 @@ class TrlRows:
 
     @contextmanager
     def _states(self) -> Iterator[None]:
-        """Recurrent layers follow the row inside; the hooks sit on transformers' modules, so they are taken off."""
+        """Inside, recurrent layers follow the row; the hooks on transformers' modules are removed afterwards."""
         if not self.follows_states:
             yield
             return
@@ -119,11 +119,11 @@ class TrlRows:
 
         logger = logging.getLogger("tree_recurrence")
         level = logger.level
-        logger.setLevel(logging.ERROR)  # it says at every step that it has no kernel
+        logger.setLevel(logging.ERROR)  # it logs at every step that it has no kernel
         support = tree_recurrence.install(self.lm.model)
         try:
             if not support.shares_prefixes:
-                raise UnsupportedModelError(f"tree-recurrence refuses this model: {support.reason}")
+                raise UnsupportedModelError(f"tree-recurrence does not support this model: {support.reason}")
             yield
         finally:
             tree_recurrence.uninstall(self.lm.model)
@@ -138,10 +138,10 @@ def packing_module() -> Any:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that it is experimental
+            warnings.simplefilter("ignore")  # it warns that it is experimental
             from trl.experimental.async_grpo import packing
     except ImportError as error:
-        raise ConfigError(f"TRL's tree rows are not there (pip install 'trl>=1.16'): {error}") from error
+        raise ConfigError(f"TRL's tree rows are not installed (pip install 'trl>=1.16'): {error}") from error
     if not hasattr(packing, "TreeRow"):
         raise ConfigError("this TRL has no tree rows; install trl>=1.16.")
     return packing

@@ -37,9 +37,9 @@ def varlen_attention(
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.attention.varlen import varlen_attn
 
-        # cuDNN, which later versions of torch prefer, takes no grouped heads and aligns at the beginning.
+        # cuDNN, which later versions of torch prefer, takes no grouped heads and aligns sequences at their beginning.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            found = varlen_attn(
+            out = varlen_attn(
                 query,
                 key,
                 value,
@@ -50,8 +50,8 @@ def varlen_attention(
                 window_size=(-1, 0),
                 enable_gqa=query.shape[1] != key.shape[1],
             )
-        assert isinstance(found, torch.Tensor)
-        return found
+        assert isinstance(out, torch.Tensor)
+        return out
     function = _flash_function(name)
     out = function(query, key, value, cu_seqlens_q, cu_seqlens_k, *lengths, softmax_scale=softmax_scale, causal=True)
     return out[0] if isinstance(out, tuple) else out
@@ -87,8 +87,8 @@ def _loop(
 ) -> torch.Tensor:
     """One call a sequence."""
     outputs, is_grouped = [], query.shape[1] != key.shape[1]
-    for number in range(len(q_bounds) - 1):
-        q_rows, k_rows = slice(*q_bounds[number : number + 2]), slice(*k_bounds[number : number + 2])
+    for index in range(len(q_bounds) - 1):
+        q_rows, k_rows = slice(*q_bounds[index : index + 2]), slice(*k_bounds[index : index + 2])
         own, keys, values = (x.transpose(0, 1)[None] for x in (query[q_rows], key[k_rows], value[k_rows]))
         rows, columns = own.shape[2], keys.shape[2]
         mask = None if rows == columns else _aligned_at_end(rows, columns, query.device)

@@ -45,9 +45,9 @@ def make(name: str, size: str, vocabulary: int, seed: int = 0) -> Workload:
         ConfigError: an unknown name or size.
     """
     if name not in KINDS:
-        raise ConfigError(f"workload {name!r} is unknown; choose out of {', '.join(KINDS)}.")
+        raise ConfigError(f"workload {name!r} is unknown; choose one of {', '.join(KINDS)}.")
     if size not in SIZES:
-        raise ConfigError(f"size {size!r} is unknown; choose out of {', '.join(SIZES)}.")
+        raise ConfigError(f"size {size!r} is unknown; choose one of {', '.join(SIZES)}.")
     kind = KINDS[name]
     items = kind.build(Tokens(vocabulary, seed), **kind.sizes[size])
     return Workload(name, items, kind.budgets.get(size, ()))
@@ -83,17 +83,17 @@ def caterpillar(
 ) -> list[Trajectory]:
     """Agents whose thinking is dropped from later context: one trajectory a turn, which trains thinking and answer.
 
-    A long spine of answers and feedback, and at each turn a branch with the thinking of that turn. thinks: the share of
-    turns with thinking; a turn without is contained in the next one.
+    A long spine of answers and feedback, and at each turn a branch with the thinking of that turn. thinks: the
+    probability that a turn has thinking; a turn without is contained in the next one.
     """
     prompt, items = tokens(system), []
     for _ in range(num_samples):
         context = prompt
         for _ in range(num_turns):
-            said = tokens(answer)
+            text = tokens(answer)
             thought = tokens(think if tokens.rng.random() < thinks else 0)
-            items.append(_trained_end(context, np.concatenate([thought, said])))
-            context = np.concatenate([context, said, tokens(feedback)])
+            items.append(_trained_end(context, np.concatenate([thought, text])))
+            context = np.concatenate([context, text, tokens(feedback)])
     return items
 
 

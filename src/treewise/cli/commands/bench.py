@@ -14,7 +14,7 @@ from rich.console import Console
 
 from treewise import bench
 from treewise.bench.contestants import AGAINST
-from treewise.bench.results import MIN_SHARE, command_line
+from treewise.bench.results import MIN_SPEED, command_line
 from treewise.bench.terminal import row_view
 from treewise.cli.data_arguments import add_data_arguments, load_data
 from treewise.cli.devices import chosen_device
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--check", metavar="BASELINE", help="results to compare with: exit code 1 where treewise is slower"
     )
-    out.add_argument("--min_share", "--min-share", type=float, default=MIN_SHARE, help="of a baseline's speed (0.9)")
+    out.add_argument("--min_share", "--min-share", type=float, default=MIN_SPEED, help="of a baseline's speed (0.9)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,8 +21,8 @@ from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.row_blocks import Block, Ranges, plan_blocks
 from treewise.nn.attention.softcap import Attended, Visibility, softcap_attention, softcap_attention_backward
 
-_forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+_backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 
 def cascade_attention(

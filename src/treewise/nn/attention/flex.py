@@ -171,7 +171,7 @@ def _captured(mask: TreeMask, rule: LayerRule, device: torch.device, block_size:
     captured = (lo_K, hi_K, *window, *chunk)
     for tensor in captured:
         if tensor is not None:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # noqa: SLF001
     return captured
 
 
@@ -220,7 +220,7 @@ def _uncompiled(
     softcap: MaybeTensor,
     scaling: float,
     *,
-    needs_lse: bool,
+    needs_lse: bool,  # noqa: ARG001
 ) -> tuple[torch.Tensor, MaybeTensor]:
     """The operator itself, which can be differentiated on the CPU; torch's function around it cannot."""
     score_mod = _score_mod(softcap) or _identity
@@ -245,13 +245,13 @@ def _compiled(
     # Lengths and block counts are symbols of their own from the first call; all else is constant. `dynamic=True` would
     # also make symbols of heads, head sizes and the scale, and one symbol of two lengths that happen to be equal.
     for tensor in (query, key, value):
-        torch._dynamo.maybe_mark_dynamic(tensor, 2)
+        torch._dynamo.maybe_mark_dynamic(tensor, 2)  # noqa: SLF001
     for name in _BLOCK_TENSORS:
         tensor = getattr(blocks, name)
-        torch._dynamo.maybe_mark_dynamic(tensor, list(range(2, tensor.dim())))
+        torch._dynamo.maybe_mark_dynamic(tensor, list(range(2, tensor.dim())))  # noqa: SLF001
     # BACKEND: only the kernel that the tests cover.
     options: FlexKernelOptions = {"BACKEND": "TRITON", **_tiles(query)}
-    with torch._dynamo.config.patch(
+    with torch._dynamo.config.patch(  # noqa: SLF001
         recompile_limit=RECOMPILE_LIMIT, specialize_float=True, automatic_dynamic_shapes=False
     ):
         return _compiled_kernel()(query, key, value, blocks, softcap, scaling, needs_lse, options)

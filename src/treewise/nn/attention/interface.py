@@ -105,14 +105,14 @@ def install(configs: list[Any]) -> None:
     AttentionInterface.register(NAME, tree_attention_forward)
     AttentionMaskInterface.register(NAME, _previous_mask)
     for config in configs:
-        current = config._attn_implementation
+        current = config._attn_implementation  # noqa: SLF001
         if not isinstance(current, AttentionName):
-            config._attn_implementation_internal = AttentionName(current or "eager")
+            config._attn_implementation_internal = AttentionName(current or "eager")  # noqa: SLF001
 
 
 def is_installed(configs: list[Any]) -> bool:
     """Whether all configurations still hold the name."""
-    return all(isinstance(config._attn_implementation, AttentionName) for config in configs)
+    return all(isinstance(config._attn_implementation, AttentionName) for config in configs)  # noqa: SLF001
 
 
 def tree_attention_forward(
@@ -226,14 +226,14 @@ def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -
 
 
 def _previous_attention(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    previous = module.config._attn_implementation.previous  # type: ignore[union-attr]
+    previous = module.config._attn_implementation.previous  # type: ignore[union-attr]  # noqa: SLF001
     if previous == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[previous]
 
 
 def _previous_mask(*args: Any, config: Any, **kwargs: Any) -> Any:
-    previous = config._attn_implementation.previous
+    previous = config._attn_implementation.previous  # noqa: SLF001
     if previous not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
     if not mask_audit.is_observing():

@@ -60,4 +60,4 @@ def _attn(
         rule = layer_rule(self, query, _RULES[type(self).__name__](self))
         # A local layer hides keys by a table of its own, so its window is not in the mask.
         mask_audit.record(self, rule, attention_mask if rule.window is None else None)
-    return type(self)._attn(self, query, key, value, attention_mask)
+    return type(self)._attn(self, query, key, value, attention_mask)  # noqa: SLF001
