@@ -15,8 +15,8 @@ from treewise.data import load_trees
 from treewise.engine.budget import Budget
 from treewise.testing.families import tiny_model
 from treewise.trainer.checkpoint.json_values import to_plain
-from treewise.trainer.checkpoint.store import read_seal
-from treewise.trainer.nonfinite import Faults
+from treewise.trainer.checkpoint.store import read_manifest
+from treewise.trainer.nonfinite import NonFiniteGuard
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
 CLASSES = [each for _, each in inspect.getmembers(errors, inspect.isclass)]
@@ -65,14 +65,14 @@ def out_of_memory() -> None:
 
 
 def not_finite() -> None:
-    policy = Faults("stop", 5, 10.0, Path("nonfinite.jsonl"))
-    forest = tw.Forest.from_trajectories([tw.Trajectory([1, 2], source="rollouts.jsonl:4")])
-    policy.judge(17, float("nan"), False, [forest], [])
+    guard = NonFiniteGuard("stop", 5, 10.0, Path("nonfinite.jsonl"))
+    guard.begin_step([tw.Forest.from_trajectories([tw.Trajectory([1, 2], source="rollouts.jsonl:4")])])
+    guard.check_step(17, float("nan"), is_finite=False)
 
 
 def no_checkpoint() -> None:
     Path("runs/a/checkpoint-50").mkdir(parents=True)
-    read_seal(Path("runs/a/checkpoint-50"))
+    read_manifest(Path("runs/a/checkpoint-50"))
 
 
 def not_plain() -> None:

@@ -21,7 +21,7 @@ from tests.trainer.helpers import in_child, some_trees, tiny_model
 from tests.trainer.torn import FILE_EVENTS
 from treewise.errors import TreewiseError
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
-from treewise.trainer.checkpoint import store as seals
+from treewise.trainer.checkpoint import store
 
 NUM_RANKS = 2
 NUM_KILLS = 3  # of each run; then it is left to end
@@ -84,7 +84,7 @@ def free_port():
 
 def train(run_dir, settings, trouble):
     """This process's part of a run, from its newest checkpoint if there is one."""
-    has_begun = bool(seals.checkpoints(run_dir))
+    has_begun = bool(store.checkpoints(run_dir))
     trainer = TreeTrainer(
         tiny_model(seed=9 if has_begun else 0),
         TreeTrainingArguments(**settings, output_dir=str(run_dir)),
@@ -130,10 +130,10 @@ def attempt(run_dir, settings, troubles):
 
 def newest_step(run_dir):
     """Of what a killed run left; nothing sealed is torn."""
-    sealed = [folder for folder in seals.checkpoints(run_dir) if (folder / seals.SEAL).exists()]
+    sealed = [folder for folder in store.checkpoints(run_dir) if (folder / store.MANIFEST).exists()]
     for folder in sealed:
-        seals.read_seal(folder)
-    return max(map(seals.step_of, sealed), default=0)
+        store.read_manifest(folder)
+    return max(map(store.step_of, sealed), default=0)
 
 
 def ends_of(run_dir):

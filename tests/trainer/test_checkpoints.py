@@ -15,7 +15,7 @@ from tests.trainer.helpers import losses, some_trees, tiny_model
 from treewise.errors import CheckpointError
 from treewise.testing.families import tiny_model as family_model
 from treewise.trainer import TreeTrainer
-from treewise.trainer.checkpoint import store as seals
+from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.json_values import to_plain
 
 
@@ -50,13 +50,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make_trainer, stop_a
 def saved_run(make_trainer, trees, **settings):
     trainer = make_trainer(trees, **{"max_steps": 4, "save_strategy": "steps", "save_steps": 1, **settings})
     trainer.train()
-    return seals.checkpoints(trainer.args.output_dir)
+    return store.checkpoints(trainer.args.output_dir)
 
 
 def test_a_checkpoint_loads_with_transformers_alone(make_trainer, trees):
     trainer = make_trainer(trees, max_steps=1, save_strategy="steps", save_steps=1)
     trainer.train()
-    (folder,) = seals.checkpoints(trainer.args.output_dir)
+    (folder,) = store.checkpoints(trainer.args.output_dir)
     config = json.loads((folder / "config.json").read_text())
     assert "treewise" not in json.dumps(config)
     assert config["use_cache"] is True
@@ -117,7 +117,7 @@ def test_a_damaged_checkpoint_is_named_and_an_earlier_one_is_taken(make_trainer,
     damage(last, how)
     with pytest.raises(CheckpointError, match="incomplete" if how == "unsealed" else "model.safetensors"):
         make_trainer(trees).train(resume_from_checkpoint=str(last))
-    found, passed_over = seals.newest(last.parent)
+    found, passed_over = store.newest(last.parent)
     assert found == before
     assert len(passed_over) == 1
     trainer = make_trainer(trees, max_steps=4)
@@ -134,14 +134,14 @@ def test_nothing_to_resume_from_is_an_error(make_trainer, trees, tmp_path):
 
 def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, trees, monkeypatch):
     seen = []
-    publish = seals.publish
+    publish = store.publish
 
     def watched(folder, facts):
         published = publish(folder, facts)
-        seen.append([path.name for path in seals.checkpoints(folder.parent)])
+        seen.append([path.name for path in store.checkpoints(folder.parent)])
         return published
 
-    monkeypatch.setattr(seals, "publish", watched)
+    monkeypatch.setattr(store, "publish", watched)
     kept = saved_run(make_trainer, trees, save_total_limit=1)
     assert seen[-1] == ["checkpoint-3", "checkpoint-4"]
     assert [path.name for path in kept] == ["checkpoint-4"]
@@ -166,7 +166,7 @@ def test_adapters_train_save_and_resume(make_trainer, trees):
     whole.train()
     resumed = make_trainer(trees, model=adapted(), folder="resumed", **settings)
     resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
-    assert (seals.checkpoints(whole.args.output_dir)[0] / "adapter_model.safetensors").is_file()
+    assert (store.checkpoints(whole.args.output_dir)[0] / "adapter_model.safetensors").is_file()
     assert_same_state(state_of(whole), state_of(resumed))
     assert losses(whole) == losses(resumed)
 
@@ -198,10 +198,10 @@ def test_a_seal_that_names_a_file_elsewhere_is_refused(make_trainer, trees, name
     (last.parent / "outside.json").write_text("{}")
     (last / "link.json").symlink_to(last.parent / "outside.json")
     seal = json.loads((last / "treewise.json").read_text())
-    seal["files"][name] = seals._identity(last.parent / "outside.json")
+    seal["files"][name] = store._identity(last.parent / "outside.json")
     (last / "treewise.json").write_text(json.dumps(seal))
     with pytest.raises(CheckpointError, match="not a file of the checkpoint"):
-        seals.read_seal(last)
+        store.read_manifest(last)
 
 
 def test_another_model_is_refused_by_name(make_trainer, trees):
@@ -273,7 +273,7 @@ def test_a_disk_that_refuses_is_a_clear_error_and_harms_nothing(make_trainer, tr
     elif failing == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     else:
-        monkeypatch.setattr(seals, "safe_open", reads_damaged)
+        monkeypatch.setattr(store, "safe_open", reads_damaged)
     try:
         with pytest.raises(CheckpointError, match=r"step 3 could not be saved .*it takes .* MiB, .* free\. Earlier"):
             trainer.train(resume_from_checkpoint=str(last))
@@ -311,10 +311,10 @@ def test_an_optimizer_state_that_needs_pickle_is_refused():
 
 def test_prune_keeps_the_newest_complete_checkpoint_and_the_best(tmp_path):
     for step in range(1, 7):
-        folder = seals.new_folder(tmp_path, step)
+        folder = store.new_folder(tmp_path, step)
         (folder / "a.json").write_text("{}")
-        seals.publish(folder, {"step": step})
+        store.publish(folder, {"step": step})
     for step in (5, 6):
-        (tmp_path / f"checkpoint-{step}" / seals.SEAL).unlink()  # torn by an earlier version
-    seals.prune(tmp_path, 1, keep=str(tmp_path / "checkpoint-2"))
-    assert [path.name for path in seals.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+        (tmp_path / f"checkpoint-{step}" / store.MANIFEST).unlink()  # torn by an earlier version
+    store.prune(tmp_path, 1, keep=str(tmp_path / "checkpoint-2"))
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]

@@ -17,9 +17,9 @@ from treewise.cli.main import main
 from treewise.data import load_trees
 from treewise.distributed.signals import StopSignals
 from treewise.errors import ConfigError, DataError, NonFiniteError, StoppedError
-from treewise.trainer.checkpoint import store as seals
+from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.json_values import from_plain, to_plain
-from treewise.trainer.nonfinite import write_aside
+from treewise.trainer.nonfinite import write_rows
 from treewise.trainer.run_lock import NAME, RunLock
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -89,7 +89,7 @@ def test_the_trajectory_whose_own_loss_is_not_finite_is_named(make_trainer, tree
 def test_trees_declared_by_nodes_are_written_path_by_path(tmp_path):
     ids = np.array([5, 6, 7, 8], dtype=np.int32)
     forest = Forest.from_trajectories([Trajectory(ids), Trajectory(np.array([5, 6, 9], dtype=np.int32))])
-    write_aside(tmp_path / "a.jsonl", [forest], {"step": 3})
+    write_rows(tmp_path / "a.jsonl", [forest], {"step": 3})
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [row["token_ids"] for row in rows] == [[5, 6, 7, 8], [5, 6, 9]]
     assert {row["step"] for row in rows} == {3}
@@ -327,7 +327,7 @@ def test_one_process_may_hold_a_folder_twice(tmp_path):
 
 
 def test_what_a_killed_run_left_aside_is_cleared_and_said(make_trainer, trees, tmp_path, caplog):
-    seals.new_folder(tmp_path / "run", 4)
+    store.new_folder(tmp_path / "run", 4)
     make_trainer(trees, max_steps=1).train()
     assert "checkpoint-4: never finished" in caplog.text
     assert not list((tmp_path / "run").glob(".checkpoint*"))

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 from tests.trainer.helpers import flat_loss, losses, tiny_model
 from treewise.errors import ConfigError, DataError
 from treewise.nn.flops import flop_model
-from treewise.trainer import TreeTrainingArguments, throughput
+from treewise.trainer import TreeTrainingArguments, metrics
 from treewise.trainer.data_loader import TreeSampler, collate, survey
 from treewise.tree.forest import Forest
 
@@ -236,7 +236,7 @@ def test_logs_tell_the_flop_bound_and_a_lower_bound_of_efficiency(make_trainer, 
     assert entry["flop_bound"] == pytest.approx(sum(costs.flat(each) for each in forests) / needed, rel=1e-3)
     assert trainer.state.total_flos == pytest.approx(needed)
     seconds = entry["tree_tokens"] / entry["tokens_per_second_tree"]
-    fastest = throughput.fastest_flops("cpu", torch.float32)
+    fastest = metrics.matmul_flops("cpu", torch.float32)
     assert entry["efficiency_at_least"] == pytest.approx(needed / seconds / fastest, rel=0.1)
     assert 0 < entry["efficiency_at_least"] < 1
 
@@ -245,7 +245,7 @@ def test_a_model_of_unknown_shapes_has_no_efficiency(make_trainer, trees, monkey
     def unknown(model):
         raise AttributeError("num_attention_heads")
 
-    monkeypatch.setattr(throughput, "flop_model", unknown)
+    monkeypatch.setattr(metrics, "flop_model", unknown)
     trainer = make_trainer(trees, max_steps=1)
     trainer.train()
     assert not {"flop_bound", "efficiency_at_least"} & set(trainer.state.log_history[0])

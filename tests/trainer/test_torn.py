@@ -12,29 +12,29 @@ import torch
 from tests.trainer import torn
 from tests.trainer.helpers import some_trees
 from tests.trainer.torn import killed_at
-from treewise.trainer.checkpoint import store as seals
+from treewise.trainer.checkpoint import store
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 def save(run_dir, step, content):
-    folder = seals.new_folder(run_dir, step)
+    folder = store.new_folder(run_dir, step)
     (folder / "model.json").write_text(f'"{content}"')
     (folder / "part").mkdir()
     (folder / "part" / "more.json").write_text("1")
-    seals.publish(folder, {"step": step})
-    seals.prune(run_dir, 2, None)
+    store.publish(folder, {"step": step})
+    store.prune(run_dir, 2, None)
 
 
 def state_of(run_dir):
     """Complete checkpoints and their content, after what a new run does first."""
-    seals.recover(run_dir)
+    store.recover(run_dir)
     assert not list(run_dir.glob(".checkpoint-*"))
-    for folder in seals.checkpoints(run_dir):
-        if (folder / seals.SEAL).exists():
-            seals.read_seal(folder)  # nothing sealed is torn
-    sealed = [folder for folder in seals.checkpoints(run_dir) if (folder / seals.SEAL).exists()]
-    return {seals.step_of(folder): (folder / "model.json").read_text() for folder in sealed}
+    for folder in store.checkpoints(run_dir):
+        if (folder / store.MANIFEST).exists():
+            store.read_manifest(folder)  # nothing sealed is torn
+    sealed = [folder for folder in store.checkpoints(run_dir) if (folder / store.MANIFEST).exists()]
+    return {store.step_of(folder): (folder / "model.json").read_text() for folder in sealed}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from tests.trainer.helpers import in_child, some_trees, tiny_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
-from treewise.trainer.checkpoint import store as seals
+from treewise.trainer.checkpoint import store
 
 # What Python reports of its calls to the file system; between two of them a killed process leaves no new state behind,
 # apart from the length of a file that is not sealed yet.
@@ -45,11 +45,11 @@ def main():
     random_moments = random.Random(1)
 
     def train():
-        model = tiny_model(seed=9 if seals.checkpoints(run_dir) else 0)
+        model = tiny_model(seed=9 if store.checkpoints(run_dir) else 0)
         args = TreeTrainingArguments(**{**settings, "output_dir": str(run_dir)})
-        seals.recover(run_dir)
+        store.recover(run_dir)
         trainer = TreeTrainer(model, args, train_dataset=some_trees())
-        trainer.train(resume_from_checkpoint=bool(seals.checkpoints(run_dir)))
+        trainer.train(resume_from_checkpoint=bool(store.checkpoints(run_dir)))
         torch.save(trainer.model.state_dict(), folder / "final.pt")
 
     num_kills = 0

@@ -184,11 +184,11 @@ def dry_run(arguments: "TreeTrainingArguments", model: Any, dataset: Any) -> int
     """Prints what a run would do; returns the exit code."""
     from treewise.engine.engine import TreeEngine
     from treewise.trainer.data_loader import survey
-    from treewise.trainer.run_summary import describe
+    from treewise.trainer.run_summary import summarize_run
 
     TreeEngine(model, arguments.max_tokens, arguments.attention)
     if is_first_rank():
-        print(describe(arguments, dataset, survey(dataset)))
+        print(summarize_run(arguments, dataset, survey(dataset)))
     return 0
 
 
@@ -248,7 +248,7 @@ def train(
 
 def check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
     """Raises `ConfigError` where the folder holds a run that would be lost."""
-    from treewise.trainer.checkpoint import store as seals
+    from treewise.trainer.checkpoint import store
 
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir {folder} is a file.")
@@ -259,7 +259,7 @@ def check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
             f"output_dir {folder} holds a finished run; choose another (with --model {folder} to go on from its "
             "weights), or --overwrite to train again."
         )
-    saved = seals.checkpoints(folder)
+    saved = store.checkpoints(folder)
     if saved and not resume:
         raise ConfigError(
             f"output_dir {folder} holds a run up to {saved[-1].name}; choose another, --resume to go on, "
@@ -269,7 +269,7 @@ def check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
 
 def resume_point(folder: Path, resume: str | None) -> str | bool | None:
     """What to resume from: a path, True for the newest complete checkpoint, or None."""
-    from treewise.trainer.checkpoint import store as seals
+    from treewise.trainer.checkpoint import store
 
     if resume is None:
         return None
@@ -279,9 +279,9 @@ def resume_point(folder: Path, resume: str | None) -> str | bool | None:
         if not Path(resume).is_dir():
             raise CheckpointError(f"{resume}: no such checkpoint.")
         return resume
-    for line in seals.recover(folder):
+    for line in store.recover(folder):
         print(line, file=sys.stderr)
-    if seals.checkpoints(folder):
+    if store.checkpoints(folder):
         return True
     print(f"no complete checkpoint in {folder}: starting from step 0")
     return None
@@ -290,13 +290,13 @@ def resume_point(folder: Path, resume: str | None) -> str | bool | None:
 def _write_resolved(
     folder: Path, config: RunConfig, arguments: "TreeTrainingArguments", overwrite: bool, is_resumed: bool
 ) -> None:
-    from treewise.trainer.checkpoint import store as seals
+    from treewise.trainer.checkpoint import store
 
     resolved = folder / RESOLVED
     try:
         if overwrite:
-            seals.recover(folder)
-            for path in seals.checkpoints(folder):
+            store.recover(folder)
+            for path in store.checkpoints(folder):
                 shutil.rmtree(path)
             for path in (resolved, folder / FINISHED):
                 path.unlink(missing_ok=True)
@@ -305,7 +305,7 @@ def _write_resolved(
         if is_resumed and resolved.exists():
             for change in differences(resolved.read_text(encoding="utf-8"), text):
                 print(f"changed since this run began: {change}", file=sys.stderr)
-        seals.write_atomically(resolved, text)
+        store.write_atomically(resolved, text)
     except OSError as error:
         raise ConfigError(f"output_dir {folder} cannot be written ({error.strerror}).") from error
 

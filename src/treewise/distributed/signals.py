@@ -1,7 +1,10 @@
-"""SIGTERM and SIGINT: a run is saved before it ends, and nothing is lost but the step at hand.
+"""SIGTERM and SIGINT: a run is saved before it ends; only the step in progress is lost.
 
-The first signal abandons the step where one process trains alone; several processes finish theirs, because they must
-all end at the same one. A second signal ends the process at once; what was published stays.
+With one process the first signal abandons the current step. Several processes finish theirs, because all must end at
+the same step. A second signal ends the process at once; published checkpoints stay.
+
+torchrun and accelerate pass SIGTERM on to their workers, and end the others when one fails. They do nothing when they
+are killed themselves: their workers get another parent and train on. So a worker polls for its parent.
 """
 
 import os
@@ -9,65 +12,86 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+POLL_SECONDS = 1.0
 
 
 class StepAbandoned(BaseException):
-    """Unwinds a step whose gradients are to be dropped. Not an `Exception`: nobody's `except` may keep it."""
+    """Unwinds a step whose gradients are dropped. Not an `Exception`, so that no `except Exception` catches it."""
 
 
 class StopSignals:
-    """Handles the signals while it is entered, in the main thread; elsewhere they are left alone.
+    """Handles the signals while entered in the main thread; in other threads it leaves them alone.
 
-    may_abandon: whether a step may be left in its middle.
+    A process that torchrun started also sends itself SIGTERM when torchrun is gone.
+
+    may_abandon: whether a step may be left before its end.
     """
 
-    def __init__(self, may_abandon: bool) -> None:
+    def __init__(self, *, may_abandon: bool) -> None:
         self.may_abandon = may_abandon
         self.received: int | None = None
         self._is_computing = False
-        self._before: dict[int, Any] = {}
+        self._is_over = threading.Event()
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
+        self.received = None
+        self._is_over = threading.Event()
         if threading.current_thread() is threading.main_thread():
-            self._before = {each: signal.signal(each, self._handle) for each in SIGNALS}
+            self._previous_handlers = {each: signal.signal(each, self._handle) for each in SIGNALS}
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun, and by accelerate, which runs it
+            target, arguments = self._end_with_launcher, (os.getppid(), self._is_over)
+            threading.Thread(target=target, args=arguments, name="treewise-launcher", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each, handler in self._before.items():
+        self._is_over.set()
+        for each, handler in self._previous_handlers.items():
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
-        self._before = {}
+        self._previous_handlers = {}
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Work that changes no parameter, and so may be left at any moment."""
-        self._leave_if_asked()
+        """Marks work that changes no parameter and can therefore be abandoned at any moment.
+
+        Raises:
+            StepAbandoned: a signal came before or during the work, and `may_abandon` holds.
+        """
+        self._abandon_if_signalled()
         self._is_computing = True
         try:
-            self._leave_if_asked()
+            self._abandon_if_signalled()
             yield
         finally:
             self._is_computing = False
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: object) -> None:
         name = signal.Signals(number).name
         if self.received is not None:
-            _say(f"{name} again: ending at once, without saving")
+            _print(f"{name} again: ending at once, without saving")
             os._exit(128 + number)
         self.received = number
         how = "abandoning the step" if self.may_abandon else "finishing the step"
-        _say(f"{name}: {how} and saving; again to end at once")
+        _print(f"{name}: {how} and saving; again to end at once")
         if self._is_computing:
-            self._leave_if_asked()
+            self._abandon_if_signalled()
 
-    def _leave_if_asked(self) -> None:
+    def _abandon_if_signalled(self) -> None:
         if self.may_abandon and self.received is not None:
             self._is_computing = False
             raise StepAbandoned
 
+    def _end_with_launcher(self, launcher: int, is_over: threading.Event) -> None:
+        while os.getppid() == launcher:
+            if is_over.wait(POLL_SECONDS):
+                return
+        if self.received is None:  # a second signal would end this process without saving
+            _print(f"the launcher of this process ({launcher}) is gone: saving, and ending")
+            os.kill(os.getpid(), signal.SIGTERM)
 
-def _say(line: str) -> None:
-    os.write(2, f"treewise: {line}\n".encode())  # a handler may run inside a print
+
+def _print(line: str) -> None:
+    os.write(2, f"treewise: {line}\n".encode())  # a signal handler may run inside a print

@@ -1,6 +1,6 @@
 """Which trees a step trains: a pure function of the data, the seed, the epoch and the step.
 
-Ranks, workers and gradient accumulation only cut that set into parts; they never change it.
+Ranks, workers and gradient accumulation only divide that set; they never change it.
 """
 
 import hashlib
@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from treewise.errors import DataError
+from treewise.distributed.online_placement import OnlinePlacer
+from treewise.errors import ConfigError, DataError
+from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest
-from treewise.tree.trajectory import STREAMS, Trajectory
+from treewise.tree.trajectory import Trajectory, update_with_content
 
 
 class TreeSampler(BatchSampler):
@@ -53,7 +55,7 @@ class TreeSampler(BatchSampler):
 
 
 class TreeLoader(DataLoader):
-    """A loader of forests. It draws from a generator of its own: making one must not move anybody else's numbers."""
+    """A loader of forests, with a random generator of its own, so that the global generators are left unchanged."""
 
     sampler_of_trees: TreeSampler
 
@@ -68,12 +70,11 @@ class TreeLoader(DataLoader):
         self.sampler_of_trees = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Hands the epoch to the sampler."""
         self.sampler_of_trees.set_epoch(epoch)
 
 
 class _Items(torch.utils.data.Dataset):
-    """Any indexable, as torch wants it."""
+    """Anything with a length and indices as a torch data set."""
 
     def __init__(self, items: Any) -> None:
         self.items = items
@@ -86,13 +87,11 @@ class _Items(torch.utils.data.Dataset):
 
 
 def collate(items: Sequence[Any], merges: bool) -> list[Forest]:
-    """The forests of a batch; one alone where their trajectories may be merged. No tree gives no forest."""
-    if not items:
-        return []
+    """The forests of a batch; a single one if `merges` and their trajectories can be merged. May be empty."""
     if merges and len(items) > 1:
-        held = [_trajectories(item) for item in items]
-        if all(trajectories is not None for trajectories in held):
-            return [Forest.from_trajectories([each for trajectories in held for each in trajectories or ()])]
+        trajectories = [_trajectories(item) for item in items]
+        if all(each is not None for each in trajectories):
+            return [Forest.from_trajectories([item for each in trajectories for item in each or ()])]
     return [forest_of(item) for item in items]
 
 
@@ -100,7 +99,7 @@ def forest_of(item: Any) -> Forest:
     """The tree of one item of a dataset.
 
     Raises:
-        DataError: the item is nothing that holds trajectories.
+        DataError: the item holds no trajectories.
     """
     if isinstance(item, Forest):
         return item
@@ -117,22 +116,22 @@ def forest_of(item: Any) -> Forest:
 
 
 def _trajectories(item: Any) -> Sequence[Trajectory] | None:
-    """The trajectories of an item that may be merged with those of others; None for a tree whose nodes must stay."""
+    """The trajectories of an item that may be merged with those of others; None for a tree that must stay as it is."""
     if isinstance(item, Trajectory):
         return [item]
     if isinstance(item, list | tuple):
         return item
-    if hasattr(item, "trajectories"):
-        held: Sequence[Trajectory] | None = item.trajectories
-        return held
-    return forest_of(item).trajectories
+    trajectories: Sequence[Trajectory] | None = (
+        item if hasattr(item, "trajectories") else forest_of(item)
+    ).trajectories
+    return trajectories
 
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What a data set holds. `fingerprint` changes whenever the trained content or its order does.
+    """Sizes and identity of a data set. `fingerprint` changes whenever the trained content or its order does.
 
-    num_longest_tokens, longest_source: length of the longest trajectory, and where it came from.
+    num_longest_tokens, longest_source: length of the longest trajectory, and its source.
     """
 
     fingerprint: str
@@ -146,36 +145,92 @@ class DataFacts:
 
 
 def survey(dataset: Any) -> DataFacts:
-    """One pass over all trees. Uses the data set's own `fingerprint` where it has one."""
+    """One pass over all trees. Uses the data set's own `fingerprint` if it has one."""
     known = getattr(dataset, "fingerprint", None)
     digest = hashlib.sha256()
     counts = np.zeros(4, dtype=np.int64)
-    longest, source = 0, ""
+    num_longest, source = 0, ""
     for index in range(len(dataset)):
         forest = forest_of(dataset[index])
         counts += (forest.num_trajectories, forest.num_tokens, forest.num_flat_tokens, forest.num_leaf_tokens)
-        number = int(forest.path_lengths.argmax())
-        if forest.path_lengths[number] > longest:
-            longest = int(forest.path_lengths[number])
-            source = forest.trajectories[number].source if forest.trajectories else f"item {index}"
+        longest = int(forest.path_lengths.argmax())
+        if forest.path_lengths[longest] > num_longest:
+            num_longest = int(forest.path_lengths[longest])
+            source = forest.trajectories[longest].source if forest.trajectories else f"item {index}"
         if not isinstance(known, str):
             _hash_forest(digest, forest)
     fingerprint = known if isinstance(known, str) else digest.hexdigest()
     trajectories, tree_tokens, flat_tokens, leaf_tokens = map(int, counts)
-    return DataFacts(fingerprint, len(dataset), trajectories, tree_tokens, flat_tokens, leaf_tokens, longest, source)
+    return DataFacts(
+        fingerprint, len(dataset), trajectories, tree_tokens, flat_tokens, leaf_tokens, num_longest, source
+    )
 
 
 def _hash_forest(digest: Any, forest: Forest) -> None:
+    """Feeds a `hashlib` object with the shape of a tree and everything that is trained on it."""
+    tables = {"parent": forest.parent, "ends": forest.ends}
     if forest.trajectories is None:
-        arrays = [forest.token_ids, forest.parent, *(forest.tree_streams[name] for name in sorted(forest.tree_streams))]
-    else:
-        arrays = [
-            value
-            for item in forest.trajectories
-            for value in (item.token_ids, *(getattr(item, name) for name in STREAMS))
-            if value is not None
-        ]
-    digest.update(b"tree")
-    for array in arrays:
-        digest.update(f"{array.dtype}{len(array)}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
+        tables |= {"token_ids": forest.token_ids, **forest.tree_streams}
+    for name, values in sorted(tables.items()):
+        digest.update(f"{name}:{values.dtype}{values.shape}".encode())
+        digest.update(np.ascontiguousarray(values).data)
+    update_with_content(digest, forest.trajectories or ())
+
+
+# -- loaders of a run -------------------------------------------------------------------------------------------------
+
+
+def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
+    """The order of the training trees: of this rank, or of all ranks where trees are placed on ranks later."""
+    facts = args.order_facts()
+    seed = facts["seed"] if facts["shuffle"] else None
+    if args.places_trees:
+        return TreeSampler(num_trees, args.per_device_train_batch_size * args.world_size, seed)
+    return TreeSampler(num_trees, args.per_device_train_batch_size, seed, args.process_index, args.world_size)
+
+
+def training_loader(args: TreeTrainingArguments, dataset: Any, epoch: int = 0) -> TreeLoader:
+    """Batches of one epoch. transformers sets the epoch before each one, but earlier versions of it not in an epoch
+    that is resumed in its middle; so the first one is given here.
+
+    Raises:
+        ConfigError: no data set.
+    """
+    if dataset is None:
+        raise ConfigError("training needs a train_dataset.")
+    sampler = make_sampler(args, len(dataset))
+    sampler.set_epoch(epoch)
+    return _loader(args, dataset, sampler)
+
+
+def evaluation_loader(args: TreeTrainingArguments, dataset: Any) -> TreeLoader:
+    """This rank's batches of an evaluation set, in order. Raises `ConfigError` without a data set."""
+    if dataset is None:
+        raise ConfigError("evaluation needs an eval_dataset.")
+    size = args.per_device_eval_batch_size
+    return _loader(args, dataset, TreeSampler(len(dataset), size, None, args.process_index, args.world_size))
+
+
+def _loader(args: TreeTrainingArguments, dataset: Any, sampler: TreeSampler) -> TreeLoader:
+    options: dict[str, Any] = {"num_workers": args.dataloader_num_workers}
+    if args.dataloader_num_workers:
+        options["prefetch_factor"] = args.dataloader_prefetch_factor
+        options["multiprocessing_context"] = args.dataloader_multiprocessing_context
+    return TreeLoader(dataset, sampler, args.merges_trees, **options)
+
+
+class PlacedBatches:
+    """This rank's part of each batch of an epoch, placed one batch ahead; the whole batch without a placer."""
+
+    def __init__(self, placer: OnlinePlacer | None, batches_per_step: int) -> None:
+        self._placer, self._batches_per_step = placer, batches_per_step
+        self._epoch: Iterator[list[Forest]] | None = None
+        self._parts: Iterator[list[Forest]] = iter(())
+
+    def of(self, epoch: Iterator[list[Forest]], step: int) -> Iterator[list[Forest]]:
+        """The same iterator for each step of an epoch. step: of the first batch that is taken from it."""
+        if self._placer is None:
+            return epoch
+        if self._epoch is not epoch:
+            self._epoch, self._parts = epoch, self._placer.rank_parts(epoch, step, self._batches_per_step)
+        return self._parts

@@ -1,37 +1,63 @@
-"""Means of an objective's metrics: over what was computed since the last log, by loss weights; and over an epoch."""
+"""What a run logs besides the loss: means of the objective's metrics, tokens per second, memory, efficiency, MFU.
 
-import sys
-from collections.abc import Callable, Sequence
-from statistics import fmean
-from typing import Any
+`mfu` (model FLOPs utilisation) is the FLOPs that the trees need, forward and backward, per second, over the peak of
+the device: the vendor's dense bfloat16 figure where `PEAK_FLOPS` has the GPU and the run computes in bfloat16, else the
+rate at which the device multiplied two large matrices when the run began. Recomputation does not count (Chowdhery et
+al. 2022, PaLM, appendix B; torchtitan and nanochat do the same).
 
+Efficiency is speed-up over flat training / FLOP bound, which is (FLOPs that the trees need / seconds) over (flat FLOPs
+/ seconds of a flat run). A run trains nothing flat. So it is compared with the fastest flat training that is possible
+on this machine: one that only multiplies matrices, at the measured rate. Real flat training is slower, so what is
+logged is a lower bound: `efficiency_at_least`.
+"""
+
+import time
+from collections.abc import Callable
+from functools import lru_cache
+
+import psutil
 import torch
-from transformers import TrainerCallback
+from torch import nn
 
+from treewise.distributed import ranks
 from treewise.engine.scoring import StepOutput
+from treewise.nn.flops import FlopModel, flop_model
+from treewise.tree.forest import Forest
+
+MATRIX_SIZE = {"cpu": 768, "cuda": 4096}
+NUM_PRODUCTS = 6
+# Dense bfloat16 FLOPs per second (without sparsity) from the data sheets, by a part of the device's name. The first
+# match counts.
+PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
 
 
 class MetricMeans:
-    """Sums of metrics and of what they are divided by. A rank without trees has none, and takes part all the same."""
+    """Sums of an objective's metrics and of the loss weights that they are divided by, since the last log."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
 
     def add(self, out: StepOutput) -> None:
-        """Takes the metrics of one call."""
         for name, value in out.metrics.items():
-            held = self._sums.setdefault(name, [0.0, 0.0])
-            held[0] += value * out.weight
-            held[1] += out.weight
+            sums = self._sums.setdefault(name, [0.0, 0.0])
+            sums[0] += value * out.weight
+            sums[1] += out.weight
 
     def take(self, sum_over_ranks: Callable[..., list[float]]) -> dict[str, float]:
-        """The means over all ranks; starts anew."""
+        """The means over all ranks; resets the sums. Every rank calls this, also one without trees."""
         own, self._sums = self._sums, {}
-        names = sorted(own)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            held: list[list[str] | None] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(held, names)
-            names = sorted({name for part in held for name in part or ()})
+        names = sorted({name for names in ranks.on_every_rank(lambda: sorted(own)) for name in names})
         if not names:
             return {}
         values = sum_over_ranks(*(value for name in names for value in own.get(name, (0.0, 0.0))))
@@ -39,22 +65,114 @@ class MetricMeans:
         return {name: total / weight for name, total, weight in pairs if weight > 0}
 
 
-class EpochMeans(TrainerCallback):
-    """Prints one line an epoch: the means of its logged steps."""
+class Throughput:
+    """Tokens, FLOPs and seconds since the last log; evaluation and saving are not counted."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
-        self._logs: list[dict[str, float]] = []
+    def __init__(self) -> None:
+        self._tree_tokens = self._flat_tokens = 0
+        self._tree_flops = self._flat_flops = 0.0
+        self._seconds = self._started = 0.0
+        self._model: nn.Module | None = None
+        self._flop_model: FlopModel | None = None
+        self._measured_rate: float | None = None
+        self._peak: float | None = None
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs and "loss" in logs:
-            self._logs.append({name: float(logs[name]) for name in self.names if name in logs})
+    @property
+    def tokens(self) -> tuple[float, float]:
+        """Tree tokens and flat tokens of this rank since the last log."""
+        return float(self._tree_tokens), float(self._flat_tokens)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        held, self._logs = self._logs, []
-        if not held or not state.is_world_process_zero:
-            return
-        names = [name for name in self.names if all(name in logs for logs in held)]
-        means = ", ".join(f"{name} {fmean(logs[name] for logs in held):.4g}" for name in names)
-        sys.stdout.write(f"epoch {round(state.epoch)}: {means} (mean of {len(held):,} steps)\n")
-        sys.stdout.flush()
+    def begin_run(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Measures the device's rate. dtype: of the matrix products of the run."""
+        self._measured_rate = matmul_flops(device.type, dtype)
+        self._peak = peak_flops(device, dtype) or self._measured_rate
+
+    def begin_step(self) -> None:
+        self._started = time.perf_counter()
+
+    def end_step(self) -> None:
+        self._seconds += time.perf_counter() - self._started
+
+    def add(self, out: StepOutput) -> None:
+        self._tree_tokens += out.num_tree_tokens
+        self._flat_tokens += out.num_flat_tokens
+
+    def add_flops(self, model: nn.Module, forests: list[Forest]) -> float:
+        """Adds the FLOPs of these trees, forward and backward, and those of flat training; returns the former.
+
+        FLOPs are those of `treewise.nn.flops`, without recomputation; 6 per parameter and tree token where the shapes
+        of the model are not known.
+        """
+        if self._model is not model:
+            self._model, self._flop_model = model, _flop_model_or_none(model)
+        if self._flop_model is None:
+            return 6.0 * sum(each.num_tokens for each in forests) * sum(each.numel() for each in model.parameters())
+        needed = float(sum(self._flop_model.tree(forest) for forest in forests))
+        self._tree_flops += needed
+        self._flat_flops += sum(self._flop_model.flat(forest) for forest in forests)
+        return needed
+
+    def take(self, tree_tokens: float, flat_tokens: float) -> dict[str, float]:
+        """The log entries; resets the sums. Tokens are those of all ranks, FLOPs those of this rank."""
+        seconds = max(self._seconds, 1e-9)
+        entries = {
+            "tokens_per_second_flat": round(flat_tokens / seconds, 1),
+            "tokens_per_second_tree": round(tree_tokens / seconds, 1),
+            "share_ratio": round(flat_tokens / max(1.0, tree_tokens), 4),
+            "tree_tokens": tree_tokens,
+            "memory_bytes": float(memory_in_use()),
+        }
+        if self._tree_flops:
+            entries["flop_bound"] = round(self._flat_flops / self._tree_flops, 4)
+            for name, rate in (("mfu", self._peak), ("efficiency_at_least", self._measured_rate)):
+                if rate:
+                    entries[name] = float(f"{self._tree_flops / seconds / rate:.4g}")
+        self._tree_tokens = self._flat_tokens = 0
+        self._tree_flops = self._flat_flops = self._seconds = 0.0
+        return entries
+
+
+def memory_in_use() -> int:
+    """Bytes of this rank: the peak of its GPU since the run began; on a CPU the present size of the process."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOPs per second by the vendor's data sheet; None for an unknown device or another dtype than bfloat16."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+@lru_cache
+def matmul_flops(kind: str, dtype: torch.dtype) -> float | None:
+    """FLOPs per second of the fastest of a few products of two large matrices; None without memory or a kernel for it.
+
+    kind: `cpu` or `cuda`. Draws no random number, and takes some milliseconds.
+    """
+    size = MATRIX_SIZE.get(kind)
+    if size is None:
+        return None
+    seconds = []
+    try:
+        with torch.no_grad():
+            matrix = torch.ones(size, size, dtype=dtype, device=kind)
+            for _ in range(NUM_PRODUCTS):
+                begin = time.perf_counter()
+                torch.mm(matrix, matrix)
+                if kind == "cuda":
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - begin)
+    except (RuntimeError, MemoryError):
+        return None
+    return 2.0 * size**3 / max(min(seconds), 1e-9)
+
+
+def _flop_model_or_none(model: nn.Module) -> FlopModel | None:
+    try:
+        return flop_model(model)
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError, KeyError):  # a configuration of another kind
+        return None

@@ -1,125 +1,136 @@
-"""A loss or gradient that is not finite never reaches the optimizer; its trees are named and written aside."""
+"""A loss or gradient that is not finite never reaches the optimizer; its trees are named and written to a file."""
 
 import json
 import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from treewise.errors import NonFiniteError
 from treewise.tree.forest import Forest
-from treewise.tree.trajectory import STREAMS
 
 logger = logging.getLogger("treewise")
 
-POLICIES = ("stop", "skip")
-_HISTORY = 50  # norms that a spike is compared with
+_HISTORY = 50  # norms whose median a spike is compared with
+_FEWEST_NORMS = 10
+_LABELS = ("group", "rollout", "reward", "rollout_weight", "source")  # of a row, beside its streams
 
 
-class Faults:
-    """Judges each step before the optimizer takes it.
+class NonFiniteGuard:
+    """Decides before each update whether the optimizer may apply the gradient.
 
-    policy: `stop`, or `skip` the update. max_skipped: updates skipped in a row, after which the run stops all the
-    same. spike_factor: a gradient norm beyond this many medians of the last ones is said; 0 for never. path: where
-    trees of faulty steps are written.
+    policy: `stop`, or `skip` the update. max_skipped: consecutive skipped updates after which the run stops under
+    `skip`, too. spike_factor: a warning is logged when the gradient norm exceeds this many medians of the last 50
+    steps; 0: off. path: where the trees of a step that is not finite are written.
     """
 
     def __init__(self, policy: str, max_skipped: int, spike_factor: float, path: Path) -> None:
         self.policy, self.max_skipped, self.spike_factor, self.path = policy, max_skipped, spike_factor, path
         self.num_skipped = 0
-        self._in_a_row = 0
+        self.forests: list[Forest] = []  # of the current step, on this rank
+        self._is_loss_finite = True
+        self._num_consecutive = 0
         self._norms: deque[float] = deque(maxlen=_HISTORY)
 
-    def judge(self, step: int, norm: float, is_finite: bool, forests: Sequence[Forest], suspects: list[str]) -> bool:
-        """Whether the optimizer may take step number `step`.
+    def begin_step(self, forests: Sequence[Forest]) -> None:
+        self.forests, self._is_loss_finite = list(forests), True
 
-        norm: of the whole gradient. is_finite: of loss and gradient, on all ranks. forests: the trees of this rank.
-        suspects: sources whose own loss is not finite, where that is known.
+    def add_loss(self, loss: float) -> None:
+        self._is_loss_finite &= math.isfinite(loss)
+
+    def is_finite(self, norm: float) -> bool:
+        """Whether the losses of this rank's batches and the norm of the gradient are."""
+        return self._is_loss_finite and math.isfinite(norm)
+
+    def check_step(self, step: int, norm: float, is_finite: bool, nonfinite: Sequence[str] = ()) -> bool:
+        """Whether the optimizer may apply step number `step`.
+
+        norm: of the whole gradient. is_finite: of loss and gradient, on all ranks. nonfinite: sources of the
+        trajectories whose own log-probs are not finite, where that is known.
 
         Raises:
-            NonFiniteError: under the policy `stop`, or after too many updates skipped in a row.
+            NonFiniteError: under the policy `stop`, or after too many consecutive skipped updates.
         """
         if is_finite:
-            self._in_a_row = 0
-            self._look_for_spike(step, norm, forests)
+            self._num_consecutive = 0
+            self._warn_of_spike(step, norm)
             return True
-        write_aside(self.path, forests, {"step": step})
+        write_rows(self.path, self.forests, {"step": step})
         what = "gradient" if not math.isfinite(norm) else "loss"
-        named = suspects or sources(forests)
-        trees = f" {'Not finite by themselves' if suspects else 'Its trees'}: {', '.join(named)}." if named else ""
-        said = f"the {what} of step {step} is not finite; it was not applied.{trees} Written to {self.path}."
+        named = list(nonfinite) or sources(self.forests)
+        trees = f" {'Not finite by themselves' if nonfinite else 'Its trees'}: {', '.join(named)}." if named else ""
+        message = f"the {what} of step {step} is not finite; it was not applied.{trees} Written to {self.path}."
         self.num_skipped += 1
-        self._in_a_row += 1
-        if self.policy == "skip" and self._in_a_row <= self.max_skipped:
-            logger.warning("%s", said)
+        self._num_consecutive += 1
+        if self.policy == "skip" and self._num_consecutive <= self.max_skipped:
+            logger.warning("%s", message)
             return False
         many = f" {self.max_skipped} steps in a row were skipped before." if self.policy == "skip" else ""
-        raise NonFiniteError(f"{said}{many} Lower learning_rate, or look at these records.")
+        raise NonFiniteError(f"{message}{many} Lower learning_rate, or look at these records.")
 
-    def _look_for_spike(self, step: int, norm: float, forests: Sequence[Forest]) -> None:
-        if self.spike_factor and len(self._norms) >= 10:
+    def _warn_of_spike(self, step: int, norm: float) -> None:
+        if self.spike_factor and len(self._norms) >= _FEWEST_NORMS:
             median = statistics.median(self._norms)
             if norm > self.spike_factor * median > 0:
-                trees = ", ".join(sources(forests)) or "unnamed trees"
+                trees = ", ".join(sources(self.forests)) or "unnamed trees"
                 logger.warning("step %d: gradient norm %.3g, the median before is %.3g: %s", step, norm, median, trees)
         self._norms.append(norm)
 
 
 def sources(forests: Iterable[Forest], limit: int = 5) -> list[str]:
-    """Where the trees of a step came from, the first few."""
-    found: dict[str, None] = {}
+    """The first few sources of the trajectories of some trees."""
+    names: dict[str, None] = {}
     for forest in forests:
         for trajectory in forest.trajectories or ():
             if trajectory.source:
-                found.setdefault(trajectory.source)
-            if len(found) == limit:
-                return list(found)
-    return list(found)
+                names.setdefault(trajectory.source)
+            if len(names) == limit:
+                return list(names)
+    return list(names)
 
 
-def unsound(forest: Forest, logprobs_of: Callable[[Forest], list[torch.Tensor]]) -> list[str]:
-    """Sources of the trajectories whose own log-probs are not finite, each computed alone: in a batch, one NaN may
-    reach others through masked kernels, where it is multiplied by zero.
+def nonfinite_trajectories(forest: Forest, logprobs_of: Callable[[Forest], list[torch.Tensor]]) -> list[str]:
+    """Sources of the trajectories whose log-probs are not finite. Each is computed alone: within a batch a NaN may
+    reach other trajectories through masked kernels, which multiply it by zero.
     """
     return [
-        trajectory.source or f"trajectory {number}"
-        for number, trajectory in enumerate(forest.trajectories or ())
+        trajectory.source or f"trajectory {index}"
+        for index, trajectory in enumerate(forest.trajectories or ())
         if not bool(torch.isfinite(logprobs_of(Forest.from_trajectories([trajectory]))[0]).all())
     ]
 
 
-def write_aside(path: Path, forests: Iterable[Forest], facts: dict[str, Any]) -> None:
-    """Appends the trajectories as rows of token ids, which `treewise inspect` and `treewise verify` read. A disk that
-    refuses is said, and stops nothing.
+def write_rows(path: Path, forests: Iterable[Forest], facts: dict[str, Any]) -> None:
+    """Appends the trajectories as rows of token ids, which `treewise inspect` and `treewise verify` read.
+
+    facts: added to each row. A file that cannot be written is a warning.
     """
     try:
         with path.open("a", encoding="utf-8") as stream:
-            for row in _rows(forests):
-                stream.write(json.dumps({**row, **facts}) + "\n")
+            for forest in forests:
+                for row in _rows(forest):
+                    stream.write(json.dumps({**row, **facts}) + "\n")
     except OSError as error:
         logger.warning("%s: the trees could not be written (%s)", path, error.strerror)
 
 
-def _rows(forests: Iterable[Forest]) -> Iterable[dict[str, Any]]:
-    for forest in forests:
-        if forest.trajectories is None:
-            for number in range(forest.num_trajectories):
-                path = forest.paths[number]
-                streams = {name: values[path].tolist() for name, values in forest.tree_streams.items()}
-                yield {"token_ids": forest.token_ids[path].tolist(), **streams}
-            continue
-        for each in forest.trajectories:
-            found = {name: getattr(each, name) for name in ("token_ids", *STREAMS)}
-            row = {name: np.asarray(value).tolist() for name, value in found.items() if value is not None}
-            named = {"group": each.group, "rollout": each.rollout, "reward": each.reward, "source": each.source or None}
-            yield row | {name: _scalar(value) for name, value in named.items() if value is not None}
-
-
-def _scalar(value: Any) -> Any:
-    return value if isinstance(value, str | int | float) else str(value)
+def _rows(forest: Forest) -> Iterator[dict[str, Any]]:
+    if forest.trajectories is None:
+        for index in range(forest.num_trajectories):
+            path = forest.paths[index]
+            streams = {name: values[path].tolist() for name, values in forest.tree_streams.items()}
+            yield {"token_ids": forest.token_ids[path].tolist(), **streams}
+        return
+    for trajectory in forest.trajectories:
+        streams = {"token_ids": trajectory.token_ids, **trajectory.streams}
+        labels = {name: getattr(trajectory, name) for name in _LABELS}
+        yield {name: values.tolist() for name, values in streams.items()} | {
+            name: value if isinstance(value, str | int | float) else str(value)
+            for name, value in labels.items()
+            if value is not None and value != ""
+        }

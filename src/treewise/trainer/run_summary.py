@@ -1,4 +1,4 @@
-"""The derived numbers of a run, printed before step 0: what will be trained, in how many steps, at which ratios."""
+"""The derived numbers of a run, printed before step 0: sizes of the data, number of steps, ratios, budget."""
 
 import math
 from itertools import islice
@@ -7,16 +7,7 @@ from typing import Any
 from treewise.engine.budget import AUTO
 from treewise.planning.planner import plan
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.data_loader import DataFacts, TreeSampler, collate
-
-
-def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
-    """The order of the training trees: for this rank, or for all where trees are placed on ranks later."""
-    facts = args.order_facts()
-    seed = facts["seed"] if facts["shuffle"] else None
-    if args.places_trees:
-        return TreeSampler(num_trees, args.per_device_train_batch_size * args.world_size, seed)
-    return TreeSampler(num_trees, args.per_device_train_batch_size, seed, args.process_index, args.world_size)
+from treewise.trainer.data_loader import DataFacts, collate, make_sampler
 
 
 def steps_per_epoch(args: TreeTrainingArguments, num_trees: int) -> int:
@@ -32,8 +23,19 @@ def num_optimizer_steps(args: TreeTrainingArguments, num_trees: int) -> int:
     return math.ceil(args.num_train_epochs * steps_per_epoch(args, num_trees))
 
 
-def describe(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -> str:
-    """A table for people. The last lines are about the first batches of this rank, as they will be computed."""
+def length_warning(config: Any, facts: DataFacts) -> str | None:
+    """A warning if a trajectory exceeds the model's `max_position_embeddings`; it is trained untruncated."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if not limit or facts.num_longest_tokens <= limit:
+        return None
+    return (
+        f"{facts.longest_source or 'the longest trajectory'} has {facts.num_longest_tokens} tokens, the model was made "
+        f"for {limit} (max_position_embeddings); nothing is cut"
+    )
+
+
+def summarize_run(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -> str:
+    """A table of text. Its last line describes the first optimizer step of this rank."""
     sampler = make_sampler(args, facts.num_trees)
     steps = num_optimizer_steps(args, facts.num_trees)
     limit = args.max_tokens if isinstance(args.max_tokens, int) else None

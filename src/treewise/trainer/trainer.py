@@ -1,45 +1,62 @@
 """`TreeTrainer`: transformers' loop, with the engine in place of forward and backward.
 
-What is overridden, and why: in `feeding` the loaders (a step is a planned set of trees) and `get_batch_samples` (one
-denominator for the whole optimizer step), in `computing` `training_step` and `evaluation_loop` (the engine computes),
-in `keeping` `_save_checkpoint` (a checkpoint is complete or none, and belongs to this run), here `train` (one run per
-folder, signals) and `log` (throughput). Optimizer, schedule, clipping, callbacks, trackers, LoRA and the format of
-checkpoints are transformers' own.
+It holds hooks of transformers alone, each of a few lines. The work is done by objects that it owns: `StepRunner`
+(batches, gradients over ranks), `PlacedBatches` (which trees this rank trains), `NonFiniteGuard`, `CheckpointManager`,
+`MetricMeans` and `Throughput`. Optimizer, schedule, clipping, callbacks, trackers, LoRA and the format of saved models
+are transformers' own.
 """
 
 import logging
+import math
 import signal
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
-from transformers.trainer_utils import TrainOutput
+import torch
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from typing_extensions import override
 
 from treewise.distributed import ranks
-from treewise.distributed.launcher import ended_with_launcher
+from treewise.distributed.fsdp import ShardedModel
 from treewise.distributed.online_placement import OnlinePlacer, measures_costs, prior_of
 from treewise.distributed.signals import StepAbandoned, StopSignals
 from treewise.distributed.watchdog import RankWatch
+from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, StoppedError
 from treewise.nn.flops import flop_model
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective
+from treewise.objectives.normalization import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.checkpoint import contents
-from treewise.trainer.checkpoint import store as seals
-from treewise.trainer.checkpoint.manager import KeepingTrainer
-from treewise.trainer.metrics import MetricMeans
-from treewise.trainer.nonfinite import Faults
+from treewise.trainer.checkpoint import contents, optimizer_state, store
+from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
+from treewise.trainer.data_loader import (
+    DataFacts,
+    PlacedBatches,
+    TreeLoader,
+    evaluation_loader,
+    forest_of,
+    survey,
+    training_loader,
+)
+from treewise.trainer.metrics import MetricMeans, Throughput
+from treewise.trainer.nonfinite import NonFiniteGuard
 from treewise.trainer.run_lock import RunLock
-from treewise.trainer.run_summary import describe, num_optimizer_steps
-from treewise.trainer.throughput import Throughput
+from treewise.trainer.run_summary import length_warning, num_optimizer_steps, steps_per_epoch, summarize_run
+from treewise.trainer.step import StepRunner, optimizer_bytes
+from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
 
 
-class TreeTrainer(KeepingTrainer):
+class TreeTrainer(Trainer):
     """Trains a causal language model on trees; gradients equal those of flat training.
 
     Parameters:
@@ -53,6 +70,8 @@ class TreeTrainer(KeepingTrainer):
         ConfigError: settings that contradict one another, or an empty data set.
         UnsupportedModelError: the model cannot follow a tree.
     """
+
+    args: TreeTrainingArguments
 
     def __init__(
         self,
@@ -70,25 +89,12 @@ class TreeTrainer(KeepingTrainer):
         args = TreeTrainingArguments() if args is None else args
         if not isinstance(args, TreeTrainingArguments):
             raise ConfigError(f"args is a {type(args).__name__}; give tw.TreeTrainingArguments.")
-        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
-            if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-                raise ConfigError(
-                    f"{name} is a {type(dataset).__name__}, which has no length and indices; give a list."
-                )
-            if dataset is not None and len(dataset) == 0:
-                raise ConfigError(f"{name} is empty.")
+        _check_dataset("train_dataset", train_dataset)
+        _check_dataset("eval_dataset", eval_dataset)
         self.objective = objective or args.objective()
-        self._engine = None
-        self._throughput = Throughput()
-        self._means = MetricMeans()
-        self._facts = None
-        self._faults = Faults(args.nonfinite, args.max_skipped_steps, args.spike_factor, self._aside(args))
         self._signals = StopSignals(may_abandon=args.world_size == 1)
-        self._forests = []
-        self._is_loss_finite = True
-        self._saved_step = 0
-        self._resumed_step = 0
-        self._resumed_budget = None
+        self._means, self._throughput = MetricMeans(), Throughput()
+        self._guard = NonFiniteGuard(args.nonfinite, args.max_skipped_steps, args.spike_factor, _nonfinite_path(args))
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(
             model=model,
@@ -97,28 +103,242 @@ class TreeTrainer(KeepingTrainer):
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             model_init=model_init,
-            callbacks=[self._throughput, _StepEnd(self), *(callbacks or [])],
+            callbacks=[_StepEnd(self._signals, self._end_step), *(callbacks or [])],
             optimizers=optimizers,
         )
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
-        self._shard_settings = args.shard_settings()
-        self._ends = None
-        self._placer = None
-        self._placed = None
-        self._model_facts = contents.fingerprint(self.model) if self.model is not None else ""
-        _ = self.engine
-        if args.places_trees:
-            budget = args.max_tokens if isinstance(args.max_tokens, int) else None
-            weighting = getattr(self.objective, "weighting", "per_trajectory")
-            self._placer = OnlinePlacer(
-                prior_of(flop_model(self.model)),
-                budget,
-                weighting,
-                fits=measures_costs(args.balance_costs, args.device, args.full_determinism),
-                in_lockstep=self._shard_settings is not None,
-            )
+        self._placer = make_placer(args, self.model, self.objective)
+        self._batches = PlacedBatches(self._placer, args.gradient_accumulation_steps)
+        model_fingerprint = contents.fingerprint(self.model)
+        self._checkpoints = CheckpointManager(args, model_fingerprint, lambda: self.data_facts, self._placer)
+        self._resumed: ResumePoint | None = None
+        self._runner = self._new_runner()
 
+    # -- objects ------------------------------------------------------------------------------------------------------
+
+    @property
+    def runner(self) -> StepRunner:
+        """The runner of the present model, which `model_init` makes anew for each training."""
+        if self._runner.model is not self.model:
+            self._runner = self._new_runner()
+        return self._runner
+
+    def _new_runner(self) -> StepRunner:
+        runner = StepRunner(
+            self.model,
+            self.objective,
+            self.args,
+            lambda: forest_of(self.train_dataset[0]),
+            autocast=self.accelerator.autocast,
+            placer=self._placer,
+            reserve_bytes=optimizer_bytes(self.model, self.optimizer),
+        )
+        if self._resumed is not None:
+            runner.resume_budget(self._resumed.max_tokens)
+        return runner
+
+    @property
+    def engine(self) -> TreeEngine:
+        """The engine of the present model."""
+        return self.runner.engine
+
+    @cached_property
+    def data_facts(self) -> DataFacts:
+        """Sizes and fingerprint of the training data, from one pass over it."""
+        return survey(self.train_dataset)
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def get_train_dataloader(self) -> TreeLoader:
+        step = 0 if self._resumed is None else self._resumed.step
+        return training_loader(
+            self.args, self.train_dataset, step // steps_per_epoch(self.args, len(self.train_dataset))
+        )
+
+    @override
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> TreeLoader:
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        return evaluation_loader(self.args, self.eval_dataset if eval_dataset is None else eval_dataset)
+
+    get_test_dataloader = get_eval_dataloader
+
+    @override
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[list[Forest]], num_batches: int, device: torch.device
+    ) -> tuple[list[list[Forest]], float]:
+        """The batches of one optimizer step, and what its sum of token losses is divided by, on all ranks."""
+        self._throughput.begin_step()
+        step = self.state.global_step
+        batches = list(islice(self._batches.of(epoch_iterator, step), num_batches))
+        forests = [forest for batch in batches for forest in batch]
+        self._guard.begin_step(forests)
+        return batches, self.runner.denominator(forests, step + 1)
+
+    @override
+    def floating_point_ops(self, inputs: list[Forest]) -> float:
+        return self._throughput.add_flops(self.model, inputs)
+
+    @override
+    def _track_num_input_tokens(self, inputs: list[Forest]) -> None:
+        if self.args.include_num_input_tokens_seen != "no":
+            (seen,) = self._sum_over_ranks(float(sum(forest.num_flat_tokens for forest in inputs)))
+            self.state.num_input_tokens_seen += int(seen)
+
+    def _sum_over_ranks(self, *values: float) -> list[float]:
+        return ranks.sum_over(self.args.device, *values)
+
+    # -- model --------------------------------------------------------------------------------------------------------
+
+    @override
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Shards the model first, if asked for: the optimizer is made of the shards."""
+        settings = self.args.shard_settings()
+        if settings is not None and not self.runner.is_sharded:
+            self.runner.shard(settings)
+        return super().create_optimizer(*args, **kwargs)
+
+    @override
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if not self.runner.is_sharded:
+            return super()._wrap_model(model, training, dataloader)
+        return model if isinstance(model, ShardedModel) else ShardedModel(model)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(
+        self, model: torch.nn.Module, inputs: list[Forest], num_items_in_batch: float | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of one batch; its part of the step's loss, times the ranks that will be averaged."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        step, denominator = self.state.global_step + 1, num_items_in_batch
+        with self._signals.computing():
+            if denominator is None:
+                denominator = self.runner.denominator(inputs, step)
+            out = self.runner.train_batch(inputs, denominator, step)
+        if out is not None:
+            self._throughput.add(out)
+            self._means.add(out)
+        loss = 0.0 if out is None else out.loss
+        self._guard.add_loss(loss)
+        if self.accelerator.sync_gradients:
+            self.runner.sum_gradients()
+        return torch.tensor(loss * self.args.world_size, device=self.args.device)
+
+    @override
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        if self.runner.is_sharded:
+            return self.runner.sharded_gradient_norm(self.args.max_grad_norm)
+        return super()._clip_grad_norm(model)
+
+    @override
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        """The norm of the gradient; the last hook before the optimizer applies it, so it is checked here."""
+        if not self.runner.is_sharded:
+            grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        elif grad_norm is None:
+            grad_norm = self.runner.sharded_gradient_norm(0.0)
+        norm, step = float(grad_norm), self.state.global_step + 1
+        (num_nonfinite,) = self._sum_over_ranks(float(not self._guard.is_finite(norm)))
+        named = self.runner.nonfinite_trajectories(self._guard.forests) if num_nonfinite else []
+        if not self._guard.check_step(step, norm, is_finite=not num_nonfinite, nonfinite=named):
+            clear_gradients(self.model.parameters())
+        return grad_norm
+
+    def _end_step(self, step: int) -> None:
+        self._throughput.end_step()
+        if self._placer is not None:
+            self._placer.on_step_end(step)
+
+    @override
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs |= self._means.take(self._sum_over_ranks)
+            logs |= self._throughput.take(*self._sum_over_ranks(*self._throughput.tokens))
+        super().log(logs, start_time)
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    @override
+    def evaluation_loop(
+        self,
+        dataloader: TreeLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The loss over all trees of the loader: one mean, however they are cut into batches and ranks."""
+        objective: Any = self.objective
+        if fixed_denominator(objective) is not None:  # a constant fits the size of a step, not of an evaluation set
+            objective = replace(objective, normalization="token_mean", constant=None)
+        self.model.eval()
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        loss = denominator = 0.0
+        for forests in dataloader:
+            with self._signals.computing():
+                loss += self.runner.evaluate_batch(forests, objective, self.state.global_step + 1)
+            denominator += math.fsum(objective.denominator(forest) for forest in forests)
+            self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        loss, denominator = self._sum_over_ranks(loss, denominator)
+        metrics = {f"{metric_key_prefix}_loss": loss / denominator}
+        return EvalLoopOutput(None, None, metrics, dataloader.sampler_of_trees.num_trees)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @override
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        exporters = [*self.callback_handler.callbacks, self.control]
+        run = contents.RunState(
+            self.args, self.model, self.optimizer, self.lr_scheduler, self.state, exporters, self.processing_class
+        )
+        checkpoint = self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
+        if checkpoint is not None and self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
+
+    @override
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        contents.write_model(folder, self.model, self.processing_class, self.args, state_dict)
+
+    @override
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Whole adapters are loaded by transformers, which leaves out weights of some models."""
+        folder = Path(resume_from_checkpoint)
+        if hasattr(self.model, "peft_config") and not (folder / contents.SHARDS).is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            contents.load_weights(self.model, folder)
+
+    @override
+    def _load_best_model(self) -> None:
+        if self.runner.is_sharded:
+            contents.load_weights(self.model, Path(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()
+
+    @override
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            contents.load_states(Path(checkpoint), self.model, self.optimizer, self.lr_scheduler)
+
+    @override
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            optimizer_state.load_random_state(Path(checkpoint), ranks.own())
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @override
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -130,84 +350,108 @@ class TreeTrainer(KeepingTrainer):
         Raises:
             CheckpointError: no such checkpoint, an incomplete or damaged one, or one of a run on other data.
             LostRankError: another process of the run is gone, or does not answer.
+            StoppedError: a signal ended the run, after it was saved.
         """
         if self.train_dataset is None:
             raise ConfigError("training needs a train_dataset.")
-        self._resumed_step = self._saved_step = 0
-        with ExitStack() as stack:
-            ranks.on_first_rank(lambda: self._enter_folder(stack))
-            watch = stack.enter_context(RankWatch())
-            stack.enter_context(watch.explaining(self.args.ddp_timeout))
-            self._signals = stack.enter_context(StopSignals(may_abandon=self.args.world_size == 1))
-            stack.enter_context(ended_with_launcher(self._signals))
-            resume_from = self._find_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
-            if self.is_world_process_zero():
-                said = f"resuming from {resume_from}\n" if resume_from else ""
-                sys.stdout.write(said + describe(self.args, self.train_dataset, self.data_facts) + "\n")
-                sys.stdout.flush()
-                self._warn_of_length()
-            if resume_from and self._resumed_step >= num_optimizer_steps(self.args, len(self.train_dataset)):
-                return self._already_trained(resume_from)
+        with self._guarded_run():
+            self._resumed = self._checkpoints.find(resume_from_checkpoint)
+            if self._resumed is not None:
+                self.runner.resume_budget(self._resumed.max_tokens)
+            self._print_summary()
+            if self._resumed and self._resumed.step >= num_optimizer_steps(self.args, len(self.train_dataset)):
+                return self._already_trained(self._resumed.folder)
+            dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
+            self._throughput.begin_run(self.args.device, dtype)
             try:
-                result = super().train(resume_from, trial, ignore_keys_for_eval)
+                result = super().train(self._resumed and str(self._resumed.folder), trial, ignore_keys_for_eval)
             except StepAbandoned:
                 clear_gradients(self.model.parameters())
-                if self.state.global_step > max(self._saved_step, self._resumed_step):
+                if self.state.global_step > self._checkpoints.last_step:
                     self._save_checkpoint(self.model_wrapped, trial)
             else:
                 if self._signals.received is None or self.state.global_step >= self.state.max_steps:
                     return result
             raise self._stopped()
 
+    @contextmanager
+    def _guarded_run(self) -> Iterator[None]:
+        """Holds the lock of the run's folder, handles signals, and watches the other processes."""
+        with ExitStack() as stack:
+            ranks.on_first_rank(lambda: self._enter_folder(stack))
+            watch = stack.enter_context(RankWatch())
+            stack.enter_context(watch.explaining(self.args.ddp_timeout))
+            stack.enter_context(self._signals)
+            yield
+
     def _enter_folder(self, stack: ExitStack) -> None:
-        """Takes the run's folder, and clears what a killed run left in it."""
         stack.enter_context(RunLock(self.args.output_dir))
-        for line in seals.recover(self.args.output_dir):
+        for line in store.recover(self.args.output_dir):
             logger.warning("%s", line)
 
+    def _print_summary(self) -> None:
+        if self.is_world_process_zero():
+            resuming = f"resuming from {self._resumed.folder}\n" if self._resumed else ""
+            sys.stdout.write(f"{resuming}{summarize_run(self.args, self.train_dataset, self.data_facts)}\n")
+            sys.stdout.flush()
+            warning = length_warning(self.model.config, self.data_facts)
+            if warning:
+                logger.warning("%s", warning)
+
     def _stopped(self) -> StoppedError:
-        number = self._signals.received or 2
-        step = max(self._saved_step, self._resumed_step)
+        number, step = self._signals.received or signal.SIGINT, self._checkpoints.last_step
         where = f"; saved in {Path(self.args.output_dir) / f'checkpoint-{step}'}" if step else "; nothing to save yet"
         error = StoppedError(f"{signal.Signals(number).name}: stopped after step {self.state.global_step}{where}.")
         error.exit_code = 128 + number
         return error
 
-    def _already_trained(self, checkpoint: str) -> TrainOutput:
-        """A run that had no step left: its last weights and its log, and no step more."""
-        self._load_from_checkpoint(checkpoint)
-        self.state = TrainerState.load_from_json(str(Path(checkpoint) / contents.STATE))
+    def _already_trained(self, checkpoint: Path) -> TrainOutput:
+        """The result of a run that has no step left: its last weights and its log."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / contents.STATE))
         logger.warning("%s is the end of the run: no step is left to train", checkpoint)
         return TrainOutput(self.state.global_step, float("nan"), {})
 
-    @staticmethod
-    def _aside(args: TreeTrainingArguments) -> Path:
-        """Where trees of steps that are not finite go."""
-        rank = f".rank{args.process_index}" if args.world_size > 1 else ""
-        return Path(args.output_dir) / f"nonfinite{rank}.jsonl"
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds throughput to the training logs; otherwise transformers' own."""
-        if "loss" in logs:
-            logs |= self._means.take(self._sum_over_ranks)
-            tree_tokens, flat_tokens = self._sum_over_ranks(*self._throughput.tokens)
-            logs |= self._throughput.take(tree_tokens, flat_tokens)
-        super().log(logs, start_time)
-
 
 class _StepEnd(TrainerCallback):
-    """What all ranks do together after each step: fit the costs of placements, look for a signal to any of them."""
+    """After each step: calls `end_step`, and stops all ranks if any of them has received a signal."""
 
-    def __init__(self, trainer: TreeTrainer) -> None:
-        self._trainer = trainer
+    def __init__(self, signals: StopSignals, end_step: Callable[[int], None]) -> None:
+        self._signals, self._end_step = signals, end_step
 
+    @override
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._trainer._placer is not None:
-            self._trainer._placer.on_step_end(state.global_step)
-        signals = self._trainer._signals
-        numbers = ranks.on_every_rank(lambda: signals.received)
+        self._end_step(state.global_step)
+        numbers = ranks.on_every_rank(lambda: self._signals.received)
         received = next((number for number in numbers if number is not None), None)
         if received is not None:
-            signals.received = received
+            self._signals.received = received
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
+
+
+def make_placer(args: TreeTrainingArguments, model: Any, objective: Objective) -> OnlinePlacer | None:
+    """Places trees on the ranks of a run by predicted time; None where ranks take them in turn."""
+    if not args.places_trees:
+        return None
+    return OnlinePlacer(
+        prior_of(flop_model(model)),
+        args.max_tokens if isinstance(args.max_tokens, int) else None,
+        getattr(objective, "weighting", "per_trajectory"),
+        fits=measures_costs(args.balance_costs, args.device, args.full_determinism),
+        in_lockstep=args.shard_settings() is not None,
+    )
+
+
+def _check_dataset(name: str, dataset: Any) -> None:
+    if dataset is None:
+        return
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(f"{name} is a {type(dataset).__name__}, which has no length and indices; give a list.")
+    if len(dataset) == 0:
+        raise ConfigError(f"{name} is empty.")
+
+
+def _nonfinite_path(args: TreeTrainingArguments) -> Path:
+    rank = f".rank{args.process_index}" if args.world_size > 1 else ""
+    return Path(args.output_dir) / f"nonfinite{rank}.jsonl"

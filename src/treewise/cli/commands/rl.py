@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     objective = _objective(config)
     if not args.dry_run and training_run.is_first_rank():
         training_run.check_folder(Path(config.training["output_dir"]), args.resume, args.overwrite)
+    from treewise.cli.epoch_means import EpochMeans
     from treewise.rl import update as rl_update  # slow to import
-    from treewise.trainer.metrics import EpochMeans
     from treewise.trainer.run_summary import num_optimizer_steps
 
     dataset, _, tokenizer = training_run.load_data(config)

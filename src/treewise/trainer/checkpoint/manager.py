@@ -1,119 +1,103 @@
-"""The third part of `TreeTrainer`: a checkpoint is complete or none, and belongs to this run."""
+"""Finds and saves the checkpoints of one run. A checkpoint is complete or absent, and belongs to one run."""
 
 import logging
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from treewise.distributed import ranks
-from treewise.distributed.fsdp import whole_state
-from treewise.engine.budget import AUTO
+from treewise.distributed.online_placement import OnlinePlacer
 from treewise.errors import CheckpointError
-from treewise.trainer.checkpoint import contents, optimizer_state
-from treewise.trainer.checkpoint import store as seals
-from treewise.trainer.step import ComputingTrainer
+from treewise.trainer.arguments import TreeTrainingArguments
+from treewise.trainer.checkpoint import contents, store
+from treewise.trainer.checkpoint.contents import RunState
+from treewise.trainer.data_loader import DataFacts
 
 logger = logging.getLogger("treewise")
 
 
-class KeepingTrainer(ComputingTrainer):
-    """Finds, writes and loads checkpoints, whose files `saving` and `states` know."""
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """A verified checkpoint. max_tokens: the budget of the run that wrote it."""
 
-    _saved_step: int
-    _model_facts: str  # what a checkpoint must fit
+    folder: Path
+    step: int
+    max_tokens: int | None
 
-    def _find_checkpoint(self, wanted: str | bool) -> str:
-        """The path of the checkpoint to resume from: rank 0 reads and judges it for all."""
-        found, seal = ranks.on_first_rank(lambda: self._judged_checkpoint(wanted))
-        self._resumed_step = int(seal["step"])
-        if self.args.max_tokens == AUTO and seal.get("max_tokens"):
-            # The same cuts as before, whatever is free now: another budget rounds differently.
-            self._resumed_budget, self._engine = int(seal["max_tokens"]), None
-        if self._placer is not None and seal.get("costs"):
-            self._placer.restore(seal["costs"])
-        return found
 
-    def _judged_checkpoint(self, wanted: str | bool) -> tuple[str, dict[str, Any]]:
-        if wanted is True:
-            found, passed_over = seals.newest(self.args.output_dir)
-            for reason in passed_over:
-                sys.stderr.write(f"passed over: {reason}\n")
-            if found is None:
-                because = f" ({passed_over[0]})" if passed_over else ""
-                raise CheckpointError(f"{self.args.output_dir}: no complete checkpoint to resume from{because}.")
-        else:
-            found = Path(str(wanted))
-        seal = seals.read_seal(found)
-        seals.check_same_run(found, seal, self._run_facts())
-        return str(found), seal
+class CheckpointManager:
+    """The checkpoints in the folder of a run. Every rank calls each method.
 
-    def _run_facts(self) -> dict[str, Any]:
-        facts = {"data": self.data_facts.fingerprint, "num_trees": self.data_facts.num_trees}
-        return {**facts, "model": self._model_facts, **self.args.order_facts()}
+    model: `contents.fingerprint` of the model. data: sizes and fingerprint of the training data, read when needed.
+    placer: its costs are kept in checkpoints, so that a resumed run places as before.
+    """
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Written aside, sealed, published; only then are older checkpoints removed."""
-        run_dir = Path(self._get_output_dir(trial))
-        if self.hp_search_backend is None and trial is None:
-            self.store_flos()
-        best = self.state.best_global_step
-        if best and (best == self.state.global_step or (run_dir / f"checkpoint-{best}").is_dir()):
-            self.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
-        facts = {"step": self.state.global_step, "max_tokens": self.engine.max_tokens, **self._run_facts()}
+    def __init__(
+        self, args: TreeTrainingArguments, model: str, data: Callable[[], DataFacts], placer: OnlinePlacer | None = None
+    ) -> None:
+        self.args, self.model = args, model
+        self._data, self._placer = data, placer
+        self.last_step = 0  # of the newest checkpoint that was written or resumed from
+
+    def find(self, wanted: str | bool | None) -> ResumePoint | None:
+        """The checkpoint to resume from: a path, or True for the newest complete one, or None for a new run. Rank 0
+        reads and verifies it for all; the placer takes its costs over.
+
+        Raises:
+            CheckpointError: no such checkpoint, an incomplete or damaged one, or one of another run.
+        """
+        self.last_step = 0
+        if not wanted:
+            return None
+        folder, manifest = ranks.on_first_rank(lambda: self._verified(wanted))
+        if self._placer is not None and manifest.get("costs"):
+            self._placer.restore(manifest["costs"])
+        self.last_step = int(manifest["step"])
+        budget = manifest.get("max_tokens")
+        return ResumePoint(Path(folder), self.last_step, int(budget) if budget else None)
+
+    def save(self, run: RunState, run_dir: Path, max_tokens: int | None) -> Path | None:
+        """Writes a checkpoint, publishes it, and only then removes old ones; None where it failed and may fail.
+
+        Raises:
+            CheckpointError: a rank could not write, and `args.on_save_failure` is `stop`.
+        """
+        step = run.loop.global_step
+        best = run.loop.best_global_step
+        if best and (best == step or (run_dir / f"checkpoint-{best}").is_dir()):
+            run.loop.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
+        facts = {"step": step, "max_tokens": max_tokens, **self._run_facts()}
         if self._placer is not None:
-            self._placer.before_save(self.state.global_step)
+            self._placer.before_save(step)
             facts |= {"costs": self._placer.state(), "num_ranks": ranks.count()}
         try:
-            checkpoint = contents.save(self, run_dir, facts)
+            checkpoint = contents.save(run, run_dir, facts)
         except CheckpointError as error:
             if self.args.on_save_failure == "stop":
                 raise
             logger.error("%s The run goes on without it.", error)
-            return
-        self._saved_step = self.state.global_step
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(checkpoint))
+            return None
+        self.last_step = step
         if self.args.should_save:
-            seals.prune(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+            store.prune(run_dir, self.args.save_total_limit, run.loop.best_model_checkpoint)
+        return checkpoint
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The model as `from_pretrained` reads it, gathered where it is sharded; the settings as JSON, where
-        transformers would pickle them.
-        """
-        if self._ends is not None and state_dict is None:
-            state_dict = whole_state(self.model)
-        if self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            self.model.save_pretrained(folder, state_dict=state_dict)
-            self._save_beside(folder)
-
-    def _save_beside(self, folder: Path) -> None:
-        """Tokenizer and settings."""
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
-        contents.write_arguments(folder, self.args)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Adapters are loaded as transformers loads them; weights by `saving.load_weights`, which leaves none out."""
-        folder = Path(resume_from_checkpoint)
-        if hasattr(self.model, "peft_config") and not (folder / contents.SHARDS).is_dir():
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+    def _verified(self, wanted: str | bool) -> tuple[str, dict[str, Any]]:
+        if wanted is True:
+            newest, passed_over = store.newest(self.args.output_dir)
+            for reason in passed_over:
+                sys.stderr.write(f"passed over: {reason}\n")
+            if newest is None:
+                because = f" ({passed_over[0]})" if passed_over else ""
+                raise CheckpointError(f"{self.args.output_dir}: no complete checkpoint to resume from{because}.")
         else:
-            contents.load_weights(self.model, folder)
+            newest = Path(str(wanted))
+        manifest = store.read_manifest(newest)
+        store.check_same_run(newest, manifest, self._run_facts())
+        return str(newest), manifest
 
-    def _load_best_model(self) -> None:
-        if self._ends is None:
-            super()._load_best_model()
-        else:
-            contents.load_weights(self.model, Path(self.state.best_model_checkpoint))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            contents.load_states(self, Path(checkpoint))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            optimizer_state.load_random_state(Path(checkpoint), ranks.own())
+    def _run_facts(self) -> dict[str, Any]:
+        data = self._data()
+        return {"data": data.fingerprint, "num_trees": data.num_trees, "model": self.model, **self.args.order_facts()}

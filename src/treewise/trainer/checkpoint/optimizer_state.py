@@ -74,7 +74,7 @@ def save_optimizer_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> Non
     save_shards(folder / OPTIMIZER, tensors)
 
 
-def save_optimizer(folder: Path, plain: Any, tensors: dict[str, torch.Tensor], is_sharded: bool) -> None:
+def save_optimizer(folder: Path, plain: Any, tensors: dict[str, torch.Tensor], *, is_sharded: bool) -> None:
     """Writes what `optimizer_state` gave, the tensors unless they are shards: rank 0 for all."""
     if ranks.own() != 0:
         return

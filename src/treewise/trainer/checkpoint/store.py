@@ -1,10 +1,9 @@
-"""Checkpoints that are complete or not there, and that belong to one run.
+"""Checkpoints that are complete or absent, and that belong to one run.
 
-A checkpoint is written aside, in `.checkpoint-N.saving`. When all files are there, each is read back, checked and
-flushed to the disk, and the seal is written: the size and SHA-256 of every file, and what the run was (data, seed,
-trees per step). Then the folder gets its name, in one rename. A process that is killed at any moment leaves either the
-old state or the new one; `recover` clears what is left over. A folder without a valid seal is no checkpoint, whatever
-it holds.
+A checkpoint is written to `.checkpoint-N.saving`. When all files are there, each is read back, checked and flushed to
+the disk, and the manifest is written: size and SHA-256 of every file, and the identity of the run (data, seed, trees
+per step). Then the folder gets its name, in one rename. A process that is killed at any moment leaves either the old
+state or the new one; `recover` clears what is left over. A folder without a valid manifest is not a checkpoint.
 """
 
 import hashlib
@@ -22,16 +21,16 @@ from safetensors import SafetensorError, safe_open
 
 from treewise.errors import CheckpointError, bytes_as_text
 
-SEAL = "treewise.json"
+MANIFEST = "treewise.json"
 _FORMAT = 2
 _NAME = re.compile(r"checkpoint-(\d+)")
 _ASIDE = re.compile(r"\.checkpoint-(\d+)\.(saving|replaced)")
-# Formats whose reading may run code. Nothing here writes them, so in a checkpoint they are somebody else's.
+# Formats whose reading may run code. treewise never writes them.
 _PICKLED = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:
-    """Folders `checkpoint-N` of a run, sealed or not, by step."""
+    """Folders `checkpoint-N` of a run, with or without a manifest, by step."""
     folder = Path(run_dir)
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=step_of)
@@ -48,7 +47,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def new_folder(run_dir: str | Path, step: int) -> Path:
-    """An empty folder, aside, for the files of step `step`."""
+    """An empty folder for the files of step `step`, not yet a checkpoint."""
     folder = Path(run_dir) / f".checkpoint-{step}.saving"
     if folder.exists():
         shutil.rmtree(folder)
@@ -57,15 +56,15 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def publish(folder: Path, facts: dict[str, Any]) -> Path:
-    """Seals what `new_folder` holds and gives it its name; returns the checkpoint.
+    """Writes the manifest of a folder of `new_folder` and gives it its name; returns the checkpoint.
 
     Raises:
         CheckpointError: a file that was just written cannot be read back.
-        OSError: the disk refuses.
+        OSError: the manifest could not be written, or the folder not renamed.
     """
     match = _ASIDE.fullmatch(folder.name)
     assert match is not None
-    _write_seal(folder, facts)
+    _write_manifest(folder, facts)
     checkpoint = folder.parent / f"checkpoint-{match.group(1)}"
     replaced = folder.parent / f".{checkpoint.name}.replaced"
     if checkpoint.exists():
@@ -81,9 +80,11 @@ def publish(folder: Path, facts: dict[str, Any]) -> Path:
 
 
 def recover(run_dir: str | Path) -> list[str]:
-    """Clears what a killed process left aside; one line for each. Only the holder of the run's lock may call."""
+    """Removes or restores unfinished folders of a killed process; returns a line for each. Only the holder of the run's
+    lock may call this.
+    """
     folder = Path(run_dir)
-    said = []
+    lines = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _ASIDE.fullmatch(path.name)
         if match is None:
@@ -91,27 +92,27 @@ def recover(run_dir: str | Path) -> list[str]:
         checkpoint = folder / f"checkpoint-{match.group(1)}"
         if match.group(2) == "replaced" and not checkpoint.exists():
             os.rename(path, checkpoint)
-            said.append(f"{checkpoint}: restored; the run stopped while it was being replaced")
+            lines.append(f"{checkpoint}: restored; the run stopped while it was being replaced")
         else:
             shutil.rmtree(path)
             if match.group(2) == "saving":
-                said.append(f"{checkpoint}: never finished (the run stopped while it was written); removed")
-    return said
+                lines.append(f"{checkpoint}: never finished (the run stopped while it was written); removed")
+    return lines
 
 
 def prune(run_dir: str | Path, limit: int | None, keep: str | None) -> None:
-    """Removes the oldest checkpoints beyond `limit`, never the newest sealed one nor `keep`. A disk that refuses is no
-    reason to stop a run: what cannot be removed stays.
+    """Removes the oldest checkpoints beyond `limit`, never the newest complete one nor `keep`. Deletion errors are
+    ignored.
     """
     if not limit or limit < 1:
         return
     found = checkpoints(run_dir)
-    sealed = [path for path in found if (path / SEAL).is_file()]
-    needed = {path.resolve() for path in sealed[-1:]} | ({Path(keep).resolve()} if keep else set())
+    complete = [path for path in found if (path / MANIFEST).is_file()]
+    needed = {path.resolve() for path in complete[-1:]} | ({Path(keep).resolve()} if keep else set())
     for path in found[: max(0, len(found) - limit)]:
         if path.resolve() not in needed:
             with suppress(OSError):
-                (path / SEAL).unlink(missing_ok=True)  # first, so that a half-removed folder is no checkpoint
+                (path / MANIFEST).unlink(missing_ok=True)  # first: a folder that is removed in part is not a checkpoint
                 shutil.rmtree(path)
 
 
@@ -119,7 +120,7 @@ def prune(run_dir: str | Path, limit: int | None, keep: str | None) -> None:
 def explained(folder: Path, num_bytes: int) -> Iterator[None]:
     """Turns the errors of a failed save into a `CheckpointError`.
 
-    num_bytes: what the checkpoint takes, for the message.
+    num_bytes: size of the checkpoint, for the message.
     """
     try:
         yield
@@ -142,7 +143,7 @@ def write_atomically(path: Path, text: str) -> None:
     _flush_folder(path.parent)
 
 
-def _write_seal(folder: Path, facts: dict[str, Any]) -> None:
+def _write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     paths = _files(folder)
     for path in paths:
         _check_readable(path)
@@ -151,11 +152,11 @@ def _write_seal(folder: Path, facts: dict[str, Any]) -> None:
         files = {path.relative_to(folder).as_posix(): each for path, each in zip(paths, identities, strict=True)}
     for parent in {path.parent for path in paths}:
         _flush_folder(parent)
-    write_atomically(folder / SEAL, json.dumps({"format": _FORMAT, **facts, "files": files}, indent=1))
+    write_atomically(folder / MANIFEST, json.dumps({"format": _FORMAT, **facts, "files": files}, indent=1))
 
 
 def _check_readable(path: Path) -> None:
-    """A file that was just written, as a reader will find it."""
+    """Raises `CheckpointError` if a file that was just written does not read back."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="numpy") as stream:
@@ -169,29 +170,33 @@ def _check_readable(path: Path) -> None:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_seal(checkpoint: Path) -> dict[str, Any]:
-    """What the checkpoint says of its run, after all of its files were compared with the seal.
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, after all of its files were compared with it.
 
     Raises:
-        CheckpointError: no checkpoint, one that was not finished, or a file that is missing, damaged, pickled or
-            outside the checkpoint; names it.
+        CheckpointError: no checkpoint, an unfinished one, or a file that is missing, damaged, pickled or outside the
+            checkpoint; names it.
     """
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: no such checkpoint.")
     try:
-        seal = json.loads((checkpoint / SEAL).read_text(encoding="utf-8"))
-        files = dict(seal["files"])
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        files = dict(manifest["files"])
     except FileNotFoundError:
-        raise CheckpointError(f"{checkpoint}: incomplete (no {SEAL}); the run stopped while it was written.") from None
+        raise CheckpointError(
+            f"{checkpoint}: incomplete (no {MANIFEST}); the run stopped while it was written."
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint / SEAL}: damaged ({error}).") from None
-    if seal.get("format") != _FORMAT:
-        raise CheckpointError(f"{checkpoint / SEAL}: format {seal.get('format')!r}; this treewise reads {_FORMAT}.")
+        raise CheckpointError(f"{checkpoint / MANIFEST}: damaged ({error}).") from None
+    if manifest.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{checkpoint / MANIFEST}: format {manifest.get('format')!r}; this treewise reads {_FORMAT}."
+        )
     root = checkpoint.resolve()
     for name, expected in files.items():
         path = checkpoint / name
         if not path.resolve().is_relative_to(root) or path.is_symlink():
-            raise CheckpointError(f"{checkpoint / SEAL}: names {name!r}, which is not a file of the checkpoint.")
+            raise CheckpointError(f"{checkpoint / MANIFEST}: names {name!r}, which is not a file of the checkpoint.")
         if not path.is_file():
             raise CheckpointError(f"{path}: missing from the checkpoint.")
         if path.stat().st_size != expected["bytes"] or _identity(path) != expected:
@@ -199,7 +204,7 @@ def read_seal(checkpoint: Path) -> dict[str, Any]:
     for path in _files(checkpoint):
         if path.suffix in _PICKLED:
             raise CheckpointError(f"{path}: pickled files are never read from a checkpoint, and treewise writes none.")
-    return dict(seal)
+    return dict(manifest)
 
 
 def newest(run_dir: str | Path) -> tuple[Path | None, list[str]]:
@@ -207,7 +212,7 @@ def newest(run_dir: str | Path) -> tuple[Path | None, list[str]]:
     passed_over = []
     for checkpoint in reversed(checkpoints(run_dir)):
         try:
-            read_seal(checkpoint)
+            read_manifest(checkpoint)
         except CheckpointError as error:
             passed_over.append(str(error))
         else:
@@ -215,15 +220,15 @@ def newest(run_dir: str | Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def check_same_run(checkpoint: Path, seal: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Raises unless the steps after this checkpoint would train what an uninterrupted run had trained.
+def check_same_run(checkpoint: Path, manifest: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Checks that the steps after this checkpoint train the trees that an uninterrupted run would.
 
     Raises:
         CheckpointError: other data (both fingerprints are named), another model, another seed or another number of
             trees per step.
     """
     for name, now in facts.items():
-        then = seal.get(name)
+        then = manifest.get(name)
         if then == now:
             continue
         if name == "data":
@@ -246,7 +251,7 @@ def check_same_run(checkpoint: Path, seal: dict[str, Any], facts: dict[str, Any]
 
 def _files(checkpoint: Path) -> list[Path]:
     found = sorted(path for path in checkpoint.rglob("*") if path.is_file() or path.is_symlink())
-    return [path for path in found if path != checkpoint / SEAL]
+    return [path for path in found if path != checkpoint / MANIFEST]
 
 
 def _identity(path: Path, flush: bool = False) -> dict[str, Any]:

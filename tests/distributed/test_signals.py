@@ -1,0 +1,103 @@
+"""Signals of a run, and workers whose launcher is gone."""
+
+import os
+import signal
+import threading
+from itertools import chain, repeat
+
+import pytest
+
+from tests.trainer.helpers import in_child
+from treewise.distributed import signals as module
+from treewise.distributed.signals import SIGNALS, StepAbandoned, StopSignals
+
+PARENT, OTHER = 4711, 1
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+
+
+def wait_for(condition, seconds):
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return True
+        threading.Event().wait(0.01)
+    return False
+
+
+def is_watching():
+    return any(each.name == "treewise-launcher" for each in threading.enumerate())
+
+
+def adopted(monkeypatch):
+    """The launcher is there once, then it is gone."""
+    parents = chain([PARENT], repeat(OTHER))
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_abandons_computing_and_nothing_else(number):
+    with StopSignals(may_abandon=True) as signals:
+        os.kill(os.getpid(), number)  # outside of computing: noted
+        assert signals.received == number
+        with pytest.raises(StepAbandoned), signals.computing():
+            raise AssertionError("computed although a signal was received")
+    with StopSignals(may_abandon=True) as signals, pytest.raises(StepAbandoned), signals.computing():
+        os.kill(os.getpid(), number)
+
+
+def test_where_steps_may_not_be_abandoned_they_are_finished():
+    with StopSignals(may_abandon=False) as signals:
+        with signals.computing():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+
+
+def test_handlers_are_restored_and_a_signal_is_forgotten_by_the_next_run():
+    before = [signal.getsignal(each) for each in SIGNALS]
+    signals = StopSignals(may_abandon=False)
+    with signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert before == [signal.getsignal(each) for each in SIGNALS]
+    with signals:
+        assert signals.received is None
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    def twice():
+        with StopSignals(may_abandon=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    _, status = os.waitpid(in_child(twice), 0)
+    assert os.WEXITSTATUS(status) == 128 + signal.SIGTERM
+
+
+def test_a_process_whose_launcher_is_gone_sends_itself_a_signal(launched, monkeypatch, capfd):
+    adopted(monkeypatch)
+    with StopSignals(may_abandon=False) as signals:
+        assert wait_for(lambda: signals.received == signal.SIGTERM, 10)
+    assert f"the launcher of this process ({PARENT}) is gone" in capfd.readouterr().err
+
+
+def test_a_process_that_has_a_signal_already_gets_no_second_one(launched, monkeypatch, capfd):
+    monkeypatch.setattr(os, "getppid", lambda: PARENT)
+    with StopSignals(may_abandon=False) as signals:
+        signals.received = signal.SIGINT  # a second signal would end this process here
+        monkeypatch.setattr(os, "getppid", lambda: OTHER)
+        assert wait_for(lambda: not is_watching(), 10)
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("has_launcher", [True, False])
+def test_other_processes_are_left_alone(launched, monkeypatch, has_launcher):
+    if not has_launcher:  # the shell that started a process may end before it
+        adopted(monkeypatch)
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    with StopSignals(may_abandon=False) as signals:
+        assert is_watching() == has_launcher
+        assert not wait_for(lambda: signals.received, 0.1)
+    assert wait_for(lambda: not is_watching(), 10)
