@@ -3,7 +3,7 @@
 #   make demo     fine-tune a real model on real trees of trajectories, flat and tree side by side
 #   make test     everything that must hold before a commit: `make check`, then the tests
 #   make quick    `make check`, then the fast tests with few random examples: within a minute on two cores
-#   make check    lint, format, spelling, types, import layers
+#   make check    lint, format, spelling, banned words, types, import layers
 #   make bench    treewise against flat training and tree rows on this machine's CPU, about six minutes
 #   make bench-check   the same, held against the committed results by ratio
 #   make bench-real    the same on real trees, with SmolLM2
@@ -60,6 +60,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check $(PATHS_TO_CHECK)
 	$(BIN)/ruff format --check $(PATHS_TO_CHECK)
 	$(BIN)/codespell --quiet-level 2 $(PATHS_TO_CHECK) $(wildcard *.md)
+	$(BIN)/python tests/documents/words.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 

@@ -8,7 +8,7 @@ from treewise import Forest, Trajectory
 from treewise.engine.budget import gateway_token_bytes
 from treewise.nn.attention import Gateway, TreeContext, TreeMask
 from treewise.nn.flops import flop_model, gateway_bytes
-from treewise.nn.model import decoder_rows, take_apart
+from treewise.nn.model import run_decoder, split_model
 from treewise.nn.recurrent import TreeRows
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
@@ -35,11 +35,11 @@ FAMILIES = [
 def test_bytes_are_those_of_a_real_gateway(family: str) -> None:
     """The budget and the FLOP model once had formulas of their own: 96 and 32 values for this Qwen3-Next."""
     model = tiny_model(family)
-    parts, run = take_apart(model), plan(Forest.from_trajectories([Trajectory(np.full(2, 5))]), 1, hold="never")
+    parts, run = split_model(model), plan(Forest.from_trajectories([Trajectory(np.full(2, 5))]), 1, hold="never")
     layout, gateway = lay_out(run, 0), Gateway()
     context = TreeContext(TreeMask.from_layout(layout), "reference", writes=gateway, rows=TreeRows(run, 0, layout))
     with torch.no_grad():
-        decoder_rows(parts, layout.token_ids, layout.depth, context)
+        run_decoder(parts, layout.token_ids, layout.depth, context)
     num_values = sum(each.numel() for kept in (gateway.keys, gateway.values) for each in kept.values())
     assert flop_model(model).gateway_values == num_values // layout.num_tokens
     assert gateway_token_bytes(parts) == max(1, (4 + 4) * num_values // layout.num_tokens)

@@ -54,7 +54,7 @@ def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]
 
 
 def _check_unique(node: yaml.Node, path: Path, name: str) -> None:
-    """Mappings inside of mappings; PyYAML would take the last of several equal keys without a word."""
+    """Mappings inside of mappings; PyYAML would take the last of several equal keys silently."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else ()
     keys: set[str] = set()
     for key_node, value_node in pairs:

@@ -2,7 +2,7 @@
 
 Collectives do not: a process that waits for a dead one waits until their timeout, ten minutes or more. So every
 process holds a connection to rank 0, watched by a thread. A process that fails sends its reason first; one that is
-killed closes its connection without a word. Rank 0 tells the others. Each then has a moment to end by an error of its
+killed closes its connection silently. Rank 0 tells the others. Each then has a moment to end by an error of its
 own, and is ended if it does not.
 
 A process that hangs closes nothing. There a collective does end by its timeout (`ddp_timeout`), and the connections

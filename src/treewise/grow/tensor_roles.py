@@ -40,7 +40,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorRole:
-    """What growth needs to know of a tensor.
+    """What growth needs of a tensor.
 
     Attributes:
         role: its shape class.

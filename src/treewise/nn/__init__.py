@@ -1,1 +1,1 @@
-"""A transformers model on a tree: attention, recurrent layers, head, router losses. Knows nothing of data files."""
+"""A transformers model on a tree: attention, recurrent layers, head, router losses. Does not import `data`."""

@@ -111,7 +111,7 @@ class SuccessBook:
         return self.success(task) if counts is None else counts[0] / sum(counts)
 
     def signals(self, task: str, tree: RolloutTree, vocab_size: int | None = None, points: str = "turns") -> Signals:
-        """What a branching policy may know of a tree that grows: the task, and the branch points met before.
+        """What a branching policy gets of a growing tree: the task, and the branch points met before.
 
         The book must not have observed the tree's own rollouts: `lcr` counts these itself.
 
