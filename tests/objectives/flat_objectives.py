@@ -111,6 +111,23 @@ def over_rollouts(values: torch.Tensor, items: Sequence[Trajectory], is_mean: bo
     return result
 
 
+def over_turns(values: torch.Tensor, items: Sequence[Trajectory]) -> torch.Tensor:
+    """[N, L] the mean of a turn's tokens, at each of its tokens: a turn is a run of trained tokens of a row."""
+    result = torch.zeros_like(values)
+    for row, item in enumerate(items):
+        at = 0
+        while at < len(item):
+            end = at
+            while end < len(item) and item.loss_weights[end] > 0:
+                end += 1
+            if end > at:
+                places = torch.zeros_like(values)
+                places[row, at:end] = 1
+                result = result + places * values[row, at:end].mean()
+            at = end + 1
+    return result
+
+
 def policy_loss(rows: Rows, items: Sequence[Trajectory], settings) -> torch.Tensor:
     logp = rows.logprobs
     has_old = items[0].old_logprobs is not None
@@ -119,6 +136,8 @@ def policy_loss(rows: Rows, items: Sequence[Trajectory], settings) -> torch.Tens
     log_ratio = logp - old
     if settings.ratio_level == "sequence":
         log_ratio = over_rollouts(log_ratio, items, is_mean=True)
+    if settings.ratio_level == "turn":
+        log_ratio = over_turns(log_ratio, items)
     ratio = torch.exp(log_ratio)
     if settings.surrogate == "reinforce":
         losses = -advantages * logp

@@ -38,6 +38,11 @@ POLICY = {
         clip_low=0.2, clip_high=0.2, beta=0.1, entropy_coefficient=0.1, sampler_correction="truncate", weighting="once"
     ),
     "cispo": tw.CISPO(max_ratio=1.1),
+    "turns": tw.GRPO(ratio_level="turn", clip_low=0.05, clip_high=0.1),
+    "turns, cispo": tw.CISPO(
+        ratio_level="turn", max_ratio=1.05, weighting="per_rollout", sampler_correction="truncate"
+    ),
+    "turns with all": tw.DAPO(ratio_level="turn", dual_clip=1.5, beta=0.1, entropy_coefficient=0.1, weighting="once"),
 }
 DISTILLATION = {
     "ignore": Distillation(tail="ignore"),

@@ -82,8 +82,8 @@ def test_separability_is_as_declared(objective: Objective, with_old: bool) -> No
         leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
         parts = {name: value[chosen] for name, value in leaves.items()}
         given = {name: value[chosen] for name, value in streams.items()}
-        if "sequence" in given:
-            given["sequence"] = torch.unique(given["sequence"], return_inverse=True)[1]
+        for name in {"sequence", "turn"} & set(given):
+            given[name] = torch.unique(given[name], return_inverse=True)[1]
         loss = objective.token_losses(parts, given).sum()
         return torch.stack(torch.autograd.grad(loss, list(leaves.values())))
 
@@ -107,6 +107,9 @@ def test_which_are_separable() -> None:
         "gspo with all": [False, False],
         "ppo sequence weights": [True, False],
         "dapo": [True, False],  # with sequence weights in this table
+        "turns": [False, False],
+        "turns, cispo": [False, True],  # on policy its weight is 1
+        "turns with all": [False, False],
     }
 
 
@@ -165,6 +168,31 @@ def test_a_rollout_reaches_across_the_forests_of_one_call(name: str) -> None:
     assert with_one_each > objective.denominator(Forest.concatenate(forests))  # which is why one call has to see them
 
 
+def test_rows_of_a_rollout_may_lie_apart_where_ratios_are_of_turns() -> None:
+    items = with_rollout_weights(sample())
+    objective = tw.DAPO(ratio_level="turn", clip_low=0.05, clip_high=0.1)
+    loss, gradient, _ = step([items], objective)
+    parted, summed, _ = step([[item] for item in items], objective, 5)
+    assert parted == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert gradient_error(summed, gradient) < 1e-5
+
+
+def test_turn_ratios_are_those_of_one_row_per_turn_and_of_one_turn_per_rollout() -> None:
+    """With one turn in each rollout the ratio is GSPO's; with one token in each turn, that of tokens."""
+    items = sample()
+    one_turn = [
+        replace(item, loss_weights=np.where(np.arange(len(item)) >= len(item) - 3, 1.0, 0.0), rollout=None)
+        for item in items
+    ]
+    options = {"clip_low": 0.05, "clip_high": 0.1, "normalization": "rollout_mean"}
+    alternating = [replace(item, loss_weights=np.arange(len(item)) % 2) for item in items]
+    for rows, level in ((one_turn, "sequence"), (alternating, "token")):
+        loss, gradient, _ = step([rows], PolicyGradient(ratio_level=level, **options))
+        found, by_turn, _ = step([rows], PolicyGradient(ratio_level="turn", **options))
+        assert found == pytest.approx(loss, rel=1e-6, abs=1e-7)
+        assert gradient_error(by_turn, gradient) < 1e-5
+
+
 def test_parts_of_a_rollout_are_refused_where_all_of_it_is_needed() -> None:
     items = with_rollout_weights([Trajectory([1, 2, 3], advantages=1.0, group="g", rollout=5)] * 2)
     part = Forest.from_trajectories(items[:1])
@@ -176,7 +204,7 @@ def test_parts_of_a_rollout_are_refused_where_all_of_it_is_needed() -> None:
 
 @settings(max_examples=5)
 @given(items=rollout_lists(), seed=st.integers(0, MAX_SEED))
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "gspo with all", "reinforce truncated"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "gspo with all", "reinforce truncated", "turns"])
 def test_cutting_rollouts_into_rows_changes_neither_loss_nor_gradient(name: str, items, seed: int) -> None:
     rng = np.random.default_rng(seed)
     with torch.no_grad():
@@ -213,6 +241,18 @@ def test_per_rollout_weighting_makes_overlapping_rows_count_once() -> None:
         found = step([overlapping], make(weighting="per_rollout"))
         assert found[0] == pytest.approx(loss, rel=1e-6, abs=1e-7)
         assert gradient_error(found[1], gradient) < 1e-5
+
+
+def test_turns_that_rows_of_a_rollout_repeat_count_once() -> None:
+    """The first turn stands in a row of its own and in the one that holds all."""
+    options = {"advantages": 1.0, "group": "a", "rollout": 1}
+    whole = Trajectory([1, 2, 3, 9, 4], [0, 1, 1, 0, 1], old_logprobs=[0, -4.1, -4, 0, -4.2], **options)
+    first = Trajectory([1, 2, 3], [0, 1, 1], old_logprobs=[0, -4.1, -4], **options)
+    objective = tw.GRPO(ratio_level="turn", weighting="per_rollout", clip_low=None, clip_high=9.0)
+    loss, gradient, _ = step([[whole]], objective)
+    found = step([[first, whole]], objective)
+    assert found[0] == pytest.approx(loss, rel=1e-6)
+    assert gradient_error(found[1], gradient) < 1e-5
 
 
 def test_advantages_of_nodes_are_those_of_their_tokens() -> None:
@@ -374,6 +414,9 @@ BAD_SETTINGS = [
     ("grpo", {"betta": 1}, "unknown setting 'betta' of objective 'grpo'. Did you mean 'beta'"),
     ("reinforce", {"surrogate": "clip"}, "objective 'reinforce' determines surrogate; leave it out"),
     ("reinforce", {"ratio_level": "sequence"}, "has no ratio"),
+    ("reinforce", {"ratio_level": "turn"}, "has no ratio"),
+    ("grpo", {"ratio_level": "turns"}, "ratio_level='turns'"),
+    ("grpo", {"sampler_level": "turn"}, "sampler_level='turn'"),
     ("cispo", {"max_ratio": 0}, "max_ratio=0"),
     ("dr_grpo", {}, "'dr_grpo' needs max_length"),
     ("dr_grpo", {"max_length": 0}, "constant=0 must be positive"),

@@ -26,6 +26,7 @@ from treewise.tree.trajectory import Trajectory
 
 SURROGATES = ("clip", "reinforce", "cispo")
 LEVELS = ("token", "sequence")
+RATIO_LEVELS = ("token", "turn", "sequence")
 CORRECTIONS = ("truncate", "mask")
 
 
@@ -41,7 +42,8 @@ class PolicyGradient:
     Parameters:
         surrogate: L. `clip`: PPO's clipped one; `reinforce`: `-A log p`; `cispo`: `-sg(min(r, max_ratio)) A log p`.
         ratio_level: `token`: `r = exp(log p - old)`; `sequence`: one ratio for a rollout, the exponential of the mean
-            of these differences over its trained tokens (GSPO).
+            of these differences over its trained tokens (GSPO); `turn`: one for each turn, a maximal run of trained
+            tokens of a trajectory (AT2PO, arXiv 2601.04767).
         clip_low, clip_high: r is clipped to `[1 - clip_low, 1 + clip_high]`; None leaves a side open.
         dual_clip: for A < 0, L is at most `-dual_clip A`; above `1 + clip_high`, commonly 3.
         max_ratio: of `cispo`.
@@ -84,7 +86,7 @@ class PolicyGradient:
     def __post_init__(self) -> None:
         for name, choices in (
             ("surrogate", SURROGATES),
-            ("ratio_level", LEVELS),
+            ("ratio_level", RATIO_LEVELS),
             ("kl", formulas.KL_ESTIMATORS),
             ("sampler_correction", (None, *CORRECTIONS)),
             ("sampler_level", LEVELS),
@@ -105,8 +107,8 @@ class PolicyGradient:
             raise ConfigError("surrogate='cispo' and max_ratio=<the largest weight> go together.")
         if self.max_ratio is not None and not self.max_ratio > 0:
             raise ConfigError(f"max_ratio={self.max_ratio} must be positive.")
-        if self.ratio_level == "sequence" and self.surrogate == "reinforce":
-            raise ConfigError("surrogate='reinforce' has no ratio, so ratio_level='sequence' means nothing.")
+        if self.ratio_level != "token" and self.surrogate == "reinforce":
+            raise ConfigError(f"surrogate='reinforce' has no ratio, so ratio_level={self.ratio_level!r} means nothing.")
         if self.sampler_correction is not None and self.sampler_min is None and self.sampler_max is None:
             raise ConfigError("sampler_correction needs sampler_min or sampler_max.")
         if self.sampler_min is not None and self.sampler_max is not None and self.sampler_min >= self.sampler_max:
@@ -128,10 +130,12 @@ class PolicyGradient:
         return ("log_probs", "entropy") if self.entropy_coefficient or self.measure_entropy else ("log_probs",)
 
     def is_separable(self, forest: Forest) -> bool:
-        """Not with ratios of whole sequences; nor with weights of whole sequences that start from the current
-        log-probs, because no `old_logprobs` are given.
+        """Not with ratios of whole sequences or turns, but for CISPO's on policy, which are 1; nor with weights of
+        whole sequences that start from the current log-probs, because no `old_logprobs` are given.
         """
-        return self.ratio_level == "token" and not self._needs_current_sequence_weights(forest)
+        is_weight_one = self.surrogate == "cispo" and not _is_given(forest, "old_logprobs")
+        by_token = self.ratio_level == "token" or is_weight_one
+        return by_token and not self._needs_current_sequence_weights(forest)
 
     def denominator(self, forest: Forest) -> float:
         return denominator(forest, self.weighting, self.normalization, self.constant)
@@ -156,6 +160,9 @@ class PolicyGradient:
         streams = {name: stream[trained] for name, stream in streams.items()}
         if self.has_sequence_ratios:
             streams |= self._sequence_streams(forest, trained, streams)
+        if self.ratio_level == "turn":
+            turn = _turn_of_tokens(forest)[trained]
+            streams |= {"turn": turn, "mean_of_turn": 1.0 / np.bincount(turn)[turn]}
         return Terms(forest.path_index[trained], streams, weight=float(plain_F.sum()))
 
     def token_losses(self, values: Values, streams: Streams) -> Float[Tensor, " P"]:
@@ -207,9 +214,13 @@ class PolicyGradient:
         return formulas.clipped_surrogate(ratios, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
     def _ratios(self, logprobs: torch.Tensor, streams: Streams) -> torch.Tensor:
+        if self.surrogate == "cispo" and "old_logprobs" not in streams:
+            return torch.ones_like(logprobs)  # no sum over other terms: the loss is separable then
         differences = logprobs - streams.get("old_logprobs", logprobs.detach())
         if self.ratio_level == "sequence":
             differences = formulas.sums_over(streams["sequence"], streams["mean_fraction"] * differences)
+        elif self.ratio_level == "turn":
+            differences = formulas.sums_over(streams["turn"], streams["mean_of_turn"] * differences)
         return torch.exp(differences)
 
     def _is_clipped(self, ratios: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
@@ -278,6 +289,16 @@ def logprob_gap(trajectories: Sequence[Trajectory], stream: str = "old_logprobs"
     if not weight:
         raise DataError("no trajectory given, so there is no gap to measure.")
     return total / weight
+
+
+def _turn_of_tokens(forest: Forest) -> np.ndarray:
+    """[F] int64, the number of the turn that each trained flat token belongs to; of others that of the turn before.
+
+    No turn spans two trajectories, because a first token is never trained.
+    """
+    is_trained = forest.flat_stream("loss_weights") > 0
+    is_start = is_trained & ~np.concatenate([[False], is_trained[:-1]])
+    return np.cumsum(is_start) - 1
 
 
 def _is_given(forest: Forest, name: str) -> bool:
