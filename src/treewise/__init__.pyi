@@ -7,7 +7,9 @@ from treewise.errors import LostRankError as LostRankError
 from treewise.errors import NonFiniteError as NonFiniteError
 from treewise.errors import OutOfMemoryError as OutOfMemoryError
 from treewise.errors import PlanError as PlanError
+from treewise.errors import SamplerError as SamplerError
 from treewise.errors import StoppedError as StoppedError
+from treewise.errors import TaskError as TaskError
 from treewise.errors import TreewiseError as TreewiseError
 from treewise.errors import UnsupportedModelError as UnsupportedModelError
 from treewise.errors import VerificationError as VerificationError

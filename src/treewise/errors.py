@@ -50,6 +50,14 @@ class LostRankError(TreewiseError, RuntimeError):
     exit_code: int = 3
 
 
+class SamplerError(TreewiseError, ConnectionError):
+    """A server that continues token ids does not answer, or answers what cannot be trained on."""
+
+
+class TaskError(TreewiseError, RuntimeError):
+    """A reward function or environment that failed, or an episode that cannot be brought back to an earlier turn."""
+
+
 class StoppedError(TreewiseError, InterruptedError):
     """A run that a signal ended, after it was saved. `exit_code` is 128 plus the signal's number, as shells have it."""
 

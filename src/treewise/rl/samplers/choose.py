@@ -1,6 +1,7 @@
 """Which stepper samples from a model: the fastest whose logits equal a plain forward's, measured on the model."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,15 +22,18 @@ STEPPERS: dict[str, Any] = {
 }
 
 
-def choose_stepper(model: nn.Module, method: str = "auto") -> type[Stepper]:
+def choose_stepper(model: nn.Module, method: str = "auto", token_ids: Sequence[int] = ()) -> type[Stepper]:
     """The class to sample with.
+
+    Parameters:
+        token_ids: ids that the model has seen; on others, two correct computations in bfloat16 may differ widely.
 
     Raises:
         UnsupportedModelError: the method that was asked for does not give the model's logits.
     """
     reasons: list[str] = []
     for name in STEPPERS if method == "auto" else [method]:
-        reason = why_not(model, name)
+        reason = why_not(model, name, token_ids)
         if reason is None:
             skipped = f" ({'; '.join(reasons)})" if reasons else ""
             logger.info("sampling from %s with %s%s", type(model).__name__, name, skipped)
@@ -40,7 +44,7 @@ def choose_stepper(model: nn.Module, method: str = "auto") -> type[Stepper]:
     )
 
 
-def why_not(model: nn.Module, name: str) -> str | None:
+def why_not(model: nn.Module, name: str, token_ids: Sequence[int] = ()) -> str | None:
     """The reason why a model cannot be sampled from in this way; None where it can."""
     if name == "recompute":
         return None
@@ -50,7 +54,7 @@ def why_not(model: nn.Module, name: str) -> str | None:
         if name == "shared_prefix" and not is_attention_only(model):
             return "it has layers with a recurrent state"
         stepper = STEPPERS[name](model)
-        gap, scale = _difference(stepper, Recompute(model), model)
+        gap, scale = _difference(stepper, Recompute(model), model, token_ids)
     except Exception as error:  # models are programs of their own; the next way is tried, and the reason logged
         return f"{type(error).__name__}: {error}"
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
@@ -71,11 +75,14 @@ def _other_windows(stepper: Any, model: nn.Module) -> str | None:
     return None
 
 
-def _difference(stepper: Stepper, reference: Stepper, model: nn.Module) -> tuple[float, float]:
+def _difference(
+    stepper: Stepper, reference: Stepper, model: nn.Module, token_ids: Sequence[int]
+) -> tuple[float, float]:
     """Largest difference of logits over a few steps of two groups, and the largest logit."""
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (6 + 4 * NUM_STEPS,), generator=draw).tolist()
+    num = 6 + 4 * NUM_STEPS
+    ids = [*token_ids[:num], *torch.randint(0, vocabulary, (num,), generator=draw).tolist()][:num]
     short = 6 if stepper.needs_equal_lengths else 4
     prefixes = [tuple(ids[:6]), tuple([*ids[:3], *ids[4:7]][:short])]
     counts = [2, 2]

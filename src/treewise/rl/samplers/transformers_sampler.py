@@ -86,7 +86,8 @@ class TransformersSampler:
         ]
         with sampling_mode(self.model):
             if self._stepper is None:
-                self._stepper = choose_stepper(self.model, self.method)
+                known = [token for request in requests for token in dict.fromkeys(request.prefix_ids)]
+                self._stepper = choose_stepper(self.model, self.method, known)
             for batch in self._batches(rows):
                 self._run(batch)
         results: list[list[Completion]] = [[] for _ in requests]

@@ -1,0 +1,29 @@
+"""Tasks: prompts and rewards of one turn, and environments of several."""
+
+from treewise.rl.tasks.chat_tokens import ChatTokens
+from treewise.rl.tasks.environment import EnvironmentTask
+from treewise.rl.tasks.episode import Episode, start_episode
+from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TaskItem, TurnTask
+from treewise.rl.tasks.rewards import RewardFailure, RewardRunner
+from treewise.rl.tasks.single_turn import ReasoningGymTask, RowsTask, SumTask, math_reward
+from treewise.rl.tasks.small_environments import GuessNumber, KeyAndDoor
+
+__all__ = [
+    "ChatTokens",
+    "EnvironmentTask",
+    "Episode",
+    "GuessNumber",
+    "KeyAndDoor",
+    "ReasoningGymTask",
+    "RewardFailure",
+    "RewardRequest",
+    "RewardRunner",
+    "RowsTask",
+    "SingleTurnTask",
+    "SumTask",
+    "Task",
+    "TaskItem",
+    "TurnTask",
+    "math_reward",
+    "start_episode",
+]

@@ -1,0 +1,94 @@
+"""Chat messages as token ids, and observations as the ids that follow a sampled turn, which is never tokenised again.
+
+What a template writes between a turn and the next is found with a mark instead of the turn's text: the rendered
+conversation is cut behind the mark and the end-of-turn token, and only that tail is tokenised. Where a template does
+not keep what stands before the turn as the model saw it, the tail would follow a history that never was: refused.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from treewise.data.render.piece_tokenizer import Encoder, joined
+from treewise.data.render.template import MARK, Template
+from treewise.errors import DataError
+from treewise.rl.tasks.protocol import Message
+
+Tools = list[dict[str, Any]] | None
+
+
+class ChatTokens:
+    """A tokenizer and its chat template (or another: a text, a file, or `chatml`)."""
+
+    def __init__(
+        self, tokenizer: Any, chat_template: str | None = None, template_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer)
+        self.template = Template(self.encoder, chat_template, dict(template_kwargs or {}))
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools = None, location: str = "prompt") -> tuple[int, ...]:
+        """The ids that the model sees: the messages and the header of its turn.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        text = self.template.render([list(messages)], tools, location, generation=True)[0]
+        return tuple(joined(self.encoder.encode([text])[0]).tolist())
+
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a turn: the template's end-of-turn token, and the tokenizer's eos."""
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
+        whole = self.template.render([talk], None, "chat template", generation=False)[0]
+        tail = whole.partition(MARK)[2]
+        found = self.encoder.end_of_turn(tail)
+        ids = self.encoder.encode_continuations([tail[found[0] : found[1]].strip()])[0].tolist() if found else []
+        eos = self.tokenizer.eos_token_id
+        ids = ids if len(ids) == 1 else []
+        return tuple(dict.fromkeys([*ids, *([eos] if eos is not None else [])]))
+
+    def answer_ids(
+        self,
+        history: Sequence[Message],
+        text: str,
+        end_id: int,
+        answers: Sequence[Message],
+        tools: Tools,
+        location: str,
+    ) -> np.ndarray:
+        """int32 ids that the template writes after a sampled turn, through the header of the next turn.
+
+        Parameters:
+            history: what stood before the turn; sampled turns in it may hold any text.
+        text: what was sampled, without the token that ended it.
+            end_id: the id that ended the turn.
+            answers: the messages that follow it.
+
+        Raises:
+            DataError: the template rewrites what stands before, or writes no end of turn.
+        """
+        before = self.template.render([list(history)], tools, location, generation=True)[0]
+        turn: Message = {"role": "assistant", "content": MARK}
+        whole = self.template.render([[*history, turn, *answers]], tools, location, generation=True)[0]
+        head, mark, tail = whole.partition(MARK)
+        real = self.template.render(
+            [[*history, {**turn, "content": text}, *answers]], tools, location, generation=True
+        )[0]
+        is_kept = _packed(text) in _packed(real[len(before) :])  # templates may move white space
+        if not mark or not head.startswith(before) or not is_kept:
+            raise DataError(
+                f"{location}: the chat template rewrites what stands before a turn once messages follow it, so the "
+                "tokens of an episode would not be those that the model saw; take another chat_template, as 'chatml'."
+            )
+        end = self.tokenizer.decode([end_id], skip_special_tokens=False)
+        _, found, rest = tail.partition(end)
+        if not found:
+            raise DataError(
+                f"{location}: the chat template writes no {end!r} after a turn, which is where the turn ended."
+            )
+        return self.encoder.encode_continuations([rest])[0].astype(np.int32)
+
+
+def _packed(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,192 @@
+"""Environments of TRL's form, and bringing their state back to an earlier turn.
+
+An environment is an object with `reset(**columns)` (which may return a text that joins the prompt), public methods that
+are tools, and `get_reward()`. Two things may be added: an attribute `done`, which ends the episode, and `fork()`, which
+returns an independent copy. Without `fork` a deep copy is made. Where that fails, or the class sets
+`can_be_copied = False` (it holds a session elsewhere), an episode is played again from its start and every
+observation is held to the recorded one by its hash.
+"""
+
+import asyncio
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from treewise.errors import ConfigError, TaskError
+from treewise.rl.tasks.protocol import Split, TaskItem
+from treewise.rl.tasks.tool_calls import ToolCall
+
+NOT_TOOLS = ("reset", "get_reward", "fork")
+StateMethod = Literal["auto", "fork", "deepcopy", "replay"]
+
+
+@dataclass(slots=True)
+class EnvironmentTask:
+    """A task of turns from an `environment_factory`.
+
+    Parameters:
+        factory: makes an environment.
+        rows: columns for `reset`, with an optional `prompt`; one endless row with `seed` where None.
+        prompt: of rows without one.
+        text_tool: a tool that gets the whole text of a turn, for models too small to write tool calls; observations
+            then come as user messages.
+        held_out: the share of rows, taken from the end, that is never practised.
+    """
+
+    factory: Callable[[], Any]
+    name: str = "environment"
+    rows: Sequence[Mapping[str, Any]] | None = None
+    prompt: str = "Use the tools."
+    max_turns: int = 8
+    text_tool: str | None = None
+    held_out: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1:
+            raise ConfigError(f"{self.name}: max_turns is {self.max_turns}; it must be at least 1.")
+        names = set(tools_of(self.factory()))
+        if not names:
+            raise ConfigError(f"{self.name}: the environment has no public method to use as a tool.")
+        if self.text_tool is not None and self.text_tool not in names:
+            raise ConfigError(f"{self.name}: text_tool {self.text_tool!r} is none of its tools {sorted(names)}.")
+
+    def num_items(self, split: Split) -> int | None:
+        """Rows of a split; None without rows."""
+        if self.rows is None:
+            return None
+        num = round(len(self.rows) * self.held_out)
+        return num if split == "held_out" else len(self.rows) - num
+
+    def item(self, split: Split, index: int) -> TaskItem:
+        """See `TurnTask`. Without rows, `reset` gets `seed`: even for training, odd for held-out items."""
+        if self.rows is None:
+            columns: Mapping[str, Any] = {"seed": 2 * index + (split == "held_out")}
+            key = f"{self.name}/{split}/{index}"
+        else:
+            size = self.num_items(split)
+            if not size:
+                raise ConfigError(f"{self.name}: no {split} rows of {len(self.rows)} with held_out={self.held_out}.")
+            number = index % size + (len(self.rows) - size if split == "held_out" else 0)
+            columns, key = self.rows[number], f"{self.name}/row {number}"
+        prompt = columns.get("prompt", self.prompt)
+        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
+        return TaskItem(key, messages, {k: v for k, v in columns.items() if k != "prompt"})
+
+    def environment(self) -> Any:
+        """A new environment, not yet reset."""
+        return self.factory()
+
+
+def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
+    """Public methods by name; `reset`, `get_reward` and `fork` are no tools."""
+    members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    return {name: getattr(environment, name) for name, _ in members if name[0] != "_" and name not in NOT_TOOLS}
+
+
+def tool_schemas(environment: Any, location: str) -> list[dict[str, Any]]:
+    """JSON schemas for the chat template.
+
+    Raises:
+        ConfigError: a tool lacks type hints or a docstring in Google's style.
+    """
+    from transformers.utils import get_json_schema
+
+    schemas = []
+    for name, tool in tools_of(environment).items():
+        try:
+            schemas.append(get_json_schema(tool))
+        except Exception as error:  # transformers has several kinds for this
+            raise ConfigError(f"{location}: tool {name!r} has no schema: {error}") from error
+    return schemas
+
+
+def reset(environment: Any, item: TaskItem) -> str | None:
+    """Starts an episode with those of the item's columns that `reset` takes; the text that joins the prompt."""
+    columns = {"prompt": list(item.prompt), **item.extra}
+    taken = inspect.signature(environment.reset).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+        columns = {name: value for name, value in columns.items() if name in taken}
+    result = awaited(environment.reset(**columns))
+    if result is not None and not isinstance(result, str):
+        raise TaskError(f"{item.key}: reset returned {type(result).__name__}; only text or None can join a prompt.")
+    return result
+
+
+def answer(environment: Any, call: ToolCall) -> str:
+    """What the environment says to one call; errors of a tool are told to the model, as TRL does."""
+    if call.problem is not None:
+        return str({"error": call.problem})
+    tool = tools_of(environment).get(call.name)
+    if tool is None:
+        return str({"error": f"Tool {call.name} not found."})
+    try:
+        return str(awaited(tool(**call.arguments)))
+    except Exception as error:  # a tool may raise anything; the model is told
+        return str({"error": str(error)})
+
+
+def awaited(result: Any) -> Any:
+    """The value of a result, which may be a coroutine."""
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def digest(text: str) -> str:
+    """The hash by which observations are compared."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """What happened in one turn. snapshot: the environment before it, where one could be made."""
+
+    calls: tuple[ToolCall, ...]
+    digests: tuple[str, ...]
+    snapshot: Any = field(default=None, repr=False)
+
+
+def state_method(environment: Any, wanted: StateMethod = "auto") -> StateMethod:
+    """How the state of this environment can be brought back."""
+    if wanted != "auto":
+        return wanted
+    if callable(getattr(environment, "fork", None)):
+        return "fork"
+    if getattr(environment, "can_be_copied", True) is False:
+        return "replay"
+    try:
+        copy.deepcopy(environment)
+    except Exception:  # locks, sockets, generators: each raises its own kind
+        return "replay"
+    return "deepcopy"
+
+
+def snapshot(environment: Any, method: StateMethod) -> Any:
+    """An independent copy; None where the method is replay."""
+    if method == "fork":
+        return environment.fork()
+    return copy.deepcopy(environment) if method == "deepcopy" else None
+
+
+def replayed(environment: Any, item: TaskItem, first: str | None, turns: Sequence[TurnRecord], episode: str) -> Any:
+    """A new environment after the recorded turns.
+
+    Parameters:
+        environment: a new one, not yet reset.
+        first: what `reset` returned at first.
+
+    Raises:
+        TaskError: an observation differs from the recorded one; names task, episode and turn.
+    """
+    if reset(environment, item) != first:
+        raise TaskError(f"{item.key}, episode {episode}: reset answers otherwise than before; it cannot be replayed.")
+    for turn, record in enumerate(turns):
+        for number, (call, expected) in enumerate(zip(record.calls, record.digests, strict=True)):
+            if digest(answer(environment, call)) != expected:
+                raise TaskError(
+                    f"{item.key}, episode {episode}, turn {turn}: call {number} ({call.name}) is answered otherwise "
+                    "than before, so this branch cannot start there; give the environment a fork(), or let it depend "
+                    "on its columns alone."
+                )
+    return environment

@@ -1,0 +1,215 @@
+"""An episode of several turns: token ids that only grow, the environment beside them, and branches from any turn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from treewise.errors import ConfigError
+from treewise.rl.tasks import environment as env
+from treewise.rl.tasks.chat_tokens import ChatTokens
+from treewise.rl.tasks.environment import EnvironmentTask, StateMethod, TurnRecord
+from treewise.rl.tasks.protocol import Message, TaskItem
+from treewise.rl.tasks.rewards import FailedCall, RewardFailure, RewardRunner, called
+from treewise.rl.tasks.tool_calls import ToolCall, parse_tool_calls
+
+EndReason = Literal["answered", "done", "max_turns", "length", "failed"]
+
+
+@dataclass(slots=True)
+class Episode:
+    """One episode, from `start_episode`.
+
+    token_ids: the prompt and all that followed; what the next turn is sampled from. sampled: for each of them, whether
+    the model sampled it; only these are trained, all others have weight 0. turn_starts: where each turn's sampled ids
+    begin. end_reason: None while it goes on.
+    """
+
+    task: EnvironmentTask
+    item: TaskItem
+    chat: ChatTokens
+    name: str
+    environment: Any
+    method: StateMethod
+    first: str | None
+    schemas: list[dict[str, Any]]
+    messages: list[Message]
+    token_ids: list[int]
+    sampled: list[bool]
+    timeout_seconds: float | None = 30.0
+    turn_starts: list[int] = field(default_factory=list)
+    records: list[TurnRecord] = field(default_factory=list)
+    end_reason: EndReason | None = None
+    failure: RewardFailure | None = None
+    num_branches: int = 0
+
+    @property
+    def num_turns(self) -> int:
+        """Turns that were sampled."""
+        return len(self.turn_starts)
+
+    def step(self, token_ids: Sequence[int], finish_reason: str) -> None:
+        """Takes a sampled turn, carries its calls out, and appends what the environment answers, or ends.
+
+        Raises:
+            ConfigError: the episode has ended.
+            DataError: the chat template cannot continue an episode; see `ChatTokens.answer_ids`.
+        """
+        if self.end_reason is not None:
+            raise ConfigError(f"{self.item.key}, episode {self.name} has ended ({self.end_reason}); branch it instead.")
+        ids = [int(i) for i in token_ids]
+        text, calls = self._calls(ids)
+        saved = self._saved()
+        self.turn_starts.append(len(self.token_ids))
+        self.token_ids += ids
+        self.sampled += [True] * len(ids)
+        if finish_reason == "length":
+            self._record(calls=(), answers=[], saved=saved)
+            self.end_reason = "length"
+            return
+        answers = self._answers(calls)
+        self._record(calls, answers, saved)
+        if self.failure is not None:
+            return
+        if not calls:
+            self.end_reason = "answered"
+        elif getattr(self.environment, "done", False) is True:
+            self.end_reason = "done"
+        elif self.num_turns >= self.task.max_turns:
+            self.end_reason = "max_turns"
+        else:
+            self._append(text, calls, answers, ids[-1])
+
+    def branch(self, turn: int) -> "Episode":
+        """An independent episode that stands before turn `turn` (0 is the first); `num_turns` copies all turns.
+
+        Raises:
+            ConfigError: there is no such turn.
+            TaskError: the environment cannot be brought back to it.
+        """
+        if not 0 <= turn <= self.num_turns or (turn == self.num_turns and self.end_reason is not None):
+            raise ConfigError(f"{self.item.key}, episode {self.name} has {self.num_turns} turns; none is {turn}.")
+        self.num_branches += 1
+        end = self.turn_starts[turn] if turn < self.num_turns else len(self.token_ids)
+        return Episode(
+            self.task,
+            self.item,
+            self.chat,
+            f"{self.name}.{self.num_branches}",
+            self._state(turn),
+            self.method,
+            self.first,
+            self.schemas,
+            self._messages_before(turn),
+            self.token_ids[:end],
+            self.sampled[:end],
+            self.timeout_seconds,
+            self.turn_starts[:turn],
+            self.records[:turn],
+        )
+
+    def reward(self, runner: RewardRunner) -> float | RewardFailure:
+        """The environment's reward, or why there is none."""
+        if self.failure is not None:
+            runner.count(self.failure)
+            return self.failure
+        get_reward = getattr(self.environment, "get_reward", None)
+        if get_reward is None:
+            raise ConfigError(f"{self.item.key}: the environment has no get_reward.")
+        return runner.run(f"{self.item.key}, episode {self.name}", lambda: env.awaited(get_reward()))
+
+    def _saved(self) -> Any:
+        """The environment before a turn; what can no longer be copied is replayed."""
+        try:
+            return env.snapshot(self.environment, self.method)
+        except Exception:  # an environment may hold more with every turn
+            if self.method == "fork":
+                raise
+            self.method = "replay"
+            return None
+
+    def _calls(self, ids: list[int]) -> tuple[str, tuple[ToolCall, ...]]:
+        text, calls = parse_tool_calls(self.chat.tokenizer, ids, self.token_ids, self.schemas)
+        if self.task.text_tool is None:
+            return text, calls
+        parameter = next(iter(self.schemas[self._text_index()]["function"]["parameters"]["properties"]))
+        return text, (ToolCall(self.task.text_tool, {parameter: text.strip()}),)
+
+    def _text_index(self) -> int:
+        return [schema["function"]["name"] for schema in self.schemas].index(str(self.task.text_tool))
+
+    def _answers(self, calls: tuple[ToolCall, ...]) -> list[str]:
+        answers: list[str] = []
+        for call in calls:
+            result = called(env.answer, (self.environment, call), self.timeout_seconds)
+            if isinstance(result, FailedCall):
+                message = f"tool {call.name} of turn {self.num_turns - 1}: {result.message}"
+                self.failure = RewardFailure(f"{self.item.key}, episode {self.name}", result.kind, message)
+                self.end_reason = "failed"
+                break
+            answers.append(result)
+        return answers
+
+    def _record(self, calls: tuple[ToolCall, ...], answers: list[str], saved: Any) -> None:
+        digests = tuple(env.digest(text) for text in answers)
+        self.records.append(TurnRecord(calls[: len(digests)], digests, saved))
+
+    def _append(self, text: str, calls: tuple[ToolCall, ...], answers: list[str], end_id: int) -> None:
+        role = "tool" if self.task.text_tool is None else "user"
+        replies: list[Message] = [
+            {"role": role, "content": answer, **({"name": call.name} if role == "tool" else {})}
+            for call, answer in zip(calls, answers, strict=True)
+        ]
+        location = f"{self.item.key}, episode {self.name}, turn {self.num_turns - 1}"
+        ids = self.chat.answer_ids(self.messages, text, end_id, replies, self._shown_tools(), location).tolist()
+        self.messages += [{"role": "assistant", "content": text}, *replies]
+        self.token_ids += ids
+        self.sampled += [False] * len(ids)
+
+    def _shown_tools(self) -> list[dict[str, Any]] | None:
+        return self.schemas if self.task.text_tool is None else None
+
+    def _messages_before(self, turn: int) -> list[Message]:
+        turns = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"][-self.num_turns :]
+        turns = turns if self.num_turns else []
+        return self.messages[: turns[turn]] if turn < len(turns) else list(self.messages)
+
+    def _state(self, turn: int) -> Any:
+        if turn == self.num_turns and self.method != "replay":
+            return env.snapshot(self.environment, self.method)
+        if self.method != "replay":
+            return env.snapshot(self.records[turn].snapshot, self.method)
+        return env.replayed(self.task.environment(), self.item, self.first, self.records[:turn], self.name)
+
+
+def start_episode(
+    task: EnvironmentTask,
+    item: TaskItem,
+    chat: ChatTokens,
+    *,
+    name: str = "0",
+    method: StateMethod = "auto",
+    timeout_seconds: float | None = 30.0,
+) -> Episode:
+    """A new episode: the environment is reset, and its text joins the last message of the prompt."""
+    environment = task.environment()
+    first = env.reset(environment, item)
+    schemas = env.tool_schemas(environment, item.key)
+    messages: list[Message] = [dict(message) for message in item.prompt]
+    if first is not None:
+        messages[-1]["content"] = messages[-1]["content"] + first
+    shown = schemas if task.text_tool is None else None
+    ids = list(chat.prompt_ids(messages, shown, item.key))
+    return Episode(
+        task,
+        item,
+        chat,
+        name,
+        environment,
+        env.state_method(environment, method),
+        first,
+        schemas,
+        messages,
+        ids,
+        [False] * len(ids),
+        timeout_seconds,
+    )

@@ -1,0 +1,68 @@
+"""What is practised: tasks of one turn, and tasks of several turns with an environment.
+
+A task makes *items*, each a prompt of chat messages that is a function of the split and an index alone, so training and
+held-out items are disjoint and a resumed run practises what an undisturbed one would have. A single-turn task rewards a
+completion's text; a task of turns makes an environment for an episode, which answers tool calls and rewards itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+Message = dict[str, Any]
+Split = Literal["train", "held_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskItem:
+    """One thing to practise. key: names it for good (`chain_sum/train/17`); extra: columns for reward functions."""
+
+    key: str
+    prompt: tuple[Message, ...]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRequest:
+    """A finished rollout to reward: its item, the completion's text, and token ids as sampled."""
+
+    item: TaskItem
+    text: str
+    token_ids: tuple[int, ...] = ()
+
+
+@runtime_checkable
+class SingleTurnTask(Protocol):
+    """A prompt and a reward of the completion."""
+
+    name: str
+
+    def num_items(self, split: Split) -> int | None:
+        """How many there are; None where they never end."""
+
+    def item(self, split: Split, index: int) -> TaskItem:
+        """Item `index` of a split, the same at every call."""
+
+    def rewards(self, requests: Sequence[RewardRequest]) -> Sequence[float | None]:
+        """A reward for each. May raise; `RewardRunner` keeps that from the loop."""
+
+
+@runtime_checkable
+class TurnTask(Protocol):
+    """A prompt and an environment that answers tool calls."""
+
+    name: str
+    max_turns: int
+
+    def num_items(self, split: Split) -> int | None:
+        """How many there are; None where they never end."""
+
+    def item(self, split: Split, index: int) -> TaskItem:
+        """Item `index` of a split, the same at every call."""
+
+    def environment(self) -> Any:
+        """A new environment in the form of TRL's `environment_factory`: `reset`, public methods as tools, and
+        `get_reward`; with `fork`, branches start from a copy that it makes itself."""
+
+
+Task = SingleTurnTask | TurnTask

@@ -1,0 +1,281 @@
+"""Episodes: ids only grow, only sampled ids are trained, and a branch is what the episode was at that turn."""
+
+import itertools
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from treewise.errors import ConfigError, DataError, TaskError
+from treewise.rl.tasks import (
+    ChatTokens,
+    EnvironmentTask,
+    Episode,
+    GuessNumber,
+    KeyAndDoor,
+    RewardFailure,
+    RewardRunner,
+    TurnTask,
+    start_episode,
+)
+from treewise.rl.tasks.environment import state_method, tool_schemas, tools_of
+from treewise.rl.tasks.tool_calls import ToolCall, hermes_calls, parse_tool_calls
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+QWEN3 = Path(__file__).parents[2] / "data" / "fixtures" / "qwen3" / "tokenizer_config.json"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token."""
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    raw = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", additional_special_tokens=[SPECIAL[0]], pad_token=SPECIAL[2]
+    )
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTokens:
+    return ChatTokens(byte_tokenizer(), "chatml")
+
+
+class Counting:
+    """Counts up; holds a lock, so it cannot be copied and is replayed."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.total = 0
+
+    def reset(self, seed: int) -> None:
+        self.total = seed
+
+    def add(self, number: int) -> str:
+        """Adds to the total.
+
+        Args:
+            number: What to add.
+        """
+        self.total += number
+        return f"total {self.total}"
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
+class Forgetful(Counting):
+    """Answers every new object otherwise."""
+
+    numbers = itertools.count()
+
+    def reset(self, seed: int) -> None:
+        super().reset(seed)
+        self.total += next(self.numbers)
+
+
+class Faulty(Counting):
+    def wait(self) -> str:
+        """Waits for long."""
+        time.sleep(30)
+        return "done"
+
+    def fail(self) -> str:
+        """Fails."""
+        raise KeyError("no such thing")
+
+    def get_reward(self) -> float:
+        return float("nan")
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def take_turn(episode: Episode, text: str, finish_reason: str = "stop") -> None:
+    ids = episode.chat.tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
+    episode.step(ids, finish_reason)
+
+
+def begin(chat: ChatTokens, factory: Any, **settings: Any) -> Episode:
+    task = EnvironmentTask(factory, **settings)
+    assert isinstance(task, TurnTask)
+    return start_episode(task, task.item("train", 3), chat)
+
+
+def text_of(episode: Episode) -> str:
+    return episode.chat.tokenizer.decode(episode.token_ids)
+
+
+def test_ids_grow_and_equal_what_the_template_renders(chat: ChatTokens) -> None:
+    episode = begin(chat, KeyAndDoor)
+    turns = [call("move", direction="left"), call("take"), "I give up."]
+    seen: list[list[int]] = [list(episode.token_ids)]
+    for text in turns:
+        take_turn(episode, text)
+        assert episode.token_ids[: len(seen[-1])] == seen[-1]
+        seen.append(list(episode.token_ids))
+    rendered = chat.template.render([[*episode.messages]], episode.schemas, "test", generation=True)[0]
+    assert text_of(episode) == rendered + turns[-1] + "<|im_end|>"
+    trained = [i for i, sampled in zip(episode.token_ids, episode.sampled, strict=True) if sampled]
+    assert chat.tokenizer.decode(trained) == "".join(text + "<|im_end|>" for text in turns)
+    assert (episode.end_reason, episode.num_turns) == ("answered", 3)
+    assert "You cannot go left" in text_of(episode) or "You are in room" in text_of(episode)
+
+
+def test_sampled_ids_are_kept_where_the_tokenizer_would_write_others(chat: ChatTokens) -> None:
+    episode = begin(chat, KeyAndDoor)
+    text = call("take").replace("take", "t\\u0061ke")  # JSON that no template writes
+    take_turn(episode, text)
+    assert text + "<|im_end|>" in text_of(episode)
+    assert "key" in text_of(episode)[text_of(episode).index(text) :]
+
+
+@pytest.mark.parametrize(("factory", "method"), [(GuessNumber, "fork"), (KeyAndDoor, "deepcopy"), (Counting, "replay")])
+def test_a_branch_is_the_episode_at_that_turn(chat: ChatTokens, factory: Any, method: str) -> None:
+    actions = {
+        GuessNumber: [call("guess", number=str(n)) for n in (1, 16, 1)],
+        KeyAndDoor: [call("move", direction=d) for d in ("left", "right", "right")],
+        Counting: [call("add", number=n) for n in (1, 5, 2)],
+    }[factory]
+    episode = begin(chat, factory)
+    assert episode.method == method
+    for text in actions:
+        take_turn(episode, text)
+    before = (list(episode.token_ids), episode.reward(RewardRunner()), vars(episode.environment).copy())
+    for turn in range(4):
+        branch = episode.branch(turn)
+        assert branch.token_ids == episode.token_ids[: len(branch.token_ids)]
+        for text in actions[turn:]:
+            take_turn(branch, text)
+        assert branch.token_ids == episode.token_ids
+        assert branch.sampled == episode.sampled
+        assert branch.messages == episode.messages
+        assert branch.reward(RewardRunner()) == before[1]
+        other = episode.branch(turn)
+        take_turn(other, actions[0])
+        other.branch(other.num_turns)
+    assert (episode.token_ids, episode.reward(RewardRunner()), vars(episode.environment)) == before
+
+
+def test_a_replay_that_differs_refuses_the_branch(chat: ChatTokens) -> None:
+    episode = begin(chat, Forgetful, name="forgetful")
+    take_turn(episode, call("add", number=1))
+    take_turn(episode, call("add", number=1))
+    assert episode.branch(0).num_turns == 0  # nothing to compare yet
+    with pytest.raises(TaskError, match=r"forgetful/train/3, episode 0, turn 0: call 0 \(add\)"):
+        episode.branch(2)
+
+
+def test_endings(chat: ChatTokens) -> None:
+    length = begin(chat, Counting)
+    take_turn(length, call("add", number=1), "length")
+    assert (length.end_reason, length.environment.total) == ("length", 6)
+    turns = begin(chat, Counting, max_turns=1)
+    take_turn(turns, call("add", number=1))
+    assert (turns.end_reason, turns.environment.total) == ("max_turns", 7)
+    assert turns.sampled[-1]
+    with pytest.raises(ConfigError, match="has ended"):
+        take_turn(turns, "more")
+    with pytest.raises(ConfigError, match="none is 1"):
+        turns.branch(1)
+    guess = begin(chat, GuessNumber)
+    take_turn(guess, call("guess", number=str(guess.environment.secret)))
+    assert (guess.end_reason, guess.reward(RewardRunner())) == ("done", 1.0)
+
+
+def test_mistakes_of_the_model_are_told_to_it(chat: ChatTokens) -> None:
+    episode = begin(chat, Faulty)
+    for text in (call("fail"), call("fly"), "<tool_call>{</tool_call>", "<tool_call>", call("add", count=1)):
+        take_turn(episode, text)
+        assert episode.end_reason is None
+    told = text_of(episode)
+    for message in ("no such thing", "Tool fly not found", "not JSON", "is not closed", "unexpected keyword"):
+        assert message in told
+
+
+def test_faults_of_the_environment_are_failures_of_the_rollout(chat: ChatTokens) -> None:
+    runner = RewardRunner()
+    task = EnvironmentTask(Faulty, name="faulty")
+    episode = start_episode(task, task.item("train", 0), chat, timeout_seconds=0.05)
+    take_turn(episode, call("wait"))
+    assert episode.end_reason == "failed"
+    failure = episode.reward(runner)
+    assert isinstance(failure, RewardFailure)
+    assert "faulty/train/0, episode 0: reward timeout: tool wait of turn 0" in str(failure)
+    other = begin(chat, Faulty)
+    take_turn(other, "nothing")
+    assert isinstance(other.reward(runner), RewardFailure)
+    assert runner.failures == {"timeout": 1, "not_a_number": 1}
+
+
+def test_text_may_be_the_action_itself(chat: ChatTokens) -> None:
+    episode = begin(chat, GuessNumber, text_tool="guess")
+    assert "tool_call" not in text_of(episode)
+    take_turn(episode, "is it 99?")
+    assert text_of(episode).endswith("<|im_start|>user\nlower<|im_end|>\n<|im_start|>assistant\n")
+    with pytest.raises(ConfigError, match="text_tool 'say'"):
+        EnvironmentTask(GuessNumber, text_tool="say")
+
+
+def test_a_template_that_rewrites_history_is_refused() -> None:
+    template = json.loads(QWEN3.read_text())["chat_template"]
+    chat = ChatTokens(byte_tokenizer(), template)
+    episode = begin(chat, GuessNumber, text_tool="guess")
+    with pytest.raises(DataError, match="environment/train/3, episode 0, turn 0: the chat template rewrites"):
+        take_turn(episode, "<think>\nmaybe\n</think>\n\n99")
+    kept = begin(chat, KeyAndDoor)  # tool answers leave the thinking where it is
+    take_turn(kept, "<think>\nmaybe\n</think>\n\n" + call("take"))
+    assert text_of(kept).count("maybe") == 1
+    assert text_of(kept).endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_end_ids(chat: ChatTokens) -> None:
+    assert chat.end_ids() == (chat.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_calls_in_the_form_of_hermes() -> None:
+    text = 'so <tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call> and ' + call("b", y="2")
+    assert hermes_calls(text) == (ToolCall("a", {"x": 1}), ToolCall("b", {"y": "2"}))
+    assert hermes_calls('<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>')[0].arguments == {"x": 1}
+    assert hermes_calls("no call") == ()
+    for wrong in ('{"arguments": {}}', "[1]", '{"name": "a", "arguments": [1]}', '{"name": "a", "arguments": "{"}'):
+        assert hermes_calls(f"<tool_call>{wrong}</tool_call>")[0].problem
+
+
+def test_calls_by_the_tokenizers_own_response_template() -> None:
+    utils = pytest.importorskip("trl.chat_template_utils")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (Path(utils.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    utils.add_response_schema(tokenizer)
+    assert tokenizer.response_template is not None
+    prefix = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    ids = tokenizer(call("take") + "<|im_end|>", add_special_tokens=False)["input_ids"]
+    schemas = tool_schemas(KeyAndDoor(), "test")
+    assert parse_tool_calls(tokenizer, ids, prefix, schemas)[1] == (ToolCall("take", {}),)
+
+
+def test_tools_are_public_methods() -> None:
+    assert set(tools_of(GuessNumber())) == {"guess"}
+    assert set(tools_of(KeyAndDoor())) == {"move", "take", "open"}
+    assert state_method(Counting()) == "replay"
+    no_hints = type("NoHints", (), {"reset": lambda self: None, "act": lambda self, x: x})
+    with pytest.raises(ConfigError, match="tool 'act' has no schema"):
+        tool_schemas(no_hints(), "here")
+
+
+def test_key_and_door_can_be_won() -> None:
+    environment = KeyAndDoor()
+    environment.reset(3)
+    for goal, act in ((environment.key_room, environment.take), (environment.door_room, environment.open)):
+        while environment.room != goal:
+            environment.move("left" if environment.room > goal else "right")
+        act()
+    assert environment.done
+    assert environment.get_reward() == 1.0
