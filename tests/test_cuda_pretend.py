@@ -14,7 +14,7 @@ from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 # Where the host reads a result: the loss and the metrics, once, when all is computed.
 LOSS = ("read", "treewise.engine: totals")
 ROUTERS = {
-    ("read", "treewise.engine: output_of"),
+    ("read", "treewise.engine: step_output"),
     ("read", "treewise.nn: report"),
 }
 TOLERANCE = 5e-6
@@ -199,7 +199,7 @@ def test_of_any_function_of_logprobs(pretend: PretendCuda, rollouts: list[Trajec
     def loss(logprobs: list[torch.Tensor]) -> torch.Tensor:
         return -torch.stack([each.sum() for each in logprobs]).mean()
 
-    assert waits_of(pretend, lambda: engine.step(forest, loss)) == {("read", "treewise.engine: _step_any_loss"): 1}
+    assert waits_of(pretend, lambda: engine.step(forest, loss)) == {("read", "treewise.engine: _step_function"): 1}
     assert waits_of(pretend, lambda: sum(each.sum() for each in engine.hidden_states(forest)).backward()) == {}
     scored = waits_of(pretend, lambda: engine.scored(rollouts))
     assert scored == {("read", "treewise.engine: scored"): 1}

@@ -21,7 +21,7 @@ Build = Callable[..., list[Trajectory]]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Trajectories to train on, and the budgets at which treewise cuts them unless others are asked for."""
+    """Trajectories to train on, and the budgets at which treewise cuts them unless others are given."""
 
     name: str
     trajectories: Sequence[Trajectory]
