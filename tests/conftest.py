@@ -27,12 +27,17 @@ settings.register_profile("thorough", parent=settings.get_profile("ci"), derando
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-# Markers of whole files and folders below tests/, by measured time; `make quick` leaves all three out.
+# Markers of folders, files and tests (`file::test`) below tests/, by measured time; `make quick` leaves all out.
 MARKED = {
     "slow": (
         *("bench", "integrations", "nn/recurrent", "report/html", "nn/test_router_loss.py", "nn/test_support_table.py"),
         *("documents/test_errors.py", "documents/test_pages.py", "examples/test_examples.py"),
-        *("examples/test_objectives.py", "rl", "test_cuda_pretend.py", "test_wheel.py"),
+        *("examples/test_objectives.py", "rl", "grow", "test_cuda_pretend.py", "test_wheel.py"),
+        *("engine/test_differentiable.py", "engine/test_lockstep.py", "distributed/placement/test_brute_force.py"),
+        "data/test_declared_nodes.py::test_a_chain_of_100000_nodes_does_not_recurse",
+        "distributed/placement/test_placement.py::test_steps_of_many_trees_are_even",
+        "engine/test_engine.py::test_random_forests_at_random_budgets",
+        "engine/test_engine.py::test_gradient_checkpointing",
     ),
     "cli": ("cli",),
     "processes": ("trainer", "distributed/test_watchdog.py", "distributed/test_signals.py"),
@@ -43,8 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what `MARKED` lists; skips tests marked `gpu` where there is no CUDA device."""
     for item in items:
         below = item.path.relative_to(Path(__file__).parent)
-        for marker, paths in MARKED.items():
-            if any(below.is_relative_to(path) for path in paths):
+        name = f"{below.as_posix()}::{item.name.partition('[')[0]}"
+        for marker, listed in MARKED.items():
+            if name in listed or any(below.is_relative_to(path) for path in listed):
                 item.add_marker(marker)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:

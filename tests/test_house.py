@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import conftest
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "treewise"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -134,3 +136,12 @@ def test_the_lists_of_cross_cutting_tests_are_current() -> None:
         assert (ROOT / "tests" / f"{name}.py").is_file(), name
     for name in CROSS_CUTTING_FOLDERS:
         assert (ROOT / "tests" / name).is_dir(), name
+
+
+def test_the_table_of_markers_is_current() -> None:
+    """Each folder, file and test that tests/conftest.py marks exists."""
+    for listed in conftest.MARKED.values():
+        for name in listed:
+            path, _, test = name.partition("::")
+            assert (ROOT / "tests" / path).exists(), name
+            assert f"def {test}" in (ROOT / "tests" / path).read_text(encoding="utf-8") if test else True, name

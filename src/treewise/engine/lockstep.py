@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from treewise.distributed.lockstep.common_sequence import Turn
+from treewise.distributed.lockstep.merged_sequence import Turn
 from treewise.distributed.lockstep.turns import NO_PASSES, Passes, forward_passes, training_passes, turns_of
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Pass, Plan
 

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treewise.distributed.lockstep.common_sequence import LETTERS, Turn, align, common_sequence
+from treewise.distributed.lockstep.merged_sequence import LETTERS, Turn, align, common_sequence
 from treewise.distributed.placement.cost_model import pairs_before
 from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Pass, Plan

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise.distributed.lockstep.common_sequence import align, common_sequence
+from treewise.distributed.lockstep.merged_sequence import align, common_sequence
 from treewise.errors import PlanError
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
 from treewise.testing.strategies import forests_and_budgets
