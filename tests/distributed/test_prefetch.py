@@ -5,12 +5,12 @@ import traceback
 
 import pytest
 
-from treewise.distributed.prefetch import made_ahead
+from treewise.distributed.prefetch import prefetched
 
 
 def test_results_are_those_of_a_plain_loop():
-    assert list(made_ahead(range(20), lambda item: item * item)) == [item * item for item in range(20)]
-    assert list(made_ahead([], str)) == []
+    assert list(prefetched(range(20), lambda item: item * item)) == [item * item for item in range(20)]
+    assert list(prefetched([], str)) == []
 
 
 def test_the_next_one_is_made_while_this_one_is_used():
@@ -22,10 +22,10 @@ def test_the_next_one_is_made_while_this_one_is_used():
         is_made[item].set()
         return item
 
-    for item in made_ahead(range(3), make):
+    for item in prefetched(range(3), make):
         if item < 2:
             assert is_made[item + 1].wait(timeout=30)
-    assert all(name.startswith("treewise-ahead") for name in threads)
+    assert all(name.startswith("treewise-prefetch") for name in threads)
 
 
 def test_items_are_taken_in_the_callers_thread_and_one_ahead():
@@ -36,7 +36,7 @@ def test_items_are_taken_in_the_callers_thread_and_one_ahead():
             taken.append((item, threading.current_thread()))
             yield item
 
-    for item in made_ahead(items(), str):
+    for item in prefetched(items(), str):
         assert [number for number, _ in taken] == list(range(min(4, int(item) + 2)))
     assert {thread for _, thread in taken} == {threading.current_thread()}
 
@@ -52,7 +52,7 @@ def fails_at(wrong):
 
 @pytest.mark.parametrize("wrong", [0, 2, 3])
 def test_an_error_is_raised_at_its_step_with_its_traceback(wrong):
-    results = made_ahead(range(4), fails_at(wrong))
+    results = prefetched(range(4), fails_at(wrong))
     assert [next(results) for _ in range(wrong)] == list(range(wrong))
     with pytest.raises(ValueError, match=f"item {wrong} is bad") as raised:
         next(results)
@@ -64,14 +64,14 @@ def test_an_error_of_the_items_is_raised_at_its_step():
         yield 1
         raise OSError("disk gone")
 
-    results = made_ahead(items(), str)
+    results = prefetched(items(), str)
     assert next(results) == "1"
     with pytest.raises(OSError, match="disk gone"):
         next(results)
 
 
 def test_leaving_early_leaves_no_thread_behind():
-    results = made_ahead(range(100), str)
+    results = prefetched(range(100), str)
     assert next(results) == "0"
     results.close()
-    assert not [each for each in threading.enumerate() if each.name.startswith("treewise-ahead")]
+    assert not [each for each in threading.enumerate() if each.name.startswith("treewise-prefetch")]

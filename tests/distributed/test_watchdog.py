@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from treewise.distributed import watchdog
-from treewise.distributed.watchdog import RankWatch
+from treewise.distributed.watchdog import Watchdog
 from treewise.errors import LostRankError
 
 
@@ -16,7 +16,7 @@ def connected(monkeypatch):
     """A watch with connections to two others: to rank 1, which lives, and to rank 2, which is stopped."""
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(watchdog.ranks, "count", lambda: 3)
-    (asking, asked), ends = (RankWatch(), RankWatch()), [*socket.socketpair(), *socket.socketpair()]
+    (asking, asked), ends = (Watchdog(), Watchdog()), [*socket.socketpair(), *socket.socketpair()]
     monkeypatch.setattr(watchdog.ranks, "own", lambda: 1)  # what the one that is asked says of itself
     asking._sockets, asked._sockets = {1: ends[0], 2: ends[2]}, {0: ends[1]}
     threads = [threading.Thread(target=each._listen) for each in (asking, asked)]

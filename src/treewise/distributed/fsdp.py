@@ -1,8 +1,8 @@
-"""Sharded parameters by PyTorch's FSDP2, in a way that holds on CPU (gloo) and CUDA (NCCL) alike.
+"""Sharded parameters by PyTorch's FSDP2, on the CPU (gloo) and on CUDA (NCCL).
 
 Each decoder layer is one FSDP unit: its parameters are gathered for its forward and backward, and its gradients are
-added up and scattered in its backward. What lies outside the layers (embedding, last norm, head: `Ends`) is sharded by
-hand. The engine calls the decoder and uses the head's weight apart from any module's forward, for many micro-batches,
+added up and scattered in its backward. Parameters outside the layers (embedding, last norm, head: `Ends`) are sharded
+here. The engine calls the decoder and uses the head's weight apart from any module's forward, for many micro-batches,
 so these parameters are gathered once for all micro-batches of a batch, and their gradients scattered once after it.
 
 Gradients are sums over ranks, not means: losses are divided by the denominator of the whole step.
@@ -24,7 +24,7 @@ from treewise.distributed import ranks
 from treewise.errors import ConfigError
 from treewise.nn.model import DecoderAndHead, base_model
 
-# Keys of transformers' `fsdp_config` that are honoured; their values in `ShardSettings`.
+# Keys of transformers' `fsdp_config` that `ShardSettings` follows.
 _KEYS = {
     "reshard_after_forward",
     "cpu_offload",
@@ -34,7 +34,7 @@ _KEYS = {
     "transformer_layer_cls_to_wrap",
     "activation_checkpointing",
 }
-# What older configurations carry and what has no meaning in FSDP2, or is always so here.
+# Keys of older configurations that have no meaning in FSDP2, or only one possible value here.
 _MEANINGLESS = {
     *("auto_wrap_policy", "min_num_params", "use_orig_params", "sync_module_states", "limit_all_gathers"),
     *("backward_prefetch", "forward_prefetch", "cpu_ram_efficient_loading", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"),
@@ -45,10 +45,10 @@ _MEANINGLESS = {
 class ShardSettings:
     """How a model is sharded.
 
-    reshard_after_forward: layers are whole during their own forward and backward only; False keeps them from forward to
-    backward. cpu_offload: shards of the layers, their gradients and the optimizer's state wait in host memory.
-    whole_checkpoints: every checkpoint also holds the whole model, as `from_pretrained` reads it. layer_names: classes
-    of the modules that are sharded as units; None: what the model itself calls indivisible.
+    reshard_after_forward: layers are whole only during their own forward and backward; False keeps them whole from
+    forward to backward. cpu_offload: shards of the layers, their gradients and the optimizer's state stay in host
+    memory. whole_checkpoints: every checkpoint also holds the whole model, as `from_pretrained` reads it. layer_names:
+    classes of the modules that are sharded as units; None: the model's `_no_split_modules`.
     """
 
     reshard_after_forward: bool = True
@@ -68,16 +68,16 @@ class ShardSettings:
 
 
 def shard_settings(fsdp: Any, config: Any) -> ShardSettings | None:
-    """What transformers' settings `fsdp` and `fsdp_config` (a mapping) ask for; None without sharding.
+    """The settings that transformers' `fsdp` and `fsdp_config` (a mapping) stand for; None without sharding.
 
     Raises:
-        ConfigError: FSDP1, hybrid sharding, or a key that is not honoured here.
+        ConfigError: FSDP1, hybrid sharding, or an unsupported key.
     """
     words = " ".join(map(str, fsdp)) if isinstance(fsdp, list | tuple) else str(fsdp or "")
     given = {key.removeprefix("fsdp_"): value for key, value in dict(config or {}).items()}
     unknown = set(given) - _KEYS - _MEANINGLESS
     if unknown:
-        raise ConfigError(f"fsdp_config has {', '.join(sorted(unknown))}; treewise knows {', '.join(sorted(_KEYS))}.")
+        raise ConfigError(f"fsdp_config has {', '.join(sorted(unknown))}; supported: {', '.join(sorted(_KEYS))}.")
     if words.lower() in ("", "false"):
         return None
     wrong = set(words.lower().split()) - {"true", "full_shard", "shard_grad_op", "offload", "auto_wrap"}
@@ -97,35 +97,34 @@ def shard_settings(fsdp: Any, config: Any) -> ShardSettings | None:
 
 
 class ShardedModel(nn.Module):
-    """Around a model whose parameters are shards: tells transformers' loop that nothing else is to be wrapped."""
+    """A wrapper of a model whose parameters are shards, so that transformers' loop wraps it in nothing else."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
         return self.module(*args, **kwargs)
 
 
 class Ends:
-    """The parameters outside the layers: shards at rest, whole while `whole` is entered."""
+    """The parameters outside the layers: shards, and whole while `whole` is entered."""
 
     def __init__(self, model: nn.Module, inside: set[nn.Parameter], mesh: Any, device: torch.device) -> None:
-        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        self._owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         self._is_whole = False
-        found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        outside: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter not in inside:
-                    found.setdefault(parameter, []).append((module, name))  # several places: a tied parameter
-        for parameter, places in found.items():
+                    outside.setdefault(parameter, []).append((module, name))  # several modules: a tied parameter
+        for parameter, owners in outside.items():
             placement = Shard(0) if parameter.dim() else Replicate()
             # From rank 0: its parameters win, as under DistributedDataParallel.
-            held = distribute_tensor(parameter.data.to(device), mesh, [placement], src_data_rank=0)
-            shard = nn.Parameter(held, requires_grad=parameter.requires_grad)
-            self._places[shard] = places
-            _put(places, shard)
+            data = distribute_tensor(parameter.data.to(device), mesh, [placement], src_data_rank=0)
+            shard = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            self._owners[shard] = owners
+            _put(owners, shard)
 
     @contextmanager
     def whole(self, trains: bool) -> Iterator[None]:
@@ -136,9 +135,9 @@ class Ends:
         if self._is_whole:
             yield
             return
-        gathered = {shard: _gathered(shard) for shard in self._places}
-        for shard, places in self._places.items():
-            _put(places, gathered[shard])
+        gathered = {shard: _gathered(shard) for shard in self._owners}
+        for shard, owners in self._owners.items():
+            _put(owners, gathered[shard])
         self._is_whole = True
         try:
             yield
@@ -148,8 +147,8 @@ class Ends:
                         _add_gradient(shard, parameter.grad)
         finally:
             self._is_whole = False
-            for shard, places in self._places.items():
-                _put(places, shard)
+            for shard, owners in self._owners.items():
+                _put(owners, shard)
 
 
 def shard(
@@ -237,7 +236,7 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole_tensor(shard: DTensor) -> torch.Tensor:
-    """A sharded tensor put together, on the device of its process group, also where shards wait in host memory."""
+    """A gathered tensor, on the device of its process group, also if its shards are in host memory."""
     held: Any = shard.detach().to(shard.device_mesh.device_type)
     return cast(torch.Tensor, held.full_tensor())
 
@@ -255,7 +254,7 @@ def gradient_norm(parameters: list[nn.Parameter], max_norm: float, device: torch
         if isinstance(grad, DTensor):
             is_mine = is_mine or not all(placement.is_replicate() for placement in grad.placements)
             grad = grad.to_local()
-        if is_mine:  # what all ranks hold alike counts once
+        if is_mine:  # a tensor that is replicated on all ranks counts once
             wide = torch.promote_types(grad.dtype, torch.float32)
             norms.setdefault(grad.device, []).append(torch.linalg.vector_norm(grad, dtype=wide))
     own = sum(float(torch.stack(each).double().square().sum()) for each in norms.values())
@@ -267,13 +266,13 @@ def gradient_norm(parameters: list[nn.Parameter], max_norm: float, device: torch
 
 
 def like_shard(whole: torch.Tensor, shard: DTensor) -> DTensor:
-    """A tensor that every rank has whole, sharded as another one; nothing is communicated."""
+    """A tensor that every rank has whole, sharded like another one, without communication."""
     made: Any = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None)
     return cast(DTensor, made.to(shard.device))
 
 
 def _add_up(unit: Any) -> None:
-    """Sums of gradients instead of means, with an operation that gloo has, too."""
+    """Sums gradients instead of averaging them, by an operation that gloo supports, too."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
 
@@ -284,7 +283,7 @@ def _gathered(shard: nn.Parameter) -> nn.Parameter:
 
 
 def _add_gradient(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Adds the sum over ranks of their gradients; a rank without one takes part with zeros."""
+    """Adds the sum of the ranks' gradients; a rank without one contributes zeros."""
     held = shard.data
     assert isinstance(held, DTensor)
     own = torch.zeros(held.shape, dtype=held.dtype, device=held.to_local().device) if grad is None else grad
@@ -293,8 +292,8 @@ def _add_gradient(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
     shard.grad = summed if shard.grad is None else shard.grad + summed
 
 
-def _put(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
-    for module, name in places:
+def _put(owners: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
+    for module, name in owners:
         module._parameters[name] = parameter
 
 

@@ -21,7 +21,7 @@ import torch
 from treewise.distributed import ranks
 from treewise.distributed.placement import CostFit, CostModel, Work, assign_ranks, rank_part, work_of
 from treewise.distributed.placement.cost_model import OUTLIER_ERROR
-from treewise.distributed.prefetch import made_ahead
+from treewise.distributed.prefetch import prefetched
 from treewise.nn.device import synchronized_clock
 from treewise.nn.flops import FlopModel
 from treewise.planning.partition import ATTENTION_BACKWARD
@@ -98,7 +98,7 @@ class OnlinePlacer:
     ) -> Iterator[list[Forest]]:
         """This rank's part of each batch; the next batch is placed while the caller computes one."""
         with_steps = ((first_step + index // batches_per_step, batch) for index, batch in enumerate(batches))
-        return made_ahead(with_steps, lambda item: self._rank_part(*item))
+        return prefetched(with_steps, lambda item: self._rank_part(*item))
 
     def costs_at(self, step: int) -> CostModel:
         """The costs that step `step` (from 0) is placed with."""

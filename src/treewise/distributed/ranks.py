@@ -1,6 +1,6 @@
-"""What the processes of one run do together: one rank's work for all, everybody's work or nobody's, sums.
+"""Collective operations of the processes of one run: work on one rank or on all, whose errors reach all; sums.
 
-An error on one rank must not leave the others waiting in a collective, so outcomes travel, not only results.
+An error on one rank must not leave the others waiting in a collective operation, so results are exchanged with errors.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def count() -> int:
 
 
 def own() -> int:
-    """The number of this process, from 0."""
+    """The rank of this process, from 0."""
     return distributed.get_rank() if _is_started() else 0
 
 
@@ -53,7 +53,7 @@ def gather_texts(own_text: str) -> list[str]:
 
 
 def sum_over(device: torch.device, *values: float) -> list[float]:
-    """Each value added up over the ranks, in float64 where the device has it."""
+    """The sum of each value over the ranks, in float64 if the device supports it."""
     if count() == 1:
         return list(values)
     dtype = torch.float32 if device.type == "mps" else torch.float64

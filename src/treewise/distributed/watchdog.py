@@ -1,12 +1,15 @@
-"""When one process of a run dies, the others end within seconds, and say why.
+"""When one process of a run dies, the others print the reason and end within seconds.
 
-Collectives do not: a process that waits for a dead one waits until their timeout, ten minutes or more. So every
-process holds a connection to rank 0, watched by a thread. A process that fails sends its reason first; one that is
-killed closes its connection silently. Rank 0 tells the others. Each then has a moment to end by an error of its
-own, and is ended if it does not.
+What others do: torchrun ends the workers of its own host when one of them fails, by SIGTERM, which a run answers by
+finishing its step, and by SIGKILL after 30 s. gloo raises an error when a connection closes. A collective of NCCL, and
+one whose partner hangs, waits until its timeout, ten minutes or more. None of them names the reason on other hosts.
 
-A process that hangs closes nothing. There a collective does end by its timeout (`ddp_timeout`), and the connections
-tell which process is meant: each is asked where it is, and one that is stopped does not answer.
+So every process has a connection to rank 0, read by a thread. A process that fails sends its reason first; the
+connection of a killed one closes. Rank 0 informs the others. Every rank then has 2 s to fail by itself and is otherwise
+terminated with exit code 3.
+
+A process that hangs closes nothing. Collectives of the others end at their timeout (`ddp_timeout`); then each process
+is asked where it is, and one that is stopped does not answer.
 """
 
 import json
@@ -36,16 +39,16 @@ _REASON_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
 
 
-class RankWatch:
-    """Watches the other processes while it is entered; does nothing in a run of one."""
+class Watchdog:
+    """Watches the other processes while entered; does nothing in a run of one process."""
 
     def __init__(self) -> None:
         self._sockets: dict[int, socket.socket] = {}  # rank -> connection
         self._is_over, self._has_reason = threading.Event(), threading.Event()
         self._own_end: str | None = None
-        self._answers: dict[int, str] = {}  # rank -> where it is
+        self._answers: dict[int, str] = {}  # rank -> the line that it is at
 
-    def __enter__(self) -> "RankWatch":
+    def __enter__(self) -> "Watchdog":
         if ranks.count() > 1:
             self._connect()
             if self._sockets:
@@ -53,24 +56,23 @@ class RankWatch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # A run that is stopped stops on all ranks, at the same step; that is no failure.
+        # A signal stops all ranks at the same step; that is not a failure.
         is_failure = error is not None and not isinstance(error, StoppedError)
         self._own_end = f"{type(error).__name__}: {error}" if is_failure else None
         message = {"rank": ranks.own(), "end": self._own_end}
         self._is_over.set()
         for connection in self._sockets.values():
-            with suppress(OSError):
-                connection.sendall(json.dumps(message).encode() + b"\n")
+            _send(connection, message)
         if error is not None and self._sockets:
-            # A collective that fails because another process died fails first; its reason is on the way.
+            # A collective operation fails before the reason of the process that died has arrived.
             self._has_reason.wait(_REASON_SECONDS)
-        # The connections stay open until the process ends: closing them here would look like a death.
+        # The connections stay open until the process ends: a closed one counts as a death.
 
     # -- errors of collective operations --------------------------------------------------------------------------
 
     @contextmanager
     def explaining(self, timeout_seconds: float) -> Iterator[None]:
-        """Turns what a collective operation says of its sockets into what happened and what to do.
+        """Turns errors of collective operations into errors that name what happened and what to do.
 
         Raises:
             LostRankError: another process is gone, or did not answer within `timeout_seconds`.
@@ -82,7 +84,7 @@ class RankWatch:
                 raise
             if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
                 raise LostRankError(
-                    f"rank {ranks.own()} lost the connection to another process, which says why itself if it could; "
+                    f"rank {ranks.own()} lost the connection to another process, which prints the reason if it can; "
                     "go on with --resume. Checkpoints are untouched."
                 ) from error
             where = self._roll_call()
@@ -93,17 +95,16 @@ class RankWatch:
             ) from error
 
     def _roll_call(self) -> str:
-        """Asks the processes at the other ends of the connections where they are."""
+        """Asks the connected processes for the line that they are at; a sentence for each."""
         self._answers = {}
         for connection in self._sockets.values():
-            with suppress(OSError):
-                connection.sendall(b'{"ask": true}\n')
+            _send(connection, {"ask": True})
         until = time.monotonic() + _ANSWER_SECONDS
         while len(self._answers) < len(self._sockets) and time.monotonic() < until:
             time.sleep(0.05)
         silent = sorted(set(self._sockets) - set(self._answers))
-        said = [f"Rank {rank} does not answer: it is stopped or stuck, or its machine is gone." for rank in silent]
-        return " ".join(said + [f"Rank {rank} is at {where}." for rank, where in sorted(self._answers.items())])
+        lines = [f"Rank {rank} does not answer: it is stopped or stuck, or its machine is gone." for rank in silent]
+        return " ".join(lines + [f"Rank {rank} is at {where}." for rank, where in sorted(self._answers.items())])
 
     # -- connections ----------------------------------------------------------------------------------------------
 
@@ -133,8 +134,8 @@ class RankWatch:
                     connection.settimeout(_CONNECT_SECONDS)
                     hello = json.loads(_line(connection))
                     if hello["token"] != token:
-                        raise ValueError("a stranger")
-                    connection.sendall(b"{}\n")
+                        raise ValueError("not a process of this run")
+                    _send(connection, {})
                 except (OSError, ValueError, KeyError, TypeError):
                     continue
                 connection.settimeout(None)
@@ -167,13 +168,9 @@ class RankWatch:
                     try:
                         message = json.loads(_line(key.fileobj))
                     except (OSError, ValueError):
-                        message = {
-                            "rank": key.data,
-                            "end": "its process was gone without a word (killed?)",
-                        }
+                        message = {"rank": key.data, "end": "its process was gone (killed?)"}
                     if "ask" in message:
-                        with suppress(OSError):
-                            key.fileobj.sendall(json.dumps({"rank": ranks.own(), "at": _where()}).encode() + b"\n")
+                        _send(key.fileobj, {"rank": ranks.own(), "at": _current_line()})
                     elif "at" in message:
                         self._answers[int(message["rank"])] = str(message["at"])
                     else:
@@ -184,9 +181,8 @@ class RankWatch:
     def _spread(self, message: dict[str, Any]) -> None:
         for rank, connection in self._sockets.items():
             if ranks.own() == 0 and rank != message["rank"]:
-                with suppress(OSError):
-                    connection.sendall(json.dumps(message).encode() + b"\n")
-        if message["end"] != self._own_end:  # else all fail alike, and say so themselves
+                _send(connection, message)
+        if message["end"] != self._own_end:  # else all ranks fail alike, and print it themselves
             reason = f"rank {message['rank']} failed: {message['end']}"
             sys.stderr.write(f"treewise: {reason}; rank {ranks.own()} ends, too\n")
             sys.stderr.flush()
@@ -195,24 +191,30 @@ class RankWatch:
             os._exit(LostRankError.exit_code)
 
 
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Sends one line of JSON. Errors are ignored: the reader of the connection notices that it is closed."""
+    with suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+
 def _line(connection: socket.socket) -> bytes:
-    """One line of a connection; an error where it closes first."""
-    found = bytearray()
-    while not found.endswith(b"\n"):
+    """One line. Raises `ConnectionError` if the connection closes before its end."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte:
             raise ConnectionError("closed")
-        found += byte
-    return bytes(found)
+        line += byte
+    return bytes(line)
 
 
 def _is_of_collective(error: RuntimeError) -> bool:
-    """Whether NCCL or gloo says so; gloo's errors have no type of their own, but name its source files."""
+    """Whether NCCL or gloo raised it; errors of gloo have no type of their own, but name its source files."""
     return isinstance(error, distributed.DistError) or "gloo" in str(error).lower()
 
 
-def _where() -> str:
-    """The line at which the main thread of this process is: the innermost one of treewise, or of whatever runs."""
+def _current_line() -> str:
+    """The line that the main thread is at: the innermost one of treewise, else of any module."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost: FrameType | None = frame
     while frame is not None and f"{os.sep}treewise{os.sep}" not in frame.f_code.co_filename:

@@ -1,4 +1,4 @@
-"""Settings of a run: transformers' own, a few of ours, and a refusal of those that cannot hold on trees."""
+"""Settings of a run: those of transformers, some of treewise, and errors for those that cannot hold on trees."""
 
 import json
 import os
@@ -16,16 +16,17 @@ from treewise.engine.budget import Budget
 from treewise.errors import ConfigError
 from treewise.nn.attention import choose
 from treewise.objectives import NORMALIZATIONS, SFT
+from treewise.tree.weights import WEIGHTINGS
 
-# What transformers offers and a tree cannot follow, or would follow in a way that its user does not expect.
-_REFUSED = {
+# Settings of transformers that are impossible on trees, or would do something else than their user expects.
+_UNSUPPORTED = {
     "fp16": "treewise does not scale losses; use bf16.",
     "torch_compile": "the engine calls the model's decoder, which accelerate would not compile; leave it off.",
     "use_liger_kernel": "treewise computes log-probs in chunks itself; leave it off.",
     "label_smoothing_factor": "losses are made of log-probs alone; set it to 0.",
     "neftune_noise_alpha": "a shared token is computed once, so branches cannot have different noise.",
     "auto_find_batch_size": "a smaller batch would change the steps; lower max_tokens instead, which does not.",
-    "dataloader_drop_last": "no tree is dropped in silence; the last step of an epoch holds what is left.",
+    "dataloader_drop_last": "no tree is dropped; the last step of an epoch has the remaining ones.",
     "ignore_data_skip": "a resumed run would train on other trees than an uninterrupted one.",
     "average_tokens_across_devices": "the loss is always the mean over the whole step, on all ranks; leave it on.",
     "deepspeed": "use sharded=True (PyTorch's FSDP2).",
@@ -49,9 +50,10 @@ class TreeTrainingArguments(TrainingArguments):
             memory, measured at the first step. None: a batch is one micro-batch.
         attention: `auto`, `reference`, `cascade` or `flex`.
         temperature: divides the logits, as the sampler of the data did.
-        offload: gateways and the activations of held micro-batches wait in host memory.
+        offload: gateways and the activations of held micro-batches are moved to host memory.
         router_z_coefficient: the factor of a z-loss on the router logits of a mixture of experts; 0: none.
-        weighting: what a shared token counts: `per_trajectory` (as flat training counts it) or `once`.
+        weighting: how often a shared trained token counts: `per_trajectory` (once for each trajectory, as in flat
+            training), `per_rollout` (once for each rollout) or `once`.
         normalization: `token_mean`, `trajectory_mean`, `rollout_mean`, `rollout_sum` or `constant`, over all trees of
             an optimizer step (`treewise.objectives.normalization`).
         constant: the divisor of `rollout_sum` and `constant`.
@@ -62,14 +64,15 @@ class TreeTrainingArguments(TrainingArguments):
         shard_config: `reshard_after_forward`, `cpu_offload`, `state_dict_type`, `transformer_layer_cls_to_wrap`, as in
             transformers' `fsdp_config`.
         balance_ranks: with several processes, place the trajectories of a step by predicted time;
-            False hands out trees in turn. Changes no loss.
+            False: ranks take trees in turn. Changes no loss.
         balance_costs: costs that placements assume: `flops` of the model, `measured` (fitted to the first steps), or
             `auto`: measured, except on a CPU and under `full_determinism`, where runs repeat bit for bit.
-        nonfinite: what follows a loss or gradient that is not finite: `stop`, or `skip` the update. Its trees are named
-            and written to `nonfinite.jsonl` in the run's folder.
-        max_skipped_steps: updates skipped in a row, after which the run stops all the same.
-        spike_factor: a gradient norm beyond this many medians of the last 50 is said, with its trees; 0 for never.
-        on_save_failure: `stop`, or `continue` without the checkpoint, where a disk refuses it.
+        nonfinite: `stop` at a loss or gradient that is not finite, or `skip` the update. Its trees are named and
+            written to `nonfinite.jsonl` in the run's folder.
+        max_skipped_steps: consecutive skipped updates after which the run stops.
+        spike_factor: log a warning with the trees when the gradient norm exceeds this many medians of the last 50
+            steps; 0: off.
+        on_save_failure: `stop`, or `continue` without the checkpoint, when it cannot be written.
 
     Raises:
         ConfigError: an unknown value, or a setting of transformers that cannot hold on trees.
@@ -80,15 +83,15 @@ class TreeTrainingArguments(TrainingArguments):
     )
     attention: str = field(default="auto", metadata={"help": "auto, reference, cascade or flex."})
     temperature: float = field(default=1.0, metadata={"help": "Divides the logits, as the sampler did."})
-    offload: bool = field(default=False, metadata={"help": "Gateways and held activations wait in host memory."})
+    offload: bool = field(default=False, metadata={"help": "Move gateways and held activations to host memory."})
     router_z_coefficient: float = field(default=0.0, metadata={"help": "Factor of a z-loss on router logits."})
-    weighting: str = field(default="per_trajectory", metadata={"help": "per_trajectory or once."})
+    weighting: str = field(default="per_trajectory", metadata={"help": ", ".join(WEIGHTINGS)})
     normalization: str = field(default="token_mean", metadata={"help": ", ".join(NORMALIZATIONS)})
     constant: float | None = field(default=None, metadata={"help": "The divisor of rollout_sum and constant."})
-    nonfinite: str = field(default="stop", metadata={"help": "stop or skip where a loss or gradient is not finite."})
+    nonfinite: str = field(default="stop", metadata={"help": "stop or skip when a loss or gradient is not finite."})
     max_skipped_steps: int = field(default=5, metadata={"help": "nonfinite=skip: stop after so many in a row."})
-    spike_factor: float = field(default=10.0, metadata={"help": "Say gradient norms beyond so many medians; 0: never."})
-    on_save_failure: str = field(default="stop", metadata={"help": "stop or continue where a checkpoint fails."})
+    spike_factor: float = field(default=10.0, metadata={"help": "Warn of gradient norms beyond n medians; 0: off."})
+    on_save_failure: str = field(default="stop", metadata={"help": "stop or continue when a save fails."})
     sharded: bool = field(default=False, metadata={"help": "Shard parameters over the processes, by FSDP2."})
     shard_config: dict[str, Any] | None = field(default=None, metadata={"help": "How; as transformers' fsdp_config."})
     balance_ranks: bool = field(default=True, metadata={"help": "Place trees on processes by predicted time."})
@@ -101,11 +104,11 @@ class TreeTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(default=False, metadata={"help": "Items are trees; they have no columns."})
 
     def __post_init__(self) -> None:
-        for name, reason in _REFUSED.items():
+        for name, reason in _UNSUPPORTED.items():
             default = self.__dataclass_fields__[name].default if name in self.__dataclass_fields__ else None
-            given = getattr(self, name, default)
-            if given != default and given not in ("", [], None):
-                raise ConfigError(f"{name}={given!r} cannot be used: {reason}")
+            value = getattr(self, name, default)
+            if value != default and value not in ("", [], None):
+                raise ConfigError(f"{name}={value!r} cannot be used: {reason}")
         if getattr(self, "train_sampling_strategy", "random") not in _SAMPLING:
             raise ConfigError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r}: choose {' or '.join(_SAMPLING)}."
@@ -129,20 +132,20 @@ class TreeTrainingArguments(TrainingArguments):
         self.shard_settings()
         self._start_group()
         super().__post_init__()
-        self._refuse_lone_start()
+        self._check_launched_alone()
 
     def _start_group(self) -> None:
-        """Joins the processes of a run on CPUs: transformers would, too, but without `ddp_timeout`."""
+        """Joins the processes of a run on CPUs. transformers does it, too, but ignores `ddp_timeout`."""
         is_launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
         if self.use_cpu and is_launched and self.ddp_backend in (None, "gloo") and not distributed.is_initialized():
             distributed.init_process_group("gloo", timeout=timedelta(seconds=self.ddp_timeout))
 
-    def _refuse_lone_start(self) -> None:
-        """`accelerate launch --cpu --num_processes 2` starts one process, without a word; of the others' being wanted
-        it leaves a port in the environment. Steps would have fewer trees than asked for.
+    def _check_launched_alone(self) -> None:
+        """Raises `ConfigError` for `accelerate launch --cpu --num_processes 2`, which starts one process and sets a
+        port for several. Steps would have fewer trees than requested.
         """
-        is_told = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ
-        if is_told and "WORLD_SIZE" not in os.environ and int(self.world_size) == 1:
+        is_for_several = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ
+        if is_for_several and "WORLD_SIZE" not in os.environ and int(self.world_size) == 1:
             raise ConfigError(
                 "accelerate launch was asked for several processes and started one, as it does with --cpu. Start them "
                 "with torchrun --nproc_per_node N, or accelerate launch --multi_gpu --num_processes N (on a CPU, too, "
@@ -150,19 +153,19 @@ class TreeTrainingArguments(TrainingArguments):
             )
 
     def _take_over_fsdp(self) -> None:
-        """Makes wishes for FSDP our own: accelerate leaves parameters whole on a CPU, without a word."""
+        """Takes FSDP settings over from transformers and accelerate, which leaves parameters whole on a CPU."""
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
             known = {"reshard_after_forward", "offload_params", "state_dict_type", "version"}
-            told = {name: os.environ[f"FSDP_{name.upper()}"] for name in known if f"FSDP_{name.upper()}" in os.environ}
-            self.shard_config = {**told, **(self.shard_config or {})}
+            given = {name: os.environ[f"FSDP_{name.upper()}"] for name in known if f"FSDP_{name.upper()}" in os.environ}
+            self.shard_config = {**given, **(self.shard_config or {})}
             self.sharded = True
             os.environ["ACCELERATE_USE_FSDP"] = "false"
-        asked: Any = getattr(self, "fsdp", None)
-        if asked:
+        fsdp: Any = getattr(self, "fsdp", None)
+        if fsdp:
             config: Any = getattr(self, "fsdp_config", None)
             if isinstance(config, str):
                 config = json.loads(Path(config).read_text(encoding="utf-8"))
-            settings = shard_settings(asked, config)
+            settings = shard_settings(fsdp, config)
             if settings is not None:
                 self.sharded, self.shard_config = True, settings.as_config()
             self.fsdp, self.fsdp_config = None, None
@@ -173,7 +176,7 @@ class TreeTrainingArguments(TrainingArguments):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """A model that will be sharded waits where it is; its shards are moved."""
+        """False for a model that will be sharded: its shards are moved to the device, not the model."""
         return False if self.sharded else super().place_model_on_device
 
     @property
@@ -192,7 +195,7 @@ class TreeTrainingArguments(TrainingArguments):
 
     @property
     def places_trees(self) -> bool:
-        """Whether every rank sees all trees of a batch and takes a share by predicted time."""
+        """Whether every rank loads all trees of a batch and takes its part by predicted time."""
         return self.balance_ranks and int(self.world_size) > 1
 
     @property
@@ -201,7 +204,7 @@ class TreeTrainingArguments(TrainingArguments):
         return int(self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size)
 
     def order_facts(self) -> dict[str, Any]:
-        """Everything besides the data that decides which trees a step trains."""
+        """The settings that determine, with the data, which trees a step trains."""
         seed = self.seed if self.data_seed is None else self.data_seed
         return {"seed": seed, "trees_per_step": self.trees_per_step, "shuffle": self.shuffles}
 

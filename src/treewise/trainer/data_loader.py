@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from treewise.distributed.online_placement import OnlinePlacer
+from treewise.distributed.online_placement import OnlinePlacer, measures_costs, prior_of
 from treewise.errors import ConfigError, DataError
+from treewise.nn.flops import flop_model
+from treewise.objectives import Objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory, update_with_content
@@ -177,6 +179,16 @@ def _hash_forest(digest: Any, forest: Forest) -> None:
     update_with_content(digest, forest.trajectories or ())
 
 
+def check_dataset(name: str, dataset: Any) -> None:
+    """Raises `ConfigError` for a data set without length and indices, or an empty one. None is allowed."""
+    if dataset is None:
+        return
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(f"{name} is a {type(dataset).__name__}, which has no length and indices; give a list.")
+    if len(dataset) == 0:
+        raise ConfigError(f"{name} is empty.")
+
+
 # -- loaders of a run -------------------------------------------------------------------------------------------------
 
 
@@ -234,3 +246,16 @@ class PlacedBatches:
         if self._epoch is not epoch:
             self._epoch, self._parts = epoch, self._placer.rank_parts(epoch, step, self._batches_per_step)
         return self._parts
+
+
+def make_placer(args: TreeTrainingArguments, model: Any, objective: Objective) -> OnlinePlacer | None:
+    """Places trees on the ranks of a run by predicted time; None where ranks take them in turn."""
+    if not args.places_trees:
+        return None
+    return OnlinePlacer(
+        prior_of(flop_model(model)),
+        args.max_tokens if isinstance(args.max_tokens, int) else None,
+        getattr(objective, "weighting", "per_trajectory"),
+        fits=measures_costs(args.balance_costs, args.device, args.full_determinism),
+        in_lockstep=args.shard_settings() is not None,
+    )

@@ -134,3 +134,8 @@ def _rows(forest: Forest) -> Iterator[dict[str, Any]]:
             for name, value in labels.items()
             if value is not None and value != ""
         }
+
+
+def nonfinite_path(output_dir: str, rank: int, num_ranks: int) -> Path:
+    """The file of `write_rows` in the folder of a run; one for each rank of several."""
+    return Path(output_dir) / (f"nonfinite.rank{rank}.jsonl" if num_ranks > 1 else "nonfinite.jsonl")

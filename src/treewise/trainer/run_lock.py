@@ -1,9 +1,9 @@
-"""One run per folder: a file that says who has it, held by a lock that ends with its process.
+"""One run per folder: a file that names its process, locked until that process ends.
 
-The lock is the operating system's (`flock`), so a killed run leaves none behind; the file is for people. A process that
-is forked while it is held (a loader's worker) would share it, and outlive a killed run by seconds: it gives it up at
-once. Where a file system has no such locks, a holder on this machine is alive if its process is; one on another
-machine is believed.
+The lock is the operating system's (`flock`), so it ends with a killed run; the content of the file is for people. A
+forked child (a worker of a loader) would share the lock and outlive a killed run by seconds, so forked children close
+the descriptor at once. Without flock support, a holder on this host is checked by its pid; a holder on another host is
+assumed alive.
 """
 
 import json
@@ -27,7 +27,7 @@ NAME = ".treewise.lock"
 class RunLock:
     """Keeps other runs out of a folder while it is held. One process may hold it several times over."""
 
-    _held: dict[Path, tuple[int, int]] = {}  # noqa: RUF012 - of all locks: folder -> open file, how often held
+    _held: dict[Path, tuple[int, int]] = {}  # noqa: RUF012 - of all locks: folder -> (open file, times taken)
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
@@ -55,7 +55,7 @@ class RunLock:
         self._held[self.folder] = descriptor, 1
 
     def release(self) -> None:
-        """Gives the folder back after the last `take`; in a forked process there is nothing to give back."""
+        """Releases the folder after as many calls as `take` had; no effect in a forked process."""
         if self.folder not in self._held:
             return
         descriptor, times = self._held.pop(self.folder)
@@ -63,7 +63,7 @@ class RunLock:
             self._held[self.folder] = descriptor, times - 1
             return
         with suppress(OSError):
-            (self.folder / NAME).unlink()  # while locked, so that nobody else's is removed
+            (self.folder / NAME).unlink()  # while locked, so that the file is still this lock's
         os.close(descriptor)
         if self._is_new:
             with suppress(OSError):
@@ -71,7 +71,7 @@ class RunLock:
 
     @classmethod
     def _forget(cls) -> None:
-        """In a forked process: closes what it shares with its parent, whose locks stay."""
+        """In a forked process: closes the descriptors that it shares with its parent, whose locks stay."""
         for descriptor, _ in cls._held.values():
             with suppress(OSError):
                 os.close(descriptor)
@@ -83,7 +83,7 @@ class RunLock:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 self._lock(descriptor)
-                if _is_same(descriptor, path):  # else its last holder removed it in this very moment
+                if _is_same(descriptor, path):  # else the last holder removed it after it was opened
                     _write(descriptor)
                     return descriptor
             except BaseException:
@@ -98,16 +98,15 @@ class RunLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                raise ConfigError(self._refusal(holder)) from None
+                raise ConfigError(self._in_use(holder)) from None
             except OSError:
                 pass  # a file system without locks
         if holder and (holder.get("host") != socket.gethostname() or _is_alive(holder.get("pid"))):
             raise ConfigError(
-                f"{self._refusal(holder)} If that run is gone, remove {self.folder / NAME}: this file system has no "
-                "locks that would tell."
+                f"{self._in_use(holder)} If that run is gone, remove {self.folder / NAME}: no locks here."
             )
 
-    def _refusal(self, holder: dict[str, Any]) -> str:
+    def _in_use(self, holder: dict[str, Any]) -> str:
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} (since {holder.get('since', '?')})"
         return f"output_dir {self.folder} is in use by {who}; wait for it, stop it, or choose another folder."
 
@@ -124,15 +123,15 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 
 def _write(descriptor: int) -> None:
-    who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(who).encode(), 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
 def _read(descriptor: int) -> dict[str, Any]:
     try:
-        found = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
-        return found if isinstance(found, dict) else {}
+        holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
+        return holder if isinstance(holder, dict) else {}
     except (OSError, ValueError):
         return {}
 

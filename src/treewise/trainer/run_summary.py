@@ -1,13 +1,18 @@
 """The derived numbers of a run, printed before step 0: sizes of the data, number of steps, ratios, budget."""
 
+import logging
 import math
+import sys
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from treewise.engine.budget import AUTO
 from treewise.planning.planner import plan
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.data_loader import DataFacts, collate, make_sampler
+
+logger = logging.getLogger("treewise")
 
 
 def steps_per_epoch(args: TreeTrainingArguments, num_trees: int) -> int:
@@ -73,3 +78,15 @@ def summarize_run(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -
         ),
     ]
     return "\n".join(f"{name:<16} {value}" for name, value in lines)
+
+
+def print_summary(
+    args: TreeTrainingArguments, dataset: Any, facts: DataFacts, model_config: Any, resumed: Path | None
+) -> None:
+    """Prints the table, and logs `length_warning`."""
+    resuming = f"resuming from {resumed}\n" if resumed else ""
+    sys.stdout.write(f"{resuming}{summarize_run(args, dataset, facts)}\n")
+    sys.stdout.flush()
+    warning = length_warning(model_config, facts)
+    if warning:
+        logger.warning("%s", warning)

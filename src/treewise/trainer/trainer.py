@@ -9,9 +9,7 @@ are transformers' own.
 import logging
 import math
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -25,31 +23,30 @@ from typing_extensions import override
 
 from treewise.distributed import ranks
 from treewise.distributed.fsdp import ShardedModel
-from treewise.distributed.online_placement import OnlinePlacer, measures_costs, prior_of
 from treewise.distributed.signals import StepAbandoned, StopSignals
-from treewise.distributed.watchdog import RankWatch
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, StoppedError
-from treewise.nn.flops import flop_model
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective
 from treewise.objectives.normalization import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.checkpoint import contents, optimizer_state, store
+from treewise.trainer.checkpoint import contents, optimizer_state
 from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
 from treewise.trainer.data_loader import (
     DataFacts,
     PlacedBatches,
     TreeLoader,
+    check_dataset,
     evaluation_loader,
     forest_of,
+    make_placer,
     survey,
     training_loader,
 )
 from treewise.trainer.metrics import MetricMeans, Throughput
-from treewise.trainer.nonfinite import NonFiniteGuard
-from treewise.trainer.run_lock import RunLock
-from treewise.trainer.run_summary import length_warning, num_optimizer_steps, steps_per_epoch, summarize_run
+from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_path
+from treewise.trainer.run_context import entered_run
+from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
 from treewise.trainer.step import StepRunner, optimizer_bytes
 from treewise.tree.forest import Forest
 
@@ -89,12 +86,13 @@ class TreeTrainer(Trainer):
         args = TreeTrainingArguments() if args is None else args
         if not isinstance(args, TreeTrainingArguments):
             raise ConfigError(f"args is a {type(args).__name__}; give tw.TreeTrainingArguments.")
-        _check_dataset("train_dataset", train_dataset)
-        _check_dataset("eval_dataset", eval_dataset)
+        check_dataset("train_dataset", train_dataset)
+        check_dataset("eval_dataset", eval_dataset)
         self.objective = objective or args.objective()
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._means, self._throughput = MetricMeans(), Throughput()
-        self._guard = NonFiniteGuard(args.nonfinite, args.max_skipped_steps, args.spike_factor, _nonfinite_path(args))
+        rows_file = nonfinite_path(args.output_dir, args.process_index, args.world_size)
+        self._guard = NonFiniteGuard(args.nonfinite, args.max_skipped_steps, args.spike_factor, rows_file)
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(
             model=model,
@@ -354,11 +352,13 @@ class TreeTrainer(Trainer):
         """
         if self.train_dataset is None:
             raise ConfigError("training needs a train_dataset.")
-        with self._guarded_run():
+        with entered_run(self.args, self._signals):
             self._resumed = self._checkpoints.find(resume_from_checkpoint)
             if self._resumed is not None:
                 self.runner.resume_budget(self._resumed.max_tokens)
-            self._print_summary()
+            if self.is_world_process_zero():
+                resumed = self._resumed.folder if self._resumed else None
+                print_summary(self.args, self.train_dataset, self.data_facts, self.model.config, resumed)
             if self._resumed and self._resumed.step >= num_optimizer_steps(self.args, len(self.train_dataset)):
                 return self._already_trained(self._resumed.folder)
             dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
@@ -373,30 +373,6 @@ class TreeTrainer(Trainer):
                 if self._signals.received is None or self.state.global_step >= self.state.max_steps:
                     return result
             raise self._stopped()
-
-    @contextmanager
-    def _guarded_run(self) -> Iterator[None]:
-        """Holds the lock of the run's folder, handles signals, and watches the other processes."""
-        with ExitStack() as stack:
-            ranks.on_first_rank(lambda: self._enter_folder(stack))
-            watch = stack.enter_context(RankWatch())
-            stack.enter_context(watch.explaining(self.args.ddp_timeout))
-            stack.enter_context(self._signals)
-            yield
-
-    def _enter_folder(self, stack: ExitStack) -> None:
-        stack.enter_context(RunLock(self.args.output_dir))
-        for line in store.recover(self.args.output_dir):
-            logger.warning("%s", line)
-
-    def _print_summary(self) -> None:
-        if self.is_world_process_zero():
-            resuming = f"resuming from {self._resumed.folder}\n" if self._resumed else ""
-            sys.stdout.write(f"{resuming}{summarize_run(self.args, self.train_dataset, self.data_facts)}\n")
-            sys.stdout.flush()
-            warning = length_warning(self.model.config, self.data_facts)
-            if warning:
-                logger.warning("%s", warning)
 
     def _stopped(self) -> StoppedError:
         number, step = self._signals.received or signal.SIGINT, self._checkpoints.last_step
@@ -428,30 +404,3 @@ class _StepEnd(TrainerCallback):
             self._signals.received = received
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
-
-
-def make_placer(args: TreeTrainingArguments, model: Any, objective: Objective) -> OnlinePlacer | None:
-    """Places trees on the ranks of a run by predicted time; None where ranks take them in turn."""
-    if not args.places_trees:
-        return None
-    return OnlinePlacer(
-        prior_of(flop_model(model)),
-        args.max_tokens if isinstance(args.max_tokens, int) else None,
-        getattr(objective, "weighting", "per_trajectory"),
-        fits=measures_costs(args.balance_costs, args.device, args.full_determinism),
-        in_lockstep=args.shard_settings() is not None,
-    )
-
-
-def _check_dataset(name: str, dataset: Any) -> None:
-    if dataset is None:
-        return
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ConfigError(f"{name} is a {type(dataset).__name__}, which has no length and indices; give a list.")
-    if len(dataset) == 0:
-        raise ConfigError(f"{name} is empty.")
-
-
-def _nonfinite_path(args: TreeTrainingArguments) -> Path:
-    rank = f".rank{args.process_index}" if args.world_size > 1 else ""
-    return Path(args.output_dir) / f"nonfinite{rank}.jsonl"

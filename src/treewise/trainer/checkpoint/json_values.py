@@ -1,7 +1,7 @@
 """Nested Python values as JSON, exactly and without pickle. Tuples stay tuples; tensors may go to a file of their own.
 
-Optimizers, schedules and random generators keep their state in dicts of numbers, tuples and tensors. What cannot be
-said here is refused when it is saved, not when it is missed.
+Optimizers, schedules and random generators have states of dicts, numbers, tuples and tensors. Any other value is an
+error when it is saved.
 """
 
 import base64
@@ -16,10 +16,10 @@ _TAG = "__is__"
 
 
 def to_plain(value: Any, tensors: dict[str, torch.Tensor] | None = None, path: str = "") -> Any:
-    """A value that `json` writes. With `tensors`, tensors are put there under their path; else they are written out.
+    """A value that `json` can write. Tensors go into `tensors` under their path if it is given, else into the value.
 
     Raises:
-        CheckpointError: names the place and the type that cannot be saved.
+        CheckpointError: a value of a type that cannot be saved.
     """
     if value is None or isinstance(value, bool | str) or type(value) in (int, float):
         return value
@@ -27,9 +27,9 @@ def to_plain(value: Any, tensors: dict[str, torch.Tensor] | None = None, path: s
         if tensors is not None:
             tensors[path] = value
             return {_TAG: "tensor", "name": path}
-        held = value.detach().cpu().contiguous()
-        raw = held.reshape(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
-        return _tagged("inline", dtype=str(held.dtype), shape=list(held.shape), raw=_text(raw))
+        tensor = value.detach().cpu().contiguous()
+        raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        return _tagged("inline", dtype=str(tensor.dtype), shape=list(tensor.shape), raw=_text(raw))
     if isinstance(value, np.ndarray | np.generic):
         array = np.ascontiguousarray(value)
         return _tagged("array", dtype=array.dtype.str, shape=list(np.shape(value)), raw=_text(array.tobytes()))
@@ -44,7 +44,7 @@ def to_plain(value: Any, tensors: dict[str, torch.Tensor] | None = None, path: s
 
 
 def from_plain(value: Any, tensors: dict[str, torch.Tensor] | None = None) -> Any:
-    """The value that `to_plain` was given."""
+    """The inverse of `to_plain`."""
     if isinstance(value, list):
         return [from_plain(item, tensors) for item in value]
     if not isinstance(value, dict):

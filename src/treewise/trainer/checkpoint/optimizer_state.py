@@ -1,7 +1,7 @@
 """The state of a run besides its weights, in safetensors and JSON: optimizer, schedule, random generators.
 
-The optimizer's state is kept under the names of the parameters, so that it fits however many processes resume it.
-Nothing is pickled, and nothing that could run code is read.
+The optimizer's state is stored under the names of the parameters, so that any number of processes can resume it.
+Nothing is pickled, and no format that could run code is read.
 """
 
 import json
@@ -26,7 +26,7 @@ SCHEDULE = "schedule.json"
 
 
 def optimizer_state(optimizer: Any, model: nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
-    """What an optimizer keeps: plain values, and its tensors under `parameter name/what`.
+    """The state of an optimizer: plain values, and its tensors by `parameter name/entry`.
 
     Raises:
         CheckpointError: a value that cannot be saved without pickle.
@@ -34,11 +34,11 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> tuple[Any, dict[str, to
     state = optimizer.state_dict()
     names = _names(optimizer, model)
     tensors: dict[str, torch.Tensor] = {}
-    kept = {names[number]: entry for number, entry in state["state"].items()}
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    entries = {names[index]: entry for index, entry in state["state"].items()}
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     plain = {
-        "state": {name: to_plain(entry, tensors, name) for name, entry in kept.items()},
+        "state": {name: to_plain(entry, tensors, name) for name, entry in entries.items()},
         "groups": to_plain(groups),
         "rest": to_plain(rest),
     }
@@ -46,46 +46,46 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> tuple[Any, dict[str, to
 
 
 def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Puts back what `optimizer_state` gave.
+    """Loads the result of `optimizer_state`.
 
     Raises:
         CheckpointError: the optimizer trains other parameters than the saved one did.
     """
-    number_of = {name: number for number, name in _names(optimizer, model).items()}
+    index_of = {name: index for index, name in _names(optimizer, model).items()}
     now, groups = optimizer.state_dict()["param_groups"], from_plain(plain["groups"])
     known = {name for group in groups for name in group["params"]}
-    if known != set(number_of) or len(now) != len(groups):
-        changed = sorted(known.symmetric_difference(number_of))
+    if known != set(index_of) or len(now) != len(groups):
+        changed = sorted(known.symmetric_difference(index_of))
         raise CheckpointError(
             f"the optimizer of the checkpoint trained other parameters ({', '.join(changed[:5]) or 'in other groups'});"
             " resume with the same model, adapters and optimizer."
         )
     optimizer.load_state_dict(
         {
-            "state": {number_of[name]: from_plain(entry, tensors) for name, entry in plain["state"].items()},
-            "param_groups": [{**group, "params": [number_of[name] for name in group["params"]]} for group in groups],
+            "state": {index_of[name]: from_plain(entry, tensors) for name, entry in plain["state"].items()},
+            "param_groups": [{**group, "params": [index_of[name] for name in group["params"]]} for group in groups],
             **from_plain(plain["rest"]),
         }
     )
 
 
 def save_optimizer_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes the tensors that `optimizer_state` gave, where they are shards. Every rank calls this."""
+    """Writes the tensors of `optimizer_state` if they are shards. Every rank calls this."""
     save_shards(folder / OPTIMIZER, tensors)
 
 
 def save_optimizer(folder: Path, plain: Any, tensors: dict[str, torch.Tensor], *, is_sharded: bool) -> None:
-    """Writes what `optimizer_state` gave, the tensors unless they are shards: rank 0 for all."""
+    """Writes the result of `optimizer_state` on rank 0, without tensors that are shards."""
     if ranks.own() != 0:
         return
     if not is_sharded:
         save_file({name: each.detach().cpu().contiguous() for name, each in tensors.items()}, _tensor_file(folder))
     shapes = {name: _kind(each) for name, each in tensors.items()}
-    write_json(folder / f"{OPTIMIZER}.json", {**plain, "shapes": shapes})
+    _write_json(folder / f"{OPTIMIZER}.json", {**plain, "shapes": shapes})
 
 
 def load_optimizer(folder: Path, optimizer: Any, model: nn.Module) -> None:
-    """Reads what `save_optimizer` wrote, sharded or not, into an optimizer that is sharded or not."""
+    """Reads the files of `save_optimizer` into an optimizer. Either may be sharded."""
     plain = json.loads((folder / f"{OPTIMIZER}.json").read_text(encoding="utf-8"))
     parameters = dict(model.named_parameters())
     tensors: dict[str, torch.Tensor] = {}
@@ -98,8 +98,8 @@ def load_optimizer(folder: Path, optimizer: Any, model: nn.Module) -> None:
         load_shards(folder / OPTIMIZER, tensors)
     else:
         for name, whole in load_file(_tensor_file(folder)).items():
-            held = tensors[name]
-            tensors[name] = like_shard(whole, held) if isinstance(held, DTensor) else whole
+            target = tensors[name]
+            tensors[name] = like_shard(whole, target) if isinstance(target, DTensor) else whole
     load_optimizer_state(optimizer, model, plain, tensors)
 
 
@@ -109,11 +109,11 @@ def _kind(tensor: torch.Tensor) -> tuple[list[int], str]:
 
 def save_schedule(folder: Path, scheduler: Any) -> None:
     """Writes a learning-rate schedule."""
-    write_json(folder / SCHEDULE, to_plain(scheduler.state_dict()))
+    _write_json(folder / SCHEDULE, to_plain(scheduler.state_dict()))
 
 
 def load_schedule(folder: Path, scheduler: Any) -> None:
-    """Reads what `save_schedule` wrote."""
+    """Reads the file of `save_schedule`."""
     scheduler.load_state_dict(from_plain(json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))))
 
 
@@ -125,12 +125,12 @@ def save_random_state(folder: Path, rank: int) -> None:
         "torch": torch.random.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-    write_json(_random_file(folder, rank), to_plain(state))
+    _write_json(_random_file(folder, rank), to_plain(state))
 
 
 def load_random_state(folder: Path, rank: int) -> bool:
-    """Reads what `save_random_state` wrote for this rank; False where there was no such rank. Steps draw no random
-    numbers (their order has a generator of its own, and dropout is refused), so this matters to callbacks alone.
+    """Reads the file of `save_random_state` for this rank; False if there was no such rank. Only callbacks depend on
+    it: the order of steps has a generator of its own, and dropout is an error.
     """
     path = _random_file(folder, rank)
     if not path.is_file():
@@ -144,17 +144,16 @@ def load_random_state(folder: Path, rank: int) -> bool:
     return True
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Plain values as a file."""
+def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _names(optimizer: Any, model: nn.Module) -> dict[int, str]:
-    """The names of an optimizer's parameters by their numbers in its `state_dict`."""
+    """The names of an optimizer's parameters by their indices in its `state_dict`."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     inner = getattr(optimizer, "optimizer", optimizer)
     flat = [parameter for group in inner.param_groups for parameter in group["params"]]
-    return {number: known.get(id(parameter), f"parameter {number}") for number, parameter in enumerate(flat)}
+    return {index: known.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(flat)}
 
 
 def _tensor_file(folder: Path) -> Path:

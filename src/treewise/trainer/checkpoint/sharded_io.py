@@ -1,7 +1,7 @@
-"""Sharded checkpoints: every rank writes what it holds, by PyTorch's distributed checkpoint (DCP) as safetensors.
+"""Sharded checkpoints: every rank writes its shards, by PyTorch's distributed checkpoint (DCP) as safetensors.
 
-DCP's usual form keeps its index in a pickle. This one keeps it in the headers of the safetensors files, so nothing is
-unpickled; and any number of ranks, one included, reads what any other number wrote.
+DCP's usual format stores its index in a pickle. This one stores it in the headers of the safetensors files, so nothing
+is unpickled; any number of ranks, one included, reads what any other number wrote.
 """
 
 import warnings
@@ -25,10 +25,10 @@ def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: a rank could not write.
     """
-    writer, is_alone = HuggingFaceStorageWriter(str(folder), save_distributed=True), not distributed.is_initialized()
+    writer, is_single = HuggingFaceStorageWriter(str(folder), save_distributed=True), not distributed.is_initialized()
     try:
-        with _no_word_of_being_alone():
-            save(dict(tensors), storage_writer=writer, no_dist=is_alone)
+        with _single_process_warning_ignored():
+            save(dict(tensors), storage_writer=writer, no_dist=is_single)
     except CheckpointException as error:
         raise CheckpointError(_reason(error)) from error
 
@@ -37,23 +37,23 @@ def load_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Reads into the given tensors, in place; every rank calls this.
 
     Raises:
-        CheckpointError: a tensor that the checkpoint does not hold in this shape.
+        CheckpointError: a tensor is missing from the checkpoint, or has another shape there.
     """
-    reader, is_alone = HuggingFaceStorageReader(str(folder)), not distributed.is_initialized()
+    reader, is_single = HuggingFaceStorageReader(str(folder)), not distributed.is_initialized()
     try:
-        with _no_word_of_being_alone():
-            load(dict(tensors), storage_reader=reader, no_dist=is_alone)
+        with _single_process_warning_ignored():
+            load(dict(tensors), storage_reader=reader, no_dist=is_single)
     except CheckpointException as error:
         raise CheckpointError(f"{folder}: {_reason(error)}") from error
-    except (RuntimeError, ValueError) as error:  # what the planner says without a process group
-        if not is_alone:
+    except (RuntimeError, ValueError) as error:  # the planner's errors without a process group
+        if not is_single:
             raise
         raise CheckpointError(f"{folder}: {error}") from error
 
 
 @contextmanager
-def _no_word_of_being_alone() -> Iterator[None]:
-    """One process may read shards; DCP warns that it is one."""
+def _single_process_warning_ignored() -> Iterator[None]:
+    """DCP warns in a run of one process, which may read shards as well."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield

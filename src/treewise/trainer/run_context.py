@@ -1,0 +1,36 @@
+"""What holds around a whole training run: the lock of its folder, signals, the watch over other processes."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from treewise.distributed import ranks
+from treewise.distributed.signals import StopSignals
+from treewise.distributed.watchdog import Watchdog
+from treewise.trainer.arguments import TreeTrainingArguments
+from treewise.trainer.checkpoint import store
+from treewise.trainer.run_lock import RunLock
+
+logger = logging.getLogger("treewise")
+
+
+@contextmanager
+def entered_run(args: TreeTrainingArguments, signals: StopSignals) -> Iterator[None]:
+    """Locks the run's folder, removes unfinished checkpoints of a killed run, handles signals, watches the other ranks.
+
+    Raises:
+        ConfigError: another run holds the folder, or it cannot be written.
+        LostRankError: another process of the run is gone, or does not answer.
+    """
+
+    def enter_folder() -> None:
+        stack.enter_context(RunLock(args.output_dir))
+        for line in store.recover(args.output_dir):
+            logger.warning("%s", line)
+
+    with ExitStack() as stack:
+        ranks.on_first_rank(enter_folder)
+        watch = stack.enter_context(Watchdog())
+        stack.enter_context(watch.explaining(args.ddp_timeout))
+        stack.enter_context(signals)
+        yield
