@@ -1,48 +1,15 @@
-"""Settings of sharding and of the engine: accepted, rejected, and passed on."""
+"""Settings of a run: accepted, rejected, taken over and passed on."""
 
 import json
 
 import pytest
 
-from treewise.distributed.fsdp import ShardSettings, shard_settings
+from treewise.distributed.fsdp import ShardSettings
 from treewise.errors import ConfigError
+from treewise.objectives import NORMALIZATIONS
 from treewise.testing import families
 from treewise.trainer import TreeTrainingArguments
-
-
-@pytest.mark.parametrize(
-    ("fsdp", "config", "expected"),
-    [
-        ("", None, None),
-        (False, {"cpu_offload": True}, None),
-        (True, None, ShardSettings()),
-        ("full_shard auto_wrap offload", {"fsdp_version": 2}, ShardSettings(cpu_offload=True)),
-        ("shard_grad_op", None, ShardSettings(reshard_after_forward=False)),
-        (["full_shard"], {"fsdp_offload_params": "true"}, ShardSettings(cpu_offload=True)),
-        (True, {"state_dict_type": "FULL_STATE_DICT"}, ShardSettings(whole_checkpoints=True)),
-        (True, {"transformer_layer_cls_to_wrap": "Block"}, ShardSettings(layer_names=("Block",))),
-        (True, {"reshard_after_forward": False}, ShardSettings(reshard_after_forward=False)),
-    ],
-)
-def test_settings_of_transformers_are_understood(fsdp, config, expected):
-    found = shard_settings(fsdp, config)
-    assert found == expected
-    if found is not None:
-        assert shard_settings(True, found.as_config()) == found
-
-
-@pytest.mark.parametrize(
-    ("fsdp", "config", "message"),
-    [
-        ("hybrid_shard", None, "hybrid_shard is not supported"),
-        (True, {"version": 1}, "only FSDP2"),
-        (True, {"ofload_params": True}, "fsdp_config has ofload_params"),
-        (True, {"activation_checkpointing": True}, "use the setting gradient_checkpointing"),
-    ],
-)
-def test_settings_that_would_be_ignored_are_refused(fsdp, config, message):
-    with pytest.raises(ConfigError, match=message):
-        shard_settings(fsdp, config)
+from treewise.tree.weights import WEIGHTINGS
 
 
 def test_fsdp_in_any_form_is_taken_over(tmp_path, monkeypatch):
@@ -80,3 +47,35 @@ def test_settings_of_the_engine_reach_it(make_trainer, trees):
 def test_a_z_loss_below_zero_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"router_z_coefficient=-0\.1 must be 0 or positive"):
         TreeTrainingArguments(output_dir=str(tmp_path), router_z_coefficient=-0.1, report_to="none")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fp16": True}, "fp16=True cannot be used: .* use bf16"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"dataloader_drop_last": True}, "no tree is dropped"),
+        ({"max_tokens": 0}, "max_tokens=0; give a positive"),
+        ({"attention": "flash"}, "attention='flash' is unknown"),
+        ({"weighting": "twice"}, "weighting='twice' is unknown"),
+        ({"normalization": "constant"}, "constant"),
+        ({"train_sampling_strategy": "group_by_length"}, "choose random or sequential"),
+        ({"per_device_train_batch_size": 0}, "must be at least 1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_cannot_hold_on_trees_are_refused(tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        TreeTrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, **settings)
+
+
+@pytest.mark.parametrize(("name", "choices"), [("weighting", WEIGHTINGS), ("normalization", NORMALIZATIONS)])
+def test_every_choice_is_documented_and_accepted(tmp_path, name, choices):
+    doc = " ".join(TreeTrainingArguments.__doc__.split())
+    described = doc[doc.index(f" {name}: ") :].split(f" {'normalization' if name == 'weighting' else 'constant'}: ")[0]
+    for choice in choices:
+        assert f"`{choice}`" in described
+        assert choice in TreeTrainingArguments.__dataclass_fields__[name].metadata["help"]
+        constant = {"constant": 2.0} if choice in ("rollout_sum", "constant") else {}
+        args = TreeTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **{name: choice}, **constant)
+        assert getattr(args.objective(), name) == choice

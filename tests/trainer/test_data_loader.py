@@ -1,0 +1,119 @@
+"""Which trees a step trains, and the fingerprint of the data."""
+
+import numpy as np
+import pytest
+
+from treewise.errors import ConfigError, DataError
+from treewise.trainer.data_loader import PlacedBatches, TreeSampler, collate, survey
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+
+def test_merging_across_trees_computes_a_common_prompt_once(trees):
+    (merged,) = collate(trees, merges=True)
+    apart = collate(trees, merges=False)
+    assert merged.num_flat_tokens == sum(forest.num_flat_tokens for forest in apart)
+    assert sum(forest.num_tokens for forest in apart) - merged.num_tokens >= 6 * (len(trees) - 1)
+
+
+def test_every_kind_of_item_is_a_tree(trees):
+    forest = Forest.from_trajectories(trees[1])
+
+    class Tree:
+        trajectories = None
+
+        def forest(self):
+            return forest
+
+    assert [each.num_trajectories for each in collate([trees[0][0], trees[0], Tree(), forest], merges=False)] == [
+        1,
+        len(trees[0]),
+        len(trees[1]),
+        len(trees[1]),
+    ]
+    with pytest.raises(DataError, match="a dataset item is a dict"):
+        collate([{"input_ids": [1]}], merges=False)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_batches_of_all_ranks_are_every_tree_once_per_epoch(num_ranks):
+    samplers = [TreeSampler(11, 2, seed=5, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    orders = []
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        batches = list(zip(*samplers, strict=True))
+        order = [tree for step in batches for batch in step for tree in batch]
+        assert sorted(order) == list(range(11))
+        orders.append(order)
+    assert orders[0] != orders[1]
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    first, again = (TreeSampler(100, 4, seed=1) for _ in range(2))
+    np.random.random(3)  # noqa: NPY002 - moves the global generator on
+    assert list(first) == list(again) != list(TreeSampler(100, 4, seed=2))
+
+
+def test_an_empty_data_set_is_refused(make_trainer):
+    with pytest.raises(ConfigError, match="train_dataset is empty"):
+        make_trainer([])
+
+
+BASE = {
+    "token_ids": [1, 2, 3],
+    "loss_weights": [0, 1, 1],
+    "old_logprobs": [0, -1, -2],
+    "ref_logprobs": [0, -1, -3],
+    "teacher_ids": [[1], [2], [3]],
+    "teacher_logprobs": [[0], [-1], [-2]],
+    "rollout": "r",
+    "group": "g",
+    "rollout_weight": 2.0,
+}
+CHANGES = {
+    "teacher_ids": [[1], [2], [4]],
+    "teacher_logprobs": [[0], [-1], [-2.5]],
+    "rollout": "s",
+    "group": "h",
+    "rollout_weight": 3.0,
+}
+
+
+def fingerprint(*items):
+    return survey([list(items)]).fingerprint
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_fingerprint_of_a_list_depends_on_teachers_and_rollouts(name):
+    first = Trajectory(**BASE)
+    assert fingerprint(first, Trajectory(**BASE)) == fingerprint(first, Trajectory(**BASE, source="b.jsonl:1"))
+    assert fingerprint(first, Trajectory(**BASE)) != fingerprint(first, Trajectory(**{**BASE, name: CHANGES[name]}))
+
+
+def test_the_fingerprint_of_a_list_depends_on_the_names_of_streams():
+    swapped = {**BASE, "old_logprobs": BASE["ref_logprobs"], "ref_logprobs": BASE["old_logprobs"]}
+    assert fingerprint(Trajectory(**BASE)) != fingerprint(Trajectory(**swapped))
+
+
+def test_the_fingerprint_depends_on_the_shape_of_a_tree():
+    apart = Forest.from_nodes([-1, 0, 0], [[1], [2, 3], [2, 4]])
+    merged = Forest.from_trajectories(apart.trajectories)
+    assert apart.num_tokens == merged.num_tokens + 1
+    assert survey([apart]).fingerprint != survey([merged]).fingerprint
+
+
+def test_without_a_placer_batches_stay_as_they_are():
+    batches = iter([[], []])
+    assert PlacedBatches(None, 1).of(batches, 0) is batches
+
+
+def test_the_batches_of_an_epoch_are_placed_once():
+    class Placer:
+        def rank_parts(self, epoch, first_step, batches_per_step):
+            return ((first_step, batches_per_step, batch) for batch in epoch)
+
+    placed, epochs = PlacedBatches(Placer(), 2), [iter("ab"), iter("c")]
+    assert next(placed.of(epochs[0], 4)) == (4, 2, "a")
+    assert next(placed.of(epochs[0], 5)) == (4, 2, "b")
+    assert next(placed.of(epochs[1], 6)) == (6, 2, "c")

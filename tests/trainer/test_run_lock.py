@@ -1,0 +1,120 @@
+"""One run per folder, held by a lock that ends with its process."""
+
+import contextlib
+import json
+import os
+import signal
+
+import pytest
+
+from tests.trainer.helpers import in_child
+from treewise.errors import ConfigError
+from treewise.trainer.checkpoint import store
+from treewise.trainer.run_lock import NAME, RunLock
+
+
+@pytest.fixture
+def other_run(tmp_path):
+    """The process id of another run in the folder `run`."""
+    read, write = os.pipe()
+
+    def hold():
+        RunLock(tmp_path / "run").take()
+        os.write(write, b"held")
+        signal.pause()
+
+    child = in_child(hold)
+    assert os.read(read, 4) == b"held"
+    yield child
+    os.close(read)
+    os.close(write)
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_folder_in_use_is_refused_with_its_holder(make_trainer, trees, other_run):
+    with pytest.raises(ConfigError, match=rf"in use by process {other_run} on .* \(since 20"):
+        make_trainer(trees, max_steps=1).train()
+
+
+def test_a_killed_runs_workers_do_not_keep_its_lock(tmp_path):
+    read, write = os.pipe()
+
+    def hold():
+        with RunLock(tmp_path):
+            worker = in_child(signal.pause)
+            os.write(write, f"{worker}\n".encode())
+            signal.pause()
+
+    run = in_child(hold)
+    worker = int(os.read(read, 20))
+    try:
+        with pytest.raises(ConfigError, match=f"in use by process {run}"):
+            RunLock(tmp_path).take()  # the worker gave up its share alone
+        os.kill(run, signal.SIGKILL)
+        os.waitpid(run, 0)
+        os.kill(worker, 0)
+        with RunLock(tmp_path):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.close(read)
+        os.close(write)
+
+
+def test_a_forked_process_leaves_the_file_of_the_lock(tmp_path):
+    with RunLock(tmp_path) as lock:
+        os.waitpid(in_child(lock.release), 0)
+        assert (tmp_path / NAME).exists()
+
+
+def test_the_lock_of_a_killed_run_is_stale(make_trainer, trees, other_run, tmp_path):
+    os.kill(other_run, signal.SIGKILL)
+    os.waitpid(other_run, 0)
+    assert (tmp_path / "run" / NAME).exists()
+    make_trainer(trees, max_steps=1).train()
+    assert not (tmp_path / "run" / NAME).exists()
+
+
+def test_without_locks_of_the_file_system_a_dead_holder_is_stale_and_a_live_or_remote_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("treewise.trainer.run_lock.fcntl", None)
+    with RunLock(tmp_path):
+        holder = json.loads((tmp_path / NAME).read_text())
+    dead = in_child(lambda: None)
+    os.waitpid(dead, 0)
+    (tmp_path / NAME).write_text(json.dumps({**holder, "pid": dead}))
+    with RunLock(tmp_path):
+        pass
+    for change in ({}, {"host": "elsewhere", "pid": dead}):
+        (tmp_path / NAME).write_text(json.dumps({**holder, **change}))
+        with pytest.raises(ConfigError, match="If that run is gone, remove"):
+            RunLock(tmp_path).take()
+
+
+def test_a_lock_whose_file_is_removed_in_the_very_moment_is_taken_anew(tmp_path, monkeypatch):
+    lock = RunLock._lock
+
+    def after_the_last_holder_left(self, descriptor):
+        monkeypatch.setattr(RunLock, "_lock", lock)
+        (tmp_path / NAME).unlink()
+        lock(self, descriptor)
+
+    monkeypatch.setattr(RunLock, "_lock", after_the_last_holder_left)
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+
+
+def test_one_process_may_hold_a_folder_twice(tmp_path):
+    with RunLock(tmp_path):
+        with RunLock(tmp_path):
+            pass
+        assert (tmp_path / NAME).exists()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_what_a_killed_run_left_aside_is_cleared_and_said(make_trainer, trees, tmp_path, caplog):
+    store.new_folder(tmp_path / "run", 4)
+    make_trainer(trees, max_steps=1).train()
+    assert "checkpoint-4: never finished" in caplog.text
+    assert not list((tmp_path / "run").glob(".checkpoint*"))
