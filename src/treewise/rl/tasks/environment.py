@@ -116,7 +116,7 @@ def reset(environment: Any, item: TaskItem) -> str | None:
 
 
 def answer(environment: Any, call: ToolCall) -> str:
-    """What the environment says to one call; errors of a tool are told to the model, as TRL does."""
+    """The answer of the environment to one call; an error of a tool is returned as text, as in TRL."""
     if call.problem is not None:
         return str({"error": call.problem})
     tool = tools_of(environment).get(call.name)
@@ -124,7 +124,7 @@ def answer(environment: Any, call: ToolCall) -> str:
         return str({"error": f"Tool {call.name} not found."})
     try:
         return str(awaited(tool(**call.arguments)))
-    except Exception as error:  # a tool may raise anything; the model is told
+    except Exception as error:  # a tool may raise anything, and the model reads it
         return str({"error": str(error)})
 
 
