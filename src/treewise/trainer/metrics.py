@@ -21,6 +21,7 @@ from torch import nn
 
 from treewise.distributed import ranks
 from treewise.engine.scoring import StepOutput
+from treewise.nn.device import synchronized_clock
 from treewise.nn.flops import FlopModel, flop_model
 from treewise.tree.forest import Forest
 
@@ -161,11 +162,9 @@ def matmul_flops(kind: str, dtype: torch.dtype) -> float | None:
         with torch.no_grad():
             matrix = torch.ones(size, size, dtype=dtype, device=kind)
             for _ in range(NUM_PRODUCTS):
-                begin = time.perf_counter()
+                begin = synchronized_clock(matrix.device)
                 torch.mm(matrix, matrix)
-                if kind == "cuda":
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - begin)
+                seconds.append(synchronized_clock(matrix.device) - begin)
     except (RuntimeError, MemoryError):
         return None
     return 2.0 * size**3 / max(min(seconds), 1e-9)
