@@ -12,7 +12,7 @@ import numpy as np
 from treewise.data.io import field_checks
 from treewise.data.io.printable import shown
 from treewise.data.io.rows import Row
-from treewise.data.render.chat import Call
+from treewise.data.render.chat import Call, not_empty
 from treewise.data.render.messages import clean_message
 from treewise.errors import DataError
 from treewise.tree import checks
@@ -123,7 +123,7 @@ def message_calls(nodes: Sequence[PlacedNode], parents: Sequence[int], train_on:
         calls.append(Call(path[::-1], message, weight, nodes[number].location))
     if not calls:
         raise DataError(f"{nodes[0].location}: no node of the tree is a trained assistant message; nothing to train.")
-    return calls
+    return not_empty(calls)
 
 
 def _node_id(node: PlacedNode, number: int) -> Any:

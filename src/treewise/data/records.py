@@ -56,7 +56,10 @@ class RecordReader:
     @cached_property
     def _template(self) -> Template:
         assert self.tokenizer is not None
-        return Template(Encoder(self.tokenizer), self.options.chat_template, dict(self.options.chat_template_kwargs))
+        options = self.options
+        return Template(
+            Encoder(self.tokenizer), options.chat_template, dict(options.chat_template_kwargs), options.on_hidden
+        )
 
     def _fill(self, result: RecordResult, record: Record, data_file: Path) -> None:
         location = result.location

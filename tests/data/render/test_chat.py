@@ -47,6 +47,30 @@ def test_weights_scale_and_zero_is_context(write, tokenizer):
     assert [float(item.loss_weights.max()) for item in trajectories] == [0.25, 1.0]
 
 
+@pytest.mark.parametrize("mark", ["train", "training"])
+def test_a_message_marked_as_not_trained_is_weighted_like_one_of_weight_0(write, tokenizer, mark):
+    marked, weighted = talk("a", "b", "c", "d"), talk("a", "b", "c", "d")
+    marked[1][mark], marked[3][mark] = False, True
+    weighted[1]["weight"] = 0
+    ours, theirs = (
+        only(load_trees(write({"messages": messages}, name=name), tokenizer, options=CHATML))
+        for name, messages in (("a.jsonl", marked), ("b.jsonl", weighted))
+    )
+    assert len(ours) == len(theirs) == 1
+    assert np.array_equal(ours[0].loss_weights, theirs[0].loss_weights)
+    assert text_of(tokenizer, ours[0], True) == "d<|im_end|>"
+
+
+def test_a_function_call_is_the_tool_call_that_it_is(write, tokenizer):
+    old = {"role": "assistant", "content": None, "function_call": CALL["function"]}
+    new = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    texts = [
+        text_of(tokenizer, only(load_trees(write({"messages": [USER, turn]}), tokenizer, options=CHATML))[0], True)
+        for turn in (old, new)
+    ]
+    assert texts[0] == texts[1] == '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call><|im_end|>'
+
+
 def test_last_assistant_trains_one_turn(write, tokenizer):
     options = RenderOptions(chat_template="chatml", train_on="last_assistant")
     [trajectory] = only(load_trees(write({"messages": talk("a", "b", "c", "d")}), tokenizer, options=options))
@@ -107,7 +131,8 @@ def test_kept_thinking_stays_in_front_of_the_last_turn(write, tokenizer, qwen3_t
     options = RenderOptions(chat_template=qwen3_template, thinking="keep", train_on="last_assistant")
     [trajectory] = only(load_trees(write({"messages": messages}), tokenizer, options=options))
     assert "Early thought." in text_of(tokenizer, trajectory, False)
-    assert text_of(tokenizer, trajectory, True) == "<think>\n\n</think>\n\nd<|im_end|>"
+    assert text_of(tokenizer, trajectory, True) == "d<|im_end|>"
+    assert "<think>\n\n</think>\n\n" in text_of(tokenizer, trajectory, False)
 
 
 def test_logged_calls_render_each_context_as_it_was(write, tokenizer):
@@ -179,6 +204,13 @@ BAD_RECORDS = [
     ({"messages": [{"role": "user"}, ANSWER]}, ("messages[0]", "no content")),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ("'image_url'", "not supported")),
     ({"messages": [{"role": "user", "content": 5}]}, ("content must be text",)),
+    ({"messages": [USER, {**ANSWER, "content": ""}]}, ("turn 1", "holds nothing", "weight")),
+    ({"messages": [USER, {**ANSWER, "content": "", "reasoning_content": "Hm."}]}, ("turn 1", "only reasoning")),
+    ({"messages": [USER, {"role": "assistant"}]}, ("turn 1", "neither content nor tool_calls")),
+    ({"messages": [USER, {"role": "assistant"}], "calls": [{"ctx": [0], "out": 1}]}, ("calls[0]", "holds nothing")),
+    ({"messages": [{**USER, "train": True}, ANSWER]}, ("messages[0] (user)", "only assistant")),
+    ({"messages": [USER, {**ANSWER, "train": "no"}]}, ("messages[1]", "train is 'no'")),
+    ({"messages": [USER, {**ANSWER, "tool_calls": [CALL], "function_call": {"name": "f"}}]}, ("both function_call",)),
     ({"messages": [USER, {**ANSWER, "weight": -1}]}, ("weight -1",)),
     ({"messages": [USER, {**ANSWER, "weight": True}]}, ("weight True",)),
     ({"messages": [USER, {**ANSWER, "reasoning_content": 1}]}, ("reasoning_content",)),

@@ -27,13 +27,30 @@ def answer(content="Yes.", **more):
     return {"role": "assistant", "content": content, **more}
 
 
-def test_qwen3_samples_an_empty_think_block_and_drops_it_from_history(write, tokenizer, qwen3_template):
-    calls = load(write, tokenizer, [USER, answer(), USER, answer("No.")], chat_template=qwen3_template)
-    assert [sampled for _, sampled in calls] == [
-        "<think>\n\n</think>\n\nYes.<|im_end|>",
-        "<think>\n\n</think>\n\nNo.<|im_end|>",
+def test_an_empty_think_block_that_the_template_writes_is_context(write, tokenizer, qwen3_template):
+    path = write({"messages": [USER, answer(), USER, answer("No.")]})
+    dataset = load_trees(path, tokenizer, options=RenderOptions(chat_template=qwen3_template))
+    first, second = dataset[0].trajectories
+    assert [tokenizer.decode(t.token_ids[t.loss_weights > 0]) for t in (first, second)] == [
+        "Yes.<|im_end|>",
+        "No.<|im_end|>",
     ]
-    assert "<think>" not in calls[1][0]
+    context = tokenizer.decode(second.token_ids[second.loss_weights == 0])
+    assert context.count("<think>") == 1
+    assert context.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    [finding] = dataset.report.warnings
+    assert "enable_thinking: false" in finding
+    prompted = RenderOptions(chat_template=qwen3_template, chat_template_kwargs={"enable_thinking": False})
+    for ours, theirs in zip(
+        (first, second), load_trees(path, tokenizer, options=prompted)[0].trajectories, strict=True
+    ):
+        assert np.array_equal(ours.token_ids, theirs.token_ids)
+        assert np.array_equal(ours.loss_weights, theirs.loss_weights)
+
+
+def test_an_empty_think_block_that_the_model_wrote_is_trained(write, tokenizer):
+    content = "<think>\n\n</think>\n\nYes."
+    assert load(write, tokenizer, [USER, answer(content)], chat_template="chatml")[0][1] == f"{content}<|im_end|>"
 
 
 def test_qwen3_reasoning_is_trained_from_its_field_and_from_its_content(write, tokenizer, qwen3_template):
@@ -92,11 +109,6 @@ def test_a_missing_end_token_is_added_and_reported(write, tokenizer):
     [trajectory] = dataset[0].trajectories
     assert tokenizer.decode(trajectory.token_ids[trajectory.loss_weights > 0]) == "Yes.<|im_end|>"
     assert "end-of-turn" in dataset.report.warnings[0]
-
-
-def test_reasoning_that_a_template_never_writes_is_reported(write, tokenizer):
-    dataset = load_trees(write({"messages": [USER, answer(reasoning_content="Hm.")]}), tokenizer)
-    assert "reasoning is not trained" in dataset.report.warnings[0]
 
 
 def test_tools_that_a_template_never_writes_are_reported(write, tokenizer):

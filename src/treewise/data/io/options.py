@@ -9,6 +9,7 @@ from treewise.errors import ConfigError, did_you_mean
 
 THINKING = ("as_inference", "keep")
 ON_DRIFT = ("warn", "error")
+ON_HIDDEN = ("error", "warn")
 TRAIN_ON = ("all_assistant", "last_assistant")
 
 
@@ -25,6 +26,7 @@ class RenderOptions:
         max_length: longest trajectory allowed, in tokens; a longer one is an error, never cut.
         chat_template: a Jinja template, a file that holds one, or `chatml`; the tokenizer's own where not given.
         on_drift: `warn` or `error` where a row's text gives other token ids than the row holds, which are trained.
+        on_hidden: `error` or `warn` where a message holds a field that the chat template does not write.
         chat_template_kwargs: further variables for the template (`enable_thinking`, ...).
 
     Raises:
@@ -38,12 +40,14 @@ class RenderOptions:
     max_length: int | None = None
     chat_template: str | None = None
     on_drift: Literal["warn", "error"] = "warn"
+    on_hidden: Literal["error", "warn"] = "error"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_choice("thinking", self.thinking, THINKING)
         _check_choice("train_on", self.train_on, TRAIN_ON)
         _check_choice("on_drift", self.on_drift, ON_DRIFT)
+        _check_choice("on_hidden", self.on_hidden, ON_HIDDEN)
         if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 2):
             raise ConfigError(f"max_length is {self.max_length!r}; give an integer of at least 2, or None.")
         try:

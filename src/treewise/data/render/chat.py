@@ -5,7 +5,7 @@ where each is a prefix of the next: merging is the forest's work, by token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,9 +52,10 @@ def conversation_calls(talk: Conversation, train_on: str, location: str, first: 
             f"{location}: message 0 is a trained assistant message with nothing before it; "
             "put a system or user message first, or set its weight to 0."
         )
-    return [
+    calls = [
         Call(talk.messages[:i], talk.messages[i], talk.weights[i], f"{location}: turn {i} (assistant)") for i in trained
     ]
+    return not_empty(calls)
 
 
 def logged_calls(pool: Conversation, calls: Any, train_on: str, location: str) -> list[Call]:
@@ -85,7 +86,23 @@ def logged_calls(pool: Conversation, calls: Any, train_on: str, location: str) -
     trained = [call for call in (result[-1:] if train_on == "last_assistant" else result) if call.weight > 0]
     if not trained:
         raise DataError(f"{location}: all {len(result)} calls have weight 0, so no token is trained; drop the record.")
-    return trained
+    return not_empty(trained)
+
+
+def not_empty(calls: list[Call]) -> list[Call]:
+    """The calls.
+
+    Raises:
+        DataError: a trained turn with neither content nor tool calls; a template would make an empty turn of it.
+    """
+    for call in calls:
+        if not any(call.turn.get(field) for field in ("content", "tool_calls", "refusal")):
+            holds = "only reasoning" if call.turn.get("reasoning_content") else "nothing"
+            raise DataError(
+                f"{call.location}: the trained message holds {holds}, neither content nor tool_calls; "
+                "give what was sampled, set its weight to 0, or drop it."
+            )
+    return calls
 
 
 def kept_calls(talk: Conversation, train_on: str, location: str, first: int = 0) -> list[Call]:
@@ -110,10 +127,11 @@ def render_calls(template: Template, calls: Sequence[Call], tools: Tools, locati
     """One row per call: prompt as context, completion as trained tokens, tokenised apart as in inference."""
     rows: list[Row] = []
     before: Pieces = ()
+    calls = _checked(template, calls, tools)
     for low in range(0, len(calls), CALLS_AT_ONCE):
         block = calls[low : low + CALLS_AT_ONCE]
-        prompts, completions = _rendered(template, block, tools, location)
-        contexts = template.encoder.encode(prompts)
+        prompts, openings, completions = _rendered(template, block, tools, location)
+        contexts = template.encoder.encode([a + b for a, b in zip(prompts, openings, strict=True)])
         sampled = template.encoder.encode_continuations(completions)
         for call, context, ids in zip(block, contexts, sampled, strict=True):
             pieces = (*context, ids)
@@ -127,14 +145,15 @@ def render_kept(template: Template, calls: Sequence[Call], tools: Tools, locatio
 
     The sequence is the first prompt, then what each turn sampled and what the template writes from there to the next.
     """
-    prompts, completions = _rendered(template, calls, tools, location)
+    calls = _checked(template, calls, tools)
+    prompts, openings, completions = _rendered(template, calls, tools, location)
     histories = [call.history for call in calls[1:]]
     turns = [len(call.history) for call in calls[:-1]]
     tails = template.tails(histories, turns, prompts[1:], completions[:-1], tools, location)
     encoder = template.encoder
-    pieces = list(encoder.encode(prompts[:1])[0])
+    pieces = list(encoder.encode([prompts[0] + openings[0]])[0])
     sampled = encoder.encode_continuations(completions)
-    between = encoder.encode_continuations(tails)
+    between = encoder.encode_continuations([a + b for a, b in zip(tails, openings[1:], strict=True)])
     trained = []
     for number, (call, ids) in enumerate(zip(calls, sampled, strict=True)):
         if number:
@@ -161,15 +180,28 @@ def render_pair(template: Template, prompt: str, completion: str, location: str)
     return [_row((*context, ids), (), [(len(context), 1.0)])]
 
 
-def _rendered(template: Template, calls: Sequence[Call], tools: Tools, location: str) -> tuple[list[str], list[str]]:
-    """What the model saw and what it sampled, as text, for each call."""
+def _checked(template: Template, calls: Sequence[Call], tools: Tools) -> list[Call]:
+    """The calls with messages that the template writes in full."""
+    checked: dict[int, Message] = {}
+    result = []
+    for call in calls:
+        history = template.check_history(call.history, tools, call.location, checked)
+        template.check_turn(history, call.turn, tools, call.location)
+        result.append(replace(call, history=history))
+    return result
+
+
+def _rendered(
+    template: Template, calls: Sequence[Call], tools: Tools, location: str
+) -> tuple[list[str], list[str], list[str]]:
+    """What the model saw, what the template wrote for it after that, and what it sampled, as text, for each call."""
     prompts = template.render([call.history for call in calls], tools, location, generation=True)
     wholes = template.render([[*call.history, call.turn] for call in calls], tools, location)
-    completions = [
+    parts = [
         template.completion(call.history, call.turn, prompt, whole, tools, call.location)
         for call, prompt, whole in zip(calls, prompts, wholes, strict=True)
     ]
-    return prompts, completions
+    return prompts, [opening for opening, _ in parts], [sampled for _, sampled in parts]
 
 
 def _row(pieces: Pieces, before: Pieces, trained: Sequence[tuple[int, float]]) -> Row:

@@ -1,5 +1,6 @@
 """Chat messages in one clean shape, whatever the logger wrote: checked roles, text content, tool calls, weights."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from treewise.errors import DataError
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+WEIGHTS = ("weight", "train", "training")  # the last two are axolotl's
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -51,22 +53,27 @@ def clean_message(value: Any, location: str) -> tuple[Message, float]:
     role = value.get("role")
     if role not in ROLES:
         raise DataError(f"{location} has role {shown(role)}; supported are {', '.join(ROLES)}.")
-    message = {key: item for key, item in value.items() if key != "weight" and item is not None}
+    message = {key: item for key, item in value.items() if key not in WEIGHTS and item is not None}
     if "content" not in message and role != "assistant":
         raise DataError(f"{location} ({role}) has no content.")
     message["content"] = _text(message.get("content", ""), location)
+    trains = _train_mark(value, location)
     if role != "assistant":
+        if trains:
+            raise DataError(f"{location} ({role}) has train: true; only assistant messages can be trained.")
         return message, 0.0
     for other in REASONING_NAMES[1:]:
         if isinstance(message.get(other), str):
             message.setdefault("reasoning_content", message.pop(other))
     if not isinstance(message.get("reasoning_content", ""), str):
         raise DataError(f"{location}: reasoning_content must be text.")
+    _map_function_call(message, location)
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
     else:
         message["tool_calls"] = [_tool_call(call, f"{location}.tool_calls") for call in _list(message, location)]
-    return message, weight(value.get("weight"), location)
+    given = weight(value.get("weight"), location)
+    return message, 0.0 if trains is False else given
 
 
 def clean_tools(value: Any, location: str) -> list[dict[str, Any]] | None:
@@ -91,8 +98,30 @@ def with_arguments(message: Message, as_text: bool, location: str) -> Message:
             arguments = (
                 parse_text(arguments, f"{location}: arguments of {shown(function['name'])}") if arguments else {}
             )
+        elif as_text and isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         changed.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": changed}
+
+
+def _train_mark(value: Message, location: str) -> bool | None:
+    """axolotl's mark of a message, `train` or `training`; None where it has none."""
+    marks = [value[name] for name in WEIGHTS[1:] if value.get(name) is not None]
+    if not marks:
+        return None
+    if len(set(map(str, marks))) > 1 or not isinstance(marks[0], bool | int) or marks[0] not in (0, 1):
+        raise DataError(f"{location}: train is {shown(marks[0])}; give true, or false for a message that is context.")
+    return bool(marks[0])
+
+
+def _map_function_call(message: Message, location: str) -> None:
+    """OpenAI's older `function_call` as the one tool call that it is."""
+    old = message.pop("function_call", None)
+    if not old:
+        return
+    if message.get("tool_calls"):
+        raise DataError(f"{location} has both function_call and tool_calls; give the calls once, as tool_calls.")
+    message["tool_calls"] = [old]
 
 
 def _text(content: Any, location: str) -> str:

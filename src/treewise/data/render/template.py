@@ -5,33 +5,47 @@ The completion is what the template writes after that prompt when the turn is th
 token. Templates that rewrite the history as soon as a turn is added (Qwen3 drops an empty `<think>` block from a turn
 that is not the last) do not start with the prompt any more; then the turn is located behind its own generation prompt.
 TRL asks for templates patched to be append-only instead; here any template works, and rewritten history forks.
+
+What the template writes in a turn and the model did not sample (the empty `<think>` block of a turn without reasoning)
+is context. What it leaves out of a message is an error, or a warning: `field_probe` finds it.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from treewise.data.io.printable import shown
 from treewise.data.render.chatml import CHATML
+from treewise.data.render.field_probe import STANDARD_ROLES, THINK, THINK_END, FieldProbe
 from treewise.data.render.messages import Conversation, Message, with_arguments
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.errors import ConfigError, DataError
 
 MARK = "\ue0a7\ue0b7turn\ue0b7\ue0a7"  # private-use characters: no text and no template holds them
-THINK = "<think>"
-THINK_END = "</think>"
+# Thinking that holds nothing, at the start of a turn; in the tags of Qwen, DeepSeek, Seed and Mistral.
+EMPTY_THINKING = re.compile(r"\s*(?:<(think|thinking|seed:think)>\s*</\1>|\[THINK\]\s*\[/THINK\])\n*")
+EMPTY_THINKING_NOTE = (
+    "the chat template opens trained turns without reasoning with an empty thinking block; the block is context, not "
+    "trained. Give chat_template_kwargs: {enable_thinking: false} if the model was sampled without thinking, or "
+    "reasoning_content if it did think."
+)
 NO_TEMPLATE = "the tokenizer has no chat template; give one as chat_template, for instance 'chatml'."
 
 
 class Template:
     """One chat template bound to a tokenizer. `notes` collects what users should be aware of."""
 
-    def __init__(self, encoder: Encoder, chat_template: str | None, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, encoder: Encoder, chat_template: str | None, kwargs: dict[str, Any], on_hidden: str = "error"
+    ) -> None:
         self.tokenizer = encoder.tokenizer
         self.encoder = encoder
         self.text = template_text(chat_template)
         self.kwargs = kwargs
+        self.on_hidden = on_hidden
         self.notes: dict[str, None] = {}
+        self._probe = FieldProbe()
         self._arguments_as_text = self._writes_text_arguments()
         self._tools_seen = False
 
@@ -77,10 +91,83 @@ class Template:
                 f"{location}: the chat template raises an error for this conversation ({shown(str(error), 200)})."
             ) from error
 
+    def check_history(
+        self,
+        history: list[Message],
+        tools: list[dict[str, Any]] | None,
+        location: str,
+        checked: dict[int, Message],
+    ) -> list[Message]:
+        """The messages with roles that the template writes: `developer` as `system`, `function` as `tool` if it must.
+
+        checked: messages of this record that were checked before, by `id`.
+
+        Raises:
+            DataError: a field in use that the template writes under no standard role (`on_hidden="error"`).
+        """
+        result = [checked.get(id(message), message) for message in history]
+        for index, message in enumerate(history):
+            if id(message) not in checked:
+                result[index] = checked[id(message)] = self._shown_message(result, index, tools, location)
+        return result
+
+    def check_turn(
+        self, history: list[Message], turn: Message, tools: list[dict[str, Any]] | None, location: str
+    ) -> None:
+        """Checks that all that a trained turn holds is trained.
+
+        Raises:
+            DataError: a field in use that the template does not write (`on_hidden="error"`).
+        """
+
+        def sample(marked: Message) -> tuple[str, str]:
+            prompt = self.render([history], tools, location, generation=True)[0]
+            whole = self.render([[*history, marked]], tools, location)[0]
+            return self.completion(history, marked, prompt, whole, tools, location)[1], whole
+
+        hidden = self._probe.hidden_in_turn(history, turn, bool(tools), sample)
+        if hidden:
+            self._report_hidden(hidden, f"{location}: this trained message")
+
+    def _shown_message(
+        self, messages: list[Message], index: int, tools: list[dict[str, Any]] | None, location: str
+    ) -> Message:
+        """Message `index`, under its standard role where its own is hidden."""
+        message = messages[index]
+        renders = (
+            lambda talk: self.render([talk], tools, location, generation=True)[0],
+            lambda talk: self.render([talk], tools, location)[0],
+        )
+        hidden = self._probe.hidden_in_context(messages, index, bool(tools), renders)
+        if hidden == ():
+            return message
+        role = message["role"]
+        if role in STANDARD_ROLES:
+            mapped = {**message, "role": STANDARD_ROLES[role]}
+            around = [*messages[:index], mapped, *messages[index + 1 :]]
+            if self._probe.hidden_in_context(around, index, bool(tools), renders) == ():
+                self.notes[f"the chat template has no role {role}; its messages are rendered as {mapped['role']}"] = (
+                    None
+                )
+                return mapped
+        if hidden:  # None: the template raises an error, which the rendering itself reports
+            self._report_hidden(hidden, f"{location}: message {index} ({role})")
+        return message
+
+    def _report_hidden(self, fields: Sequence[str], whose: str) -> None:
+        names = ", ".join(fields)
+        if self.on_hidden == "warn":
+            self.notes[f"the chat template leaves out {names} of some messages (on_hidden: warn)"] = None
+            return
+        raise DataError(
+            f"{whose}: the chat template does not write its {names}; remove it, put it into content, give a "
+            "chat_template that writes it, or set on_hidden: warn to go on without it."
+        )
+
     def completion(
         self, history: list[Message], turn: Message, prompt: str, whole: str, tools: list[dict] | None, location: str
-    ) -> str:
-        """What the model sampled in `turn`, through the end-of-turn token.
+    ) -> tuple[str, str]:
+        """What the template wrote for the model after the prompt, and what the model sampled, with its end token.
 
         Parameters:
             prompt: template of `history` with the generation prompt.
@@ -91,13 +178,18 @@ class Template:
         else:
             text = self._sampled_text(history, turn, prompt, whole, tools, location)
         self._check_written(turn, text, location)
+        opening = ""
+        empty = EMPTY_THINKING.match(text)
+        if empty is not None and not EMPTY_THINKING.match(turn["content"]):
+            opening, text = empty.group(), text[empty.end() :]
+            self.notes[EMPTY_THINKING_NOTE] = None
         end = self.encoder.end_of_turn(text)
         if end is not None:
-            return text[: end[1]]
+            return opening, text[: end[1]]
         if not self.tokenizer.eos_token:
             raise DataError(f"{location}: the template writes no end-of-turn token and the tokenizer has no eos_token.")
         self.notes["the chat template writes no end-of-turn token; eos_token was added to every trained turn"] = None
-        return text.rstrip() + self.tokenizer.eos_token
+        return opening, text.rstrip() + self.tokenizer.eos_token
 
     def generation_prompt(self, history: list[Message], prompt: str, tools: list[dict] | None, location: str) -> str:
         """The header that opens the model's turn, the last part of `prompt`."""
@@ -173,9 +265,6 @@ class Template:
                     f"{location}: the chat template does not write tool calls, so {shown(call['function']['name'])} "
                     "would not be trained; give one as chat_template that does, for instance 'chatml'."
                 )
-        reasoning = turn.get("reasoning_content", "").strip()
-        if reasoning and reasoning[:80] not in text:
-            self.notes["the chat template never writes reasoning_content; reasoning is not trained"] = None
 
     def _note_unwritten_tools(self, messages: list[Message], tools: list[dict[str, Any]], location: str) -> None:
         if self.render([messages], tools, location) == self.render([messages], None, location):
