@@ -275,7 +275,7 @@ def test_a_disk_that_refuses_is_a_clear_error_and_harms_nothing(make_trainer, tr
     else:
         monkeypatch.setattr(store, "safe_open", reads_damaged)
     try:
-        with pytest.raises(CheckpointError, match=r"step 3 could not be saved .*it takes .* MiB, .* free\. Earlier"):
+        with pytest.raises(CheckpointError, match=r"step 3 could not be saved .*it takes .* [KM]iB, .* free\. Earlier"):
             trainer.train(resume_from_checkpoint=str(last))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
