@@ -35,7 +35,7 @@ def node_value(trajectories: Sequence[Trajectory], *, weights: str = "equal", ep
         if np.ptp(own) > 0:
             values_R[tree.through[-1]] = (own - own.mean()) / (own.std() + epsilon)
         child_weights = np.exp(_surprisal(tree)) if weights == "entropy" else None
-        return tree.over_children(values_R, child_weights)[:-1]
+        return tree.over_children(values_R, child_weights)[0][:-1]
 
     return credited(rollouts, on_segments(rollouts, values_of), f"node_value(weights={weights!r})")
 

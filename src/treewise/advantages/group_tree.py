@@ -1,6 +1,6 @@
 """The tree of one group's rollouts, with the rollouts through each part: what credit on trees is gathered from.
 
-Letters: S segments, R rollouts, N trajectories. A *state* is a segment's end, or the place before any token, which all
+Letters: S segments, R rollouts, N trajectories. A *state* is a segment's end, or the start before any token, which all
 rollouts of the group start from: index S, the last of every [S + 1] array.
 """
 
@@ -45,33 +45,36 @@ class GroupTree:
         """[S + 1] float64, the mean over the rollouts through each state; exactly the value that all of them have."""
         return np.array([exact_mean(values_R[rollouts]) for rollouts in self.through])
 
-    def over_children(self, values_R: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """[S + 1] float64, the mean over what goes on from each state, from the leaves up.
+    def over_children(
+        self, values_R: np.ndarray, weights: np.ndarray | None = None
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """[S + 1] float64, the mean over what goes on from each state, from the leaves up; and what it is the mean of.
 
         A child counts once however often it was sampled, or by its `weights` ([S]); rollouts that end at a state are
         one child together, of weight 1.
         """
         result = np.zeros(self.num_segments + 1)
+        members: list[np.ndarray] = [result[:0]] * len(result)
         children = self.children
         for state in [*range(self.num_segments - 1, -1, -1), self.num_segments]:
             below = children[state]
             going_on = np.concatenate([np.zeros(0, dtype=np.int64), *(self.through[child] for child in below)])
             ending = np.setdiff1d(self.through[state], going_on)
-            members = [float(result[child]) for child in below]
-            member_weights = [1.0 if weights is None else float(weights[child]) for child in below]
+            members[state] = result[below]
+            member_weights = np.ones(len(below)) if weights is None else weights[below]
             if len(ending):
-                members.append(exact_mean(values_R[ending]))
-                member_weights.append(1.0)
-            result[state] = exact_mean(np.array(members), np.array(member_weights))
-        return result
+                members[state] = np.append(members[state], exact_mean(values_R[ending]))
+                member_weights = np.append(member_weights, 1.0)
+            result[state] = exact_mean(members[state], member_weights)
+        return result, members
 
     @property
     def children(self) -> list[list[int]]:
         """For every state the segments that start from it."""
-        found: list[list[int]] = [[] for _ in self.parent]
+        result: list[list[int]] = [[] for _ in self.parent]
         for segment, above in enumerate(self.parent[:-1]):
-            found[above].append(segment)
-        return found
+            result[above].append(segment)
+        return result
 
     def spread(self, values_S: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Each row, and the value of the segment of each of its tokens ([length])."""
@@ -107,9 +110,12 @@ def on_segments(rollouts: Rollouts, values_of: Callable[[GroupTree], np.ndarray]
 
 def exact_mean(values: np.ndarray, weights: np.ndarray | None = None) -> float:
     """The mean; of values that agree but for the rounding of earlier means, one of them, so that differences are 0."""
-    if np.ptp(values) <= 1e-12 * np.abs(values).max():
-        return float(values[0])
-    return float(np.average(values, weights=weights))
+    return float(values[0]) if is_equal(values) else float(np.average(values, weights=weights))
+
+
+def is_equal(values: np.ndarray) -> bool:
+    """Whether values agree but for the rounding of earlier means."""
+    return bool(np.ptp(values) <= 1e-12 * np.abs(values).max())
 
 
 def _rollouts_through(forest: Forest, rollout_N: np.ndarray) -> list[np.ndarray]:

@@ -3,16 +3,16 @@
 Each group is a tree of its own, so that different prompts under one system prompt are never compared. The value of a
 segment says how well the rollouts through it did; a child's tokens get the value of the child minus that of the fork.
 
-Letters: S segments, R rollouts, F flat tokens.
+Letters: S segments; *states* as in `group_tree`.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from treewise.advantages.rollout_table import Credited, Rollouts, credited, read_rollouts
+from treewise.advantages.group_tree import GroupTree, exact_mean, is_equal, on_segments
+from treewise.advantages.rollout_table import Credited, credited, read_rollouts
 from treewise.errors import ConfigError
-from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 VALUES = ("rollouts", "children")
@@ -45,18 +45,18 @@ def sibling_relative(
     if not epsilon >= 0:
         raise ConfigError(f"epsilon={epsilon} must not be negative.")
     rollouts = read_rollouts(trajectories)
-    advantages: list[np.ndarray] = [np.zeros(0)] * len(rollouts.trajectories)
     num_forks = num_equal = 0
-    group_N = rollouts.group[rollouts.of_trajectory]
-    for group in range(len(rollouts.group_names)):
-        rows = np.flatnonzero(group_N == group)
-        forest = Forest.from_trajectories([rollouts.trajectories[row] for row in rows])
-        tree = _Tree(forest, rollouts, rows, values)
-        advantages_S = tree.compared(scale, epsilon)
-        for row, path in zip(rows, forest.paths, strict=True):
-            advantages[row] = advantages_S[forest.segment_of_token[path]]
-        num_forks += tree.num_choices
-        num_equal += tree.num_equal_choices
+
+    def values_of(tree: GroupTree) -> np.ndarray:
+        nonlocal num_forks, num_equal
+        members = _members(tree, values)
+        advantages_S = _compared(tree, members, scale, epsilon)
+        forks = np.unique(tree.parent[tree.counts < tree.counts[tree.parent]])
+        num_forks += len(forks)
+        num_equal += sum(is_equal(members[fork]) for fork in forks)
+        return advantages_S
+
+    advantages = on_segments(rollouts, values_of)
     notes = [f"{num_forks:,} forks at which rollouts part; {num_equal:,} of them with children of equal value."]
     return credited(rollouts, advantages, f"sibling_relative(values={values!r}, scale={scale!r})", notes)
 
@@ -66,79 +66,31 @@ def segment_values(trajectories: Sequence[Trajectory], values: str = "rollouts")
 
     `values` as in `sibling_relative`; each group is a tree of its own.
     """
-    rollouts = read_rollouts(trajectories)
-    result: list[np.ndarray] = [np.zeros(0)] * len(rollouts.trajectories)
-    group_N = rollouts.group[rollouts.of_trajectory]
-    for group in range(len(rollouts.group_names)):
-        rows = np.flatnonzero(group_N == group)
-        forest = Forest.from_trajectories([rollouts.trajectories[row] for row in rows])
-        tree = _Tree(forest, rollouts, rows, values)
-        for row, path in zip(rows, forest.paths, strict=True):
-            result[row] = tree.value[forest.segment_of_token[path]]
-    return result
+    return on_segments(read_rollouts(trajectories), lambda tree: _means(_members(tree, values))[:-1])
 
 
-class _Tree:
-    """One group's tree: segments 0..S-1 below a virtual root S, with the rollouts through each."""
+def _members(tree: GroupTree, values: str) -> list[np.ndarray]:
+    """For every state the numbers that its value is the mean of."""
+    if values not in VALUES:
+        raise ConfigError(f"values={values!r} is unknown; choose one of {', '.join(VALUES)}.")
+    if values == "children":
+        return tree.over_children(tree.rewards)[1]
+    return [tree.rewards[rollouts] for rollouts in tree.through]
 
-    def __init__(self, forest: Forest, rollouts: Rollouts, rows: np.ndarray, values: str) -> None:
-        if values not in VALUES:
-            raise ConfigError(f"values={values!r} is unknown; choose one of {', '.join(VALUES)}.")
-        self.kind, self.rewards = values, rollouts.rewards
-        self.num_segments = len(forest.segments.start)
-        self.parent = np.where(forest.segments.parent >= 0, forest.segments.parent, self.num_segments)
-        self.through = self._rollouts_through(forest, rollouts.of_trajectory[rows])
-        self.value = np.zeros(self.num_segments + 1)
-        self.members = [np.zeros(0)] * (self.num_segments + 1)  # what each value is the mean of
-        self._value_bottom_up()
-        self.num_choices = self.num_equal_choices = 0
 
-    def compared(self, scale: str, epsilon: float) -> np.ndarray:
-        """[S] advantages, from the top down."""
-        result = np.zeros(self.num_segments + 1)
-        is_choice = np.zeros(self.num_segments + 1, dtype=bool)
-        for segment in range(self.num_segments):  # parents come first in depth-first order
-            above = self.parent[segment]
-            if len(self.through[segment]) == len(self.through[above]):
-                result[segment] = result[above]
-                continue
-            is_choice[above] = True
-            members = self.members[above]
-            if _is_equal(members):  # exactly 0, not what rounding leaves of it
-                continue
-            result[segment] = self.value[segment] - self.value[above]
+def _means(members: list[np.ndarray]) -> np.ndarray:
+    return np.array([exact_mean(each) for each in members])
+
+
+def _compared(tree: GroupTree, members: list[np.ndarray], scale: str, epsilon: float) -> np.ndarray:
+    """[S] advantages, from the top down."""
+    value, counts = _means(members), tree.counts
+    result = np.zeros(len(value))
+    for segment, above in enumerate(tree.parent[:-1]):  # parents come first in depth-first order
+        if counts[segment] == counts[above]:
+            result[segment] = result[above]
+        elif not is_equal(members[above]):  # otherwise exactly 0, not what rounding leaves of it
+            result[segment] = value[segment] - value[above]
             if scale == "siblings":
-                result[segment] /= np.std(members, ddof=1) + epsilon
-        self.num_choices = int(is_choice.sum())
-        self.num_equal_choices = sum(_is_equal(self.members[fork]) for fork in np.flatnonzero(is_choice))
-        return result[:-1]
-
-    def _rollouts_through(self, forest: Forest, rollout_N: np.ndarray) -> list[np.ndarray]:
-        """For every segment, and last for the virtual root, the distinct rollouts that pass, ascending."""
-        segment_F = forest.segment_of_token[forest.path_index]
-        is_start = forest.path_index == forest.segments.start[segment_F]
-        rollout_F = np.repeat(rollout_N, forest.path_lengths)
-        pairs = np.unique(np.stack([segment_F[is_start], rollout_F[is_start]], axis=1), axis=0)
-        bounds = np.searchsorted(pairs[:, 0], np.arange(1, self.num_segments))
-        return [*np.split(pairs[:, 1], bounds), np.unique(rollout_N)]
-
-    def _value_bottom_up(self) -> None:
-        children: list[list[int]] = [[] for _ in range(self.num_segments + 1)]
-        for segment, above in enumerate(self.parent):
-            children[above].append(segment)
-        for segment in [*range(self.num_segments - 1, -1, -1), self.num_segments]:  # children first, the root last
-            own = self.through[segment]
-            members = self.rewards[own]
-            if self.kind == "children" and children[segment]:
-                going_on = np.concatenate([self.through[child] for child in children[segment]])
-                ending = np.setdiff1d(own, going_on)
-                members = np.array([self.value[child] for child in children[segment]])
-                if len(ending):
-                    members = np.append(members, self.rewards[ending].mean())
-            self.members[segment] = members
-            self.value[segment] = members.mean()
-
-
-def _is_equal(members: np.ndarray) -> bool:
-    """Whether values agree but for the rounding of their means."""
-    return bool(np.ptp(members) <= 1e-12 * np.abs(members).max())
+                result[segment] /= np.std(members[above], ddof=1) + epsilon
+    return result[:-1]
