@@ -150,6 +150,8 @@ def load_data(config: RunConfig) -> tuple["TreeDataset", "TreeDataset | None", A
 def _report(name: str, dataset: "TreeDataset", limit: int = 5) -> None:
     """Lists records that were left out and likely mistakes on stderr."""
     report = dataset.report
+    if report.unused_keys:
+        print(f"{name}: keys that nothing reads: {', '.join(report.unused_key_lines())}", file=sys.stderr)
     for kind, lines in (
         ("left out", [f"{location}: {reason}" for location, reason in report.dropped]),
         ("warning", report.warnings),

@@ -124,6 +124,8 @@ class _Builder:
         """Takes the next result in order."""
         self.report.num_records += 1
         self.warnings.update(dict.fromkeys([*result.warnings, *result.drift]))
+        for key in result.unused_keys:
+            self.report.unused_keys[key] = self.report.unused_keys.get(key, 0) + 1
         self.report.num_compared += result.is_compared
         self.report.num_drifted += bool(result.drift)
         self._keep_rollout_together(result)
@@ -246,6 +248,7 @@ def _write_cache(entry: Path, table: pa.Table, facts: dict[str, Any], report: Lo
         "num_trajectories": report.num_trajectories,
         "num_compared": report.num_compared,
         "num_drifted": report.num_drifted,
+        "unused_keys": report.unused_keys,
         "warnings": report.warnings,
     }
     try:

@@ -12,6 +12,7 @@ import numpy as np
 from treewise.data import declared_nodes, token_rows
 from treewise.data.io.field_checks import label, number
 from treewise.data.io.files import RawRecord
+from treewise.data.io.known_keys import unused_keys
 from treewise.data.io.options import RenderOptions
 from treewise.data.io.printable import shown
 from treewise.data.io.record_forms import PartialTailError, Record, detect_form, parse
@@ -51,6 +52,9 @@ class RecordReader:
             )
         if self.tokenizer is not None and "_template" in self.__dict__:
             result.warnings += list(self._template.notes)
+            if result.unused_keys:
+                reads = self._template.mentions
+                result.unused_keys = [key for key in result.unused_keys if "[]." not in key or not reads(key)]
         return result
 
     @cached_property
@@ -64,6 +68,7 @@ class RecordReader:
     def _fill(self, result: RecordResult, record: Record, data_file: Path) -> None:
         location = result.location
         form = detect_form(record, location)
+        result.unused_keys = unused_keys(record, form, self.options.group_by, location)
         group = self._group(record, location)
         rollout = label(record.get("rollout"), "rollout", location)
         if form == "tree_node":

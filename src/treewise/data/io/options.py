@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from treewise.data.io.printable import shown
 from treewise.errors import ConfigError, did_you_mean
 
 THINKING = ("as_inference", "keep")
@@ -74,7 +75,8 @@ class RenderOptions:
 class LoadReport:
     """What was read: counts, records left out with the reason, and findings that are likely mistakes.
 
-    `num_compared` rows hold both token ids and text; the text of `num_drifted` of them gives other ids.
+    `num_compared` rows hold both token ids and text; the text of `num_drifted` of them gives other ids. `unused_keys`
+    are keys that nothing reads, with the number of records that hold each.
     """
 
     num_files: int = 0
@@ -83,8 +85,14 @@ class LoadReport:
     num_trajectories: int = 0
     num_compared: int = 0
     num_drifted: int = 0
+    unused_keys: dict[str, int] = field(default_factory=dict)
     dropped: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    def unused_key_lines(self) -> list[str]:
+        """`meta (367 records)` for every key that nothing reads, the most frequent first."""
+        counts = sorted(self.unused_keys.items(), key=lambda item: -item[1])
+        return [f"{shown(name)[1:-1]} ({count:,} {'record' if count == 1 else 'records'})" for name, count in counts]
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -52,6 +52,7 @@ class RecordResult:
     is_declared: bool = False
     node: tuple[str, dict[str, Any]] | None = None  # (tree, node): one node per line
     warnings: list[str] = field(default_factory=list)
+    unused_keys: list[str] = field(default_factory=list)
     rollout: Any = None  # as the record gives it
     is_grouped_by_prompt: bool = False  # no group was given, so equal prompts make one
     is_compared: bool = False  # has both token ids and text

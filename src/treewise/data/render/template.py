@@ -57,6 +57,11 @@ class Template:
             talk.weights,
         )
 
+    def mentions(self, key: str) -> bool:
+        """Whether the template's text holds the key of a message (`messages[].key`), so that it may read it."""
+        text = self.text or getattr(self.tokenizer, "chat_template", None)
+        return key.startswith("messages[].") and key.partition(".")[2] in str(text)
+
     def render(
         self,
         conversations: Sequence[list[Message]],

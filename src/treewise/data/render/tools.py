@@ -25,6 +25,9 @@ def find_tools(record: Record, data_file: Path, location: str) -> list[dict[str,
     Raises:
         DataError: a `tools_ref` without a file that holds it; tools that are not a list of objects.
     """
+    if record.get("tools") is None and isinstance(record.get("functions"), list):  # OpenAI's older name
+        functions = [{"type": "function", "function": function} for function in record["functions"]]
+        return clean_tools(functions, location)
     if record.get("tools") is not None or record.get("tools_ref") is None:
         return clean_tools(record.get("tools"), location)
     name = record["tools_ref"]

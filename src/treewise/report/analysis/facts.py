@@ -123,6 +123,7 @@ def inspect_forests(
             examples[kind] += found
     examples["extremely long trajectory"] = long_trajectories(lengths, sources)
     examples["retokenised or unusual"] = list(load.warnings)
+    examples["unused key"] = load.unused_key_lines()
     examples["dropped record"] = [f"{location}: {reason}" for location, reason in load.dropped]
     findings = tuple(
         Finding(kind, len(examples[kind]), meaning, tuple(examples[kind][:NUM_EXAMPLES]))

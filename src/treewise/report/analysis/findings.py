@@ -19,6 +19,7 @@ MAX_SEARCHED_TOKENS = 4_000_000  # per tree, for special tokens
 MEANINGS = {
     "dropped record": "left out of training",
     "retokenised or unusual": "read with a warning",
+    "unused key": "nothing reads it, and nothing of it is trained",
     "rewards all equal": "group-relative advantages are zero, so reinforcement learning learns nothing from it",
     "special token in text": "a control token spelled out as ordinary text; the model would learn to write it",
     "turn ends inside an answer": "a token that begins or ends a turn is trained, and the answer goes on behind it",

@@ -1,0 +1,63 @@
+import pytest
+
+from treewise.data import load_trees
+from treewise.errors import DataError
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}
+CHAT = {"messages": [USER, ANSWER]}
+ROW = {"token_ids": [1, 5, 9], "loss_weights": [0, 1, 1]}
+
+NEAR_MISSES = [
+    ({"messages": [USER, {"role": "assistant", "contents": "Yes."}]}, "messages[1]: unknown key 'contents'", "content"),
+    ({"messages": [USER, {**ANSWER, "wieght": 0.5}]}, "unknown key 'wieght'", "weight"),
+    ({"messages": [USER, {**ANSWER, "tool_call": [1]}]}, "unknown key 'tool_call'", "tool_calls"),
+    ({**ROW, "old_logprob": [0, -1, -1]}, "unknown key 'old_logprob'", "old_logprobs"),
+    ({**ROW, "samplerLogprobs": [0, -1, -1]}, "unknown key 'samplerLogprobs'", "sampler_logprobs"),
+    ({**CHAT, "rewards": 1.0}, "rewards is no key here", "write it as reward,"),
+    ({**CHAT, "group_id": "a"}, "'group_id' is not read", "write it as group"),
+    ({**CHAT, "system": "Be brief."}, "'system' is not read", "in front of messages"),
+    ({**CHAT, "images": ["a.png"]}, "'images' is not read", "only text"),
+    ({**CHAT, "train": False}, "train: false is for messages", "leave the record out"),
+    ({"messages": [{**USER, "images": ["a.png"]}, ANSWER]}, "messages[0]: 'images' is not read", "only text"),
+    ({"seqs": [{"ids": [1, 2], "loss": [[1, 2]], "behavior_logprobs": [-1]}]}, "seqs[0]", "behaviour_logprobs"),
+    ({"nodes": [{"token_ids": [1, 2], "advantage": 1.0}]}, "nodes[0]", "advantages"),
+]
+
+
+@pytest.mark.parametrize(("record", "place", "right"), NEAR_MISSES)
+def test_a_near_miss_of_a_known_key_is_an_error_with_the_right_name(write, tokenizer, record, place, right):
+    path = write(record)
+    with pytest.raises(DataError) as caught:
+        load_trees(path, tokenizer, num_workers=0)
+    assert f"{path}:1" in str(caught.value)
+    assert place in str(caught.value)
+    assert right in str(caught.value)
+
+
+def test_other_keys_that_nothing_reads_are_counted_and_survive_the_cache(write, tokenizer):
+    noted = {**ANSWER, "timestamp": 3}
+    path = write({**CHAT, "meta": {"a": 1}}, {"messages": [USER, noted], "meta": 2, "images": [], "id": None})
+    for _ in range(2):
+        report = load_trees(path, tokenizer).report
+        assert report.unused_keys == {"meta": 2, "messages[].timestamp": 1}
+        assert report.unused_key_lines() == ["meta (2 records)", "messages[].timestamp (1 record)"]
+
+
+def test_a_key_that_groups_or_that_the_template_reads_is_used(write, tokenizer):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.mood }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant \n{% endif %}"
+    )
+    record = {"messages": [{**USER, "mood": "calm"}, ANSWER], "group_id": "a"}
+    options = {"chat_template": template, "group_by": "group_id"}
+    dataset = load_trees(write(record), tokenizer, options=options)
+    assert dataset.report.unused_keys == {}
+    assert dataset[0].name == "a"
+
+
+def test_functions_are_tools(write, tokenizer):
+    function = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    old = load_trees(write({**CHAT, "functions": [function]}), tokenizer, options={"chat_template": "chatml"})
+    tools = [{"type": "function", "function": function}]
+    new = load_trees(write({**CHAT, "tools": tools}), tokenizer, options={"chat_template": "chatml"})
+    assert old.fingerprint == new.fingerprint
