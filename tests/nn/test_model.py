@@ -76,18 +76,14 @@ def test_adapters_beside_quantised_frozen_layers() -> None:
     check(model)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_dora_on_the_head_is_refused() -> None:
-    config = LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
-    with pytest.raises(UnsupportedModelError, match="DoRA on the language-model head"):
-        TreeEngine(get_peft_model(tiny_model(), config)).step(Forest.from_trajectories(ROLLOUTS))
-
-
-def test_a_quantised_head_is_refused() -> None:
-    model = tiny_model()
-    model.lm_head = Int8Linear(model.lm_head)
-    with pytest.raises(UnsupportedModelError, match="not a linear layer"):
+def test_a_quantised_head_is_run_by_its_own_forward() -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    head = model.lm_head
+    model.lm_head = Int8Linear(head)
+    with pytest.raises(UnsupportedModelError, match="the head is a Int8Linear without out_features"):
         TreeEngine(model).step(Forest.from_trajectories(ROLLOUTS))
+    model.lm_head.out_features = head.out_features
+    check(model)
 
 
 @pytest.mark.parametrize("kind", [AutoModelForTokenClassification, AutoModelForSequenceClassification])

@@ -14,6 +14,7 @@ from torch import nn
 
 from treewise.engine.budget import Budget, gateway_token_bytes, state_bytes
 from treewise.engine.differentiable import Reader, Values, hidden_reader, restore, tree_values
+from treewise.engine.gradient_probe import probe_gradients
 from treewise.engine.lockstep import Exchange, Lockstep
 from treewise.engine.probe import probe
 from treewise.engine.scoring import (
@@ -97,7 +98,7 @@ class TreeEngine:
         self.router_loss_rule = router_loss_rule(
             base_model(model), wants_aux=router_aux_loss, z_coefficient=router_z_coefficient
         )
-        self._should_probe, self._is_probed = check, False
+        self._should_probe, self._is_probed, self._are_gradients_probed = check, False, False
         self._lockstep: Lockstep | None = None
 
     @property
@@ -276,10 +277,12 @@ class TreeEngine:
 
         Raises:
             DataError: a token id beyond the vocabulary.
-            UnsupportedModelError: active dropout, or a model that fails the probe.
+            UnsupportedModelError: active dropout, or a model that fails the probe. Gradients are probed where they are
+                enabled.
         """
         if not is_current(self.lm):
-            self.lm, self._is_probed = split_model(self.model), False
+            self.lm = split_model(self.model)
+            self._is_probed = self._are_gradients_probed = False
         refuse_dropout(self.model)
         refuse_tokens(self.lm, forest)
         refuse_placeholders(self.lm, forest.token_ids)
@@ -290,6 +293,9 @@ class TreeEngine:
                 some = to_device(forest.token_ids[:12], self.lm.device, torch.long)
                 check_router_loss(self.lm.model, self.router_loss_rule, some)
             self._is_probed = True
+        if self._should_probe and not self._are_gradients_probed and torch.is_grad_enabled():
+            probe_gradients(self.lm, self.implementation, forest.token_ids)
+            self._are_gradients_probed = True
 
     def enable_lockstep(self, exchange: Exchange) -> None:
         """Runs every later walk in lockstep with the other ranks.

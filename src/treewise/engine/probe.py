@@ -2,13 +2,24 @@
 
 A few tiny forwards. Changing one branch must not change the other's hidden rows, in either direction, beyond the
 rounding of matrix products with rows in another order, or of experts and recurrent layers, which regroup tokens. Rows
-must not depend on the budget. The log-probs of one branch must equal those of the model's own forward, whose masks must
-match the settings of its layers. This detects what no flag of a model shows: an ignored mask, a scale on the logits.
+must not depend on the budget. The head must turn the rows that the model gives it into the model's logits, also where
+they are large. The log-probs of one branch must equal those of the model's own forward, whose masks must match the
+settings of its layers. This detects what no flag of a model shows: an ignored mask, a scale on the logits.
+
+A model with weights in float32 is probed in float32, also under autocast. In lower precision rows are compared with the
+model's own spread between two correct orders of computation. Adapters are stirred first, because a fresh one is the
+identity. Gradients are probed in `probe_gradients`.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from treewise.engine.stirring import adapters_stirred
 from treewise.engine.walk import MicroBatchOutput, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError
 from treewise.nn.attention import check_masks, observe_masks
@@ -19,12 +30,15 @@ from treewise.planning.planner import plan as make_plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-# Largest difference of a log-prob between the tree and the model's own forward; in low precision the mean difference,
+# Largest difference of a log-prob between the tree and the model's own forward; in low precision the median difference,
 # because it may route single tokens elsewhere.
 _MAX_LOGPROB_GAP = {torch.float64: 1e-4, torch.float32: 1e-2}
 _LOW_PRECISION_GAP = 1.0
-# Largest relative difference of a row between one micro-batch and several; in low precision the mean difference.
+# Largest relative difference of a row between one micro-batch and several, in float32 or wider.
 _MAX_BUDGET_GAP = 1e-3
+# In low precision the median over rows may differ by this many spreads of the model, or roundings of one number.
+_MAX_SPREADS, _MAX_ROUNDINGS = 8, 4
+_PROBED_LOGIT = 40.0  # the head is compared where its largest logit is about this, which shows a cap of 30
 
 
 def probe(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> None:
@@ -36,20 +50,32 @@ def probe(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> None:
     Raises:
         UnsupportedModelError: with the measured difference.
     """
-    vocabulary = lm.head().weight.shape[0]
     ids = np.resize(token_ids, 12)
     trunk, left, right = ids[:4], ids[4:8], ids[8:12]
-    other = (right + 1) % vocabulary
-    with torch.no_grad():
+    other = (right + 1) % lm.head().num_tokens
+    with torch.no_grad(), adapters_stirred(lm.model), widest_precision(lm):
         rows = _hidden(lm, impl, trunk, left, right)
+        _check_finite(lm, rows)
+        spread = 0.0 if _is_exact(rows) else _spread(lm, impl, np.concatenate([trunk, left]))
         for name, changed, kept in (
-            ("second", _hidden(lm, impl, trunk, left, other), slice(0, 8)),
-            ("first", _hidden(lm, impl, trunk, other, right), [0, 1, 2, 3, 8, 9, 10, 11]),
+            ("second", _hidden(lm, impl, trunk, left, other), slice(4, 8)),
+            ("first", _hidden(lm, impl, trunk, other, right), slice(8, 12)),
         ):
-            _check_leak(lm, rows[kept], changed[kept], name)
-        in_pieces = _hidden(lm, impl, trunk, left, right, budget=4)
-        _check_budget(lm, rows, in_pieces)
+            _check_leak(lm, rows[kept], changed[kept], name, spread)
+            _check_leak(lm, rows[:4], changed[:4], name, spread)
+        _check_budget(lm, rows, _hidden(lm, impl, trunk, left, right, budget=4), spread)
         _check_logprobs(lm, rows, np.concatenate([trunk, left]))
+        _check_head(lm, np.concatenate([trunk, left]))
+
+
+@contextmanager
+def widest_precision(lm: DecoderAndHead) -> Iterator[None]:
+    """Without autocast, if all weights are in float32 or wider: then rounding hides nothing and refuses nothing."""
+    floats = [each for each in [*lm.model.parameters(), *lm.model.buffers()] if each.is_floating_point()]
+    is_wide = all(torch.finfo(each.dtype).bits >= 32 for each in floats)
+    device = lm.device.type
+    with torch.autocast(device, enabled=torch.is_autocast_enabled(device) and not is_wide):
+        yield
 
 
 def _hidden(
@@ -81,62 +107,143 @@ def _hidden(
     return torch.stack([by_position[position] for position in order.tolist()])
 
 
-def _check_leak(lm: DecoderAndHead, before: torch.Tensor, after: torch.Tensor, name: str) -> None:
-    difference = (before - after).abs().max().item()
-    regroups = bool(kinds_of(lm.decoder)) or any(
-        word in path for path, _ in lm.decoder.named_modules() for word in ("expert", "moe")
+def _check_finite(lm: DecoderAndHead, rows: torch.Tensor) -> None:
+    if not rows.isfinite().all():
+        raise UnsupportedModelError(
+            f"{type(lm.decoder).__name__} gives hidden rows that are not finite, on a tree of {len(rows)} tokens: its "
+            "weights diverged, or its precision is too low."
+        )
+
+
+def _spread(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> float:
+    """How far the rows of one trajectory move between correct orders of computation: alone, in a batch, as a tree.
+
+    None of them has anything else in its row, so a leak does not widen it. The largest of the medians over rows,
+    relative to the norm of a row. token_ids: [n] integers.
+    """
+    tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)
+    alone, batched = (
+        lm.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+        for ids in (tokens[None], tokens[None].expand(3, -1))
     )
-    # Recurrent layers and experts compute in float32 in a float64 model, too.
-    coarse = max(torch.finfo(before.dtype).eps, torch.finfo(torch.float32).eps)
-    rounding = (1e3 * coarse if regroups else 16 * torch.finfo(before.dtype).eps) * before.abs().max().item()
-    if not difference <= rounding:
+    chain = Walk(lm, make_plan(Forest.from_trajectories([Trajectory(token_ids)])), impl).whole_output().hidden
+    return max(_median_gap(alone, batched), _median_gap(alone, chain))
+
+
+def _median_gap(left: torch.Tensor, right: torch.Tensor) -> float:
+    """The median over rows ([n, M]) of their difference relative to their norm."""
+    left, right = left.float(), right.float()
+    return ((left - right).norm(dim=1) / left.norm(dim=1)).median().item()
+
+
+def _low_precision_limit(rows: torch.Tensor, spread: float) -> float:
+    eps = torch.finfo(_compute_dtype(rows)).eps
+    return max(_MAX_SPREADS * spread, _MAX_ROUNDINGS * eps)
+
+
+def _check_leak(lm: DecoderAndHead, before: torch.Tensor, after: torch.Tensor, name: str, spread: float) -> None:
+    if _is_exact(before):
+        difference = (before - after).abs().max().item()
+        # Recurrent layers and experts compute in float32 in a float64 model, too.
+        coarse = max(torch.finfo(before.dtype).eps, torch.finfo(torch.float32).eps)
+        regroups = bool(kinds_of(lm.decoder)) or has_experts(lm)
+        limit = (1e3 * coarse if regroups else 16 * torch.finfo(before.dtype).eps) * before.abs().max().item()
+    else:
+        difference, limit = _median_gap(before, after), _low_precision_limit(before, spread)
+    if not difference <= limit:
         raise UnsupportedModelError(
             f"{type(lm.decoder).__name__} leaks between branches: changing the {name} branch moved the other by "
-            f"{difference:.3g}. Its layers cannot follow a tree. {SUPPORTED_MODELS}"
+            f"{difference:.3g} (limit {limit:.3g}). Its layers cannot follow a tree. {SUPPORTED_MODELS}"
         )
 
 
-def _check_budget(lm: DecoderAndHead, whole: torch.Tensor, in_pieces: torch.Tensor) -> None:
+def has_experts(lm: DecoderAndHead) -> bool:
+    """Whether some module's name is that of a mixture of experts."""
+    return any(word in path for path, _ in lm.decoder.named_modules() for word in ("expert", "moe"))
+
+
+def _check_budget(lm: DecoderAndHead, whole: torch.Tensor, in_pieces: torch.Tensor, spread: float) -> None:
     """Rows must not depend on the budget: a gateway must carry everything that a layer reads of earlier tokens."""
-    wide = torch.promote_types(whole.dtype, torch.float32)
-    gaps = (whole.to(wide) - in_pieces.to(wide)).abs()
-    is_exact = _is_exact(whole)
-    gap = (gaps.max() if is_exact else gaps.mean()).item()
-    largest = whole.abs().max().item()
-    if not gap <= max(_MAX_BUDGET_GAP, torch.finfo(whole.dtype).eps) * largest:
+    if _is_exact(whole):
+        gap = ((whole - in_pieces).abs().max() / whole.abs().max()).item()
+        limit = _MAX_BUDGET_GAP
+    else:
+        gap, limit = _median_gap(whole, in_pieces), _low_precision_limit(whole, spread)
+    if not gap <= limit:
         raise UnsupportedModelError(
-            f"{type(lm.decoder).__name__} computes other rows in parts than whole ({gap:.3g} beside {largest:.3g}). "
-            f"Its layers hand on more than keys and values. {SUPPORTED_MODELS}"
+            f"{type(lm.decoder).__name__} computes other rows in parts than whole (by {gap:.3g} of a row, limit "
+            f"{limit:.3g}). Its layers hand on more than keys and values. {SUPPORTED_MODELS}"
         )
+
+
+def _check_head(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
+    """Compares the head with the model's own way from the head's rows to logits, where these are large.
+
+    Small logits hide a cap on them. Models that do not call their head as a module are left to `_check_logprobs`.
+    """
+    tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)
+    factor, given = 1.0, []
+
+    def keep(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if len(args) != 1 or not isinstance(args[0], torch.Tensor):
+            return None
+        given.append(args[0] * factor)
+        return (given[-1],)
+
+    own = _own_logits(lm, tokens)
+    factor = _PROBED_LOGIT / max(own.abs().max().item(), 1e-6)
+    hook = lm.output.register_forward_pre_hook(keep)
+    try:
+        own = _own_logits(lm, tokens)
+    finally:
+        hook.remove()
+    if len(given) != 1 or given[0].dim() != 3:
+        return
+    ours = lm.head().logits(given[0][0, -len(tokens) :])
+    if ours.shape != own.shape:
+        return
+    gap = (ours - own).abs().max().item()
+    precision = torch.finfo(_compute_dtype(given[0])).eps
+    limit = max(1e-4, 8 * precision) * max(own.abs().max().item(), 1.0)
+    if not gap <= limit:
+        raise UnsupportedModelError(
+            f"{type(lm.model).__name__}: logits from the same rows differ from the model's own by {gap:.3g} (limit "
+            f"{limit:.3g}, largest logit {own.abs().max().item():.3g}). It scales or caps them in a way that treewise "
+            f"does not support. {SUPPORTED_MODELS}"
+        )
+
+
+def _own_logits(lm: DecoderAndHead, tokens: torch.Tensor) -> torch.Tensor:
+    """[n, V] in float32 or wider: those of the model's own forward. tokens: [n] int64."""
+    try:
+        logits = lm.model(input_ids=tokens[None], use_cache=False).logits[0]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{type(lm.model).__name__} does not run on text alone: {type(error).__name__}: {error}. {SUPPORTED_MODELS}"
+        ) from error
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def own_logprobs(lm: DecoderAndHead, token_ids: np.ndarray) -> torch.Tensor:
+    """[n - 1] log-probs of a row's tokens by the model's own forward, with a graph where gradients are enabled."""
+    tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)
+    return torch.log_softmax(_own_logits(lm, tokens)[:-1], dim=-1).gather(1, tokens[1:, None])[:, 0]
 
 
 def _check_logprobs(lm: DecoderAndHead, rows: torch.Tensor, token_ids: np.ndarray) -> None:
     tokens = torch.as_tensor(token_ids, dtype=torch.long, device=rows.device)
     source = torch.arange(len(tokens) - 1, device=rows.device)
     ours = edge_values(rows[: len(tokens)], lm.head(), source, tokens[1:])["log_probs"]
-
-    def own_logits() -> torch.Tensor:
-        try:
-            return lm.model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
-        except (AttributeError, TypeError, ValueError) as error:
-            raise UnsupportedModelError(
-                f"{type(lm.model).__name__} does not run on text alone: {type(error).__name__}: {error}. "
-                f"{SUPPORTED_MODELS}"
-            ) from error
-
     with observe_masks() as observations:
-        logits = own_logits()
+        native = own_logprobs(lm, token_ids)
     modules = set(lm.decoder.modules())
     check_masks([each for each in observations if each.module in modules])
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    native = torch.log_softmax(logits.to(wide), dim=-1)[source, tokens[1:]]
     gaps = (ours - native).abs()
     is_exact = _is_exact(rows)
-    gap = (gaps.max() if is_exact else gaps.mean()).item()
+    gap = (gaps.max() if is_exact else gaps.median()).item()
     limit = _MAX_LOGPROB_GAP[rows.dtype] if is_exact else _LOW_PRECISION_GAP
     if not gap <= limit:
-        again = torch.log_softmax(own_logits().to(wide), dim=-1)[source, tokens[1:]]
-        if not torch.equal(again, native):
+        if not torch.equal(own_logprobs(lm, token_ids), native):
             raise UnsupportedModelError(
                 f"{type(lm.model).__name__} is random while training: the same tokens gave other log-probs. Call "
                 "model.eval(), or disable what is random."
@@ -148,6 +255,11 @@ def _check_logprobs(lm: DecoderAndHead, rows: torch.Tensor, token_ids: np.ndarra
         )
 
 
+def _compute_dtype(rows: torch.Tensor) -> torch.dtype:
+    device = rows.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
+
+
 def _is_exact(rows: torch.Tensor) -> bool:
     """Whether rows were computed in float32 or wider; under autocast their dtype alone does not decide it."""
-    return rows.dtype in _MAX_LOGPROB_GAP and not torch.is_autocast_enabled(rows.device.type)
+    return _compute_dtype(rows) in _MAX_LOGPROB_GAP

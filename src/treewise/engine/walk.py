@@ -14,9 +14,10 @@ import torch
 
 from treewise.engine.lockstep import Lockstep
 from treewise.engine.sparse_embedding import sparse_embedding_gradients
+from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.device import to_device
-from treewise.nn.lm_head import Head
+from treewise.nn.lm_head import AnyHead
 from treewise.nn.model import DecoderAndHead, run_decoder
 from treewise.nn.recurrent import TreeRows
 from treewise.planning.layout import Layout, lay_out
@@ -36,7 +37,7 @@ class MicroBatchOutput:
     positions: np.ndarray
     hidden: torch.Tensor
     router_logits: tuple[torch.Tensor, ...]
-    head: Callable[[], Head]
+    head: Callable[[], AnyHead]
 
 
 LossOf = Callable[[MicroBatchOutput], torch.Tensor | None]
@@ -71,11 +72,25 @@ class Walk:
         self._tree_rows: dict[int, TreeRows] = {}
         self._gateways: dict[int, Gateway] = {}
         self._held: dict[int, torch.Tensor] = {}
+        self._has_gradient = False  # whether any backward of `train` had something to do
         self._is_collecting = False  # whether one head accumulates the gradients of all micro-batches
-        self._head: Head | None = None
+        self._head: AnyHead | None = None
 
     def train(self, loss_of: LossOf) -> None:
-        """Forward and backward of every micro-batch."""
+        """Forward and backward of every micro-batch.
+
+        Raises:
+            UnsupportedModelError: nothing that the walk computed requires a gradient.
+        """
+        self._has_gradient = False
+        self._train_all(loss_of)
+        if not self._has_gradient:
+            raise UnsupportedModelError(
+                f"nothing that {type(self.lm.model).__name__} computes on a tree requires a gradient, so a backward "
+                "would do nothing. Are the trained parameters in use (an adapter that is active and not disabled)?"
+            )
+
+    def _train_all(self, loss_of: LossOf) -> None:
         if self.plan.is_whole:
             self._train(loss_of)
             return
@@ -119,11 +134,16 @@ class Walk:
                 with self._graph_offloaded():
                     self._held[index] = _root(self._open(index, keep_graph=True), loss_of)
             elif step.action == BACKWARD:
-                _backward(self._held.pop(index))
+                self._backward(self._held.pop(index))
                 self._close(index)
             else:
-                _backward(_root(self._run(index), loss_of))
+                self._backward(_root(self._run(index), loss_of))
                 self._close(index)
+
+    def _backward(self, root: torch.Tensor) -> None:
+        if root.requires_grad:
+            self._has_gradient = True
+            torch.autograd.backward(root, torch.zeros_like(root) if root.dim() else None)
 
     def _graph_offloaded(self) -> AbstractContextManager[object]:
         """Around the forward of a held micro-batch: its saved tensors wait on the host, if asked for."""
@@ -154,7 +174,7 @@ class Walk:
         )
         return MicroBatchOutput(index, layout.positions, hidden, router_logits, self._make_head)
 
-    def _make_head(self) -> Head:
+    def _make_head(self) -> AnyHead:
         if not self._is_collecting:
             return self.lm.head(self.temperature)
         if self._head is None:
@@ -178,9 +198,3 @@ def _root(output: MicroBatchOutput, loss_of: LossOf) -> torch.Tensor:
     loss = loss_of(output)
     # Without a loss of its own an open micro-batch still carries the gradients of its gateway.
     return output.hidden if loss is None else loss
-
-
-def _backward(root: torch.Tensor) -> None:
-    if not root.requires_grad:
-        return
-    torch.autograd.backward(root, torch.zeros_like(root) if root.dim() else None)

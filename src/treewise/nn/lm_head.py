@@ -2,7 +2,8 @@
 
 A fork has one hidden row and several targets: its row is projected once. Rows without a needed target are not
 projected at all. The backward is written by hand: it projects each chunk again, so memory stays at `chunk x
-vocabulary`.
+vocabulary`. A head that is more than one weight (most adapters of PEFT) runs its own forward on each chunk instead,
+again in the backward.
 
 Letters: R projected rows, E edges, M model width, V vocabulary.
 """
@@ -13,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from treewise.errors import ConfigError
 from treewise.nn.device import to_device
@@ -40,6 +42,11 @@ class Head:
     temperature: float = 1.0
     gradients: "HeadGradients | None" = None
 
+    @property
+    def num_tokens(self) -> int:
+        """V."""
+        return self.weight.shape[0]
+
     def collecting(self) -> "Head":
         """A detached copy that accumulates its gradients; `gradients.join()` back-propagates them to the parameters."""
         weight = self.weight.detach().requires_grad_(self.weight.requires_grad)
@@ -50,6 +57,40 @@ class Head:
         """[.., V] in float32 or wider, from hidden rows [.., M]."""
         raw = torch.nn.functional.linear(hidden, self.weight, self.bias)
         return _finish(raw.to(torch.promote_types(raw.dtype, torch.float32)), self)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleHead:
+    """As `Head`, for a layer whose forward is more than a product with one weight: adapters, quantised layers, hooks.
+
+    module: projects rows ([R, M] to [R, V]); its gradients come by autograd. num_tokens: V.
+    """
+
+    module: nn.Module
+    num_tokens: int
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def gradients(self) -> None:
+        """Autograd accumulates: such a head trains few parameters, if any."""
+        return None
+
+    def collecting(self) -> "ModuleHead":
+        """Itself."""
+        return self
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[.., V] in float32 or wider, from hidden rows [.., M]."""
+        raw = self.module(hidden)
+        logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits / self.temperature
+
+
+AnyHead = Head | ModuleHead
 
 
 class HeadGradients:
@@ -80,7 +121,7 @@ class HeadGradients:
 
 def edge_values(
     hidden: Float[Tensor, "T M"],
-    head: Head,
+    head: AnyHead,
     source: Int[np.ndarray, " E"] | Int[Tensor, " E"],
     target: Int[Tensor, " E"],
     outputs: tuple[str, ...] = ("log_probs",),
@@ -108,14 +149,44 @@ def edge_values(
     is_first_E = np.diff(source_E, prepend=-1) != 0
     row_E = np.cumsum(is_first_E) - 1
     max_logits = MAX_LOGITS.get(hidden.device.type, MAX_LOGITS["cpu"])
-    bounds = _chunk_bounds(row_E, max(1, max_logits // head.weight.shape[0]))
+    bounds = _chunk_bounds(row_E, max(1, max_logits // head.num_tokens))
     edge_row = to_device(row_E, hidden.device)
     projected = hidden.index_select(0, to_device(source_E[is_first_E], hidden.device))
     with_entropy = "entropy" in outputs
+    if isinstance(head, ModuleHead):
+        return _module_values(projected, head, edge_row, target, bounds, with_entropy=with_entropy)
     log_probs_E, entropy_R = _EdgeValues.apply(
         projected, head.weight, head.bias, edge_row, target, head, bounds, with_entropy
     )
     return {"log_probs": log_probs_E} | ({"entropy": entropy_R[edge_row]} if with_entropy else {})
+
+
+def _module_values(
+    hidden: torch.Tensor,
+    head: ModuleHead,
+    edge_row: torch.Tensor,
+    target: torch.Tensor,
+    bounds: list[_Bounds],
+    *,
+    with_entropy: bool,
+) -> dict[str, torch.Tensor]:
+    """`edge_values` through a head's own forward, each chunk of which is computed again in the backward."""
+
+    def values(rows: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = head.logits(rows)
+        lse = torch.logsumexp(logits, dim=1)
+        entropy = lse - (torch.exp(logits - lse[:, None]) * logits).sum(1) if with_entropy else lse
+        return logits[row, token] - lse[row], entropy[row]
+
+    chunks = [
+        checkpoint(
+            values, hidden[start:end], edge_row[low:high] - start, target[low:high],
+            use_reentrant=False, preserve_rng_state=False,
+        )
+        for (start, end), (low, high) in bounds
+    ]  # fmt: skip
+    log_probs, entropy = (torch.cat(each) for each in zip(*chunks, strict=True))
+    return {"log_probs": log_probs} | ({"entropy": entropy} if with_entropy else {})
 
 
 class _EdgeValues(torch.autograd.Function):

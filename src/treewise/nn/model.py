@@ -19,13 +19,23 @@ from treewise.errors import UnsupportedModelError
 from treewise.nn import recurrent
 from treewise.nn.attention import TreeContext, has_legacy_layers, install, install_legacy_layers, is_installed
 from treewise.nn.device import to_device
-from treewise.nn.lm_head import Head
+from treewise.nn.lm_head import AnyHead, Head, ModuleHead
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers that mix no tokens.
 TOKENWISE_LAYERS = {"moe", "mlp"}
 # Names of layers with a recurrence or a convolution, alone or beside attention.
 RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
+# Adapters of PEFT whose result for a token is not a function of its path, and why.
+_ROW_ADAPTERS = {
+    "ALORA": "acts from the last alora_invocation_tokens of a row on, and a shared token is part of several rows",
+    "LILY": "routes by a mean over all tokens of a row, of which a shared token has several",
+    "POLY": "needs the task_ids of each row",
+    "PVERA": "draws random numbers for each row",
+    "SHADOW": "runs a second model beside the layers, which does not follow a tree",
+    "XLORA": "mixes its adapters by a first pass over each row",
+    "ADAPTION_PROMPT": "adds prompt tokens to the attention of its layers",
+}
 SUPPORTED_MODELS = "Supported models: docs/models.md."  # ends messages about a model
 
 
@@ -43,10 +53,13 @@ class DecoderAndHead:
     scale: float
     softcap: float | None
 
-    def head(self, temperature: float = 1.0) -> Head:
+    def head(self, temperature: float = 1.0) -> AnyHead:
         """The head with its present weights, adapters included; `temperature` divides the logits."""
-        weight, bias = _effective_weight(self.output)
-        return Head(weight, bias, self.scale, self.softcap, temperature)
+        plain = _plain_weight(_active_module(self.output))
+        if plain is None:
+            num_tokens = _num_tokens(self.output)
+            return ModuleHead(self.output, num_tokens, self.scale, self.softcap, temperature)
+        return Head(*plain, self.scale, self.softcap, temperature)
 
     @property
     def device(self) -> torch.device:
@@ -166,7 +179,7 @@ def base_model(model: Any) -> nn.Module:
     """The transformers model inside torch.compile, DistributedDataParallel and PEFT.
 
     Raises:
-        UnsupportedModelError: an adapter that learns a prompt.
+        UnsupportedModelError: an adapter that learns a prompt, or whose result for a token depends on its whole row.
     """
     model = unwrap_model(model)
     if not is_peft(model):
@@ -176,6 +189,11 @@ def base_model(model: Any) -> nn.Module:
             raise UnsupportedModelError(
                 f"adapter {adapter!r} learns a prompt ({config.peft_type}), which changes every depth; use LoRA."
             )
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if getattr(config, "alora_invocation_tokens", None) is not None:
+            kind = "ALORA"
+        if kind in _ROW_ADAPTERS:
+            raise UnsupportedModelError(f"adapter {adapter!r} ({kind}) {_ROW_ADAPTERS[kind]}; use LoRA.")
     return model.get_base_model()
 
 
@@ -231,6 +249,7 @@ _MULTIPLIES = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVIDES = ("logits_scaling",)
 _LOGITS_SCALING_MULTIPLIES = {"hyperclovax"}  # `logits_scaling` is a factor there, a divisor elsewhere
 _UNSCALED = {"aya_vision", "cohere2_vision"}  # without the scale of their language model
+_UNCAPPED = {"gemma3"}  # Gemma3ForConditionalGeneration: without the cap of its language model
 _SOFTCAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
 
 
@@ -248,37 +267,69 @@ def _logit_scale(config: Any) -> float:
 
 
 def _softcap(config: Any) -> float | None:
+    if config.model_type in _UNCAPPED:
+        return None
     config = config.get_text_config()
     return next((cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None), None)
 
 
-def _effective_weight(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight ([V, M]) and bias ([V]) of the head, with PEFT's adapters applied."""
-    if hasattr(output, "modules_to_save") and hasattr(output, "active_adapter"):
-        active = output.active_adapter
-        name = active[0] if isinstance(active, list) else active
-        disabled = getattr(output, "disable_adapters", False)
-        output = output.original_module if disabled else output.modules_to_save[name]
-    if hasattr(output, "lora_A") and hasattr(output, "base_layer"):
-        return _lora_weight(output), output.base_layer.bias
-    weight = getattr(output, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        raise UnsupportedModelError(
-            f"the head is a {type(output).__name__}, not a linear layer in a floating-point type. {SUPPORTED_MODELS}"
-        )
-    return output.weight, getattr(output, "bias", None)
+def _active_module(output: Any) -> Any:
+    """The copy of the head that PEFT trains whole (`modules_to_save`), where there is one."""
+    if not (hasattr(output, "modules_to_save") and hasattr(output, "active_adapter")):
+        return output
+    active = output.active_adapter
+    name = active[0] if isinstance(active, list) else active
+    if getattr(output, "disable_adapters", False) or name not in output.modules_to_save:
+        return output.original_module
+    return output.modules_to_save[name]
 
 
-def _lora_weight(output: Any) -> torch.Tensor:
-    """[V, M], in the graph of base weight and adapters."""
-    weight = output.base_layer.weight
-    if output.disable_adapters or output.merged:
-        return weight
+def _plain_weight(output: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight ([V, M]) and bias ([V]) of a linear layer, plain LoRA applied; None where the layer is more."""
+    kind = type(output)
+    if (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear"):
+        base = None if _has_hooks(output) else _plain_weight(output.base_layer)
+        return None if base is None else _with_lora(output, *base)
+    is_linear = isinstance(output, nn.Linear) and kind.forward is nn.Linear.forward
+    if not is_linear or _has_hooks(output) or not output.weight.is_floating_point():
+        return None
+    return output.weight, output.bias
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether something may change what the module's own class computes."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _with_lora(
+    output: Any, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The weight with the active adapters, in the graph of both; None for variants of LoRA, which add more."""
+    if output.merged:
+        return None if output.disable_adapters else (weight, bias)  # its forward takes merged adapters out again
+    if output.disable_adapters:
+        return weight, bias
     for adapter in output.active_adapters:
         if adapter not in output.lora_A:
             continue
-        if getattr(output, "use_dora", {}).get(adapter, False):
-            raise UnsupportedModelError("DoRA on the language-model head is not supported; exclude lm_head from it.")
-        delta = output.lora_B[adapter].weight @ output.lora_A[adapter].weight
-        weight = weight + delta.to(weight.dtype) * output.scaling[adapter]
-    return weight
+        low, high = output.lora_A[adapter], output.lora_B[adapter]
+        if adapter in output.lora_variant or high.bias is not None:
+            return None
+        weight = weight + (high.weight @ low.weight).to(weight.dtype) * output.scaling[adapter]
+    return weight, bias
+
+
+def _num_tokens(output: Any) -> int:
+    """V of a head that is not a plain linear layer.
+
+    Raises:
+        UnsupportedModelError: it does not have a number of outputs.
+    """
+    num_tokens = getattr(output, "out_features", None)
+    if num_tokens is None and hasattr(output, "get_base_layer"):
+        num_tokens = getattr(output.get_base_layer(), "out_features", None)
+    if not isinstance(num_tokens, int):
+        raise UnsupportedModelError(
+            f"the head is a {type(output).__name__} without out_features, not a linear layer. {SUPPORTED_MODELS}"
+        )
+    return num_tokens
