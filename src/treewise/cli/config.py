@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from treewise.cli.aliases import ALIASES, INSTEAD
 from treewise.cli.yaml_file import read_file
 from treewise.data import RenderOptions
 from treewise.errors import ConfigError, did_you_mean
@@ -31,6 +32,8 @@ _OWN: dict[str, Any] = {
     "data": str | list[str],
     "eval_data": str | list[str] | None,
     "lora": dict | None,
+    "load_in_4bit": bool,
+    "load_in_8bit": bool,
     "num_workers": int | None,
     "on_bad_record": str,
 }
@@ -43,9 +46,16 @@ _ELSEWHERE = {
     "do_predict": "give eval_data",
     "local_rank": "torchrun sets it",
     "debug": "use --debug",
+    **INSTEAD,
 }
 # Left out of the resolved configuration: a secret, an object, and old names of other keys.
 _UNWRITTEN = ("hub_token", "accelerator_config", "gradient_checkpointing", "gradient_checkpointing_kwargs")
+# Keys of LoRA that trees cannot follow.
+_LORA_REFUSED = {
+    "alora_invocation_tokens": "where its adapters begin depends on a sequence, and shared tokens belong to several",
+    "runtime_config": "it holds settings of inference",
+    "inference_mode": "a run trains its adapters",
+}
 MAX_DIGITS = 1000  # of an integer; Python reads a few thousand at most
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
@@ -63,10 +73,13 @@ class RunConfig:
     num_workers: int | None
     on_bad_record: str
     lora: Values | None
+    load_in_4bit: bool
+    load_in_8bit: bool
     render: RenderOptions
     training: Values
     more: Values = field(default_factory=dict)  # keys of one command alone
     unwritten: tuple[str, ...] = ()  # keys that mean something else in this command
+    renamed: tuple[tuple[str, str], ...] = ()  # aliases that were given, with the keys that they stand for
 
 
 def read_config(
@@ -81,7 +94,8 @@ def read_config(
         path: None where flags give everything.
         overrides: the flags.
         more: further keys of the command, with their types.
-        aliases: shorter names of keys; a dot in the long name leads into a mapping.
+        aliases: further names of keys of the command, beside `treewise.cli.aliases`; a dot in the long name leads into
+            a mapping.
 
     Raises:
         ConfigError: a file that is missing, empty or not YAML; a key that is unknown (the nearest one is named), given
@@ -89,13 +103,16 @@ def read_config(
     """
     given = {} if path is None else read_file(Path(path), _REQUIRED)
     known = schema(more)
-    names = dict(aliases or {})
+    names = {**ALIASES, **(aliases or {})}
+    renamed: list[tuple[str, str]] = []
     values: dict[str, tuple[Any, str]] = {}
     flags = {key: (value, f"--{key}") for key, value in parse_flags(overrides).items()}
     for source in (given, flags):  # flags win
         seen: dict[str, str] = {}
         for key, (value, location) in source.items():
             name = names.get(key, key)
+            if key in ALIASES:
+                renamed.append((key, name))
             if name in seen:
                 raise ConfigError(f"{location}: {key} and {seen[name]} are the same key.")
             seen[name] = key
@@ -103,11 +120,13 @@ def read_config(
     checked = {key: _checked(key, value, known, location) for key, (value, location) in values.items()}
     missing = [key for key in _REQUIRED if checked.get(key) is None]
     if missing and path is None:
-        short = {name: alias for alias, name in names.items()}
+        short = {name: alias for alias, name in (aliases or {}).items()}
         raise ConfigError(f"give {', '.join(f'--{short.get(key, key)}' for key in missing)}.")
     if missing:
         raise ConfigError(f"{path}: no {missing[0]}; add it to the file, or give --{missing[0]}.")
-    return _config(checked, more or {}, tuple(name for name in names if name in known))
+    config = _config(checked, more or {}, tuple(name for name in names if name in known))
+    _check_adapters(config)
+    return dataclasses.replace(config, renamed=tuple(dict.fromkeys(renamed)))
 
 
 def schema(more: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -200,8 +219,8 @@ def _put(
     """Puts one value over those before it; a key with a dot goes into a mapping."""
     outer, dot, inner = key.partition(".")
     if not dot:
-        if key not in known and key not in _ELSEWHERE and aliases:
-            raise _unknown(key, [*known, *aliases], location)
+        if key not in known and key not in _ELSEWHERE:
+            raise _unknown(key, [*known, *(aliases or ())], location)
         values[key] = (value, location)
         return
     if dict not in _kinds(known.get(outer, str)):
@@ -236,7 +255,33 @@ def _checked_lora(values: Values) -> Values:
     for key in values:
         if key not in names:
             raise _unknown(f"lora.{key}", [f"lora.{name}" for name in names])
-    return {key: coerce(f"lora.{key}", value, hints[key]) for key, value in values.items()}
+    checked = {key: coerce(f"lora.{key}", value, hints[key]) for key, value in values.items()}
+    if checked.get("lora_dropout"):
+        raise ConfigError(
+            f"lora.lora_dropout is {checked['lora_dropout']:g}; a shared token is computed once, so its branches "
+            "cannot draw different dropout masks. Set it to 0, or leave it out."
+        )
+    for key, reason in _LORA_REFUSED.items():
+        if checked.get(key) not in (None, False, {}, []):
+            raise ConfigError(f"lora.{key} cannot be used: {reason}.")
+    if checked.get("task_type") not in (None, "CAUSAL_LM"):
+        raise ConfigError(f"lora.task_type is {checked['task_type']!r}; leave it out: it is CAUSAL_LM.")
+    for key in ("r", "lora_alpha"):
+        if checked.get(key) is not None and checked[key] <= 0:
+            raise ConfigError(f"lora.{key} is {checked[key]}; it must be positive.")
+    return checked
+
+
+def _check_adapters(config: RunConfig) -> None:
+    """Raises where settings of adapters and of quantised weights contradict one another."""
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if getattr(config, key) and config.lora is None:
+            raise ConfigError(
+                f"{key}: quantised weights cannot be trained themselves; add adapters, as in lora: "
+                "{r: 16, target_modules: all-linear}."
+            )
+    if config.load_in_4bit and config.load_in_8bit:
+        raise ConfigError("load_in_4bit and load_in_8bit are both given; choose one.")
 
 
 def _unknown(key: str, known: Sequence[str], location: str = "") -> ConfigError:
@@ -249,6 +294,7 @@ def _config(values: Values, more: Mapping[str, Any], unwritten: tuple[str, ...])
     others = {name: values.pop(name) for name in more if name in values}
     own["dtype"] = own["dtype"] or "float32"
     own["on_bad_record"] = own["on_bad_record"] or "error"
+    own["load_in_4bit"], own["load_in_8bit"] = bool(own["load_in_4bit"]), bool(own["load_in_8bit"])
     rendering = {item.name for item in dataclasses.fields(RenderOptions)}
     render = {name: values.pop(name) for name in list(values) if name in rendering}
     if render.get("chat_template_kwargs", ...) is None:

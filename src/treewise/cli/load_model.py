@@ -7,12 +7,13 @@ transformers would otherwise keep them quantised, and a quantised model cannot b
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from treewise.nn.flops import FlopModel
@@ -38,8 +39,12 @@ def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") 
     return load_weights(name, gguf_file, dtype), load_tokenizer(name, gguf_file, required=False)
 
 
-def load_weights(name: str, gguf_file: str | None = None, dtype: str = "float32") -> Any:
-    """The model alone. Parameters and errors are those of `load_model`."""
+def load_weights(name: str, gguf_file: str | None = None, dtype: str = "float32", bits: int | None = None) -> Any:
+    """The model alone. Parameters and errors are those of `load_model`.
+
+    bits: 4 (NF4, double quantisation) or 8, for adapters on quantised weights (Dettmers et al. 2023, QLoRA, section 3);
+    None for weights of `dtype`. Needs bitsandbytes.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -51,12 +56,37 @@ def load_weights(name: str, gguf_file: str | None = None, dtype: str = "float32"
         options["use_safetensors"] = True
     else:
         options |= _gguf_options(file, dequantize=True)
+    if bits is not None:
+        options["quantization_config"] = _quantization(name, file, bits, options["dtype"])
     options |= {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with _named_errors(name), _quiet():
         model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
     _check_weights(name, info)
-    _forget_quantization(model)
+    if bits is None:
+        _forget_quantization(model)
     return model
+
+
+def _quantization(name: str, gguf_file: str | None, bits: int, dtype: Any) -> Any:
+    """The configuration of bitsandbytes; computes in `dtype`."""
+    if gguf_file is not None:
+        raise ConfigError(f"{name}: load_in_{bits}bit needs a folder of safetensors, not a GGUF file.")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"load_in_{bits}bit needs the bitsandbytes package: pip install 'treewise[qlora]' (Linux and Windows)."
+        )
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
 
 
 def load_config(name: str, gguf_file: str | None = None) -> Any:
@@ -113,9 +143,25 @@ def locate(name: str, gguf_file: str | None = None) -> tuple[str, str | None]:
         if gguf_file is None and not (path / "config.json").is_file():
             raise ConfigError(f"{path}: no config.json, so this is not a model; name a folder of save_pretrained.")
         return str(path), gguf_file
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name == DEMO_MODEL:
-        raise ConfigError(f"{name}: no such model folder.")
+    if _looks_local(name):
+        raise ConfigError(f"{name}: no such model folder.{_similar(path)}")
     return name, gguf_file
+
+
+def _looks_local(name: str) -> bool:
+    """Whether a name that does not exist here can be no name of the Hub, or most likely is none."""
+    path = Path(name)
+    is_path = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
+    is_file = path.suffix in (".gguf", ".safetensors", ".bin", ".pt", ".json", ".yaml")
+    is_checkpoint = re.fullmatch(r"checkpoint-\d+", path.name) is not None
+    return is_path or is_file or is_checkpoint or (len(path.parts) == 2 and path.parent.is_dir())
+
+
+def _similar(path: Path) -> str:
+    try:
+        return did_you_mean(path.name, [each.name for each in path.parent.iterdir()])
+    except OSError:
+        return ""
 
 
 def _demo_file() -> Path:

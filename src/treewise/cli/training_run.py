@@ -10,8 +10,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.cli.aliases import as_text
 from treewise.cli.argument_checks import check_settings
 from treewise.cli.config import RunConfig, differences, resolved_text
+from treewise.cli.load_model import load_tokenizer, load_weights, locate
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
 
 if TYPE_CHECKING:
@@ -51,6 +53,11 @@ def check_flags(args: argparse.Namespace, config: RunConfig) -> None:
         hide_bars(config)
     if args.resume and args.overwrite:
         raise ConfigError("--resume and --overwrite contradict one another; choose one.")
+    if config.renamed and is_first_rank():
+        print(as_text(config.renamed))
+    locate(config.model, config.gguf_file)  # a path that does not exist is an error before anything is loaded
+    if config.lora is not None:
+        check_lora(config.lora)
 
 
 def begin(
@@ -109,6 +116,18 @@ def training_arguments(config: RunConfig) -> "TreeTrainingArguments":
     return arguments
 
 
+def check_lora(settings: dict[str, Any]) -> None:
+    """Raises `ConfigError` for settings that peft does not take together, before data and model are loaded."""
+    from peft import LoraConfig
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            LoraConfig(**{"task_type": "CAUSAL_LM", **settings})
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(f"lora: {' '.join(str(error).split())}") from error
+
+
 def hide_bars(config: RunConfig) -> None:
     """A log file holds lines, not progress bars."""
     from transformers.utils import logging
@@ -117,9 +136,11 @@ def hide_bars(config: RunConfig) -> None:
     config.training.setdefault("disable_tqdm", True)
 
 
-def load_data(config: RunConfig) -> tuple["TreeDataset", "TreeDataset | None", Any]:
-    """Training data, evaluation data and tokenizer; records that were left out are listed on stderr."""
-    from treewise.cli.load_model import load_tokenizer
+def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["TreeDataset", "TreeDataset | None", Any]:
+    """Training data, evaluation data and tokenizer; records that were left out are listed on stderr.
+
+    read_only: neither the cache of rendered data nor a quarantine is written.
+    """
     from treewise.data import load_trees
 
     if config.tokenizer is not None:
@@ -138,6 +159,7 @@ def load_data(config: RunConfig) -> tuple["TreeDataset", "TreeDataset | None", A
             num_workers=config.num_workers,
             progress=is_first_rank() and sys.stderr.isatty(),
             on_bad_record=config.on_bad_record,  # type: ignore[arg-type]
+            read_only=read_only,
         )
         if is_first_rank():
             _report(name, dataset)
@@ -166,12 +188,14 @@ def load_model(config: RunConfig, arguments: "TreeTrainingArguments") -> Any:
     """The model to train, with new adapters where the configuration asks for them."""
     from transformers import set_seed
 
-    from treewise.cli.load_model import load_weights
-
-    model = load_weights(config.model, config.gguf_file, config.dtype)
+    bits = 4 if config.load_in_4bit else 8 if config.load_in_8bit else None
+    model = load_weights(config.model, config.gguf_file, config.dtype, bits)
     if config.lora is None:
         return model
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    if bits is not None:  # norms and embeddings in float32
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
     set_seed(arguments.seed)  # adapters start from random numbers
     try:

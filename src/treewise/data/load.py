@@ -1,6 +1,7 @@
 """Loading: files to training trees, through the cache and the workers, with nothing dropped in silence."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ def load_trees(
     on_bad_record: Literal["error", "quarantine"] = "error",
     quarantine_path: PathLike | None = None,
     allow_partial_tail: bool = False,
+    read_only: bool = False,
 ) -> TreeDataset:
     """Reads records of any form (see `treewise.data.io.record_forms.FORMS`) and groups them into training trees.
 
@@ -48,6 +50,7 @@ def load_trees(
         on_bad_record: stop at the first bad record, or write bad ones to `quarantine_path` and go on.
         quarantine_path: by default `quarantine.jsonl` in the working folder; written anew by each load.
         allow_partial_tail: leave out a last line that was cut off while it was written.
+        read_only: write no file: the cache is read but not written, and bad records are counted only.
 
     Raises:
         DataError: a bad file or record, at `file:line`; no record at all.
@@ -68,7 +71,8 @@ def load_trees(
             table, facts = stored
             return TreeDataset(table, facts, LoadReport(**facts["report"]), options.merge_siblings)
     reader = RecordReader(tokenizer, options)
-    builder = _Builder(reader, on_bad_record, allow_partial_tail, Path(quarantine_path or "quarantine.jsonl"))
+    quarantine = Path(os.devnull if read_only else quarantine_path or "quarantine.jsonl")
+    builder = _Builder(reader, on_bad_record, allow_partial_tail, quarantine)
     processes = workers.choose_num_workers(num_workers, files)
     with builder, _bar(progress) as advance:
         for num_bytes, results in workers.read_all(_jobs(files), tokenizer, options, processes):
@@ -77,7 +81,7 @@ def load_trees(
             advance(num_bytes, len(results))
         builder.finish_node_trees()
     table, facts, report = builder.result(len(files))
-    if entry is not None and not report.dropped:
+    if entry is not None and not report.dropped and not read_only:
         _write_cache(entry, table, facts, report, warnings)
     report.warnings += warnings
     return TreeDataset(table, facts, report, options.merge_siblings)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli import training_run
-from treewise.cli.config import RunConfig, read_config
+from treewise.cli.config import RunConfig, read_config, schema
+from treewise.cli.key_help import formatter_with
 from treewise.cli.objective import typed_settings
 from treewise.errors import ConfigError
 
@@ -42,10 +43,11 @@ SHOWN = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command. Every key of the configuration is a flag, too."""
     parser.usage = (
-        "treewise rl [CONFIG.yaml] --data ROLLOUTS --model MODEL --objective NAME --output FOLDER [--key value ...] "
-        "[--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
+        "treewise rl [CONFIG.yaml] --data ROLLOUTS --model MODEL --objective NAME --output_dir FOLDER "
+        "[--key value ...] [--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
     )
-    parser.epilog = "Keys, objectives and advantages: docs/rl.md"
+    parser.formatter_class = formatter_with(lambda: schema(KEYS))
+    parser.epilog = "Objectives and advantages are explained in docs/rl.md, further keys in docs/training.md."
     training_run.add_flags(parser, "the folder")
 
 
@@ -54,8 +56,7 @@ def aliases() -> dict[str, str]:
     from treewise.objectives.registry import policy_gradient_types
 
     settings = [name for name in policy_gradient_types() if name != "surrogate"]  # which --objective chooses
-    short = {"epochs": "num_train_epochs", "output": "output_dir"}
-    return short | {name: f"objective_settings.{name}" for name in settings}
+    return {name: f"objective_settings.{name}" for name in settings}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from treewise.rl import update as rl_update  # slow to import
     from treewise.trainer.run_summary import num_optimizer_steps
 
-    dataset, _, tokenizer = training_run.load_data(config)
+    dataset, _, tokenizer = training_run.load_data(config, read_only=args.dry_run)
     update = rl_update.credited(
         [tree.labelled_trajectories() for tree in dataset],
         objective,

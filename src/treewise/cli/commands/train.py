@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from treewise.cli import training_run
-from treewise.cli.config import read_config
+from treewise.cli.config import read_config, schema
+from treewise.cli.key_help import formatter_with
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "treewise train [CONFIG.yaml] --model MODEL --data FILES --output_dir FOLDER [--key value ...] "
         "[--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
     )
-    parser.epilog = "Keys, in the file or as flags: docs/training.md"
+    parser.formatter_class = formatter_with(schema)
+    parser.epilog = "Keys are explained in docs/training.md; `treewise schema` prints them for editors."
     training_run.add_flags(parser, "output_dir")
 
 
@@ -26,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     arguments = training_run.training_arguments(config)
     if not args.dry_run and training_run.is_first_rank():
         training_run.check_folder(Path(arguments.output_dir), args.resume, args.overwrite)
-    train_data, eval_data, tokenizer = training_run.load_data(config)
+    train_data, eval_data, tokenizer = training_run.load_data(config, read_only=args.dry_run)
     model = training_run.load_model(config, arguments)
     for dataset in filter(None, (train_data, eval_data)):
         dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])

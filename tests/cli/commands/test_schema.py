@@ -1,0 +1,74 @@
+"""The JSON schema: the examples satisfy it, mistakes do not, and the files beside the examples are current."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from treewise.cli.commands.schema import as_text
+from treewise.cli.config import schema
+from treewise.cli.key_help import GROUPS, HELP, help_of, keys_text
+from treewise.cli.main import main
+
+jsonschema = pytest.importorskip("jsonschema")
+
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+EXAMPLES = sorted(CONFIGS.glob("*.yaml"))
+
+
+def of(path):
+    return "rl" if path.stem == "rl" else "train"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_satisfy_the_schema_that_they_name(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith(f"# yaml-language-server: $schema={of(path)}.schema.json\n")
+    jsonschema.validate(yaml.safe_load(text), json.loads((CONFIGS / f"{of(path)}.schema.json").read_text()))
+
+
+@pytest.mark.parametrize("name", ["train", "rl"])
+def test_the_files_are_what_the_command_prints(name, capsys):
+    pytest.importorskip("peft")
+    assert main(["schema", name]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    written = json.loads((CONFIGS / f"{name}.schema.json").read_text())
+    assert printed["properties"].keys() >= {key for key in written["properties"] if key in HELP}
+    for key in HELP:  # further keys follow the installed transformers
+        assert printed["properties"].get(key) == written["properties"].get(key), f"treewise schema {name} > its file"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [{"learning_rat": 1}, {"max_steps": "x"}, {"lora": {"r0": 1}}, {"thinking": "kep"}, {"lora": {"lora_dropout": 1}}],
+)
+def test_mistakes_do_not(mistake):
+    pytest.importorskip("peft")
+    valid = {"base_model": "m", "lr": "1e-5", "save_strategy": False, "lora": {"r": 8, "target_modules": "all-linear"}}
+    rules = json.loads(as_text("train"))
+    jsonschema.validate(valid, rules)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(valid | mistake, rules)
+
+
+def test_every_key_of_a_group_exists_and_has_help():
+    from treewise.cli.commands import rl
+
+    known = schema(rl.KEYS)
+    grouped = [key for keys in GROUPS.values() for key in keys]
+    assert set(grouped) <= set(known)
+    assert len(set(grouped)) == len(grouped)
+    assert set(HELP) <= set(known)
+    assert all(help_of(key) for key in grouped)
+    text = keys_text(schema())
+    assert "Reinforcement learning" not in text
+    assert all(key in text for key in schema())
+
+
+def test_completion_holds_commands_keys_and_aliases(capsys):
+    pytest.importorskip("shtab")
+    for shell in ("bash", "zsh"):
+        assert main(["completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert all(word in script for word in ("inspect", "--learning_rate", "--lr", "--clip_high", "--max_tokens"))

@@ -1,0 +1,79 @@
+"""Names of other libraries: one table, every entry of which leads to a key that exists."""
+
+import pytest
+
+from treewise.cli.aliases import ALIASES, INSTEAD, resolve_flags
+from treewise.cli.config import read_config, schema
+from treewise.cli.main import main
+from treewise.errors import ConfigError
+
+KEYS = schema()
+BASE = ["--model", "m", "--data", "rows.jsonl", "--output_dir", "out"]
+
+
+def test_no_alias_hides_a_key_and_each_leads_to_one():
+    assert not set(ALIASES) & set(KEYS)
+    assert not set(INSTEAD) & {*KEYS, *ALIASES}
+    assert {name.split(".")[0] for name in ALIASES.values()} <= set(KEYS)
+
+
+def test_flags_and_files_take_aliases(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("base_model: m\ntrain_file: rows.jsonl\nmicro_batch_size: 4\nlora_rank: 8\nlr: 1e-4\n")
+    config = read_config(path, ["--out", "run", "--lr", "2e-4", "--max-seq-length", "99"])
+    assert (config.model, config.data, config.lora) == ("m", "rows.jsonl", {"r": 8})
+    assert config.training["learning_rate"] == 2e-4
+    assert config.training["per_device_train_batch_size"] == 4
+    assert config.render.max_length == 99
+    assert ("lr", "learning_rate") in config.renamed
+
+
+def test_an_alias_beside_its_key_is_an_error():
+    with pytest.raises(ConfigError, match=r"(lr and learning_rate|learning_rate and lr) are the same key"):
+        read_config(None, [*BASE, "--learning_rate", "1e-4", "--lr", "1e-5"])
+
+
+@pytest.mark.parametrize("word", ["packing", "adapter", "attn_implementation"])
+def test_a_word_without_a_counterpart_gets_advice(word):
+    with pytest.raises(ConfigError, match=INSTEAD[word].split(":")[0].split("(")[0].strip()):
+        read_config(None, [*BASE, f"--{word}", "x"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora_dropout", "0.1"], "lora.lora_dropout is 0.1; a shared token is computed once"),
+        (["--lora.alora_invocation_tokens", "[1, 2]"], "lora.alora_invocation_tokens cannot be used"),
+        (["--lora.r", "0"], "lora.r is 0; it must be positive"),
+        (["--lora.task_type", "SEQ_CLS"], "lora.task_type is 'SEQ_CLS'"),
+        (["--load_in_4bit"], "load_in_4bit: quantised weights cannot be trained themselves; add adapters"),
+        (["--load_in_4bit", "--load_in_8bit", "--lora.r", "4"], "choose one"),
+    ],
+)
+def test_adapters_are_checked_before_anything_is_loaded(flags, message):
+    pytest.importorskip("peft")
+    with pytest.raises(ConfigError, match=message):
+        read_config(None, [*BASE, *flags])
+
+
+def test_flags_of_other_commands_are_resolved_too():
+    words, renamed = resolve_flags(["--max-seq-length=7", "--precision", "x"], ["--max_length", "--dtype"])
+    assert words == ["--max_length=7", "--dtype", "x"]
+    assert renamed == [("max_seq_length", "max_length"), ("precision", "dtype")]
+
+
+def test_what_was_resolved_is_printed(capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"token_ids": [1, 2, 3], "group": "a"}\n')
+    assert main(["plan", str(tmp_path / "rows.jsonl"), "--max-tokens", "2", "--precision", "bfloat16"]) == 0
+    assert "read as: precision -> dtype" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["runs/nothing/here", "./nothing", "checkpoint-7", "model.gguf", "models/absent"])
+def test_a_local_looking_path_is_no_name_of_the_hub(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "models" / "present").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("asked the Hub"))
+    assert main(["train", "--model", name, *BASE[2:], "--report_to", "none"]) == 2
+    err = capsys.readouterr().err
+    assert f"{name}: no such model folder" in err
+    assert ("Did you mean 'present'?" in err) is (name == "models/absent")
