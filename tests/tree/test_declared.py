@@ -88,12 +88,18 @@ def test_a_tree_too_large_to_hold_flat_keeps_its_streams_once(nodes, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(treewise.tree.forest, "MAX_FLAT_TOKENS", 1)
         large = Forest.from_nodes(parents, token_ids, **streams)
-    assert large.trajectories is None
+    assert large.tree_streams
+    assert not small.tree_streams
+    for one, two in zip(large.trajectories, small.trajectories, strict=True):
+        assert one.source == two.source
+        assert list(one.streams) == list(two.streams)
+        for name, values in two.streams.items():
+            np.testing.assert_array_equal(getattr(one, name), values)
     assert not large.has_stream("ref_logprobs")
     for name in STREAMS:
         assert large.has_stream(name)
         np.testing.assert_array_equal(large.flat_stream(name), small.flat_stream(name))
-    for weighting in ("per_trajectory", "once"):
+    for weighting in ("per_trajectory", "once", "per_rollout"):
         np.testing.assert_allclose(large.token_weights(weighting), small.token_weights(weighting), rtol=1e-12)
         np.testing.assert_allclose(large.flat_weights(weighting), small.flat_weights(weighting), rtol=1e-12)
     with pytest.raises(ConfigError, match="'twice'"):

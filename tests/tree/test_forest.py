@@ -327,7 +327,12 @@ def test_a_comb_of_100_000_forks():
     assert forest.num_trajectories == depth
     assert forest.num_flat_tokens == sum(range(3, depth + 3))
     assert forest.depth.max() == depth + 1
-    assert forest.trajectories is None  # five billion flat tokens
+    assert forest.tree_streams  # five billion flat tokens
+    assert len(forest.trajectories) == depth
+    assert forest.trajectories[7].token_ids.tolist() == [1] * 9 + [2]
+    assert [item.source for item in forest.trajectories[-2:]] == [
+        f"declared tree, node {2 * depth - n}" for n in (2, 1)
+    ]
     assert forest.multiplicity[0] == depth
     np.testing.assert_array_equal(forest.multiplicity[: depth + 1], [depth, *range(depth, 0, -1)])
     assert forest.paths[7].tolist() == [*range(9), forest.ends[7]]

@@ -43,7 +43,6 @@ def node_value(trajectories: Sequence[Trajectory], *, weights: str = "equal", ep
 def _surprisal(tree: GroupTree) -> np.ndarray:
     """[S] mean `-log p` over trained tokens, from the begin of each segment until its rollouts part; 0 without any."""
     forest = tree.forest
-    assert forest.trajectories is not None
     flat = []
     for item in forest.trajectories:
         logprobs = item.sampler_logprobs if item.old_logprobs is None else item.old_logprobs

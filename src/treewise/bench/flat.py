@@ -103,7 +103,6 @@ def merged_trajectories(forest: Forest) -> list[Trajectory]:
     The loss of these is the loss of all: what flat trainers do that merge the calls of an agent ("leafization" in
     AReaL-DTA, arXiv 2602.00482).
     """
-    assert forest.trajectories is not None
     leaves = forest.leaf_trajectories
     end = forest.segments.end_segment
     order = leaves[np.argsort(end[leaves])]

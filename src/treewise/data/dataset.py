@@ -65,25 +65,31 @@ class TrainingTree:
             source=self.source,
         )
 
-    def labelled_trajectories(self) -> list[Trajectory]:
-        """All trajectories with their rewards and rollouts; those of a declared tree are its paths.
+    def flat_trajectories(self) -> list[Trajectory]:
+        """All trajectories; those of a declared tree are its paths.
 
         Raises:
             DataError: a declared tree that is too large to hold its paths flat.
         """
         if self.trajectories is not None:
             return self.trajectories
-        paths = self.forest().trajectories
-        if paths is None:
+        forest = self.forest()
+        if forest.tree_streams:
             raise DataError(
-                f"{self.source}: the paths of this declared tree have too many tokens together to list them; "
-                "split it into several trees."
+                f"{self.source}: the paths of this declared tree have {forest.num_flat_tokens:,} tokens, too many to "
+                "list them; leave it out, or split it into several trees."
             )
+        return list(forest.trajectories)
+
+    def labelled_trajectories(self) -> list[Trajectory]:
+        """`flat_trajectories` with their rewards and rollouts. Raises the same error."""
+        if self.trajectories is not None:
+            return self.trajectories
         assert self.nodes is not None
         ends = [number for number, is_end in enumerate(self.nodes.ends) if is_end]
         return [
             replace(item, reward=self.nodes.rewards[end], rollout=self.nodes.rollouts[end])
-            for item, end in zip(paths, ends, strict=True)
+            for item, end in zip(self.flat_trajectories(), ends, strict=True)
         ]
 
 

@@ -197,9 +197,9 @@ def gateway_bytes(num_values: int, dtype: torch.dtype) -> int:
 
 def flat_head_rows(forest: Forest) -> int:
     """Trained tokens of all trajectories: each is predicted by a row of its own."""
-    if forest.trajectories is not None:
-        return sum(item.num_trained_tokens for item in forest.trajectories)
-    return int(forest.multiplicity[forest.token_weights() > 0].sum())
+    if forest.tree_streams:
+        return int(forest.multiplicity[forest.token_weights() > 0].sum())
+    return sum(item.num_trained_tokens for item in forest.trajectories)
 
 
 def tree_head_rows(forest: Forest) -> int:

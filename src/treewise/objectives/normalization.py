@@ -70,11 +70,9 @@ def normalized_weights(forest: Forest, weighting: str, normalization: str) -> tu
     The weights of each trajectory (`trajectory_mean`) or rollout (`rollout_mean`) add up to 1.
 
     Raises:
-        DataError: `rollout_mean` of a part of a rollout under a weighting that needs all of it; means over trajectories
-            of an explicit tree that is too large to hold them.
+        DataError: `rollout_mean` of a part of a rollout under a weighting that needs all of it; more flat tokens than
+            can be restored at once (`Forest.path_index`).
     """
-    if normalization == "trajectory_mean" and forest.trajectories is None:
-        raise DataError("trajectory_mean needs trajectories; this declared tree is too large to hold them flat.")
     plain = forest.flat_weights(weighting)
     if normalization == "trajectory_mean":
         totals = np.add.reduceat(plain, forest.path_offsets[:-1])
@@ -117,8 +115,6 @@ def require_whole_rollouts(forest: Forest, what: str) -> None:
 def _fractions(forest: Forest) -> np.ndarray:
     """[R] float64, the fraction of each rollout's weight in this forest; 1 unless `rollout_weight` is larger."""
     rollout_N = forest.rollout_of_trajectory
-    if forest.trajectories is None:
-        return np.ones(int(rollout_N.max()) + 1)
     weight_N = [item.weight for item in forest.trajectories]
     in_forest_R = np.bincount(rollout_N, weights=weight_N)
     whole_R = np.zeros(len(in_forest_R))
@@ -128,6 +124,5 @@ def _fractions(forest: Forest) -> np.ndarray:
 
 
 def _first_part(forest: Forest, fractions_R: np.ndarray) -> str:
-    assert forest.trajectories is not None
     item = forest.trajectories[int(np.argmax((fractions_R < 1)[forest.rollout_of_trajectory]))]
     return f"rollout {item.rollout!r} of group {item.group!r}"

@@ -303,6 +303,6 @@ def _turn_of_tokens(forest: Forest) -> np.ndarray:
 
 def _is_given(forest: Forest, name: str) -> bool:
     """Whether any trajectory has the stream; `flat_stream` then raises if one has not."""
-    if forest.trajectories is None:
+    if forest.tree_streams:
         return forest.has_stream(name)
     return any(getattr(item, name) is not None for item in forest.trajectories)

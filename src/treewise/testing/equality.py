@@ -31,7 +31,7 @@ def assert_equals_flat(
 
     Parameters:
         model: any causal language model of transformers, on any device. Its mode and `.grad`s are restored.
-        trajectories: what is trained, or a forest that holds its trajectories.
+        trajectories: what is trained, or a forest of them.
         objective: an objective, or a function from the list of log-probs ([L - 1] each) to a scalar; `SFT()` if None.
         max_tokens: budget of a micro-batch (None: whole trees), or several, tried one after the other.
         attention: an implementation, or `auto`.
@@ -43,11 +43,9 @@ def assert_equals_flat(
 
     Raises:
         VerificationError: a difference beyond the tolerance, also an AssertionError; the message holds the numbers.
-        ConfigError: a forest without trajectories, or an objective that flat rows cannot express.
+        ConfigError: an objective that flat rows cannot express.
     """
     if isinstance(trajectories, Forest):
-        if trajectories.trajectories is None:
-            raise ConfigError("this forest holds no trajectories, so there is no flat training to compare it with.")
         trajectories = trajectories.trajectories
     budgets = max_tokens if isinstance(max_tokens, Sequence) else [max_tokens]
     if not budgets:

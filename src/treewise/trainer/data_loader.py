@@ -158,7 +158,7 @@ def survey(dataset: Any) -> DataFacts:
         longest = int(forest.path_lengths.argmax())
         if forest.path_lengths[longest] > num_longest:
             num_longest = int(forest.path_lengths[longest])
-            source = forest.trajectories[longest].source if forest.trajectories else f"item {index}"
+            source = forest.trajectories[longest].source or f"item {index}"
         if not isinstance(known, str):
             _hash_forest(digest, forest)
     fingerprint = known if isinstance(known, str) else digest.hexdigest()
@@ -171,12 +171,12 @@ def survey(dataset: Any) -> DataFacts:
 def _hash_forest(digest: Any, forest: Forest) -> None:
     """Feeds a `hashlib` object with the shape of a tree and everything that is trained on it."""
     tables = {"parent": forest.parent, "ends": forest.ends}
-    if forest.trajectories is None:
+    if forest.tree_streams:
         tables |= {"token_ids": forest.token_ids, **forest.tree_streams}
     for name, values in sorted(tables.items()):
         digest.update(f"{name}:{values.dtype}{values.shape}".encode())
         digest.update(np.ascontiguousarray(values).data)
-    update_with_content(digest, forest.trajectories or ())
+    update_with_content(digest, () if forest.tree_streams else forest.trajectories)
 
 
 def check_dataset(name: str, dataset: Any) -> None:

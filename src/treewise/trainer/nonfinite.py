@@ -86,7 +86,7 @@ def sources(forests: Iterable[Forest], limit: int = 5) -> list[str]:
     """The first few sources of the trajectories of some trees."""
     names: dict[str, None] = {}
     for forest in forests:
-        for trajectory in forest.trajectories or ():
+        for trajectory in forest.trajectories:
             if trajectory.source:
                 names.setdefault(trajectory.source)
             if len(names) == limit:
@@ -100,7 +100,7 @@ def nonfinite_trajectories(forest: Forest, logprobs_of: Callable[[Forest], list[
     """
     return [
         trajectory.source or f"trajectory {index}"
-        for index, trajectory in enumerate(forest.trajectories or ())
+        for index, trajectory in enumerate(forest.trajectories)
         if not bool(torch.isfinite(logprobs_of(Forest.from_trajectories([trajectory]))[0]).all())
     ]
 
@@ -120,12 +120,6 @@ def write_rows(path: Path, forests: Iterable[Forest], facts: dict[str, Any]) -> 
 
 
 def _rows(forest: Forest) -> Iterator[dict[str, Any]]:
-    if forest.trajectories is None:
-        for index in range(forest.num_trajectories):
-            path = forest.paths[index]
-            streams = {name: values[path].tolist() for name, values in forest.tree_streams.items()}
-            yield {"token_ids": forest.token_ids[path].tolist(), **streams}
-        return
     for trajectory in forest.trajectories:
         streams = {"token_ids": trajectory.token_ids, **trajectory.streams}
         labels = {name: getattr(trajectory, name) for name in _LABELS}

@@ -4,16 +4,19 @@ Nothing has to be discovered, so a tree of any depth is laid out without touchin
 a node marked as one) is a trajectory. Streams belong to nodes and are shared by all trajectories through them.
 """
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from treewise.errors import DataError
 from treewise.tree import checks, prefix_merge
+from treewise.tree.trajectory import Trajectory
 
 Streams = dict[str, np.ndarray]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,52 @@ class DeclaredTree:
     token_ids: np.ndarray
     streams: Streams
     end_nodes: np.ndarray
+
+
+class LazySequence(Sequence[Item]):
+    """A sequence whose items are computed when they are read."""
+
+    @abstractmethod
+    def item(self, index: int) -> Item:
+        """The item at an index from 0 to the length."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self.item(each) for each in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"trajectory {index} of {len(self)}")
+        return self.item(index % len(self))
+
+
+@dataclass(frozen=True, eq=False)
+class DeclaredTrajectories(LazySequence[Trajectory]):
+    """The trajectories of a declared tree, each made when it is read.
+
+    values: `token_ids` ([T] int32) and streams ([T] float32), by name. end_nodes: [N] int64, the node that each ends
+    at, for its `source`; None where that is not known.
+    """
+
+    segments: prefix_merge.Segments
+    values: Streams
+    group: Hashable = None
+    location: str = ""
+    end_nodes: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.segments.end_segment)
+
+    def item(self, index: int) -> Trajectory:
+        """The trajectory; raises `DataError` where none of its tokens is trained."""
+        path = prefix_merge.path_to(self.segments, int(self.segments.end_segment[index]))
+        source = "" if self.end_nodes is None else f"{self.location}, node {self.end_nodes[index]}"
+        values: dict[str, Any] = {name: value[path] for name, value in self.values.items()}
+        return Trajectory(**values, group=self.group, source=source)
 
 
 def lay_out_nodes(

@@ -6,13 +6,12 @@ may see which: query `q` sees key `k` exactly when `k <= q < subtree_end[k]`.
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import overload
 
 import numpy as np
 
 from treewise.errors import ConfigError, DataError
 from treewise.tree import prefix_merge, weights
-from treewise.tree.declared import lay_out_nodes, spread_over_nodes
+from treewise.tree.declared import DeclaredTrajectories, LazySequence, Streams, lay_out_nodes, spread_over_nodes
 from treewise.tree.geometry import TreeShape
 from treewise.tree.trajectory import STREAMS, Trajectory, number_rollouts
 
@@ -33,8 +32,9 @@ class Forest(TreeShape):
         subtree_end: [T] int64, one past the last token below it.
         multiplicity: [T] int64, number of trajectories through it.
         ends: [N] int64, tree position of each trajectory's last token, in input order.
-        trajectories: the N trajectories in input order; None for a declared tree too large to hold flat, whose
-            streams are then in `tree_streams` ([T] each).
+        trajectories: the N trajectories in input order. Those of a declared tree too large to hold flat are made when
+            they are read.
+        tree_streams: [T] values of each stream of such a tree, by name; empty for all others.
         tree_starts: [number of trees] int64, tree position of each first token.
     """
 
@@ -42,13 +42,14 @@ class Forest(TreeShape):
         self,
         segments: prefix_merge.Segments,
         token_ids: np.ndarray,
-        trajectories: tuple[Trajectory, ...] | None,
-        tree_streams: dict[str, np.ndarray] | None = None,
+        trajectories: Sequence[Trajectory] | None,
+        tree_streams: Streams | None = None,
     ) -> None:
         super().__init__(segments)
         self.token_ids = token_ids
-        self.trajectories = trajectories
         self.tree_streams = tree_streams or {}
+        lazy = DeclaredTrajectories(segments, {"token_ids": token_ids, **self.tree_streams})
+        self.trajectories: Sequence[Trajectory] = lazy if trajectories is None else trajectories
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "Forest":
@@ -88,7 +89,7 @@ class Forest(TreeShape):
         """A declared tree: nodes, parents first, each with its own tokens. See `treewise.tree.declared`.
 
         Each end becomes a trajectory, unless they have more than `MAX_FLAT_TOKENS` tokens together: then there is one
-        copy of every stream value, in `tree_streams`.
+        copy of every stream value, in `tree_streams`, and each trajectory is made when it is read.
 
         Parameters:
             streams: per-token streams of `Trajectory` by name (`loss_weights=`, `advantages=`, ...): one list per node,
@@ -108,22 +109,11 @@ class Forest(TreeShape):
                 is_spread = STREAMS[name].is_scalar_allowed
                 node_streams[name] = spread_over_nodes(values, token_ids) if is_spread else values
         tree = lay_out_nodes(parents, token_ids, node_streams, ends, merge_siblings, location)
-        forest = cls(tree.segments, tree.token_ids, None, tree.streams)
-        if forest.num_flat_tokens > MAX_FLAT_TOKENS:
-            return forest
-        path_index, offsets = forest._flat_paths
-        flat = {name: value[path_index] for name, value in tree.streams.items()}
-        flat["token_ids"] = tree.token_ids[path_index]
-        forest.trajectories = tuple(
-            Trajectory(
-                **{name: value[start:end] for name, value in flat.items()},
-                group=group,
-                source=f"{location}, node {node}",
-            )
-            for start, end, node in zip(offsets[:-1], offsets[1:], tree.end_nodes, strict=True)
+        lazy = DeclaredTrajectories(
+            tree.segments, {"token_ids": tree.token_ids, **tree.streams}, group, location, tree.end_nodes
         )
-        forest.tree_streams = {}
-        return forest
+        is_large = TreeShape(tree.segments).num_flat_tokens > MAX_FLAT_TOKENS
+        return cls(tree.segments, tree.token_ids, lazy if is_large else tuple(lazy), tree.streams if is_large else None)
 
     @classmethod
     def concatenate(cls, forests: Sequence["Forest"]) -> "Forest":
@@ -143,16 +133,15 @@ class Forest(TreeShape):
         if len(forests) == 1:
             return forests[0]
         segments = prefix_merge.Segments.concatenate([forest.segments for forest in forests])
-        items = [forest.trajectories for forest in forests]
-        trajectories = tuple(item for each in items for item in each or ()) if all(items) else None
-        streams = None
-        if trajectories is None:
-            streams = {
-                name: np.concatenate([_shared_stream(forest, name) for forest in forests])
-                for name in STREAMS
-                if all(forest.has_stream(name) for forest in forests)
-            }
-        return cls(segments, np.concatenate([forest.token_ids for forest in forests]), trajectories, streams)
+        token_ids = np.concatenate([forest.token_ids for forest in forests])
+        if not any(forest.tree_streams for forest in forests):
+            return cls(segments, token_ids, tuple(item for forest in forests for item in forest.trajectories))
+        streams = {
+            name: np.concatenate([_shared_stream(forest, name) for forest in forests])
+            for name in STREAMS
+            if all(forest.has_stream(name) for forest in forests)
+        }
+        return cls(segments, token_ids, None, streams)
 
     # -- trajectories on the tree -----------------------------------------------------------------------------------
 
@@ -182,7 +171,7 @@ class Forest(TreeShape):
 
     def has_stream(self, name: str) -> bool:
         """Whether every trajectory carries this stream."""
-        if self.trajectories is None:
+        if self.tree_streams:
             return name in self.tree_streams
         return all(getattr(item, name) is not None for item in self.trajectories)
 
@@ -192,7 +181,7 @@ class Forest(TreeShape):
         Raises:
             DataError: a trajectory lacks the stream; it is named.
         """
-        if self.trajectories is None:
+        if name in self.tree_streams:
             return self.tree_streams[name][self.path_index]
         values = [getattr(item, name) for item in self.trajectories]
         for index, value in enumerate(values):
@@ -206,9 +195,7 @@ class Forest(TreeShape):
 
         Trajectories that share `rollout` within one `group` are one rollout; one without a rollout id is its own.
         """
-        if self.trajectories is None:
-            return np.arange(self.num_trajectories)
-        return number_rollouts(self.trajectories)
+        return np.arange(self.num_trajectories) if self.tree_streams else number_rollouts(self.trajectories)
 
     def flat_teacher(self) -> tuple[np.ndarray, np.ndarray]:
         """[F, k] int32 candidates and [F, k] float32 log-probs of a teacher; `-inf` where a trajectory has fewer.
@@ -216,14 +203,11 @@ class Forest(TreeShape):
         Raises:
             DataError: a trajectory without them; it is named.
         """
-        if self.trajectories is None:
-            raise DataError("teacher streams need trajectories; this declared tree is too large to hold them flat.")
         return self.flat_stream("teacher_ids"), self.flat_stream("teacher_logprobs")
 
     def source_of(self, index: int) -> str:
         """Where a trajectory came from, for error messages."""
-        source = "" if self.trajectories is None else self.trajectories[index].source
-        return source or f"trajectory {index}"
+        return self.trajectories[index].source or f"trajectory {index}"
 
     def flat_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
         """[F] float64, the loss weight of every flat token. See `treewise.tree.weights` for weightings and errors."""
@@ -240,7 +224,7 @@ class Forest(TreeShape):
         )
 
 
-class Paths(Sequence[np.ndarray]):
+class Paths(LazySequence[np.ndarray]):
     """The paths of a forest's trajectories, each computed when it is read."""
 
     def __init__(self, forest: Forest) -> None:
@@ -249,22 +233,11 @@ class Paths(Sequence[np.ndarray]):
     def __len__(self) -> int:
         return self._forest.num_trajectories
 
-    @overload
-    def __getitem__(self, index: int) -> np.ndarray: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
-
-    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"trajectory {index} of {len(self)}")
+    def item(self, index: int) -> np.ndarray:
+        """[its length] int64."""
         forest = self._forest
         if "_flat_paths" in forest.__dict__:
-            offsets = forest.path_offsets
-            index %= len(self)
-            return forest.path_index[offsets[index] : offsets[index + 1]]
+            return forest.path_index[forest.path_offsets[index] : forest.path_offsets[index + 1]]
         return prefix_merge.path_to(forest.segments, int(forest.segments.end_segment[index]))
 
 
@@ -277,7 +250,7 @@ def _padded(parts: list[np.ndarray], fill: float) -> np.ndarray:
 
 def _shared_stream(forest: Forest, name: str) -> np.ndarray:
     """[T] float32, the value that all trajectories through a token agree on."""
-    if forest.trajectories is None:
+    if name in forest.tree_streams:
         return forest.tree_streams[name]
     flat = forest.flat_stream(name)
     values = np.empty(forest.num_tokens, dtype=np.float32)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError
 
 if TYPE_CHECKING:
     from treewise.tree.forest import Forest
@@ -31,7 +31,7 @@ def flat_weights(forest: "Forest", weighting: str) -> np.ndarray:
 
     Raises:
         ConfigError: an unknown weighting.
-        DataError: `per_rollout` on a declared tree that is too large to hold trajectories.
+        DataError: more flat tokens than can be restored at once (`Forest.path_index`).
     """
     check_weighting(weighting)
     weights = forest.flat_stream("loss_weights").astype(np.float64)
@@ -39,8 +39,6 @@ def flat_weights(forest: "Forest", weighting: str) -> np.ndarray:
         return weights
     key, num_keys = forest.path_index, forest.num_tokens
     if weighting == "per_rollout":
-        if forest.trajectories is None:
-            raise DataError("weighting='per_rollout' needs trajectories; this declared tree is too large for them.")
         rollout_F = np.repeat(forest.rollout_of_trajectory, forest.path_lengths)
         _, key = np.unique(rollout_F * forest.num_tokens + forest.path_index, return_inverse=True)
         num_keys = len(key)
@@ -50,7 +48,7 @@ def flat_weights(forest: "Forest", weighting: str) -> np.ndarray:
 def token_weights(forest: "Forest", weighting: str) -> np.ndarray:
     """[T] float64, the sum of `flat_weights` over all trajectories through each tree token. Raises the same errors."""
     check_weighting(weighting)
-    if forest.trajectories is None and weighting != "per_rollout":  # a declared tree, where all of them agree
+    if forest.tree_streams and weighting != "per_rollout":  # all trajectories through a token agree
         weights = forest.tree_streams["loss_weights"].astype(np.float64)
         return weights if weighting == "once" else weights * forest.multiplicity
     return np.bincount(forest.path_index, weights=flat_weights(forest, weighting), minlength=forest.num_tokens)

@@ -216,7 +216,7 @@ def _report(
         num_flat_tokens=forest.num_flat_tokens,
         num_tree_tokens=forest.num_tokens,
         num_computed_tokens=tree.num_computed_tokens,
-        num_trained_tokens=sum(item.num_trained_tokens for item in forest.trajectories or ()),
+        num_trained_tokens=sum(item.num_trained_tokens for item in forest.trajectories),
         reference="flat training" if wide is None else "flat training of a float32 copy",
         loss_flat=reference.loss,
         loss_tree=tree.loss,

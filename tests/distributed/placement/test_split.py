@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise.distributed.placement import CostModel, assign_ranks, rank_part, restrict_forest
-from treewise.errors import DataError
 from treewise.testing.strategies import forests
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -91,10 +90,10 @@ def test_a_parted_rollout_knows_what_it_weighs_as_a_whole():
 
 
 def large_declared(monkeypatch):
-    """A declared tree that believes itself too large for trajectories."""
+    """A declared tree that counts as too large to be held flat."""
     monkeypatch.setattr("treewise.tree.forest.MAX_FLAT_TOKENS", 5)
     tree = Forest.from_nodes([-1, 0, 0, 1], [[1, 2], [3, 4], [5], [6, 7]], loss_weights=[[0, 1], [1, 0], [2], [1, 1]])
-    assert tree.trajectories is None
+    assert tree.tree_streams
     monkeypatch.undo()
     return tree
 
@@ -105,8 +104,8 @@ def test_large_declared_trees_are_cut_too(monkeypatch):
     assert sorted(tuple(part.token_ids.tolist()) for part in parts) == [(1, 2, 3, 4, 6, 7), (1, 2, 5)]
     total = sum(part.token_weights().sum() for part in parts)
     assert total == tree.token_weights().sum()
-    with pytest.raises(DataError, match="cannot be cut under weighting='once'"):
-        restrict_forest(tree, np.array([0]), "once")
+    once = [restrict_forest(tree, np.array([index]), "once") for index in range(tree.num_trajectories)]
+    assert sum(part.token_weights().sum() for part in once) == tree.token_weights("once").sum()
 
 
 @pytest.mark.parametrize("weighting", ["per_trajectory", "once"])

@@ -92,7 +92,7 @@ def test_a_trajectory_that_two_trees_hold_is_found() -> None:
 def test_a_declared_tree_too_large_to_hold_flat_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treewise.tree.forest.MAX_FLAT_TOKENS", 10)
     forest = Forest.from_nodes([-1, 0, 0], [range(1, 20), range(20, 40), range(40, 60)], advantages=None)
-    assert forest.trajectories is None
+    assert forest.tree_streams
     report = build_data_report([Named("declared", forest)], LoadReport(num_files=1, num_records=3))
     assert report.facts.total.num_tree_tokens == 59
     assert len(report.pictures) == 1

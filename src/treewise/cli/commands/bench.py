@@ -146,10 +146,7 @@ def _trees(args: argparse.Namespace, name: str, vocabulary: int) -> Iterator[ben
     for tree in data:
         if args.trees and tree.name not in args.trees:
             continue
-        items = tree.trajectories if tree.trajectories is not None else tree.forest().trajectories
-        if items is None:
-            raise ConfigError(f"{tree.name} is a declared tree too large to be trained flat; leave it out by --trees.")
-        yield bench.Workload(tree.name, _cut(list(items), args.max_flat_tokens))
+        yield bench.Workload(tree.name, _cut(tree.flat_trajectories(), args.max_flat_tokens))
 
 
 def _cut(items: list[Trajectory], max_flat_tokens: int | None) -> list[Trajectory]:

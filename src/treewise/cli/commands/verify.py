@@ -81,13 +81,9 @@ def _trajectories(data: TreeDataset, objective: Objective, args: argparse.Namesp
     """The first ones, of whole trees as far as advantages look at groups."""
     trees: list[list[Trajectory]] = []
     for tree in data:
-        items = tree.trajectories if tree.trajectories is not None else tree.forest().trajectories
-        if items:
-            trees.append(list(items))
+        trees.append(tree.flat_trajectories())
         if args.limit and sum(map(len, trees)) >= args.limit:
             break
-    if not trees:
-        raise ConfigError("the declared trees are too large to be trained flat; verify on a smaller one.")
     if isinstance(objective, PolicyGradient):
         from treewise.rl import rollout_batch  # slow to import
 

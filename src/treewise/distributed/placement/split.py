@@ -49,18 +49,13 @@ def restrict_forest(forest: Forest, trajectories: np.ndarray, weighting: str = "
     trajectories: [n] int64 indices, ascending.
 
     Raises:
-        DataError: a declared tree that is too large to hold its trajectories, under a weighting that needs them.
+        DataError: a declared tree that is too large to be restored, under a weighting that needs all its flat tokens.
     """
     if len(trajectories) == forest.num_trajectories:
         return forest
     segments = restrict(forest.segments, trajectories)
     token_ids = forest.token_ids[segments.token_source]
-    if forest.trajectories is None:
-        if weighting != "per_trajectory":
-            raise DataError(
-                f"a declared tree that is too large to hold its trajectories cannot be cut under {weighting=}; "
-                "place it with split='never'."
-            )
+    if forest.tree_streams and weighting == "per_trajectory":
         streams = {name: values[segments.token_source] for name, values in forest.tree_streams.items()}
         return Forest(segments, token_ids, None, streams)
     items = [forest.trajectories[index] for index in trajectories.tolist()]

@@ -1,8 +1,7 @@
 """Costs of training some data: flat, flat without contained trajectories, on trees, and on trees under budgets."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from treewise.nn.flops import FlopModel
 from treewise.planning.partition import FORWARD_FRACTION
@@ -31,10 +30,6 @@ class Cost:
     flops: float | None
     token_ratio: float
     flop_ratio: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 class BudgetCosts:

@@ -76,7 +76,7 @@ class Duplicates:
     def add(self, name: str, forest: Forest, sources: list[str]) -> list[str]:
         """Sources in one tree, each with that of its duplicate."""
         found = []
-        for item, source in zip(forest.trajectories or (), sources, strict=False):
+        for item, source in zip(forest.trajectories, sources, strict=False):
             key = hashlib.blake2b(item.token_ids.tobytes(), digest_size=16).digest()
             tree, original = self._first.setdefault(key, (name, source))
             if tree != name:
@@ -86,15 +86,13 @@ class Duplicates:
 
 def sources_of(name: str, forest: Forest) -> list[str]:
     """Where each trajectory came from: `file:line`, or its index in the tree."""
-    if forest.trajectories is None:
-        return [f"{name}: trajectory {index}" for index in range(forest.num_trajectories)]
     return [item.source or f"{name}: trajectory {index}" for index, item in enumerate(forest.trajectories)]
 
 
 def _hardly_trained(forest: Forest) -> list[int]:
     return [
         index
-        for index, item in enumerate(forest.trajectories or ())
+        for index, item in enumerate(forest.trajectories)
         if item.num_trained_tokens < FEW_TRAINED * len(item.token_ids)
     ]
 
@@ -102,7 +100,7 @@ def _hardly_trained(forest: Forest) -> list[int]:
 def _equal_rewards(name: str, forest: Forest) -> list[str]:
     """Groups of at least two rollouts whose rewards are all the same."""
     rewards: dict[Any, dict[Any, float]] = defaultdict(dict)
-    for index, item in enumerate(forest.trajectories or ()):
+    for index, item in enumerate(forest.trajectories):
         if item.reward is not None:
             rollout = index if item.rollout is None else item.rollout
             rewards[name if item.group is None else item.group][rollout] = item.reward

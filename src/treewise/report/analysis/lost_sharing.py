@@ -8,8 +8,7 @@ lower bound: only the heaviest path below each fork is compared, and runs shorte
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -86,10 +85,6 @@ class LostSharing:
     before: str
     heavy: Side
     light: Side
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

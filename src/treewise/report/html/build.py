@@ -5,7 +5,7 @@ are loaded again, planned side by side, and turned into pictures.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -100,8 +100,8 @@ class DataReport:
             "sources": list(self.sources),
             "tokenizer": self.tokenizer,
             **self.facts.to_dict(),
-            "costs": [cost.to_dict() for cost in self.costs],
-            "distributions": {name: histogram(values).to_dict() for name, values in _ratios(self.facts).items()},
+            "costs": [asdict(cost) for cost in self.costs],
+            "distributions": {name: asdict(histogram(values)) for name, values in _ratios(self.facts).items()},
             "lost_sharing": self.lost.to_dict(),
             "drawn_trees": {"rule": DRAWN_RULE, "num_without_room": self.num_without_room, "trees": self.segments},
             "plans": [each.to_dict() for each in self.plans],

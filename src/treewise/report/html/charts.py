@@ -5,7 +5,7 @@ Nothing here is text of the data: labels are numbers and words of ours, and the 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,6 @@ class Chart:
         lines = [{"label": line.label, "xs": line.xs, "ys": line.ys} for line in self.lines]
         return {"x_range": self.x_range, "y_range": self.y_range, "x_label": self.x_label, "lines": lines}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
@@ -73,10 +69,6 @@ class Histogram:
     edges: tuple[float, ...]
     counts: tuple[int, ...]
     is_logarithmic: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 def histogram(values: Sequence[float]) -> Histogram:

@@ -143,7 +143,7 @@ def _advantages(forest: Forest) -> np.ndarray | None:
     """[T] mean over the trajectories that train a token, NaN where none does; None without advantages."""
     if not forest.has_stream("advantages"):
         return None
-    if forest.trajectories is None:
+    if forest.tree_streams:
         return np.where(forest.tree_streams["loss_weights"] > 0, forest.tree_streams["advantages"], np.nan)
     trained = forest.flat_weights() > 0
     index, size = forest.path_index, forest.num_tokens
@@ -154,9 +154,9 @@ def _advantages(forest: Forest) -> np.ndarray | None:
 
 def _segment_rewards(forest: Forest) -> np.ndarray | None:
     """[S] mean reward of the trajectories through each segment; None where a trajectory has none."""
-    rewards = [item.reward for item in forest.trajectories or ()]
-    if not rewards or None in rewards:
+    if any(item.reward is None for item in forest.trajectories):
         return None
+    rewards = [item.reward for item in forest.trajectories]
     segments = forest.segments
     at_end = np.bincount(segments.end_segment, weights=np.array(rewards, dtype=float), minlength=len(segments.start))
     total = np.concatenate([[0.0], np.cumsum(at_end)])
@@ -167,7 +167,7 @@ def _segment_rewards(forest: Forest) -> np.ndarray | None:
 def _trajectories(name: str, forest: Forest) -> dict[str, Any]:
     """Names and rewards of the first trajectories; the page numbers the rest."""
     shown = sources_of(name, forest)[:MAX_LISTED_TRAJECTORIES]
-    items = (forest.trajectories or ())[:MAX_LISTED_TRAJECTORIES]
+    items = forest.trajectories[:MAX_LISTED_TRAJECTORIES]
     return {
         "places": shown,
         "rewards": [item.reward for item in items],
