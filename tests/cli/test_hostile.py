@@ -46,6 +46,8 @@ FILES: dict[str, bytes] = {
     "deep.yaml": b"[" * 1500,
     "object.yaml": b"model: !!python/object/apply:os.system ['id']\n",
     "itself.yaml": b"lora: &a {r: *a}\n",
+    "aliases.yaml": RUN.encode()
+    + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b", ".join([b"*a%d" % (i - 1)] * 10) if i else b"1") for i in range(15)),
     "digits.yaml": RUN.encode() + b"seed: " + b"9" * 5000,
     "lora.yaml": RUN.encode() + b"lora: {r: 4, r: 8}\n",
     "run.yaml": RUN.encode(),
@@ -111,7 +113,8 @@ CASES: list[tuple[str, str]] = [
     ("train keys.yaml", "a key must be a word"),
     ("train deep.yaml", "not valid YAML"),
     ("train object.yaml", "not valid YAML"),
-    ("train itself.yaml", "not valid YAML"),
+    ("train itself.yaml", "itself.yaml: its aliases stand for more than 100,000 values"),
+    ("train aliases.yaml", "aliases.yaml: its aliases stand for more than 100,000 values"),
     ("train digits.yaml", "not valid YAML"),
     ("train lora.yaml", "lora.yaml:5: lora.r is given twice"),
     ("train run.yaml --output_dir @", "output_dir is empty"),

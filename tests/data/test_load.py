@@ -203,3 +203,9 @@ def test_options_may_be_a_mapping(write):
     assert len(load_trees(path, options={"group_by": "team"})) == 1
     with pytest.raises(ConfigError, match="Did you mean 'group_by'"):
         load_trees(path, options={"groupby": "team"})
+
+
+def test_control_characters_of_a_group_are_escaped_in_its_name_alone(write):
+    [tree] = load_trees(write({"token_ids": [1, 2], "group": "a\x1b]0;b\x07"}))
+    assert tree.name == "a\\x1b]0;b\\x07"
+    assert tree.trajectories[0].group == "a\x1b]0;b\x07"

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from treewise.cli.aliases import ALIASES, INSTEAD
-from treewise.cli.yaml_file import read_file
+from treewise.cli.yaml_file import read_file, read_value
 from treewise.data import RenderOptions
 from treewise.errors import ConfigError, did_you_mean
 
@@ -377,7 +377,7 @@ def _from_text(text: str, kinds: set[Any]) -> Any:
             pass
     if (list in kinds and word.startswith("[")) or (dict in kinds and word.startswith("{")):
         try:
-            return yaml.safe_load(text)
+            return read_value(text)
         except yaml.YAMLError:
             return text
     return text
@@ -388,7 +388,7 @@ def _scalar(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        read = yaml.safe_load(value)
+        read = read_value(value)
     except yaml.YAMLError:
         return value
     return _from_text(read, {float}) if isinstance(read, str) else read

@@ -36,20 +36,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         from treewise.cli.training_run import is_first_rank
 
         if is_first_rank():
-            print(error, file=sys.stderr)
+            print(_safe(error), file=sys.stderr)
         return error.exit_code
     except TreewiseError as error:
         if _wants_traceback(words):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_safe(error)}", file=sys.stderr)
         if isinstance(error, LostRankError):
             return error.exit_code
         return 1 if isinstance(error, VerificationError) else 2
     except OSError as error:  # a disk that is full, a folder that may not be written
         if _wants_traceback(words):
             raise
-        print(f"error: {error.filename or name}: {error.strerror or error}", file=sys.stderr)
+        print(_safe(f"error: {error.filename or name}: {error.strerror or error}"), file=sys.stderr)
         return 2
+
+
+def _safe(message: object) -> str:
+    """A message without control characters but line ends: those of records and arguments must not reach a terminal."""
+    from treewise.data.io.printable import printable
+
+    return "\n".join(map(printable, str(message).split("\n")))
 
 
 def _wants_traceback(words: Sequence[str]) -> bool:

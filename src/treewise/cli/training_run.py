@@ -14,6 +14,7 @@ from treewise.cli.aliases import as_text
 from treewise.cli.argument_checks import check_settings
 from treewise.cli.config import RunConfig, differences, resolved_text
 from treewise.cli.load_model import load_tokenizer, load_weights, locate
+from treewise.data.io.printable import printable
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _report(name: str, dataset: "TreeDataset", limit: int = 5) -> None:
         ("warning", report.warnings),
     ):
         for line in lines[:limit]:
-            print(f"{name}: {kind}: {line}", file=sys.stderr)
+            print(printable(f"{name}: {kind}: {line}"), file=sys.stderr)
         if len(lines) > limit:
             print(f"{name}: {kind}: {len(lines) - limit} more; see treewise inspect", file=sys.stderr)
 

@@ -8,6 +8,8 @@ import yaml
 
 from treewise.errors import ConfigError
 
+MAX_VALUES = 100_000  # of a configuration, each alias counted as what it stands for
+
 
 def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]:
     """Values by key, each with its location (`run.yaml:3`). `required`: keys that the error of an empty file names.
@@ -28,6 +30,7 @@ def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]
             raise ConfigError(f"{path}: empty; a configuration names at least {', '.join(required)}.")
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}: a configuration is a mapping, `key: value` line by line.")
+        _check_size(node, str(path))
         values: dict[str, tuple[Any, str]] = {}
         for key_node, value_node in node.value:
             location = f"{path}:{key_node.start_mark.line + 1}"
@@ -51,6 +54,36 @@ def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def read_value(text: str) -> Any:
+    """A value of a flag, as YAML reads it.
+
+    Raises:
+        yaml.YAMLError: it is not YAML.
+        ConfigError: its aliases stand for more values than a configuration holds.
+    """
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    if node is not None:
+        _check_size(node, "a flag's value")
+    return yaml.safe_load(text)
+
+
+def _check_size(root: yaml.Node, location: str) -> None:
+    """Counts values with aliases written out, each node once: fifteen aliases of ten each stand for 10**15."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) in sizes:
+            return sizes[id(node)]
+        sizes[id(node)] = MAX_VALUES  # an alias that leads back to itself stands for no end of values
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        total = 1 + (sum(map(size, parts)) if isinstance(node, yaml.CollectionNode) else 0)
+        sizes[id(node)] = total
+        return total
+
+    if size(root) > MAX_VALUES:
+        raise ConfigError(f"{location}: its aliases stand for more than {MAX_VALUES:,} values; write them out.")
 
 
 def _check_unique(node: yaml.Node, path: Path, name: str) -> None:

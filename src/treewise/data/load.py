@@ -15,6 +15,7 @@ from treewise.data.dataset import TreeDataset
 from treewise.data.declared_nodes import PlacedNode
 from treewise.data.io.files import PathLike, RawRecord, find_files, read_records
 from treewise.data.io.options import LoadReport, RenderOptions
+from treewise.data.io.printable import printable
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.io.table import content_hash, rows_to_table
 from treewise.data.records import RecordReader
@@ -75,7 +76,9 @@ def load_trees(
     builder = _Builder(reader, on_bad_record, allow_partial_tail, quarantine)
     processes = workers.choose_num_workers(num_workers, files)
     with builder, _bar(progress) as advance:
-        for num_bytes, results in workers.read_all(_jobs(files), tokenizer, options, processes):
+        for num_bytes, results in workers.read_all(
+            _jobs(files, options.max_record_bytes), tokenizer, options, processes
+        ):
             for result in results:
                 builder.add(result)
             advance(num_bytes, len(results))
@@ -198,7 +201,7 @@ class _Builder:
         file, _, _ = result.location.rpartition(":")
         name, node = result.node
         if (file, name) not in self.node_trees:
-            tree = _Tree(str(json.loads(name)))
+            tree = _Tree(printable(json.loads(name)))
             self.trees.append(tree)
             self.node_trees[file, name] = (tree, [])
         self.node_trees[file, name][1].append(PlacedNode(result.location, node))
@@ -214,14 +217,14 @@ class _Builder:
             self.stream.write(json.dumps(line) + "\n")
 
 
-def _jobs(files: Sequence[Path]) -> Iterator[tuple[RawRecord, Path]]:
+def _jobs(files: Sequence[Path], max_record_bytes: int) -> Iterator[tuple[RawRecord, Path]]:
     for path in files:
         is_empty = True
-        for raw in read_records(path):
+        for raw in read_records(path, max_record_bytes):
             is_empty = False
             yield raw, path
         if is_empty:
-            raise DataError(f"{path}: no record; the file is empty.")
+            raise DataError(f"{printable(path)}: no record; the file is empty.")
 
 
 def _tokenizer(given: Any) -> Any:

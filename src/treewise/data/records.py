@@ -14,7 +14,7 @@ from treewise.data.io.field_checks import label, number
 from treewise.data.io.files import RawRecord
 from treewise.data.io.known_keys import unused_keys
 from treewise.data.io.options import RenderOptions
-from treewise.data.io.printable import shown
+from treewise.data.io.printable import printable, shown
 from treewise.data.io.record_forms import PartialTailError, Record, detect_form, parse
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.render import chat
@@ -94,7 +94,7 @@ class RecordReader:
             self._label(result.rows, record, group, location if rollout is None else rollout, location)
         alone = group is None or form in ("grouped_rows", "nodes")
         result.key = None if alone else json.dumps(group)
-        result.name = location if group is None or result.is_grouped_by_prompt else str(group)
+        result.name = location if group is None or result.is_grouped_by_prompt else printable(group)
 
     def _rendered(self, form: str, record: Record, group: Any, data_file: Path, location: str) -> tuple[list[Row], Any]:
         if self.tokenizer is None:
@@ -227,9 +227,8 @@ class RecordReader:
         field = self.options.group_by
         if field is not None:
             if field not in record:
-                raise DataError(
-                    f"{location}: no field {shown(field)} to group by; its keys are {', '.join(list(record)[:12])}."
-                )
+                keys = ", ".join(map(printable, list(record)[:12]))
+                raise DataError(f"{location}: no field {shown(field)} to group by; its keys are {keys}.")
             return label(record[field], field, location)
         for name in ("group", "task_id"):
             if record.get(name) is not None:

@@ -1,5 +1,7 @@
 import gzip
 import json
+import os
+import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -191,3 +193,42 @@ def _file_bytes(name: str) -> bytearray:
         return bytearray(sink.getvalue().to_pybytes())
     text = "\n".join(map(json.dumps, rows)).encode() + b"\n"
     return bytearray(gzip.compress(text, mtime=0) if name.endswith("gz") else text)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz"])
+def test_more_than_max_record_bytes_is_an_error_before_it_is_held(tmp_path, name):
+    content = b'[{"a": "' + b"x" * 3_000_000 + b'"}]' if "jsonl" not in name else b'{"a": 1}\n' + b"x" * 3_000_000
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    tracemalloc.start()
+    with pytest.raises(
+        DataError, match=r"a\.jsonl?(\.gz)?(:2)?: the (line|file) holds more than 100 bytes .*max_record_"
+    ):
+        list(read_records(path, 100))
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+def test_a_line_of_max_record_bytes_is_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\r\n{"a": 2}')
+    assert [raw.payload for raw in read_records(path, 8)] == [b'{"a": 1}', b'{"a": 2}']
+    assert [raw.location for raw in read_records(path, 8)] == [f"{path}:1", f"{path}:2"]
+
+
+def test_pipes_and_devices_are_no_data_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "endless.jsonl").symlink_to("/dev/zero")
+    for name in ("pipe.jsonl", "endless.jsonl"):
+        with pytest.raises(DataError, match=f"{name}: not a regular file"):
+            find_files(tmp_path / name)
+    for several in (tmp_path, tmp_path / "*.jsonl"):
+        with pytest.raises(DataError, match=r"holds no|matches no"):
+            find_files(several)
+
+
+def test_control_characters_of_paths_are_escaped(tmp_path):
+    path = tmp_path / "a\x1b[31m\u202e.jsonl"
+    path.write_text("{}\n")
+    [raw] = read_records(path)
+    assert raw.location == f"{tmp_path}/a\\x1b[31m\\u202e.jsonl:1"

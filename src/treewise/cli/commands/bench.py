@@ -16,7 +16,7 @@ from treewise import bench
 from treewise.bench.contestants import AGAINST
 from treewise.bench.results import MIN_SPEED, command_line
 from treewise.bench.terminal import row_view
-from treewise.cli.data_arguments import add_data_arguments, load_data
+from treewise.cli.data_arguments import add_data_arguments, apply_config, load_data
 from treewise.cli.devices import chosen_device
 from treewise.cli.load_model import DTYPES, load_tokenizer, load_weights
 from treewise.errors import ConfigError, OutOfMemoryError
@@ -27,7 +27,7 @@ DEFAULT_MODEL = {"cpu": "qwen3-17m", "cuda": "qwen3-0.6b"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    add_data_arguments(parser, nargs="*")
+    add_data_arguments(parser)
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "--model",
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     against.add_argument("--max_tokens", "--max-tokens", nargs="+", type=int, help="budgets; a quarter of each tree")
     against.add_argument("--checkpointing", action="store_true", help="each also with gradient checkpointing")
     against.add_argument("--row_tokens", "--row-tokens", type=int, help="of a packed row of flat training; by memory")
-    against.add_argument("--attention", default="auto", choices=("auto", "reference", "cascade", "flex"))
+    against.add_argument("--attention", choices=("auto", "reference", "cascade", "flex"))
     how = parser.add_argument_group("how")
     how.add_argument("--dtype", choices=DTYPES, help="float32 on a CPU, bfloat16 on a GPU")
     how.add_argument("--device", help="cuda where there is a GPU, else cpu")
@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints each workload as it is done, writes and checks; returns the exit code."""
+    apply_config(args, attention="auto")
     _check(args)
     baseline = None if args.check is None else bench.load(Path(args.check), args.name)
     device = chosen_device(args.device)

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 import treewise
-from treewise.cli.data_arguments import add_data_arguments, data_tokenizer, load_data
+from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
 from treewise.cli.load_model import DTYPES, load_flop_model
 from treewise.errors import ConfigError
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view
@@ -15,11 +15,11 @@ from treewise.report import RunReport, inspect_forests, inspect_view, read_run, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    add_data_arguments(parser, nargs="*")
+    add_data_arguments(parser)
     parser.add_argument("--run", dest="run_folder", metavar="OUTPUT_DIR", help="a run's folder: what it logged")
     parser.add_argument("--html", metavar="REPORT.html", help="write one page with everything, and its .json twin")
     parser.add_argument("--trees", type=int, default=12, help="trees that the page draws, the most interesting ones")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the model, for the page's bytes")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the model, for the page's bytes (float32)")
     parser.add_argument(
         "--model", help="folder, Hub name, .gguf file or smollm2-demo: for its FLOP bound and tokenizer"
     )
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report, or writes the page; returns the exit code."""
+    apply_config(args, dtype="float32")
     if not args.data and args.run_folder is None:
         raise ConfigError("nothing to inspect: name data files, or a run's folder with --run.")
     if args.max_tokens is not None and args.max_tokens < 1:

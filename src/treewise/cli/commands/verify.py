@@ -6,10 +6,11 @@ import json
 import yaml
 from rich.console import Console
 
-from treewise.cli.data_arguments import add_data_arguments, load_data
+from treewise.cli.data_arguments import add_data_arguments, apply_config, load_data
 from treewise.cli.devices import chosen_device
 from treewise.cli.load_model import DTYPES, load_model, load_tokenizer
 from treewise.cli.objective import typed_settings
+from treewise.cli.yaml_file import read_value
 from treewise.data import TreeDataset
 from treewise.errors import ConfigError
 from treewise.objectives import WEIGHTINGS, Objective, PolicyGradient, objective_named
@@ -21,13 +22,13 @@ from treewise.verification.compare import verify
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     add_data_arguments(parser)
-    parser.add_argument("--model", required=True, help="folder, Hub name, .gguf file or smollm2-demo")
+    parser.add_argument("--model", help="folder, Hub name, .gguf file or smollm2-demo")
     parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
-    parser.add_argument("--dtype", default="float32", choices=(*DTYPES, "auto"), help="of the model")
+    parser.add_argument("--dtype", choices=(*DTYPES, "auto"), help="of the model (float32)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch; whole trees without")
     parser.add_argument("--limit", type=int, default=32, help="the first K trajectories (32; 0 for all)")
-    parser.add_argument("--attention", default="auto", choices=("auto", "reference", "cascade", "flex"))
+    parser.add_argument("--attention", choices=("auto", "reference", "cascade", "flex"))
     parser.add_argument("--objective", default="sft", help="whose loss is compared: sft, grpo, dapo, cispo, ... (sft)")
     parser.add_argument("--settings", default="{}", metavar="YAML", help="of the objective: '{clip_high: 0.28}'")
     parser.add_argument(
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison; returns 1 where an error is beyond its limit."""
+    apply_config(args, ("data", "model"), dtype="float32", attention="auto")
     if args.limit < 0:
         raise ConfigError(f"--limit is {args.limit}; give a number of trajectories, or 0 for all.")
     objective = _objective(args)
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _objective(args: argparse.Namespace) -> Objective:
     try:
-        settings = yaml.safe_load(args.settings)
+        settings = read_value(args.settings)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # nested without end; an integer that cannot be
         raise ConfigError(f"--settings {args.settings!r} is no YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(settings, dict):

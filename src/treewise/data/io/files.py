@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from treewise.data.io.printable import shown
+from treewise.data.io.printable import printable, shown
 from treewise.errors import DataError
 
 PathLike = str | Path
@@ -24,6 +24,7 @@ SUFFIXES = (*FOLDER_SUFFIXES, ".json", ".json.gz")
 UTF8_MARK = b"\xef\xbb\xbf"
 GZIP_MAGIC = b"\x1f\x8b"
 PARQUET_BATCH_ROWS = 64
+DEFAULT_MAX_RECORD_BYTES = 1 << 28  # 256 MiB: a line, or a .json file, which is read whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +56,46 @@ def find_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
     return sorted(unique.values(), key=files.index)
 
 
-def read_records(path: Path) -> Iterator[RawRecord]:
-    """Raw records of one file in order. Blank lines are passed over; line numbers stay physical."""
+def read_records(path: Path, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> Iterator[RawRecord]:
+    """Raw records of one file in order. Blank lines are passed over; line numbers stay physical.
+
+    max_record_bytes: of a line, or of a `.json` file, after decompression; nothing longer is held in memory.
+    """
     _check_magic(path)
     try:
         if path.name.endswith(".parquet"):
             yield from _parquet_rows(path)
         elif path.name.endswith((".json", ".json.gz")):
-            yield from _json_list(path)
+            yield from _json_list(path, max_record_bytes)
         else:
-            yield from _json_lines(path)
+            yield from _json_lines(path, max_record_bytes)
     except EOFError:
-        raise DataError(f"{path}: the gzip file is cut short; write it again or restore it from its source.") from None
+        raise DataError(
+            f"{printable(path)}: the gzip file is cut short; write it again or restore it from its source."
+        ) from None
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: damaged gzip data ({error}); write it again or restore it.") from None
+        raise DataError(f"{printable(path)}: damaged gzip data ({error}); write it again or restore it.") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+        raise DataError(f"{printable(path)}: cannot be read ({error.strerror or error}).") from error
 
 
-def read_bytes(path: Path) -> bytes:
-    """The whole (decompressed) content of a small side file."""
+def read_bytes(path: Path, max_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> bytes:
+    """The whole (decompressed) content of a small side file.
+
+    Raises:
+        DataError: a file that is damaged, cannot be read, or holds more than `max_bytes`.
+    """
     _check_magic(path)
     try:
         with _open(path) as stream:
-            return stream.read()
+            data = stream.read(max_bytes + 1)
+            if len(data) > max_bytes:
+                raise DataError(_too_long(printable(path), "the file", max_bytes))
+            return data
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: damaged or cut-short gzip data ({error}).") from None
+        raise DataError(f"{printable(path)}: damaged or cut-short gzip data ({error}).") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+        raise DataError(f"{printable(path)}: cannot be read ({error.strerror or error}).") from error
 
 
 def stem(path: Path) -> str:
@@ -108,18 +121,25 @@ def _expand(path: Path) -> Iterable[Path]:
         kept = (file for file in path.iterdir() if file.name.endswith(FOLDER_SUFFIXES) and file.is_file())
         files = sorted(file for file in kept if not file.name.startswith("."))
         if not files:
-            raise DataError(f"{path}: the folder holds no {', '.join(FOLDER_SUFFIXES)} file; name the files.")
+            raise DataError(
+                f"{printable(path)}: the folder holds no {', '.join(FOLDER_SUFFIXES)} file; name the files."
+            )
         return files
     if not path.exists() and glob.has_magic(str(path)):
-        files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if name.endswith(SUFFIXES))
+        names = glob.glob(str(path), recursive=True)
+        files = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and Path(name).is_file())
         if not files:
-            raise DataError(f"{path}: the pattern matches no {', '.join(SUFFIXES)} file.")
+            raise DataError(f"{printable(path)}: the pattern matches no {', '.join(SUFFIXES)} file.")
         return files
     if not path.exists():
-        raise DataError(f"{path}: no such file or folder.")
+        raise DataError(f"{printable(path)}: no such file or folder.")
+    if not path.is_file():
+        raise DataError(
+            f"{printable(path)}: not a regular file (a pipe or a device); write its content into a file first."
+        )
     if not path.name.endswith(SUFFIXES):
         hint = " A dump of torch.save becomes rows by `treewise import`." if path.suffix in (".pt", ".pth") else ""
-        raise DataError(f"{path}: unknown kind of file; supported are {', '.join(SUFFIXES)}.{hint}")
+        raise DataError(f"{printable(path)}: unknown kind of file; supported are {', '.join(SUFFIXES)}.{hint}")
     return [path]
 
 
@@ -128,46 +148,67 @@ def _check_magic(path: Path) -> None:
         with path.open("rb") as stream:
             head = stream.read(4)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+        raise DataError(f"{printable(path)}: cannot be read ({error.strerror or error}).") from error
     if path.name.endswith(".gz"):
         if not head.startswith(GZIP_MAGIC):
-            raise DataError(f"{path}: not a gzip file (it starts with {shown(head)}); rename it or compress it.")
+            raise DataError(
+                f"{printable(path)}: not a gzip file (it starts with {shown(head)}); rename it or compress it."
+            )
     elif path.name.endswith(".parquet"):
         if head != b"PAR1":
-            raise DataError(f"{path}: not a Parquet file (it starts with {shown(head)}, not b'PAR1').")
+            raise DataError(f"{printable(path)}: not a Parquet file (it starts with {shown(head)}, not b'PAR1').")
     elif head.startswith(GZIP_MAGIC):
-        raise DataError(f"{path}: gzip data in a file without .gz; rename it to {path.name}.gz.")
+        raise DataError(f"{printable(path)}: gzip data in a file without .gz; rename it to {printable(path.name)}.gz.")
     elif head == b"PAR1":
-        raise DataError(f"{path}: a Parquet file under another name; rename it to {stem(path)}.parquet.")
+        raise DataError(
+            f"{printable(path)}: a Parquet file under another name; rename it to {printable(stem(path))}.parquet."
+        )
 
 
 def _open(path: Path) -> BinaryIO:
     return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
 
 
-def _json_lines(path: Path) -> Iterator[RawRecord]:
+def _too_long(location: str, what: str, limit: int) -> str:
+    return f"{location}: {what} holds more than {limit:,} bytes (max_record_bytes); raise it if that is meant."
+
+
+def _lines(stream: BinaryIO, path: Path, limit: int) -> Iterator[bytes]:
+    number = 0
+    while line := stream.readline(limit + 2):  # and its line end
+        number += 1
+        if len(line.rstrip(b"\r\n")) > limit:
+            raise DataError(_too_long(f"{printable(path)}:{number}", "the line", limit))
+        yield line
+
+
+def _json_lines(path: Path, limit: int) -> Iterator[RawRecord]:
     with _open(path) as stream:
         offset = 0
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(_lines(stream, path, limit), 1):
             start, offset = offset, offset + len(line)
             body = line.rstrip(b"\r\n")
             if number == 1 and body.startswith(UTF8_MARK):
                 body, start = body[len(UTF8_MARK) :], start + len(UTF8_MARK)
             if body.strip():
-                yield RawRecord(f"{path}:{number}", body, start, not line.endswith(b"\n"), num_bytes=len(line))
+                yield RawRecord(
+                    f"{printable(path)}:{number}", body, start, not line.endswith(b"\n"), num_bytes=len(line)
+                )
 
 
-def _json_list(path: Path) -> Iterator[RawRecord]:
+def _json_list(path: Path, limit: int) -> Iterator[RawRecord]:
     """One JSON list of records. Elements are cut by the decoder one by one, so each has its physical line."""
-    data = read_bytes(path)
+    data = read_bytes(path, limit)
     skip = len(UTF8_MARK) if data.startswith(UTF8_MARK) else 0
     try:
         text = data[skip:].decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start + skip}; save the file as UTF-8.") from None
+        raise DataError(f"{printable(path)}: not UTF-8 at byte {error.start + skip}; save the file as UTF-8.") from None
     position = _skip_space(text, 0)
     if text[position : position + 1] != "[":
-        raise DataError(f"{path}: a .json file must hold one list of records; for one record per line use .jsonl.")
+        raise DataError(
+            f"{printable(path)}: a .json file must hold one list of records; for one record per line use .jsonl."
+        )
     decoder = json.JSONDecoder()
     position = _skip_space(text, position + 1)
     line, counted = 1, 0
@@ -181,14 +222,14 @@ def _json_list(path: Path) -> Iterator[RawRecord]:
             elif text[position : position + 1] != "]":
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
         except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
+            raise DataError(f"{printable(path)}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
         except (RecursionError, ValueError) as error:
-            raise DataError(f"{path}:{line}: JSON that cannot be read ({type(error).__name__}).") from None
+            raise DataError(f"{printable(path)}:{line}: JSON that cannot be read ({type(error).__name__}).") from None
         if not isinstance(value, dict):
-            raise DataError(f"{path}:{line}: a record must be a JSON object, found {type(value).__name__}.")
-        yield RawRecord(f"{path}:{line}", value, num_bytes=position - counted)
+            raise DataError(f"{printable(path)}:{line}: a record must be a JSON object, found {type(value).__name__}.")
+        yield RawRecord(f"{printable(path)}:{line}", value, num_bytes=position - counted)
     if text[position + 1 :].strip():
-        raise DataError(f"{path}: text after the end of the list; a .json file holds one list.")
+        raise DataError(f"{printable(path)}: text after the end of the list; a .json file holds one list.")
 
 
 def _skip_space(text: str, position: int) -> int:
@@ -210,9 +251,9 @@ def _parquet_rows(path: Path) -> Iterator[RawRecord]:
                 for values in zip(*columns, strict=True):
                     number += 1
                     row = dict(zip(batch.schema.names, values, strict=True))
-                    yield RawRecord(f"{path}:row {number}", row, is_row=True, num_bytes=num_bytes)
+                    yield RawRecord(f"{printable(path)}:row {number}", row, is_row=True, num_bytes=num_bytes)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: damaged Parquet file ({shown(str(error))}); write it again.") from None
+        raise DataError(f"{printable(path)}: damaged Parquet file ({shown(str(error))}); write it again.") from None
 
 
 def _column_values(column: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from treewise.data.io.files import DEFAULT_MAX_RECORD_BYTES
 from treewise.data.io.printable import shown
 from treewise.errors import ConfigError, did_you_mean
 
@@ -28,6 +29,7 @@ class RenderOptions:
         chat_template: a Jinja template, a file that holds one, or `chatml`; the tokenizer's own where not given.
         on_drift: `warn` or `error` where a row's text gives other token ids than the row holds, which are trained.
         on_hidden: `error` or `warn` where a message holds a field that the chat template does not write.
+        max_record_bytes: longest line (or `.json` file), in bytes after decompression; a longer one is an error.
         chat_template_kwargs: further variables for the template (`enable_thinking`, ...).
 
     Raises:
@@ -42,6 +44,7 @@ class RenderOptions:
     chat_template: str | None = None
     on_drift: Literal["warn", "error"] = "warn"
     on_hidden: Literal["error", "warn"] = "error"
+    max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -51,6 +54,8 @@ class RenderOptions:
         _check_choice("on_hidden", self.on_hidden, ON_HIDDEN)
         if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 2):
             raise ConfigError(f"max_length is {self.max_length!r}; give an integer of at least 2, or None.")
+        if not isinstance(self.max_record_bytes, int) or self.max_record_bytes < 1:
+            raise ConfigError(f"max_record_bytes is {self.max_record_bytes!r}; give a number of bytes, at least 1.")
         try:
             json.dumps(dict(self.chat_template_kwargs))
         except (TypeError, ValueError) as error:
