@@ -129,18 +129,28 @@ def objective_named(name: str, **settings: Any) -> Objective:
         hint = did_you_mean(name, OBJECTIVES)
         raise ConfigError(f"unknown objective {name!r}.{hint} Known: {', '.join(OBJECTIVES)}.")
     known = setting_types(name)
-    for setting, value in settings.items():
+    for setting in settings:
         if setting in DETERMINED.get(name, ()):
             raise ConfigError(f"objective {name!r} determines {setting}; leave it out, or use 'policy_gradient'.")
-        if setting not in known:
-            hint = did_you_mean(setting, known)
-            raise ConfigError(f"unknown setting {setting!r} of objective {name!r}.{hint} Known: {', '.join(known)}.")
-        if not _is_of(value, known[setting]):
-            raise ConfigError(f"objective {name!r}: {setting}={value!r} must be {_type_name(known[setting])}.")
+    check_setting_types(f"objective {name!r}", settings, known)
     missing = [setting for setting in _required_settings(make) if setting not in settings]
     if missing:
         raise MissingSettingError(name, missing)
     return make(**settings)
+
+
+def check_setting_types(owner: str, settings: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Checks settings out of a configuration. owner: whose they are, for messages. known: the type of each setting.
+
+    Raises:
+        ConfigError: an unknown setting, or a value of another type; integers are numbers, booleans are not.
+    """
+    for setting, value in settings.items():
+        if setting not in known:
+            hint = did_you_mean(setting, known)
+            raise ConfigError(f"unknown setting {setting!r} of {owner}.{hint} Known: {', '.join(known)}.")
+        if not _is_of(value, known[setting]):
+            raise ConfigError(f"{owner}: {setting}={value!r} must be {_type_name(known[setting])}.")
 
 
 def setting_types(name: str) -> dict[str, Any]:
@@ -182,5 +192,5 @@ def _is_of(value: Any, annotation: Any) -> bool:
 
 
 def _type_name(annotation: Any) -> str:
-    names = {float: "a number", str: "text", bool: "true or false", types.NoneType: "none"}
+    names = {float: "a number", int: "an integer", str: "text", bool: "true or false", types.NoneType: "none"}
     return " or ".join(names[kind] for kind in _kinds(annotation))

@@ -10,10 +10,11 @@ from functools import cached_property
 import numpy as np
 
 from treewise.errors import ConfigError, DataError
-from treewise.tree import prefix_merge, weights
+from treewise.tree import prefix_merge
 from treewise.tree.declared import DeclaredTrajectories, LazySequence, Streams, lay_out_nodes, spread_over_nodes
 from treewise.tree.geometry import TreeShape
 from treewise.tree.trajectory import STREAMS, Trajectory, number_rollouts
+from treewise.tree.weights import check_weighting, divided_by_counts
 
 # Declared trees beyond this many flat tokens keep their streams per tree token, never per trajectory.
 MAX_FLAT_TOKENS = 200_000_000
@@ -210,12 +211,29 @@ class Forest(TreeShape):
         return self.trajectories[index].source or f"trajectory {index}"
 
     def flat_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
-        """[F] float64, the loss weight of every flat token. See `treewise.tree.weights` for weightings and errors."""
-        return weights.flat_weights(self, weighting)
+        """[F] float64, the loss weight of every flat token, trajectory after trajectory.
+
+        Raises:
+            ConfigError: a weighting that `treewise.tree.weights` does not list.
+            DataError: more flat tokens than can be restored at once (`path_index`).
+        """
+        check_weighting(weighting)
+        weights = self.flat_stream("loss_weights").astype(np.float64)
+        if weighting == "per_trajectory":
+            return weights
+        key = self.path_index
+        if weighting == "per_rollout":
+            rollout_F = np.repeat(self.rollout_of_trajectory, self.path_lengths)
+            _, key = np.unique(rollout_F * self.num_tokens + key, return_inverse=True)
+        return divided_by_counts(weights, key)
 
     def token_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
-        """[T] float64, the sum of `flat_weights` over all trajectories through each tree token."""
-        return weights.token_weights(self, weighting)
+        """[T] float64, the sum of `flat_weights` over all trajectories through each tree token. Same errors."""
+        check_weighting(weighting)
+        if self.tree_streams and weighting != "per_rollout":  # all trajectories through a token agree
+            weights = self.tree_streams["loss_weights"].astype(np.float64)
+            return weights if weighting == "once" else weights * self.multiplicity
+        return np.bincount(self.path_index, weights=self.flat_weights(weighting), minlength=self.num_tokens)
 
     def __repr__(self) -> str:
         return (

@@ -97,8 +97,8 @@ def test_unknown_names_and_settings() -> None:
     for call, message in (
         (lambda: branching_named("lcrr"), "unknown branching 'lcrr'. Did you mean 'lcr'?"),
         (lambda: branching_named("lcr", treshold=0.4), "unknown setting 'treshold' of branching 'lcr'. Did you mean"),
-        (lambda: branching_named("lcr", variations="10"), r"variations='10' must be of type int"),
-        (lambda: branching_named("lcr", variations=True), r"variations=True must be of type int"),
+        (lambda: branching_named("lcr", variations="10"), r"variations='10' must be an integer"),
+        (lambda: branching_named("lcr", variations=True), r"variations=True must be an integer"),
         (lambda: branching_named("lcr", threshold=1.5), "threshold=1.5 must lie in 0..1"),
         (lambda: branching_named("lcr", points="words"), "points='words' is unknown; choose one of tokens, turns"),
         (lambda: branching_named("none", roots=0), "roots=0 must be at least 1"),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treewise.errors import ConfigError, did_you_mean
+from treewise.objectives.registry import check_setting_types
 from treewise.rl.branching.arpo import ArpoBranching, after_tool_calls
 from treewise.rl.branching.entropy import EntropyBranching, most_uncertain_tokens
 from treewise.rl.branching.lcr import LcrBranching, open_outcomes
@@ -78,16 +79,5 @@ def branching_named(name: str, **settings: Any) -> Branching:
         hint = did_you_mean(name, BRANCHINGS)
         raise ConfigError(f"unknown branching {name!r}.{hint} Known: {', '.join(BRANCHINGS)}.")
     make = BRANCHINGS[name].settings
-    known = {each.name: each.type for each in fields(make)}
-    for setting, value in settings.items():
-        if setting not in known:
-            hint = did_you_mean(setting, known)
-            raise ConfigError(f"unknown setting {setting!r} of branching {name!r}.{hint} Known: {', '.join(known)}.")
-        _check_type(name, setting, value, known[setting])
+    check_setting_types(f"branching {name!r}", settings, {each.name: each.type for each in fields(make)})
     return Branching(name, make(**settings))
-
-
-def _check_type(name: str, setting: str, value: Any, expected: Any) -> None:
-    allowed = (int, float) if expected is float else (expected,)
-    if not isinstance(value, allowed) or (isinstance(value, bool) and expected is not bool):
-        raise ConfigError(f"branching {name!r}: {setting}={value!r} must be of type {expected.__name__}.")
