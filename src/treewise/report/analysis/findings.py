@@ -42,7 +42,7 @@ def suspicions(
     _, first = np.unique(forest.segments.end_segment, return_index=True)
     repeated = np.setdiff1d(np.arange(forest.num_trajectories), first)
     single = forest.num_trajectories == 1
-    found = {
+    examples = {
         "rewards all equal": _equal_rewards(name, forest),
         "duplicated trajectory": [sources[index] for index in repeated],
         "hardly any trained token": [sources[index] for index in _hardly_trained(forest)],
@@ -52,8 +52,8 @@ def suspicions(
         "beyond max_tokens": [name] if max_tokens is not None and forest.num_tokens > max_tokens else [],
     }
     if text is not None and text.has_text:
-        found |= _special_tokens(sources, forest, text)
-    return found
+        examples |= _special_tokens(sources, forest, text)
+    return examples
 
 
 def long_trajectories(lengths: list[np.ndarray], sources: list[list[str]]) -> list[str]:
@@ -62,9 +62,9 @@ def long_trajectories(lengths: list[np.ndarray], sources: list[list[str]]) -> li
     # Where lengths vary widely, many are far from the median; the quantile keeps those out.
     limit = max(LONG_FACTOR * np.median(all_lengths), 2 * np.quantile(all_lengths, 0.95))
     names = [source for each in sources for source in each]
-    found = np.flatnonzero(all_lengths > limit)
-    found = found[np.argsort(-all_lengths[found], kind="stable")]
-    return [f"{names[index]} ({all_lengths[index]:,} tokens)" for index in found]
+    longest = np.flatnonzero(all_lengths > limit)
+    longest = longest[np.argsort(-all_lengths[longest], kind="stable")]
+    return [f"{names[index]} ({all_lengths[index]:,} tokens)" for index in longest]
 
 
 class Duplicates:
@@ -75,13 +75,13 @@ class Duplicates:
 
     def add(self, name: str, forest: Forest, sources: list[str]) -> list[str]:
         """Sources in one tree, each with that of its duplicate."""
-        found = []
+        duplicates = []
         for item, source in zip(forest.trajectories, sources, strict=False):
             key = hashlib.blake2b(item.token_ids.tobytes(), digest_size=16).digest()
             tree, original = self._first.setdefault(key, (name, source))
             if tree != name:
-                found.append(f"{source}, as {original}")
-        return found
+                duplicates.append(f"{source}, as {original}")
+        return duplicates
 
 
 def sources_of(name: str, forest: Forest) -> list[str]:
@@ -128,11 +128,11 @@ def _inside_answers(ids: np.ndarray, forest: Forest, text: TokenText) -> np.ndar
     trained = forest.token_weights()[: len(ids)] > 0
     goes_on = np.zeros(len(ids), dtype=bool)
     goes_on[:-1] = trained[:-1] & trained[1:] & (forest.parent[1 : len(ids)] == np.arange(len(ids) - 1))
-    found = np.flatnonzero(goes_on & np.isin(ids, np.array(sorted(text.turn_ids), dtype=np.int64)))
+    candidates = np.flatnonzero(goes_on & np.isin(ids, np.array(sorted(text.turn_ids), dtype=np.int64)))
     is_end = [
-        not goes_on[position + 1] and not text.read(ids[position + 1 : position + 2]).strip() for position in found
+        not goes_on[position + 1] and not text.read(ids[position + 1 : position + 2]).strip() for position in candidates
     ]
-    return found[~np.array(is_end, dtype=bool)]
+    return candidates[~np.array(is_end, dtype=bool)]
 
 
 def _spelled_out(ids: np.ndarray, is_special: np.ndarray, text: TokenText) -> np.ndarray:
@@ -152,7 +152,7 @@ def _described(
     positions: np.ndarray, sources: list[str], forest: Forest, ids: np.ndarray, text: TokenText, limit: int = 1000
 ) -> list[str]:
     """For each tree position: the source of the first trajectory through it, the depth, and the text around it."""
-    found = []
+    descriptions = []
     segments = forest.segments
     order = np.argsort(segments.end_segment, kind="stable")
     ends = segments.end_segment[order]
@@ -160,5 +160,5 @@ def _described(
         segment = int(forest.segment_of_token[position])
         below = order[int(np.searchsorted(ends, segment))]
         excerpt = text.read(ids[position : position + 8])[:40]
-        found.append(f"{sources[below]}, token {forest.depth[position]:,}: {excerpt!r}")
-    return found + ["more"] * max(0, len(positions) - limit)
+        descriptions.append(f"{sources[below]}, token {forest.depth[position]:,}: {excerpt!r}")
+    return descriptions + ["more"] * max(0, len(positions) - limit)
