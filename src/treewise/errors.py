@@ -4,8 +4,12 @@ Messages name the location (file and line, trajectory, layer), the number that i
 at the end write what many of them share.
 """
 
-from collections.abc import Iterable
+import numbers
+import types
+import typing
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 
 class TreewiseError(Exception):
@@ -80,3 +84,34 @@ def bytes_as_text(num_bytes: float | None) -> str:
         if num_bytes >= limit:
             return f"{num_bytes / limit:,.2f} {unit}"
     return f"{num_bytes:,.0f} bytes"
+
+
+def check_setting_types(owner: str, settings: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Checks settings out of a configuration. owner: whose they are, for messages. known: the type of each setting.
+
+    Raises:
+        ConfigError: an unknown setting, or a value of another type; integers are numbers, booleans are not.
+    """
+    for setting, value in settings.items():
+        if setting not in known:
+            hint = did_you_mean(setting, known)
+            raise ConfigError(f"unknown setting {setting!r} of {owner}.{hint} Known: {', '.join(known)}.")
+        if not _is_of(value, known[setting]):
+            raise ConfigError(f"{owner}: {setting}={value!r} must be {_type_name(known[setting])}.")
+
+
+def _kinds(annotation: Any) -> tuple[type, ...]:
+    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+
+
+def _is_of(value: Any, annotation: Any) -> bool:
+    """Whether a value has an annotated type; integers are numbers, booleans are not."""
+    kinds = _kinds(annotation)
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (float in kinds and isinstance(value, numbers.Real))
+
+
+def _type_name(annotation: Any) -> str:
+    names = {float: "a number", int: "an integer", str: "text", bool: "true or false", types.NoneType: "none"}
+    return " or ".join(names[kind] for kind in _kinds(annotation))

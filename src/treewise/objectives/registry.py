@@ -1,14 +1,12 @@
 """Policy gradients by the names of the papers, and every objective by its name in a configuration."""
 
 import inspect
-import numbers
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from treewise.errors import ConfigError, did_you_mean
+from treewise.errors import ConfigError, check_setting_types, did_you_mean
 from treewise.objectives.distillation import Distillation
 from treewise.objectives.policy_gradient import PolicyGradient
 from treewise.objectives.protocol import Objective
@@ -139,20 +137,6 @@ def objective_named(name: str, **settings: Any) -> Objective:
     return make(**settings)
 
 
-def check_setting_types(owner: str, settings: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Checks settings out of a configuration. owner: whose they are, for messages. known: the type of each setting.
-
-    Raises:
-        ConfigError: an unknown setting, or a value of another type; integers are numbers, booleans are not.
-    """
-    for setting, value in settings.items():
-        if setting not in known:
-            hint = did_you_mean(setting, known)
-            raise ConfigError(f"unknown setting {setting!r} of {owner}.{hint} Known: {', '.join(known)}.")
-        if not _is_of(value, known[setting]):
-            raise ConfigError(f"{owner}: {setting}={value!r} must be {_type_name(known[setting])}.")
-
-
 def setting_types(name: str) -> dict[str, Any]:
     """The type of each setting of an objective (`OBJECTIVES`), from its annotations: `{"beta": float, ...}`.
 
@@ -177,20 +161,3 @@ def _required_settings(make: Callable[..., Objective]) -> list[str]:
     empty, variable = inspect.Parameter.empty, inspect.Parameter.VAR_KEYWORD
     parameters = inspect.signature(make).parameters.values()
     return [each.name for each in parameters if each.default is empty and each.kind is not variable]
-
-
-def _kinds(annotation: Any) -> tuple[type, ...]:
-    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-
-
-def _is_of(value: Any, annotation: Any) -> bool:
-    """Whether a value has an annotated type; integers are numbers, booleans are not."""
-    kinds = _kinds(annotation)
-    if isinstance(value, bool):
-        return bool in kinds
-    return isinstance(value, kinds) or (float in kinds and isinstance(value, numbers.Real))
-
-
-def _type_name(annotation: Any) -> str:
-    names = {float: "a number", int: "an integer", str: "text", bool: "true or false", types.NoneType: "none"}
-    return " or ".join(names[kind] for kind in _kinds(annotation))

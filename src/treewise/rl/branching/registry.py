@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treewise.errors import ConfigError, did_you_mean
-from treewise.objectives.registry import check_setting_types
+from treewise.errors import ConfigError, check_setting_types, did_you_mean
 from treewise.rl.branching.arpo import ArpoBranching, after_tool_calls
 from treewise.rl.branching.entropy import EntropyBranching, most_uncertain_tokens
 from treewise.rl.branching.lcr import LcrBranching, open_outcomes
