@@ -1,41 +1,36 @@
-"""Settings of sharding: supported, or an error."""
+"""Models after `shard`: what they compute besides hidden rows, on one process."""
 
-import pytest
+import os
 
-from treewise.distributed.fsdp import ShardSettings, shard_settings
-from treewise.errors import ConfigError
+import torch
 
-
-@pytest.mark.parametrize(
-    ("fsdp", "config", "expected"),
-    [
-        ("", None, None),
-        (False, {"cpu_offload": True}, None),
-        (True, None, ShardSettings()),
-        ("full_shard auto_wrap offload", {"fsdp_version": 2}, ShardSettings(cpu_offload=True)),
-        ("shard_grad_op", None, ShardSettings(reshard_after_forward=False)),
-        (["full_shard"], {"fsdp_offload_params": "true"}, ShardSettings(cpu_offload=True)),
-        (True, {"state_dict_type": "FULL_STATE_DICT"}, ShardSettings(whole_checkpoints=True)),
-        (True, {"transformer_layer_cls_to_wrap": "Block"}, ShardSettings(layer_names=("Block",))),
-        (True, {"reshard_after_forward": False}, ShardSettings(reshard_after_forward=False)),
-    ],
-)
-def test_settings_of_transformers_are_understood(fsdp, config, expected):
-    found = shard_settings(fsdp, config)
-    assert found == expected
-    if found is not None:
-        assert shard_settings(True, found.as_config()) == found
+from tests.trainer.forked_ranks import free_port
+from tests.trainer.helpers import in_child
+from treewise import Forest, Trajectory
+from treewise.distributed.fsdp import ShardSettings, shard
+from treewise.engine.walk import Walk
+from treewise.nn.model import split_model
+from treewise.planning.planner import plan
+from treewise.testing.families import tiny_model
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "config", "message"),
-    [
-        ("hybrid_shard", None, "hybrid_shard is not supported"),
-        (True, {"version": 1}, "only FSDP2"),
-        (True, {"ofload_params": True}, "fsdp_config has ofload_params"),
-        (True, {"activation_checkpointing": True}, "use the setting gradient_checkpointing"),
-    ],
-)
-def test_settings_that_would_be_ignored_are_refused(fsdp, config, message):
-    with pytest.raises(ConfigError, match=message):
-        shard_settings(fsdp, config)
+def test_a_sharded_mixture_of_experts_returns_its_router_logits():
+    def work():
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        torch.distributed.init_process_group("gloo")
+        model = tiny_model("mixtral")
+        lm = split_model(model)
+        chain = plan(Forest.from_trajectories([Trajectory(range(1, 9))]))
+
+        def router_logits():
+            return Walk(lm, chain, "reference", with_router_logits=True).whole_output().router_logits
+
+        expected = router_logits()
+        ends = shard(model, lm, torch.device("cpu"), ShardSettings(), None)
+        with ends.whole(trains=False):
+            found = router_logits()
+        assert len(expected) == len(found) > 0
+        for left, right in zip(expected, found, strict=True):
+            torch.testing.assert_close(left, right)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(in_child(work, 120), 0)[1]) == 0

@@ -11,14 +11,17 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import TrainerCallback
 
 from tests.trainer.helpers import losses, some_trees, tiny_model
 from treewise.engine import budget
 from treewise.errors import StoppedError
+from treewise.objectives import PolicyGradient
 from treewise.testing.families import tiny_model as family_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import optimizer_state
@@ -79,8 +82,26 @@ class Trouble(TrainerCallback):
         self._save_random_state(*args)
 
 
-def train(folder, model=None, resume=None, num_trees=7, evaluates=False, trouble=None, **settings):
-    """One run; returns its trainer."""
+def with_advantages(trees):
+    """The trees with what objectives of reinforcement learning need."""
+    rng = np.random.default_rng(1)
+    return [
+        [
+            replace(
+                item,
+                advantages=np.full(len(item.token_ids), rng.normal()),
+                **{name: -4 * rng.random(len(item.token_ids)) for name in ("old_logprobs", "sampler_logprobs")},
+            )
+            for item in tree
+        ]
+        for tree in trees
+    ]
+
+
+def train(
+    folder, model=None, resume=None, num_trees=7, evaluates=False, trouble=None, policy_gradient=None, **settings
+):
+    """One run; returns its trainer. policy_gradient: settings of such an objective; None: the one of the arguments."""
     args = TreeTrainingArguments(
         output_dir=str(folder),
         **{
@@ -96,11 +117,14 @@ def train(folder, model=None, resume=None, num_trees=7, evaluates=False, trouble
         },
     )
     trees = some_trees(num_trees)
+    if policy_gradient is not None:
+        trees = with_advantages(trees)
     trainer = TreeTrainer(
         model_of(**(model or {})),
         args,
         train_dataset=trees,
         eval_dataset=trees if evaluates else None,
+        objective=None if policy_gradient is None else PolicyGradient(**policy_gradient),
         callbacks=[Trouble(trouble)] if trouble else [],
     )
     with contextlib.suppress(StoppedError):
@@ -126,7 +150,7 @@ def outcome(trainer):
     }
 
 
-def launch(num_ranks, folder, runs, timeout=400):
+def launch(num_ranks, folder, runs, timeout=1200):
     """Trains one run after the other under torchrun; returns the outcomes of each rank by the name of the run."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.json").write_text(json.dumps(runs))

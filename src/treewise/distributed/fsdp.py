@@ -186,7 +186,11 @@ def shard(
     for layer in layers:
         _add_up(fully_shard(layer, **policy))
     # The root has no parameters of its own; it makes layers share their streams and gather ahead of one another.
+    decoder_class = type(lm.decoder)
     _add_up(fully_shard(lm.decoder, mesh=mesh, ignored_params=outside))
+    # transformers looks up by the name of the decoder's class what it can return (router logits), and FSDP made a new
+    # class; its hooks and its state do not depend on it.
+    lm.decoder.__class__ = decoder_class
     ends = Ends(model, {parameter for layer in layers for parameter in layer.parameters()}, mesh, device)
     check_sharded(model)
     return ends

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from treewise.engine.walk import MicroBatchOutput, Walk
+from treewise.engine.walk import LossOf, MicroBatchOutput, Walk
 from treewise.errors import ConfigError
 from treewise.nn.device import Autocast, to_device
 from treewise.tree.forest import Forest
@@ -51,10 +51,15 @@ def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list
     new_walk: returns a fresh walk over the plan; the backward needs one of its own.
 
     Raises:
-        ConfigError: in the backward, if weights changed since the forward.
+        ConfigError: in lockstep with gradients enabled; in the backward, if weights changed since the forward.
     """
     walk = new_walk()
-    if walk.plan.is_whole and walk.lockstep is None:  # in lockstep, backwards must run inside of a walk
+    if walk.lockstep is not None and torch.is_grad_enabled():
+        raise ConfigError(
+            "with sharded parameters, values that carry gradients would run their backward outside of a step, where "
+            "other ranks do not take part; give the loss to engine.step as a function, or use torch.no_grad()."
+        )
+    if walk.plan.is_whole and walk.lockstep is None:  # in lockstep, every forward is a turn of all ranks
         output = walk.whole_output()
         return [_joined([reader.read(output)], reader, output.hidden) for reader in readers]
     if not torch.is_grad_enabled():
@@ -64,6 +69,34 @@ def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list
     anchor = torch.zeros((), device=walk.lm.device, requires_grad=True)
     tensors = iter(_TreeValues.apply(anchor, new_walk, tuple(readers)))
     return [{name: next(tensors) for name in reader.names} for reader in readers]
+
+
+def backward_through(
+    new_walk: Callable[[], Walk], readers: Sequence[Reader], loss_of: Callable[[list[Values]], torch.Tensor]
+) -> torch.Tensor:
+    """Backward of a loss on values of the whole forest; returns the loss, a scalar that is detached.
+
+    The walk with the loss's gradients runs after the backward of the loss and not inside of it, as it would with
+    `tree_values`: modules that are sharded by FSDP2 take a forward within a backward for a recomputation, keep their
+    parameters whole after it and gather none in the backward. Their collectives would then differ from those of a rank
+    whose empty pass runs outside of a backward, and memory would hold the whole model.
+
+    loss_of: maps each reader's tensors by name to a scalar that requires a gradient.
+    """
+    walk = new_walk()
+    if walk.plan.is_whole and walk.lockstep is None:
+        loss = loss_of(tree_values(new_walk, readers))
+        loss.backward()
+        return loss.detach()
+    values = _visited(walk, readers)
+    for reader, tensors in zip(readers, values, strict=True):
+        for name, tensor in tensors.items():
+            tensor.requires_grad_(name not in reader.without_gradient)
+    loss = loss_of(values)
+    loss.backward()
+    grads_of = [{name: tensor.grad for name, tensor in tensors.items()} for tensors in values]
+    new_walk().train(_loss_with_gradients(readers, grads_of))
+    return loss.detach()
 
 
 def restore(values_T: torch.Tensor, forest: Forest) -> list[torch.Tensor]:
@@ -105,19 +138,24 @@ class _TreeValues(torch.autograd.Function):
             )
         walk, tensors = ctx.new_walk(), iter(grads)
         grads_of = [{name: next(tensors) for name in reader.names} for reader in ctx.readers]
-
-        def loss_of(output: MicroBatchOutput) -> torch.Tensor | None:
-            dots = [
-                dot
-                for reader, grad_of in zip(ctx.readers, grads_of, strict=True)
-                for dot in _dots(reader.read(output), grad_of)
-            ]
-            return torch.stack(dots).sum() if dots else None
-
         if any(grad is not None for grad in grads):
             with torch.enable_grad(), ctx.autocast.again():
-                walk.train(loss_of)
+                walk.train(_loss_with_gradients(ctx.readers, grads_of))
         return torch.zeros((), device=walk.lm.device), None, None
+
+
+def _loss_with_gradients(readers: Sequence[Reader], grads_of: Sequence[dict[str, torch.Tensor | None]]) -> LossOf:
+    """The loss of each micro-batch whose gradients with respect to its values are the given ones of the result."""
+
+    def loss_of(output: MicroBatchOutput) -> torch.Tensor | None:
+        dots = [
+            dot
+            for reader, grad_of in zip(readers, grads_of, strict=True)
+            for dot in _dots(reader.read(output), grad_of)
+        ]
+        return torch.stack(dots).sum() if dots else None
+
+    return loss_of
 
 
 def _dots(entries: Entries | None, grad_of: dict[str, torch.Tensor | None]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from treewise.engine.budget import Budget, gateway_token_bytes, state_bytes
-from treewise.engine.differentiable import Reader, Values, hidden_reader, restore, tree_values
+from treewise.engine.differentiable import Reader, Values, backward_through, hidden_reader, restore, tree_values
 from treewise.engine.gradient_probe import probe_gradients
 from treewise.engine.lockstep import Exchange, Lockstep
 from treewise.engine.probe import probe
@@ -168,7 +168,8 @@ class TreeEngine:
             walk = self.new_walk(plan, with_router_logits=router_loss is not None)
             walk.visit(with_router_loss(loss.of_micro_batch, router_loss))
         else:
-            loss.of_terms(self._values(plan, loss.reader, router_loss)[0])
+            counting = [] if router_loss is None else [router_loss_reader(router_loss, plan)]
+            loss.of_terms(self.values(plan, [loss.reader, *counting])[0])
         return step_output(plan, loss, router_loss, num_first_walk_tokens=0)
 
     def _step_objective(self, plan: Plan, objective: Objective, denominator: float | None) -> StepOutput:
@@ -181,8 +182,7 @@ class TreeEngine:
             walk.train(with_router_loss(loss.of_micro_batch, router_loss))
         else:
             needs_first_walk = True
-            values, router_value = self._values(plan, loss.reader, router_loss)
-            (loss.of_terms(values) + router_value).backward()
+            self._backward_through(plan, loss.reader, router_loss, loss.of_terms)
         num_first_walk_tokens = plan.forest.num_tokens if needs_first_walk and not plan.is_whole else 0
         return step_output(plan, loss, router_loss, num_first_walk_tokens=num_first_walk_tokens)
 
@@ -190,15 +190,18 @@ class TreeEngine:
         if denominator is not None:
             raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
         router_loss = self.router_loss(plan)
-        values, router_value = self._values(plan, token_reader(plan.forest), router_loss)
-        loss = function(_restored_logprobs(values, plan.forest))
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            raise ConfigError(f"an objective must return a scalar tensor, found {_described(loss)}.")
-        if not loss.requires_grad:
-            raise ConfigError("the loss that the function returned has no gradient; compute it from the log-probs.")
-        (loss + router_value).backward()
+
+        def loss_of(values: Values) -> torch.Tensor:
+            loss = function(_restored_logprobs(values, plan.forest))
+            if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+                raise ConfigError(f"an objective must return a scalar tensor, found {_described(loss)}.")
+            if not loss.requires_grad:
+                raise ConfigError("the loss that the function returned has no gradient; compute it from the log-probs.")
+            return loss
+
+        loss = self._backward_through(plan, token_reader(plan.forest), router_loss, loss_of)
         num_first_walk_tokens = 0 if plan.is_whole else plan.forest.num_tokens
-        return step_output(plan, float(loss.detach()), router_loss, num_first_walk_tokens=num_first_walk_tokens)
+        return step_output(plan, float(loss), router_loss, num_first_walk_tokens=num_first_walk_tokens)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -248,14 +251,19 @@ class TreeEngine:
         reads_routers = any(reader.reads_routers for reader in readers)
         return tree_values(lambda: self.new_walk(plan, with_router_logits=reads_routers), readers)
 
-    def _values(
-        self, plan: Plan, reader: Reader, router_loss: RouterLoss | None
-    ) -> tuple[Values, torch.Tensor | float]:
-        """A reader's values, and the router losses of the same walks (0 without)."""
-        if router_loss is None:
-            return self.values(plan, [reader])[0], 0.0
-        values, parts = self.values(plan, [reader, router_loss_reader(router_loss, plan)])
-        return values, router_loss_of(router_loss, parts)
+    def _backward_through(
+        self, plan: Plan, reader: Reader, router_loss: RouterLoss | None, loss_of: Callable[[Values], torch.Tensor]
+    ) -> torch.Tensor:
+        """Backward of a loss on a reader's values plus the router losses; returns the loss without these, detached."""
+        losses: list[torch.Tensor] = []
+
+        def total(values: list[Values]) -> torch.Tensor:
+            losses.append(loss_of(values[0]))
+            return losses[0] if router_loss is None else losses[0] + router_loss_of(router_loss, values[1])
+
+        readers = [reader] if router_loss is None else [reader, router_loss_reader(router_loss, plan)]
+        backward_through(lambda: self.new_walk(plan, with_router_logits=router_loss is not None), readers, total)
+        return losses[0].detach()
 
     # -- walks --------------------------------------------------------------------------------------------------------
 
