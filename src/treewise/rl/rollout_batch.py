@@ -5,7 +5,7 @@ without gradients, cut as the training steps will be.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -197,8 +197,12 @@ def usual_method(objective: str, trees: Trees) -> str:
     return USUAL[objective]
 
 
-def credit(trees: Trees, method: str, settings: Mapping[str, Any]) -> tuple[Trees, AdvantageReport | None]:
+def credit(
+    trees: Trees, method: str, settings: Mapping[str, Any], tree_of: Sequence[Hashable] | None = None
+) -> tuple[Trees, AdvantageReport | None]:
     """The trajectories with advantages, over all groups at once. `given` leaves the rows' own.
+
+    tree_of: the tree in which each trajectory was sampled, for the methods that tell trees of one group apart.
 
     Raises:
         ConfigError: an unknown method or setting.
@@ -221,7 +225,8 @@ def credit(trees: Trees, method: str, settings: Mapping[str, Any]) -> tuple[Tree
             raise ConfigError(
                 f"unknown setting {name!r} of advantages={method!r}. Known: {', '.join(known) or 'none'}."
             )
-    result = function(items, **settings)
+    takes_trees = tree_of is not None and "tree_of" in inspect.signature(function).parameters
+    result = function(items, tree_of=tree_of, **settings) if takes_trees else function(items, **settings)
     return _as_trees(result.trajectories, trees), result.report
 
 

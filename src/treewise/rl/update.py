@@ -9,7 +9,7 @@ Computed log-probs are saved beside the run (`save_scores`), so that a resumed r
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,8 @@ def credited(
     method: str | None = None,
     settings: Mapping[str, Any] | None = None,
     drop_flat_groups: bool = False,
+    tree_of: Sequence[Hashable] | None = None,
+    may_be_empty: bool = False,
 ) -> Update:
     """All rollouts with their advantages, where the objective takes any.
 
@@ -90,6 +92,8 @@ def credited(
             some, else the method that the objective was published with.
         settings: of the method.
         drop_flat_groups: leave out groups whose rewards are all equal.
+        tree_of: the tree in which each trajectory was sampled, for methods that tell trees of one group apart.
+        may_be_empty: whether no group may be left.
 
     Raises:
         ConfigError: an unknown method or setting; no group is left.
@@ -98,12 +102,12 @@ def credited(
     if not isinstance(objective, PolicyGradient):
         return Update(trees)
     method = usual_method(name, trees) if method is None else method
-    trees, report = credit(trees, method, settings or {})
+    trees, report = credit(trees, method, settings or {}, tree_of)
     if not drop_flat_groups or report is None or not report.zero_variance_groups:
         return Update(trees, method, report)
     flat = report.zero_variance_groups
     trees = without_groups(trees, flat)
-    if not trees:
+    if not trees and not may_be_empty:
         raise ConfigError(f"all {len(flat):,} groups are without variance: nothing to learn from.")
     return Update(trees, method, report, num_dropped=len(flat))
 

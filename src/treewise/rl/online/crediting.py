@@ -1,0 +1,111 @@
+"""From the finished trees of an iteration to the trajectories of its update, and the account of every token.
+
+Sampled tokens are recorded ones, and those of rollouts that failed or were never continued; recorded ones are trained
+but for the trees that were left out. Both are checked at every iteration, from the rows that the engine is given.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from treewise.errors import DataError
+from treewise.rl.online.sampling import GrowingTree
+from treewise.rl.update import Update, credited, with_streams
+from treewise.tree.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class IterationAccount:
+    """Generated tokens of an iteration.
+
+    drawn: as they came from the sampler. sampled: in the nodes of its trees. recorded: in rows. trained: in the rows
+    of the update. failed: below rollouts without a reward. unfinished: never continued to an end. left_out: recorded,
+    in trees that the update leaves out.
+    """
+
+    drawn: int
+    sampled: int
+    recorded: int
+    trained: int
+    failed: int
+    unfinished: int
+    left_out: int
+
+    def check(self, iteration: int) -> None:
+        """Raises `DataError` where a token is missing or counted twice."""
+        if self.drawn != self.sampled:
+            raise DataError(
+                f"iteration {iteration}: the sampler gave {self.drawn} tokens, and {self.sampled} are in the trees."
+            )
+        if self.sampled != self.recorded + self.failed + self.unfinished:
+            raise DataError(
+                f"iteration {iteration}: {self.sampled} sampled tokens, but {self.recorded} recorded, {self.failed} of "
+                f"failed rollouts and {self.unfinished} unfinished."
+            )
+        if self.recorded != self.trained + self.left_out:
+            raise DataError(
+                f"iteration {iteration}: {self.recorded} recorded tokens, but {self.trained} in the update and "
+                f"{self.left_out} left out of it."
+            )
+
+
+def rows_of(trees: Sequence[GrowingTree], iteration: int) -> list[list[Trajectory]]:
+    """The rows of each tree, one per rewarded rollout."""
+    return [each.tree.trajectories(source=f"iteration {iteration}, {each.tree.group}") for each in trees]
+
+
+def credited_rows(
+    trees: Sequence[GrowingTree],
+    rows: Sequence[list[Trajectory]],
+    objective: Any,
+    *,
+    objective_name: str,
+    method: str | None,
+    settings: Mapping[str, Any],
+    drop_flat_groups: bool,
+    num_updates: int,
+    old_logprobs: str,
+) -> Update | None:
+    """The rows with advantages, and where their log-probs come from; None where nothing is left to train.
+
+    Raises:
+        ConfigError: an unknown method or setting.
+    """
+    kept = [index for index, own in enumerate(rows) if own]
+    if not kept:
+        return None
+    tree_of = [trees[index].tree.root_of(leaf) for index in kept for leaf in trees[index].tree.rewarded_leaves]
+    update = credited(
+        [rows[index] for index in kept],
+        objective,
+        name=objective_name,
+        method=method,
+        settings=settings,
+        drop_flat_groups=drop_flat_groups,
+        tree_of=tree_of,
+        may_be_empty=True,
+    )
+    if not update.trees:
+        return None
+    return with_streams(update, objective, num_updates=num_updates, old_logprobs=old_logprobs)
+
+
+def account_of(
+    trees: Sequence[GrowingTree], rows: Sequence[list[Trajectory]], update: Update | None, iteration: int
+) -> IterationAccount:
+    """Counts where every generated token went, from the rows of the update themselves.
+
+    Raises:
+        DataError: a token that is missing or counted twice, or rows that are not those of the trees.
+    """
+    in_update = {} if update is None else {own[0].group: own for own in update.trees}
+    totals = dict.fromkeys(("sampled", "recorded", "trained", "failed", "unfinished", "left_out"), 0)
+    for each, own in zip(trees, rows, strict=True):
+        is_trained = each.tree.group in in_update
+        account = each.tree.account(in_update.get(each.tree.group, own))
+        for name in ("sampled", "recorded", "failed", "unfinished"):
+            totals[name] += getattr(account, name)
+        totals["trained" if is_trained else "left_out"] += account.trained if is_trained else account.recorded
+    result = IterationAccount(drawn=sum(each.num_sampled for each in trees), **totals)
+    result.check(iteration)
+    return result

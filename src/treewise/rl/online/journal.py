@@ -1,0 +1,119 @@
+"""What an iteration has sampled and rewarded, on disk as soon as it is known, so that it is never computed twice.
+
+An iteration is a deterministic program around a few costly answers: completions of a sampler, rewards, evaluations. The
+journal holds these answers in order, each with a hash of its question. A run that is resumed executes the program
+again and is given the answers, bit for bit, up to the point where it was killed; the rest is computed.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treewise.rl.samplers import Completion, SampleRequest
+
+logger = logging.getLogger("treewise")
+
+_ARRAYS = {
+    "token_ids": np.int32,
+    "logprobs": np.float32,
+    "log_kept_mass": np.float32,
+    "entropies": np.float32,
+    "top_ids": np.int32,
+    "top_logprobs": np.float32,
+}
+
+
+class Journal:
+    """The answers of one iteration. A line that was cut off by the end of the process is dropped.
+
+    Parameters:
+        path: of the file, made with the first answer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_replayed = 0
+        self._entries: list[tuple[str, Any, int]] = []  # hash of the question, answer, offset of the line
+        self._next = 0
+        self._size = 0
+        if path.is_file():
+            self._read()
+
+    def once(self, kind: str, question: Any, compute: Callable[[], Any]) -> Any:
+        """The answer to a question, computed or as recorded; both are plain JSON values."""
+        key = hashlib.sha256(json.dumps([kind, question], sort_keys=True).encode()).hexdigest()
+        if self._next < len(self._entries):
+            recorded, answer, offset = self._entries[self._next]
+            if recorded == key:
+                self._next += 1
+                self.num_replayed += 1
+                return answer
+            logger.warning(
+                "%s: answer %d is to another question than this run asks (an environment or a setting changed); it "
+                "and all that follow are computed again",
+                self.path,
+                self._next,
+            )
+            del self._entries[self._next :]
+            self._size = offset
+        answer = compute()
+        self._append(key, kind, answer)
+        return answer
+
+    def _read(self) -> None:
+        raw = self.path.read_bytes()
+        for line in raw.splitlines(keepends=True):
+            try:
+                if not line.endswith(b"\n"):
+                    break
+                entry = json.loads(line)
+                self._entries.append((entry["key"], entry["answer"], self._size))
+            except (ValueError, KeyError, TypeError):
+                break
+            self._size += len(line)
+
+    def _append(self, key: str, kind: str, answer: Any) -> None:
+        line = json.dumps({"kind": kind, "key": key, "answer": answer}).encode() + b"\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("r+b" if self.path.exists() else "w+b") as stream:
+            stream.truncate(self._size)
+            stream.seek(self._size)
+            stream.write(line)
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._entries.append((key, None, self._size))  # the caller has the answer
+        self._size += len(line)
+        self._next += 1
+
+
+def question_of(requests: Sequence[SampleRequest]) -> list[Any]:
+    """Everything that decides the answers to requests, but the weights."""
+    return [
+        [list(getattr(each, name)) if name in _TUPLES else getattr(each, name) for name in _FIELDS] for each in requests
+    ]
+
+
+_FIELDS = tuple(SampleRequest.__slots__)
+_TUPLES = ("prefix_ids", "stop_ids", "stop_sequences")
+
+
+def completion_to_json(completion: Completion) -> dict[str, Any]:
+    """Plain JSON values; float32 survives exactly."""
+    arrays = {name: getattr(completion, name) for name in _ARRAYS}
+    values = {name: array.tolist() for name, array in arrays.items() if array is not None}
+    return {**values, "finish_reason": completion.finish_reason, "continuation": completion.continuation}
+
+
+def completion_from_json(values: dict[str, Any]) -> Completion:
+    """What `completion_to_json` was given."""
+    arrays: dict[str, Any] = {
+        name: np.array(values[name], dtype=dtype) for name, dtype in _ARRAYS.items() if name in values
+    }
+    rest = {name: values[name] for name in ("finish_reason", "continuation")}
+    return Completion(**arrays, **rest)

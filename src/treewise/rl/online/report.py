@@ -1,0 +1,107 @@
+"""The figures of an iteration, and the line that is printed of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import TrainerCallback
+
+from treewise.rl.branching import PROMPT
+from treewise.rl.online.crediting import IterationAccount
+from treewise.rl.online.sampling import GrowingTree
+from treewise.rl.online.update import UpdateReport
+from treewise.rl.success_book import SuccessBook
+
+# What the line shows, in this order, with its format.
+_LINE = (
+    ("reward", "reward {:.3f}"),
+    ("success", "success {:.3f}"),
+    ("eval_pass@1", "held-out pass@1 {:.3f}"),
+    ("eval_reward", "held-out reward {:.3f}"),
+    ("sampled_tokens", "{:,.0f} tokens"),
+    ("num_rollouts", "{:.0f} rollouts"),
+    ("share_ratio", "share {:.2f}"),
+    ("logprob_gap", "logprob gap {:.4f}"),
+    ("loss", "loss {:.4g}"),
+    ("entropy", "entropy {:.3f}"),
+    ("clip_fraction", "clipped {:.3f}"),
+    ("seconds_sampling", "{:.1f} s sampling"),
+    ("seconds_reward", "{:.1f} s rewards"),
+    ("seconds_update", "{:.1f} s update"),
+    ("failed_rollouts", "{:.0f} without reward"),
+)
+_ONLY_IF_SET = ("failed_rollouts",)
+
+
+class PrintedLine(TrainerCallback):
+    """Prints one line for each iteration."""
+
+    def __init__(self, write: Any) -> None:
+        self.write = write
+
+    def on_log(self, *given: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        state = given[1]  # after the arguments of the run
+        if logs and "iteration" in logs:
+            self.write(line_of(logs, state.max_steps) + "\n")
+
+
+def line_of(logs: Mapping[str, float], num_iterations: int) -> str:
+    """The figures of an iteration in one line."""
+    shown = [
+        text.format(logs[name]) for name, text in _LINE if name in logs and (logs[name] or name not in _ONLY_IF_SET)
+    ]
+    return f"iteration {logs['iteration']:.0f}/{num_iterations}: " + ", ".join(shown)
+
+
+def figures(
+    trees: Sequence[GrowingTree],
+    account: IterationAccount,
+    update: UpdateReport | None,
+    book: SuccessBook,
+    seconds: Mapping[str, float],
+    success_at: float,
+) -> dict[str, float]:
+    """Everything that is logged of an iteration; means over rollouts, token counts, seconds."""
+    rewards = [each.tree[leaf].reward for each in trees for leaf in each.tree.rewarded_leaves]
+    known = np.array([reward for reward in rewards if reward is not None])
+    leaves = [(each.tree, leaf) for each in trees for leaf in each.tree.leaves]
+    lengths = [tree.num_sampled_before(leaf, len(tree[leaf])) for tree, leaf in leaves]
+    depths = _branch_depths(trees)
+    values: dict[str, float] = {
+        "num_rollouts": float(len(leaves)),
+        "failed_rollouts": float(len(leaves) - len(known)),
+        "refused_branches": float(sum(each.num_refused for each in trees)),
+        "rollout_length": float(np.mean(lengths)) if lengths else 0.0,
+        "num_branches": float(len(depths)),
+        "sampled_tokens": float(account.sampled),
+        "recorded_tokens": float(account.recorded),
+        "trained_tokens": float(account.trained),
+        "failed_tokens": float(account.failed),
+        "unfinished_tokens": float(account.unfinished),
+        "left_out_tokens": float(account.left_out),
+        "seconds_sampling": seconds.get("sampling", 0.0),
+        "seconds_reward": seconds.get("reward", 0.0),
+        "sampled_tokens_per_second": account.sampled / max(seconds.get("sampling", 0.0), 1e-9),
+    }
+    if len(known):
+        values |= {"reward": float(known.mean()), "success": float((known >= success_at).mean())}
+    if depths:
+        values["branch_depth"] = float(np.mean(depths))
+    brier = book.calibration().brier
+    if brier == brier:
+        values["book_brier"] = brier
+    if update is not None:
+        values |= update.metrics
+        values["share_ratio"] = update.flat_tokens / max(1, update.tree_tokens)
+        values["seconds_update"] = update.seconds
+    return values
+
+
+def _branch_depths(trees: Sequence[GrowingTree]) -> list[int]:
+    """Generated tokens before each branch that does not start at the prompt."""
+    return [
+        each.tree.num_sampled_before(node.parent, node.cut)
+        for each in trees
+        for node in each.tree.nodes
+        if node.parent != PROMPT
+    ]

@@ -1,0 +1,113 @@
+"""What an online run is made of besides the model's training: tasks per iteration, budgets, branching, evaluation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from treewise.errors import ConfigError
+from treewise.rl.branching import Branching, branching_named
+
+TASK_CHOICES = ("shuffled", "learnability")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineSettings:
+    """Settings of `OnlineTrainer`. A token counts here when it was generated; prompts and observations do not.
+
+    Parameters:
+        iterations: of the run.
+        trees_per_iteration: tasks of an iteration, one tree each.
+        tokens_per_iteration: generated tokens of an iteration, over all of its trees, whatever their shape. What an
+            iteration passes it by is taken off later ones.
+        max_new_tokens: generated tokens of one rollout at most.
+        max_length: tokens of prompt and rollout at most; None: what the model's positions allow.
+        branching, branching_settings: a policy of `treewise.rl.branching` and its settings.
+        advantages, advantages_settings: of `treewise rl --advantages`; None: the one that the objective was published
+            with.
+        drop_flat_groups: leave out the trees whose rewards are all equal.
+        mini_batches, update_epochs: the trees of an iteration are cut into so many optimizer steps, so many times.
+        old_logprobs: as of `treewise rl`.
+        top_p, top_k: cut the distribution that is sampled; the temperature is that of the training arguments.
+        num_candidates: most likely tokens recorded at each position (`lcr` draws new actions from them); 0: none.
+        task_choice: `shuffled`: every item once per pass; `learnability`: in proportion to p (1 - p) by the book.
+        num_items: only the first so many items are practised; None: all of the task, and for a task without end new
+            ones at every iteration.
+        eval_every: iterations between evaluations on held-out items (also before the first and after the last
+            iteration); 0: never. eval_items: their number. eval_temperature: 0 is greedy.
+        success_at: rewards from here on are successes: of pass@1, the book, and `lcr`.
+        save_every: iterations between checkpoints; there is always one after the last.
+        reward_timeout: seconds for one reward; None: no limit. on_reward_error: `quarantine` (set the rollout aside
+            and count it) or `raise`.
+        logprob_gap_limit: a run warns where sampler and engine differ by more (1: no gap).
+        chat_template: in place of the tokenizer's: a text, a file, or `chatml`.
+
+    Raises:
+        ConfigError: a value out of range, an unknown branching, or one of its settings.
+    """
+
+    iterations: int = 50
+    trees_per_iteration: int = 8
+    tokens_per_iteration: int = 8192
+    max_new_tokens: int = 256
+    max_length: int | None = None
+    branching: str = "none"
+    branching_settings: Mapping[str, Any] = field(default_factory=dict)
+    advantages: str | None = None
+    advantages_settings: Mapping[str, Any] = field(default_factory=dict)
+    drop_flat_groups: bool = False
+    mini_batches: int = 1
+    update_epochs: int = 1
+    old_logprobs: str = "auto"
+    top_p: float = 1.0
+    top_k: int = 0
+    num_candidates: int = 0
+    task_choice: str = "shuffled"
+    num_items: int | None = None
+    eval_every: int = 10
+    eval_items: int = 64
+    eval_temperature: float = 0.0
+    success_at: float = 0.5
+    save_every: int = 5
+    reward_timeout: float | None = 30.0
+    on_reward_error: str = "quarantine"
+    logprob_gap_limit: float = 1.02
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        positive = ("iterations", "trees_per_iteration", "tokens_per_iteration", "max_new_tokens", "mini_batches")
+        for name in (*positive, "update_epochs", "save_every", "eval_items"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("eval_every", "num_candidates", "top_k", "eval_temperature"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative.")
+        if self.mini_batches > self.trees_per_iteration:
+            raise ConfigError(
+                f"mini_batches={self.mini_batches} needs at least so many trees, but "
+                f"trees_per_iteration={self.trees_per_iteration}."
+            )
+        if self.task_choice not in TASK_CHOICES:
+            raise ConfigError(f"task_choice={self.task_choice!r} is unknown; choose one of {', '.join(TASK_CHOICES)}.")
+        if self.num_items is not None and self.num_items < self.trees_per_iteration:
+            raise ConfigError(
+                f"num_items={self.num_items} is less than trees_per_iteration={self.trees_per_iteration}; the trees "
+                "of an iteration are of different items."
+            )
+        if not self.logprob_gap_limit >= 1:
+            raise ConfigError(f"logprob_gap_limit={self.logprob_gap_limit} must be at least 1, which is no gap.")
+        self.policy()
+
+    def policy(self) -> Branching:
+        """The branching policy."""
+        return branching_named(self.branching, **self.branching_settings)
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """Optimizer steps of an iteration."""
+        return self.mini_batches * self.update_epochs
+
+    def sampling_facts(self) -> dict[str, Any]:
+        """What decides which rollouts a run samples; a resumed run must agree."""
+        free = ("iterations", "eval_every", "eval_items", "eval_temperature", "save_every", "reward_timeout")
+        facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in free}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()}

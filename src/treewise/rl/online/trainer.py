@@ -1,0 +1,403 @@
+"""`OnlineTrainer`: sample trees, reward, credit, train; again and again, and nothing is lost when the process dies.
+
+An iteration is a deterministic function of the state before it: random streams are named by the seed, the iteration and
+the tree. Completions and rewards are in a journal as soon as they are known, and a checkpoint holds all state between
+two iterations. So a run that is killed anywhere goes on from its last checkpoint through what the journals hold, to
+the weights that an undisturbed one has (bit for bit where kernels are deterministic, as on a CPU).
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from treewise.engine.engine import TreeEngine
+from treewise.errors import ConfigError
+from treewise.objectives import Objective, PolicyGradient, logprob_gap
+from treewise.objectives.registry import objective_named
+from treewise.rl.branching import RolloutTree
+from treewise.rl.online import state as states
+from treewise.rl.online.continuation import Limits
+from treewise.rl.online.conversations import start
+from treewise.rl.online.crediting import account_of, credited_rows, rows_of
+from treewise.rl.online.evaluation import evaluated
+from treewise.rl.online.items import book_key, chosen_items
+from treewise.rl.online.journal import Journal
+from treewise.rl.online.progress import token_progress
+from treewise.rl.online.records import write_rollouts
+from treewise.rl.online.report import PrintedLine, figures
+from treewise.rl.online.sampling import GrowingTree, Rounds, grow_trees
+from treewise.rl.online.settings import OnlineSettings
+from treewise.rl.online.state import LoopState
+from treewise.rl.online.update import Updater
+from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
+from treewise.rl.success_book import BookSettings, SuccessBook
+from treewise.rl.tasks import ChatTokens, RewardRunner
+from treewise.rl.tasks.protocol import Task
+from treewise.rl.update import Update, scored
+from treewise.trainer import TreeTrainer, TreeTrainingArguments
+from treewise.trainer.checkpoint import contents, store
+from treewise.trainer.nonfinite import NonFiniteGuard
+from treewise.trainer.run_lock import RunLock
+from treewise.tree.trajectory import Trajectory
+
+logger = logging.getLogger("treewise")
+
+_TREES, _BATCHES, _EVALUATION = 2, 3, 4  # name random streams, beside those of items.py
+OBJECTIVE = {"weighting": "per_rollout", "measure_entropy": True}  # of an objective that is given by its name
+
+
+class OnlineTrainer:
+    """Improves a policy on a task: each iteration samples rollout trees, rewards and credits them, and trains on them.
+
+    Parameters:
+        model: a transformers causal language model, PEFT-wrapped or not.
+        task: what is practised (`treewise.rl.tasks`).
+        tokenizer: of the model.
+        settings: of the loop.
+        args: of training. Epochs, batch sizes and strategies for logging, evaluation and saving have no meaning here:
+            `settings` holds theirs.
+        objective: a loss, or its name; a name has `weighting="per_rollout"`.
+        sampler: None for the model itself, in this process (`TransformersSampler`).
+        reference: the model that a KL term is measured against; with adapters None is the model without them.
+        callbacks: of transformers: trackers, or your own; `on_log` gets the figures of each iteration.
+
+    Raises:
+        ConfigError: settings that contradict one another; several processes.
+        UnsupportedModelError: the model cannot follow a tree.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        task: Task,
+        tokenizer: Any,
+        settings: OnlineSettings | None = None,
+        args: TreeTrainingArguments | None = None,
+        *,
+        objective: Objective | str = "grpo",
+        sampler: Sampler | None = None,
+        reference: Any = None,
+        callbacks: Sequence[TrainerCallback] = (),
+    ) -> None:
+        self.task, self.settings = task, settings or OnlineSettings()
+        args = TreeTrainingArguments() if args is None else args
+        if int(args.world_size) > 1:
+            raise ConfigError(
+                f"an online run has one process, and this is one of {args.world_size}; start it without torchrun. "
+                "Recorded rollouts train on several: treewise rl --data."
+            )
+        self.args = args
+        self.objective_name = objective if isinstance(objective, str) else "grpo"
+        self.objective = _named(objective) if isinstance(objective, str) else objective
+        self.reference = reference
+        _check_reference(self.objective, reference, model)
+        self._parts = TreeTrainer(
+            model, args, objective=self.objective, processing_class=tokenizer, callbacks=list(callbacks)
+        )
+        for callback in (PrinterCallback, ProgressCallback):
+            self._parts.remove_callback(callback)
+        self._parts.add_callback(PrintedLine(sys.stdout.write))
+        self.model = self._parts.model
+        self.folder = Path(args.output_dir)
+        self.chat = ChatTokens(tokenizer, self.settings.chat_template)
+        self.sampler: Sampler = TransformersSampler(self.model) if sampler is None else sampler
+        self.rewards = RewardRunner(self.settings.reward_timeout, self.settings.on_reward_error)  # type: ignore[arg-type]
+        self.state = LoopState(SuccessBook(BookSettings(success_at=self.settings.success_at)))
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> dict[str, float]:
+        """Runs all iterations that are left and saves the model; the figures of the last one.
+
+        Parameters:
+            resume_from_checkpoint: True goes on from the newest checkpoint and the journals after it (from the start
+                where there is none); a path from that checkpoint; None starts anew.
+
+        Raises:
+            ConfigError: the folder holds a run, and nothing is said about resuming it.
+            CheckpointError: a checkpoint that is damaged, or of another run.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(RunLock(self.folder))
+            stack.callback(self.sampler.close)
+            updater = self._begin(resume_from_checkpoint)
+            parts, logs = self._parts, {}
+            parts.control = parts.callback_handler.on_train_begin(self.args, parts.state, parts.control)
+            for iteration in range(self.state.iteration, self.settings.iterations):
+                logs = self._iteration(iteration, updater)
+                if self._is_due(iteration, self.settings.save_every):
+                    self._save(updater)
+            parts.control = parts.callback_handler.on_train_end(self.args, parts.state, parts.control)
+            contents.write_model(self.folder, self.model, self._parts.processing_class, self.args)
+            parts.state.save_to_json(str(self.folder / contents.STATE))
+        return logs
+
+    def _begin(self, wanted: str | bool | None) -> Updater:
+        parts = self._parts
+        num_updates = self.settings.iterations * self.settings.updates_per_iteration
+        parts.create_optimizer_and_scheduler(num_updates)
+        guard = NonFiniteGuard(
+            self.args.nonfinite, self.args.max_skipped_steps, self.args.spike_factor, self.folder / "nonfinite.jsonl"
+        )
+        parts.state.max_steps = self.settings.iterations
+        if wanted:
+            for line in store.recover(self.folder):
+                logger.warning("%s", line)
+            self._resume(wanted)
+        elif store.checkpoints(self.folder) or self._journals():
+            raise ConfigError(f"{self.folder} holds an online run; resume it, or choose another folder.")
+        return Updater(parts.runner, parts.optimizer, parts.lr_scheduler, guard, self.args)
+
+    def _resume(self, wanted: str | bool) -> None:
+        parts = self._parts
+        found = states.find_checkpoint(self.folder, wanted, self._facts())
+        if found is None:
+            return
+        folder, manifest = found
+        parts.runner.resume_budget(manifest.get("max_tokens"))
+        parts.state, self.state = states.load(folder, self.model, parts.optimizer, parts.lr_scheduler)
+        parts.state.max_steps = self.settings.iterations
+        self.rewards.failures.update(self.state.failures)
+        self.sampler.update(self.model)
+
+    def _save(self, updater: Updater) -> None:
+        """One checkpoint with all state; journals of the iterations before it are no longer needed."""
+        parts = self._parts
+        self.state.failures = dict(self.rewards.failures)
+        run = contents.RunState(
+            self.args,
+            self.model,
+            updater.optimizer,
+            updater.scheduler,
+            parts.state,
+            [self.state],
+            parts.processing_class,
+        )
+        facts = {"step": self.state.iteration, "max_tokens": parts.engine.max_tokens, **self._facts()}
+        contents.save(run, self.folder, facts)
+        store.prune(self.folder, self.args.save_total_limit, None)
+        for path in self._journals()[:]:
+            if int(path.stem.rpartition("-")[2]) <= self.state.iteration:
+                path.unlink()
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "model": contents.fingerprint(self.model),
+            "task": self.task.name,
+            "seed": self.args.seed,
+            "online_settings": states.facts_as_text(self.settings.sampling_facts()),
+        }
+
+    def _journals(self) -> list[Path]:
+        return sorted((self.folder / "journal").glob("iteration-*.jsonl"))
+
+    def _is_due(self, iteration: int, every: int) -> bool:
+        return every > 0 and ((iteration + 1) % every == 0 or iteration + 1 == self.settings.iterations)
+
+    # -- an iteration -------------------------------------------------------------------------------------------------
+
+    def _iteration(self, iteration: int, updater: Updater) -> dict[str, float]:
+        journal = Journal(self.folder / "journal" / f"iteration-{iteration + 1:05d}.jsonl")
+        rounds = self._rounds(journal)
+        if iteration == 0 and self.settings.eval_every:
+            self._log({"iteration": 0.0, **self._evaluation(rounds)})
+        trees = self._new_trees(iteration)
+        with token_progress(f"iteration {iteration + 1}", self._budget, hidden=bool(self.args.disable_tqdm)) as advance:
+            grow_trees(trees, replace(rounds, progress=advance))
+        rows = rows_of(trees, iteration + 1)
+        write_rollouts(self.folder, iteration + 1, rows)
+        update = self._credited(trees, rows)
+        account = account_of(trees, rows, update, iteration + 1)
+        gap, report = {}, None
+        if update is not None:
+            update = scored(
+                update, self._parts.engine, batch_size=len(update.trees), reference=self._reference_engine()
+            )
+            gap = self._measured_gap(update)
+            report = updater.run(update.trees, self._batches(iteration, len(update.trees)), self.state.num_updates + 1)
+            self.sampler.update(self.model)
+        self._observe(trees)
+        logs = {"iteration": float(iteration + 1)} | figures(
+            trees, account, report, self.state.book, rounds.seconds, self.settings.success_at
+        )
+        logs |= {**gap, "learning_rate": float(updater.scheduler.get_last_lr()[0])}
+        if self._is_due(iteration, self.settings.eval_every):
+            logs |= self._evaluation(rounds)
+        self._log(logs)
+        self._check_gap(logs)
+        return logs
+
+    @property
+    def _budget(self) -> int:
+        """Generated tokens of the next iteration, less what earlier ones took too many."""
+        return max(self.settings.tokens_per_iteration - self.state.overshoot, self.settings.trees_per_iteration)
+
+    def _new_trees(self, iteration: int) -> list[GrowingTree]:
+        """The trees of an iteration before their first round; the budget is divided evenly."""
+        indices = chosen_items(self.task, self.settings, self.state.book, self.args.seed, iteration)
+        share, more = divmod(self._budget, len(indices))
+        trees = []
+        for number, index in enumerate(indices):
+            item = self.task.item("train", index)
+            first = start(self.task, item, self.chat, self.settings.reward_timeout)
+            seed = (self.args.seed, iteration, _TREES, number)
+            trees.append(
+                GrowingTree(
+                    number,
+                    item,
+                    book_key(self.task, index),
+                    RolloutTree(first.token_ids, group=item.key),
+                    first,
+                    share + (number < more),
+                    seed,
+                    np.random.default_rng(seed),
+                )
+            )
+        return trees
+
+    def _rounds(self, journal: Journal) -> Rounds:
+        settings, policy = self.settings, self.settings.policy()
+        config = self.model.config
+        longest = settings.max_length or getattr(config, "max_position_embeddings", None) or sys.maxsize
+        stop_ids = self.chat.end_ids()
+        request = SampleRequest(
+            (0,),
+            temperature=self.args.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop_ids=stop_ids,
+            want_entropy="entropies" in policy.streams,
+            num_top=settings.num_candidates,
+        )
+        return Rounds(
+            branching=policy,
+            sampler=self.sampler,
+            book=self.state.book,
+            rewards=self.rewards,
+            journal=journal,
+            limits=Limits(settings.max_new_tokens, longest, stop_ids),
+            request=request,
+            vocab_size=int(config.get_text_config().vocab_size),
+            expected_tokens=self.state.expected_tokens,
+        )
+
+    def _credited(self, trees: Sequence[GrowingTree], rows: Sequence[list[Trajectory]]) -> Update | None:
+        settings = self.settings
+        return credited_rows(
+            trees,
+            rows,
+            self.objective,
+            objective_name=self.objective_name,
+            method=settings.advantages,
+            settings=settings.advantages_settings,
+            drop_flat_groups=settings.drop_flat_groups,
+            num_updates=settings.updates_per_iteration,
+            old_logprobs=settings.old_logprobs,
+        )
+
+    def _batches(self, iteration: int, num_trees: int) -> list[list[int]]:
+        """The trees of each optimizer step."""
+        batches: list[list[int]] = []
+        for epoch in range(self.settings.update_epochs):
+            rng = np.random.default_rng([self.args.seed, iteration, _BATCHES, epoch])
+            order = rng.permutation(num_trees)
+            parts = np.array_split(order, min(self.settings.mini_batches, num_trees))
+            batches += [sorted(part.tolist()) for part in parts]
+        return batches
+
+    def _observe(self, trees: Sequence[GrowingTree]) -> None:
+        """Takes a finished iteration into the state."""
+        state = self.state
+        for each in trees:
+            state.book.observe_tree(each.key, each.tree)
+            lengths = [each.tree.num_sampled_before(leaf, len(each.tree[leaf])) for leaf in each.tree.leaves]
+            state.num_rollouts += len(lengths)
+            state.rollout_tokens += sum(lengths)
+        sampled = sum(each.num_sampled for each in trees)
+        state.num_sampled += sampled
+        state.overshoot += sampled - self.settings.tokens_per_iteration
+        state.num_updates += self.settings.updates_per_iteration
+        state.iteration += 1
+        self._parts.state.global_step = state.iteration
+
+    def _evaluation(self, rounds: Rounds) -> dict[str, float]:
+        settings = self.settings
+        total = self.task.num_items("held_out")
+        count = settings.eval_items if total is None else min(settings.eval_items, total)
+        if not count:
+            return {}
+        items = [self.task.item("held_out", index) for index in range(count)]
+        starts = [start(self.task, item, self.chat, settings.reward_timeout) for item in items]
+        failures = self.rewards.failures.copy()
+        with torch.no_grad():
+            found = evaluated(
+                list(zip(items, starts, strict=True)),
+                replace(rounds, seconds=dict(rounds.seconds)),
+                temperature=settings.eval_temperature,
+                success_at=settings.success_at,
+                seed=self.args.seed + _EVALUATION,
+            )
+        self.rewards.failures = failures  # counted by eval_failed
+        return found
+
+    # -- log-probs ----------------------------------------------------------------------------------------------------
+
+    def _reference_engine(self) -> Any:
+        if self.reference is None:
+            return None
+        engine = TreeEngine(
+            self.reference.to(self.args.device),
+            self.args.max_tokens,
+            self.args.attention,
+            temperature=self.args.temperature,
+        )
+        return lambda: engine
+
+    def _measured_gap(self, update: Update) -> dict[str, float]:
+        """The gap between sampler and engine where the objective does not measure it in its first step."""
+        if isinstance(self.objective, PolicyGradient):
+            return {}
+        engine = self._parts.engine
+        items = engine.scored([row for own in update.trees for row in own])
+        return {"logprob_gap": logprob_gap(items)}
+
+    def _check_gap(self, logs: dict[str, float]) -> None:
+        gap, limit = logs.get("logprob_gap"), self.settings.logprob_gap_limit
+        if gap is not None and gap > limit and getattr(self.objective, "sampler_correction", None) is None:
+            logger.warning(
+                "iteration %d: the logprob gap between sampler and engine is %.4f, beyond %.4f: the policy that "
+                "sampled is not quite the one that is trained. Set sampler_correction='truncate' in the objective, or "
+                "compare dtype, temperature and attention of both.",
+                int(logs["iteration"]),
+                gap,
+                limit,
+            )
+
+    def _log(self, logs: dict[str, float]) -> None:
+        parts = self._parts
+        parts.state.log_history.append({**logs, "step": parts.state.global_step})
+        parts.control = parts.callback_handler.on_log(self.args, parts.state, parts.control, dict(logs))
+
+
+def _named(name: str) -> Objective:
+    settings = OBJECTIVE if name not in ("sft", "distillation") else {"weighting": "per_rollout"}
+    return objective_named(name, **settings)
+
+
+def _check_reference(objective: Any, reference: Any, model: Any) -> None:
+    needs = bool(getattr(objective, "beta", 0.0))
+    if needs and reference is None and not hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"beta={objective.beta} is a KL to a reference, and the policy itself moves at every iteration; give "
+            "reference=<the model before the run>, or train adapters."
+        )
+    if reference is not None and not needs:
+        raise ConfigError("reference is given, but the objective has no KL to it (beta); leave one of them out.")

@@ -1,0 +1,338 @@
+"""Nothing is lost when a run is killed, every token is accounted for, and updates equal flat training of the rows."""
+
+import logging
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rl.online.helpers import TOKENIZER, EvenBytes, arguments, digest, new_trainer, settings, tiny_policy
+from treewise import advantages
+from treewise.data import load_trees
+from treewise.errors import CheckpointError, ConfigError, TaskError
+from treewise.objectives import GRPO, objective_named
+from treewise.rl.online import OnlineTrainer, sampling, update
+from treewise.rl.online.journal import Journal
+from treewise.rl.online.records import rollouts_file
+from treewise.rl.samplers import TransformersSampler
+from treewise.trainer.checkpoint import contents, store
+
+
+class Killed(BaseException):
+    """The end of the process, as far as the run can tell."""
+
+
+class Counting:
+    """A sampler that counts what it gives, and may end the process instead."""
+
+    def __init__(self, model, kill_at=None):
+        self.inner, self.kill_at = TransformersSampler(model), kill_at
+        self.num_calls = self.num_tokens = 0
+
+    def sample(self, requests):
+        self.num_calls += 1
+        if self.num_calls == self.kill_at:
+            raise Killed
+        results = self.inner.sample(requests)
+        self.num_tokens += sum(each.num_tokens for group in results for each in group)
+        return results
+
+    def update(self, model):
+        self.inner.update(model)
+
+    def close(self):
+        self.inner.close()
+
+
+def counted(folder, kill_at=None, **options):
+    model = tiny_policy()
+    return new_trainer(folder, model=model, sampler=Counting(model, kill_at), **options)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights, the sampled tokens and the rows of a run that nothing happens to."""
+    trainer = counted(tmp_path_factory.mktemp("whole") / "run")
+    trainer.train()
+    rows = [rollouts_file(trainer.folder, iteration).read_bytes() for iteration in (1, 2)]
+    return digest(trainer.model), trainer.sampler.num_tokens, rows
+
+
+def raise_at(monkeypatch, owner, name, call, *, after=False):
+    """Ends the process at a call of a function, before or after its work."""
+    original, calls = getattr(owner, name), []
+
+    def replaced(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call and not after:
+            raise Killed
+        result = original(*args, **kwargs)
+        if len(calls) == call:
+            raise Killed
+        return result
+
+    monkeypatch.setattr(owner, name, replaced)
+
+
+KILLS = {
+    "reward": (sampling, "judge", 3, False),
+    "rows are written": (store, "write_atomically", 1, False),
+    "update": (update.Updater, "_step", 2, False),
+    "after an update, before its checkpoint": (update.Updater, "_step", 1, True),
+    "files of a checkpoint are written": (contents, "write_model", 1, True),
+    "before a checkpoint gets its name": (store, "publish", 1, False),
+    "after a checkpoint got its name": (contents, "save", 1, True),
+}
+
+
+@pytest.mark.parametrize("stage", KILLS)
+def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(stage, undisturbed, tmp_path, monkeypatch):
+    weights, num_tokens, rows = undisturbed
+    first = counted(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        owner, name, call, after = KILLS[stage]
+        raise_at(patch, owner, name, call, after=after)
+        with pytest.raises(Killed):
+            first.train()
+    assert digest(first.model) != weights
+    second = counted(tmp_path / "run")
+    second.train(resume_from_checkpoint=True)
+    assert digest(second.model) == weights
+    assert first.sampler.num_tokens + second.sampler.num_tokens == num_tokens  # nothing is sampled twice
+    assert [rollouts_file(second.folder, iteration).read_bytes() for iteration in (1, 2)] == rows
+
+
+@pytest.mark.parametrize("call", [1, 4])
+def test_a_run_killed_while_it_samples_loses_one_batch_at_most(call, undisturbed, tmp_path):
+    weights, num_tokens, _ = undisturbed
+    first = counted(tmp_path / "run", kill_at=call)
+    with pytest.raises(Killed):
+        first.train()
+    second = counted(tmp_path / "run")
+    second.train(resume_from_checkpoint=True)
+    assert digest(second.model) == weights
+    assert first.sampler.num_tokens + second.sampler.num_tokens == num_tokens
+
+
+def test_a_process_that_ends_at_once_is_resumed(undisturbed, tmp_path, monkeypatch):
+    trainer = counted(tmp_path / "run")
+    original = update.Updater._step
+
+    def step(self, trees, number):
+        if number == 2:
+            os._exit(9)
+        return original(self, trees, number)
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            monkeypatch.setattr(update.Updater, "_step", step)
+            trainer.train()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    second = counted(tmp_path / "run")
+    second.train(resume_from_checkpoint=True)
+    assert digest(second.model) == undisturbed[0]
+
+
+def test_a_line_that_was_cut_off_is_computed_again(tmp_path):
+    path = tmp_path / "journal" / "iteration-00001.jsonl"
+    journal = Journal(path)
+    for number in range(3):
+        assert journal.once("n", number, lambda n=number: [n, 0.1]) == [number, 0.1]
+    path.write_bytes(path.read_bytes()[:-5])
+    again = Journal(path)
+    answers = [again.once("n", number, lambda n=number: [n, 0.2]) for number in range(3)]
+    assert answers == [[0, 0.1], [1, 0.1], [2, 0.2]]
+    assert again.num_replayed == 2
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_another_question_is_computed_and_what_follows_is_dropped(tmp_path, caplog):
+    path = tmp_path / "iteration-00001.jsonl"
+    journal = Journal(path)
+    for number in range(3):
+        journal.once("n", number, lambda n=number: n)
+    again = Journal(path)
+    with caplog.at_level(logging.WARNING):
+        answers = [again.once("n", number, lambda n=number: 10 + n) for number in (0, 5, 2)]
+    assert answers == [0, 15, 12]
+    assert "computed again" in caplog.text
+    assert Journal(path).once("n", 0, lambda: 99) == 0
+
+
+def test_a_run_of_other_settings_is_not_resumed(tmp_path):
+    new_trainer(tmp_path / "run", iterations=1, eval_every=0).train()
+    with pytest.raises(CheckpointError, match="online_settings"):
+        new_trainer(tmp_path / "run", iterations=2, max_new_tokens=9).train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match="resume it"):
+        new_trainer(tmp_path / "run").train()
+
+
+# -- the update -------------------------------------------------------------------------------------------------------
+
+
+def flat_gradients(model, rows):
+    """Gradients of GRPO on the policy's own rollouts, each row alone, by transformers alone."""
+    model.zero_grad()
+    items, _ = advantages.group_normalized(rows)
+    for item in items:
+        ids = torch.as_tensor(item.token_ids, dtype=torch.long)[None]
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        weights = torch.as_tensor(item.loss_weights[1:])
+        ratio = (logprobs - logprobs.detach()).exp()
+        losses = -ratio * torch.as_tensor(item.advantages[1:])
+        ((weights * losses).sum() / weights.sum() / len(items)).backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("branching", ["none", "random", "segments"])
+def test_an_update_has_the_gradients_of_flat_training_of_the_recorded_rows(branching, tmp_path, monkeypatch):
+    own = {"none": {"roots": 4}, "random": {"variations": 4}, "segments": {"segment_tokens": 4, "width": 6, "first": 2}}
+    trainer = new_trainer(
+        tmp_path / "run",
+        arguments_={"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 1.0},
+        iterations=1,
+        eval_every=0,
+        branching=branching,
+        branching_settings=own[branching],
+    )
+    before = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
+    trainer.train()
+    rows = [row for tree in load_trees(rollouts_file(trainer.folder, 1)) for row in tree.labelled_trajectories()]
+    assert len({row.reward for row in rows}) == 2
+    expected = flat_gradients(tiny_policy(), rows)
+    scale = max(float(each.abs().max()) for each in expected.values())
+    assert scale > 1e-4
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(before[name] - parameter, expected[name], rtol=0, atol=1e-5 * max(scale, 1))
+
+
+def test_the_recorded_rows_hold_every_sampled_token_once_below_its_node(tmp_path):
+    trainer = counted(tmp_path / "run", iterations=2, eval_every=0)
+    trainer.train()
+    logs = [entry for entry in trainer._parts.state.log_history if "sampled_tokens" in entry]
+    assert sum(entry["sampled_tokens"] for entry in logs) == trainer.sampler.num_tokens
+    for entry in logs:
+        assert entry["sampled_tokens"] == entry["recorded_tokens"] == entry["trained_tokens"]
+    assert logs[0]["share_ratio"] > 1.5
+    assert trainer.state.overshoot == trainer.sampler.num_tokens - 2 * trainer.settings.tokens_per_iteration
+    assert trainer.state.overshoot < 2 * trainer.settings.max_new_tokens
+
+
+def test_a_token_that_is_lost_is_an_error(tmp_path, monkeypatch):
+    trainer = new_trainer(tmp_path / "run", iterations=1, eval_every=0)
+    original = sampling.GrowingTree.add
+
+    def add(self, continuation):
+        continuation.num_drawn += 1
+        return original(self, continuation)
+
+    monkeypatch.setattr(sampling.GrowingTree, "add", add)
+    with pytest.raises(Exception, match="the sampler gave"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes"),
+    [
+        ("grpo", {"mini_batches": 2, "update_epochs": 2}),
+        ("reinforce", {"advantages": "inter_intra", "branching": "lcr", "branching_settings": {"threshold": 0.3}}),
+        ("gspo", {"branching": "entropy", "branching_settings": {"variations": 3}, "drop_flat_groups": True}),
+        ("sft", {"advantages": None}),
+    ],
+)
+def test_any_objective_trains(objective, changes, tmp_path):
+    trainer = new_trainer(tmp_path / "run", objective=objective, iterations=2, eval_every=0, **changes)
+    before = digest(trainer.model)
+    logs = trainer.train()
+    assert digest(trainer.model) != before
+    assert logs["logprob_gap"] == pytest.approx(1, abs=1e-3) or objective == "grpo"
+
+
+def test_lcr_draws_first_tokens_from_the_recorded_candidates(tmp_path):
+    trainer = counted(
+        tmp_path / "run",
+        iterations=2,
+        eval_every=0,
+        branching="lcr",
+        branching_settings={"threshold": 0.2, "variations": 5},
+        num_candidates=8,
+    )
+    logs = trainer.train()
+    assert logs["num_branches"] > 2
+    assert logs["logprob_gap"] == pytest.approx(1, abs=1e-4)  # log-probs of the drawn tokens are the engine's
+    assert logs["trained_tokens"] == logs["sampled_tokens"]
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+
+
+class Failing(EvenBytes):
+    """Every third rollout has no reward."""
+
+    def rewards(self, requests):
+        if sum(requests[0].token_ids) % 3 == 0:
+            raise ValueError("no answer")
+        return super().rewards(requests)
+
+
+def test_rollouts_whose_reward_fails_are_counted_and_leave_the_rows(tmp_path):
+    trainer = new_trainer(tmp_path / "run", Failing("failing"), iterations=1, eval_every=0)
+    logs = trainer.train()
+    assert logs["failed_rollouts"] == trainer.rewards.failures["raised"] > 0
+    rows = rollouts_file(trainer.folder, 1).read_text().splitlines()
+    assert len(rows) == logs["num_rollouts"] - logs["failed_rollouts"]
+    with pytest.raises(TaskError, match="no answer"):
+        new_trainer(tmp_path / "other", Failing("failing"), on_reward_error="raise").train()
+
+
+def test_a_gap_beyond_the_limit_is_a_warning(tmp_path, caplog):
+    class Shifted(Counting):
+        def sample(self, requests):
+
+            return [
+                tuple(replace(c, logprobs=c.logprobs - np.float32(0.1)) for c in g) for g in super().sample(requests)
+            ]
+
+    model = tiny_policy()
+    with caplog.at_level(logging.WARNING):
+        logs = new_trainer(tmp_path / "run", model=model, sampler=Shifted(model), iterations=1, eval_every=0).train()
+    assert logs["logprob_gap"] == pytest.approx(np.exp(0.1), rel=1e-3)
+    assert "sampler_correction" in caplog.text
+    caplog.clear()
+    corrected = objective_named("grpo", weighting="per_rollout", sampler_correction="truncate")
+    model = tiny_policy()
+    new_trainer(
+        tmp_path / "other", model=model, sampler=Shifted(model), objective=corrected, iterations=1, eval_every=0
+    ).train()
+    assert "sampler_correction" not in caplog.text
+
+
+def test_several_processes_and_a_lone_kl_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="reference"):
+        new_trainer(tmp_path / "run", objective=GRPO(beta=0.1))
+    args = arguments(tmp_path / "run")
+    monkeypatch.setattr(type(args), "world_size", property(lambda self: 2))
+    with pytest.raises(ConfigError, match="one process"):
+        OnlineTrainer(tiny_policy(), EvenBytes(), TOKENIZER, settings(), args)
+
+
+def test_a_kl_is_measured_against_the_reference(tmp_path):
+    model = tiny_policy()
+    trainer = OnlineTrainer(
+        model,
+        EvenBytes(),
+        TOKENIZER,
+        settings(iterations=2, eval_every=0),
+        arguments(tmp_path / "run"),
+        objective=GRPO(beta=0.1, weighting="per_rollout"),
+        reference=tiny_policy(),
+    )
+    trainer.train()
+    logs = [entry for entry in trainer._parts.state.log_history if "kl" in entry]
+    assert logs[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert logs[1]["kl"] > 1e-6
