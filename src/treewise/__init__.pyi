@@ -27,6 +27,8 @@ from treewise.objectives import PolicyGradient as PolicyGradient
 from treewise.objectives import logprob_gap as logprob_gap
 from treewise.planning.planner import Plan as Plan
 from treewise.planning.planner import plan as plan
+from treewise.rl.online import OnlineSettings as OnlineSettings
+from treewise.rl.online import OnlineTrainer as OnlineTrainer
 from treewise.trainer import TreeTrainer as TreeTrainer
 from treewise.trainer import TreeTrainingArguments as TreeTrainingArguments
 from treewise.tree.forest import Forest as Forest

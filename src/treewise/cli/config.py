@@ -37,7 +37,7 @@ _OWN: dict[str, Any] = {
     "num_workers": int | None,
     "on_bad_record": str,
 }
-_REQUIRED = ("model", "data", "output_dir")
+REQUIRED = ("model", "data", "output_dir")
 # transformers' own flags that the command line answers in another way.
 _ELSEWHERE = {
     "resume_from_checkpoint": "use --resume [CHECKPOINT]",
@@ -87,6 +87,7 @@ def read_config(
     overrides: Sequence[str] = (),
     more: Mapping[str, Any] | None = None,
     aliases: Mapping[str, str] | None = None,
+    required: Sequence[str] = REQUIRED,
 ) -> RunConfig:
     """The configuration in a file, with flags (`--key value`, `--lora.r 8`) over it.
 
@@ -96,12 +97,13 @@ def read_config(
         more: further keys of the command, with their types.
         aliases: further names of keys of the command, beside `treewise.cli.aliases`; a dot in the long name leads into
             a mapping.
+        required: keys that must be given.
 
     Raises:
         ConfigError: a file that is missing, empty or not YAML; a key that is unknown (the nearest one is named), given
             twice, missing, or of the wrong type.
     """
-    given = {} if path is None else read_file(Path(path), _REQUIRED)
+    given = {} if path is None else read_file(Path(path), required)
     known = schema(more)
     names = {**ALIASES, **(aliases or {})}
     renamed: list[tuple[str, str]] = []
@@ -118,7 +120,7 @@ def read_config(
             seen[name] = key
             _put(values, name, value, location, known, names)
     checked = {key: _checked(key, value, known, location) for key, (value, location) in values.items()}
-    missing = [key for key in _REQUIRED if checked.get(key) is None]
+    missing = [key for key in required if checked.get(key) is None]
     if missing and path is None:
         short = {name: alias for alias, name in (aliases or {}).items()}
         raise ConfigError(f"give {', '.join(f'--{short.get(key, key)}' for key in missing)}.")

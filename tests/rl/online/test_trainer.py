@@ -14,7 +14,6 @@ from treewise.data import load_trees
 from treewise.errors import CheckpointError, ConfigError, TaskError
 from treewise.objectives import GRPO, objective_named
 from treewise.rl.online import OnlineTrainer, sampling, update
-from treewise.rl.online.journal import Journal
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.samplers import TransformersSampler
 from treewise.trainer.checkpoint import contents, store
@@ -138,32 +137,6 @@ def test_a_process_that_ends_at_once_is_resumed(undisturbed, tmp_path, monkeypat
     assert digest(second.model) == undisturbed[0]
 
 
-def test_a_line_that_was_cut_off_is_computed_again(tmp_path):
-    path = tmp_path / "journal" / "iteration-00001.jsonl"
-    journal = Journal(path)
-    for number in range(3):
-        assert journal.once("n", number, lambda n=number: [n, 0.1]) == [number, 0.1]
-    path.write_bytes(path.read_bytes()[:-5])
-    again = Journal(path)
-    answers = [again.once("n", number, lambda n=number: [n, 0.2]) for number in range(3)]
-    assert answers == [[0, 0.1], [1, 0.1], [2, 0.2]]
-    assert again.num_replayed == 2
-    assert len(path.read_text().splitlines()) == 3
-
-
-def test_another_question_is_computed_and_what_follows_is_dropped(tmp_path, caplog):
-    path = tmp_path / "iteration-00001.jsonl"
-    journal = Journal(path)
-    for number in range(3):
-        journal.once("n", number, lambda n=number: n)
-    again = Journal(path)
-    with caplog.at_level(logging.WARNING):
-        answers = [again.once("n", number, lambda n=number: 10 + n) for number in (0, 5, 2)]
-    assert answers == [0, 15, 12]
-    assert "computed again" in caplog.text
-    assert Journal(path).once("n", 0, lambda: 99) == 0
-
-
 def test_a_run_of_other_settings_is_not_resumed(tmp_path):
     new_trainer(tmp_path / "run", iterations=1, eval_every=0).train()
     with pytest.raises(CheckpointError, match="online_settings"):
@@ -180,11 +153,11 @@ def flat_gradients(model, rows):
     model.zero_grad()
     items, _ = advantages.group_normalized(rows)
     for item in items:
-        ids = torch.as_tensor(item.token_ids, dtype=torch.long)[None]
+        ids = torch.tensor(item.token_ids.tolist())[None]
         logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        weights = torch.as_tensor(item.loss_weights[1:])
+        weights = torch.tensor(item.loss_weights[1:].tolist())
         ratio = (logprobs - logprobs.detach()).exp()
-        losses = -ratio * torch.as_tensor(item.advantages[1:])
+        losses = -ratio * torch.tensor(item.advantages[1:].tolist())
         ((weights * losses).sum() / weights.sum() / len(items)).backward()
     return {name: each.grad.clone() for name, each in model.named_parameters()}
 

@@ -1,4 +1,7 @@
-"""`treewise rl --data rollouts.jsonl --model M --objective grpo`: the model update of RL, on rollouts of any engine."""
+"""`treewise rl --data rollouts.jsonl --model M --objective grpo`: the model update of RL, on rollouts of any engine.
+
+With `--tasks` in place of `--data` the run makes its rollouts itself: `cli/online_run.py`.
+"""
 
 import argparse
 import shlex
@@ -6,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treewise.cli import training_run
+from treewise.cli import online_run, training_run
 from treewise.cli.config import RunConfig, read_config, schema
 from treewise.cli.key_help import formatter_with
 from treewise.cli.objective import typed_settings
@@ -43,11 +46,14 @@ SHOWN = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command. Every key of the configuration is a flag, too."""
     parser.usage = (
-        "treewise rl [CONFIG.yaml] --data ROLLOUTS --model MODEL --objective NAME --output_dir FOLDER "
-        "[--key value ...] [--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
+        "treewise rl [CONFIG.yaml] (--data ROLLOUTS --objective NAME | --tasks TASK) --model MODEL "
+        "--output_dir FOLDER [--key value ...] [--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
     )
-    parser.formatter_class = formatter_with(lambda: schema(KEYS))
-    parser.epilog = "Objectives and advantages are explained in docs/rl.md, further keys in docs/training.md."
+    parser.formatter_class = formatter_with(lambda: schema(KEYS | online_run.keys()))
+    parser.epilog = (
+        "Objectives and advantages are explained in docs/rl.md, keys with --tasks in docs/online-rl.md, further keys in "
+        "docs/training.md."
+    )
     training_run.add_flags(parser, "the folder")
 
 
@@ -62,6 +68,8 @@ def aliases() -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     """Updates the model; returns the exit code."""
     config_path, overrides = training_run.split_words(args)
+    if online_run.has_tasks(config_path, overrides):
+        return _run_online(args, config_path, overrides)
     config = read_config(config_path, overrides, KEYS, aliases())
     if config.eval_data is not None:
         raise ConfigError("eval_data is no key of treewise rl: rollouts of another policy do not measure this one.")
@@ -109,6 +117,19 @@ def run(args: argparse.Namespace) -> int:
             rl_update.save_scores(folder, update, facts)
         callbacks = [EpochMeans(SHOWN)]
         training_run.train(arguments, model, tokenizer, update.trees, None, resume_from, command, objective, callbacks)
+    return 0
+
+
+def _run_online(args: argparse.Namespace, path: str | None, overrides: list[str]) -> int:
+    """Runs the online loop; returns the exit code."""
+    config = read_config(path, overrides, KEYS | online_run.keys(), aliases(), online_run.REQUIRED)
+    training_run.check_flags(args, config)
+    for name, value in DEFAULTS.items():
+        config.training.setdefault(name, value)
+    config.more.setdefault("objective", "grpo")
+    settings = config.more.setdefault("objective_settings", {})
+    settings.setdefault("weighting", "per_rollout")
+    online_run.run(args, config, _objective(config))
     return 0
 
 

@@ -286,7 +286,7 @@ class OnlineTrainer:
             limits=Limits(settings.max_new_tokens, longest, stop_ids),
             request=request,
             vocab_size=int(config.get_text_config().vocab_size),
-            expected_tokens=self.state.expected_tokens,
+            expected_tokens=self.state.expected_tokens or float(settings.max_new_tokens),
         )
 
     def _credited(self, trees: Sequence[GrowingTree], rows: Sequence[list[Trajectory]]) -> Update | None:

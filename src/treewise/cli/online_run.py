@@ -1,0 +1,156 @@
+"""`treewise rl --tasks`: the online loop from a configuration."""
+
+import argparse
+import shutil
+import typing
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from treewise.cli import training_run
+from treewise.cli.config import RunConfig, parse_flags
+from treewise.cli.yaml_file import read_file
+from treewise.errors import ConfigError
+
+REQUIRED = ("model", "tasks", "output_dir")
+SAMPLERS = ("transformers", "vllm")
+# Keys of the command beside the fields of `OnlineSettings`.
+_OWN: dict[str, Any] = {
+    "tasks": str,
+    "tasks_settings": dict | None,
+    "tasks_seed": int,
+    "reward_functions": list[str],
+    "sampler": str,
+    "sampler_settings": dict | None,
+}
+
+
+def has_tasks(path: str | None, overrides: Sequence[str]) -> bool:
+    """Whether a configuration or its flags name a task."""
+    if "tasks" in parse_flags(overrides):
+        return True
+    return path is not None and "tasks" in read_file(Path(path), ())
+
+
+def keys() -> dict[str, Any]:
+    """Every key of the loop with its type."""
+    from treewise.rl.online.settings import OnlineSettings
+
+    return typing.get_type_hints(OnlineSettings) | _OWN
+
+
+def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
+    """Runs the loop, or with `--dry_run` checks everything and prints what it would do.
+
+    Raises:
+        ConfigError: settings that contradict one another, or that recorded rollouts alone have.
+    """
+    from treewise.rl.online import OnlineTrainer
+
+    recorded: list[Any] = [config.data, config.eval_data]
+    if any(each is not None for each in recorded):
+        raise ConfigError("tasks and data are both given: a run makes its rollouts, or trains on recorded ones.")
+    settings = _settings(config)
+    task = _task(config)
+    folder = Path(config.training["output_dir"])
+    if not args.dry_run:
+        training_run.check_folder(folder, args.resume, args.overwrite)
+    arguments = training_run.training_arguments(config)
+    tokenizer = _tokenizer(config)
+    model = training_run.load_model(config, arguments)
+    with ExitStack() as stack:
+        resume_from: str | bool | None = None
+        if not args.dry_run:
+            resume_from = training_run.begin(stack, args, config, arguments)
+            if args.overwrite:
+                for name in ("journal", "rollouts"):
+                    shutil.rmtree(folder / name, ignore_errors=True)
+        trainer = OnlineTrainer(
+            model,
+            task,
+            tokenizer,
+            settings,
+            arguments,
+            objective=objective,
+            sampler=_sampler(config, model),
+            reference=_reference(config),
+        )
+        print(_summary(config, trainer))
+        if not args.dry_run:
+            trainer.train(resume_from or True if args.resume else None)
+            print(f"model saved to {arguments.output_dir}")
+
+
+def _settings(config: RunConfig) -> Any:
+    from treewise.rl.online.settings import OnlineSettings
+
+    names = {each.name for each in fields(OnlineSettings)}
+    given = {name: value for name, value in config.more.items() if name in names and value is not None}
+    if "advantages" not in given and config.more["objective"] not in ("sft", "distillation"):
+        from treewise.rl.rollout_batch import USUAL
+
+        if config.more["objective"] not in USUAL:
+            raise ConfigError(
+                f"objective {config.more['objective']!r} was published without advantages; give --advantages."
+            )
+        given["advantages"] = USUAL[config.more["objective"]]
+    return OnlineSettings(**given)
+
+
+def _task(config: RunConfig) -> Any:
+    from treewise.rl.online.tasks_by_name import task_named
+
+    more = config.more
+    return task_named(
+        more["tasks"], more.get("tasks_settings"), more.get("reward_functions") or (), more.get("tasks_seed", 0)
+    )
+
+
+def _tokenizer(config: RunConfig) -> Any:
+    from treewise.cli.load_model import load_tokenizer
+
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer)
+    return load_tokenizer(config.model, config.gguf_file)
+
+
+def _reference(config: RunConfig) -> Any:
+    """The model of a KL term: the one that the run starts from, where none is given and no adapters are trained."""
+    from treewise.cli.load_model import load_weights
+
+    name = config.more.get("reference")
+    has_kl = bool((config.more.get("objective_settings") or {}).get("beta"))
+    if name is None and (not has_kl or config.lora is not None):
+        return None
+    return load_weights(name or config.model, None if name else config.gguf_file, config.dtype)
+
+
+def _sampler(config: RunConfig, model: Any) -> Any:
+    from treewise.rl.samplers import TransformersSampler, VLLMSampler
+
+    name, settings = config.more.get("sampler", "transformers"), config.more.get("sampler_settings") or {}
+    if name not in SAMPLERS:
+        raise ConfigError(f"sampler={name!r} is unknown; choose one of {', '.join(SAMPLERS)}.")
+    try:
+        return TransformersSampler(model, **settings) if name == "transformers" else VLLMSampler(**settings)
+    except TypeError as error:
+        raise ConfigError(f"sampler_settings of {name!r}: {error}") from None
+
+
+def _summary(config: RunConfig, trainer: Any) -> str:
+    settings = trainer.settings
+    lines = [
+        ("task", trainer.task.name),
+        ("objective", f"{config.more['objective']}, advantages {settings.advantages}"),
+        ("branching", f"{settings.branching} {dict(settings.branching_settings) or ''}".strip()),
+        ("iterations", f"{settings.iterations:,}, {settings.updates_per_iteration} optimizer steps each"),
+        (
+            "budget",
+            f"{settings.tokens_per_iteration:,} generated tokens an iteration in {settings.trees_per_iteration} trees, "
+            f"{settings.max_new_tokens:,} a rollout at most",
+        ),
+        ("sampler", type(trainer.sampler).__name__),
+    ]
+    return "\n".join(f"{name:<12} {value}" for name, value in lines)

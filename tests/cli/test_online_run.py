@@ -1,0 +1,94 @@
+"""`treewise rl --tasks`: a run from a file and flags, what it prints, resuming, and what is refused."""
+
+import shutil
+
+import pytest
+
+from tests.rl.online.helpers import TOKENIZER, tiny_policy
+from treewise.cli.main import main
+from treewise.rl.online.tasks_by_name import task_named
+from treewise.rl.tasks import EnvironmentTask, ReasoningGymTask, RowsTask, SumTask
+
+REWARD = """
+def even(completion_ids, **columns):
+    return [float(sum(ids) % 2 == 0) for ids in completion_ids]
+"""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_policy().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, model_folder, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "n{i}"}}\n' for i in range(10)))
+
+    def call(*flags):
+        given = ["--model", model_folder, "--output", "out", "--use_cpu", "true", "--report_to", "none", *flags]
+        code = main(["rl", *map(str, given)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+SMALL = [
+    *("--tasks", "rows.jsonl", "--reward_functions", "rewards.py:even", "--chat_template", "chatml"),
+    *("--iterations", 1, "--trees_per_iteration", 2, "--tokens_per_iteration", 32, "--max_new_tokens", 6),
+    *("--eval_items", 1, "--max_tokens", 64, "--branching", "random", "--branching_settings.variations", 3),
+]
+
+
+def test_a_run_prints_a_line_an_iteration_and_holds_what_it_says(run, tmp_path):
+    code, out, err = run(*SMALL, "--dry_run")
+    assert code == 0, err
+    assert "random {'variations': 3}" in out
+    assert not (tmp_path / "out").exists()
+    code, out, err = run(*SMALL)
+    assert code == 0, err
+    assert "iteration 0/1: held-out pass@1" in out
+    assert "iteration 1/1: reward" in out
+    assert (tmp_path / "out" / "rollouts" / "iteration-00001.jsonl").is_file()
+    code, _, err = run(*SMALL)
+    assert code == 2
+    assert "finished run" in err
+    shutil.rmtree(tmp_path / "out" / "checkpoint-1")
+    (tmp_path / "out" / "trainer_state.json").unlink()
+    code, out, err = run(*SMALL, "--resume")  # from nothing: the same run again
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tasks", "sums"], "is no task"),
+        (["--tasks", "sum", "--data", "rows.jsonl"], "both given"),
+        (["--tasks", "sum", "--branching", "lrc"], "Did you mean 'lcr'"),
+        (["--tasks", "sum", "--objective", "ppo"], "--advantages"),
+        (["--tasks", "sum", "--iteration", "3"], "Did you mean 'iterations'"),
+        (["--tasks", "sum", "--sampler", "vlm"], "transformers, vllm"),
+        (["--tasks", "rows.jsonl"], "no reward function"),
+    ],
+)
+def test_what_is_refused(run, flags, message):
+    code, _, err = run(*flags)
+    assert code == 2
+    assert message in err
+
+
+def test_tasks_by_name(tmp_path):
+    assert task_named("sum", {"num_terms": 3}) == SumTask(num_terms=3)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    rows = task_named(str(tmp_path / "rows.jsonl"), {"held_out": 0.0}, ["treewise.rl.tasks:math_reward"])
+    assert isinstance(rows, RowsTask)
+    guess = task_named("treewise.rl.tasks:GuessNumber", {"high": 4, "text_tool": "guess"})
+    assert isinstance(guess, EnvironmentTask)
+    assert guess.environment().high == 4
+    pytest.importorskip("reasoning_gym")
+    assert isinstance(task_named("reasoning_gym:chain_sum", {"max_terms": 3}), ReasoningGymTask)

@@ -1,0 +1,102 @@
+"""Continuations within the loop's limits, through turns of an environment, and from any earlier token."""
+
+import numpy as np
+import pytest
+
+from tests.rl.online.helpers import TOKENIZER, new_trainer
+from treewise.rl.branching import Branch, RolloutTree
+from treewise.rl.online.continuation import Continuation, Limits
+from treewise.rl.online.conversations import SingleTurn, start
+from treewise.rl.samplers import Completion, SampleRequest
+from treewise.rl.tasks import ChatTokens, EnvironmentTask, GuessNumber, SumTask
+
+END = TOKENIZER.eos_token_id
+LIMITS = Limits(max_new_tokens=6, max_length=100, stop_ids=(END,))
+
+
+def completed(ids, finish):
+    return Completion(np.array(ids, dtype=np.int32), np.full(len(ids), -1, dtype=np.float32), finish)
+
+
+def single_turn(limits=LIMITS, **branch):
+    tree = RolloutTree([1, 2, 3])
+    conversation = SingleTurn(SumTask(), SumTask().item("train", 0), TOKENIZER, 3, [1, 2, 3])
+    return Continuation(tree, Branch(**branch), conversation, limits, (0,))
+
+
+def test_a_stop_and_a_limit_end_a_rollout_and_a_segment_does_not():
+    stopped = single_turn()
+    stopped.take(completed([5, END], "stop"))
+    assert (stopped.node().finish, stopped.num_drawn) == ("stop", 2)
+    full = single_turn()
+    assert full.request(SampleRequest((0,))).max_new_tokens == 6
+    full.take(completed([5] * 6, "length"))
+    assert full.node().finish == "length"
+    segment = single_turn(max_tokens=4)
+    assert segment.request(SampleRequest((0,))).max_new_tokens == 4
+    segment.take(completed([5] * 4, "length"))
+    assert segment.is_finished
+    assert segment.node().finish is None
+    at_both = single_turn(max_tokens=6)
+    at_both.take(completed([5] * 6, "length"))
+    assert at_both.node().finish == "length"
+    narrow = single_turn(Limits(max_new_tokens=50, max_length=8))
+    assert narrow.request(SampleRequest((0,))).max_new_tokens == 5
+
+
+@pytest.fixture
+def episode():
+    task = EnvironmentTask(lambda: GuessNumber(high=4), text_tool="guess", max_turns=3)
+    return start(task, task.item("train", 0), ChatTokens(TOKENIZER, "chatml"), 5.0)
+
+
+def test_observations_are_recorded_with_weight_0_and_turns_end_after_them(episode):
+    tree = RolloutTree(episode.token_ids)
+    wrong = [*TOKENIZER.encode("none", add_special_tokens=False), END]
+    each = Continuation(tree, Branch(), episode.branch(len(episode.token_ids)), Limits(99, 999, (END,)), (0,))
+    for _ in range(3):
+        assert not each.is_finished
+        assert list(each.request(SampleRequest((0,))).prefix_ids) == each.conversation.token_ids
+        each.take(completed(wrong, "stop"))
+    node = each.node()
+    assert (node.finish, len(node.turn_ends), node.num_sampled) == ("max_turns", 3, 3 * len(wrong))
+    first = slice(len(wrong), int(node.turn_ends[0]))
+    assert not node.is_sampled[first].any()
+    assert "not a number" in TOKENIZER.decode(node.token_ids[first].tolist())
+
+
+def test_a_branch_within_a_turn_continues_the_turn(episode):
+    tree = RolloutTree(episode.token_ids)
+    wrong = [*TOKENIZER.encode("none", add_special_tokens=False), END]
+    whole = Continuation(tree, Branch(), episode.branch(len(episode.token_ids)), Limits(99, 999, (END,)), (0,))
+    for _ in range(3):
+        whole.take(completed(wrong, "stop"))
+    index = tree.add(whole.node())
+    for position in (2, int(whole.node().turn_ends[0]), int(whole.node().turn_ends[0]) + 2):
+        kept = tree.prefix_ids(index, position).tolist()
+        copy = whole.conversation.branch(len(kept))
+        assert copy.token_ids == kept
+        again = Continuation(tree, Branch(index, position), copy, Limits(99, 999, (END,)), (0,))
+        while not again.is_finished:
+            again.take(completed(wrong, "stop"))
+        assert again.node().turn_ends[-1] == len(again.node())
+        assert copy.episode.num_turns == 3
+
+
+@pytest.mark.parametrize("branching", ["turns", "segments", "random"])
+def test_an_environment_trains(branching, tmp_path):
+    own = {"turns": {"roots": 1}, "segments": {"segment_tokens": 3, "width": 4, "first": 2}, "random": {}}
+    task = EnvironmentTask(lambda: GuessNumber(high=4), text_tool="guess", max_turns=2, name="guess")
+    trainer = new_trainer(
+        tmp_path / "run",
+        task,
+        iterations=1,
+        eval_every=1,
+        tokens_per_iteration=96,
+        max_new_tokens=8 if branching == "segments" else 16,
+        branching=branching,
+        branching_settings=own[branching],
+    )
+    logs = trainer.train()
+    assert logs["sampled_tokens"] == logs["recorded_tokens"] + logs["unfinished_tokens"] >= 96
+    assert logs["logprob_gap"] == pytest.approx(1, abs=1e-4)
