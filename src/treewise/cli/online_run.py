@@ -47,6 +47,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
     Raises:
         ConfigError: settings that contradict one another, or that recorded rollouts alone have.
     """
+    from treewise.engine.engine import TreeEngine
     from treewise.rl.online import OnlineTrainer
 
     recorded: list[Any] = [config.data, config.eval_data]
@@ -54,19 +55,23 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
         raise ConfigError("tasks and data are both given: a run makes its rollouts, or trains on recorded ones.")
     settings = _settings(config)
     task = _task(config)
+    if config.more.get("sampler", "transformers") not in SAMPLERS:
+        raise ConfigError(f"sampler={config.more['sampler']!r} is unknown; choose one of {', '.join(SAMPLERS)}.")
     folder = Path(config.training["output_dir"])
     if not args.dry_run:
         training_run.check_folder(folder, args.resume, args.overwrite)
     arguments = training_run.training_arguments(config)
     tokenizer = _tokenizer(config)
     model = training_run.load_model(config, arguments)
+    print(_summary(config, settings, task))
+    if args.dry_run:
+        TreeEngine(model, arguments.max_tokens, arguments.attention)
+        return
     with ExitStack() as stack:
-        resume_from: str | bool | None = None
-        if not args.dry_run:
-            resume_from = training_run.begin(stack, args, config, arguments)
-            if args.overwrite:
-                for name in ("journal", "rollouts"):
-                    shutil.rmtree(folder / name, ignore_errors=True)
+        resume_from = training_run.begin(stack, args, config, arguments)
+        if args.overwrite:
+            for name in ("journal", "rollouts"):
+                shutil.rmtree(folder / name, ignore_errors=True)
         trainer = OnlineTrainer(
             model,
             task,
@@ -77,10 +82,8 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
             sampler=_sampler(config, model),
             reference=_reference(config),
         )
-        print(_summary(config, trainer))
-        if not args.dry_run:
-            trainer.train(resume_from or True if args.resume else None)
-            print(f"model saved to {arguments.output_dir}")
+        trainer.train(resume_from or True if args.resume else None)
+        print(f"model saved to {arguments.output_dir}")
 
 
 def _settings(config: RunConfig) -> Any:
@@ -131,18 +134,15 @@ def _sampler(config: RunConfig, model: Any) -> Any:
     from treewise.rl.samplers import TransformersSampler, VLLMSampler
 
     name, settings = config.more.get("sampler", "transformers"), config.more.get("sampler_settings") or {}
-    if name not in SAMPLERS:
-        raise ConfigError(f"sampler={name!r} is unknown; choose one of {', '.join(SAMPLERS)}.")
     try:
         return TransformersSampler(model, **settings) if name == "transformers" else VLLMSampler(**settings)
     except TypeError as error:
         raise ConfigError(f"sampler_settings of {name!r}: {error}") from None
 
 
-def _summary(config: RunConfig, trainer: Any) -> str:
-    settings = trainer.settings
+def _summary(config: RunConfig, settings: Any, task: Any) -> str:
     lines = [
-        ("task", trainer.task.name),
+        ("task", task.name),
         ("objective", f"{config.more['objective']}, advantages {settings.advantages}"),
         ("branching", f"{settings.branching} {dict(settings.branching_settings) or ''}".strip()),
         ("iterations", f"{settings.iterations:,}, {settings.updates_per_iteration} optimizer steps each"),
@@ -151,6 +151,6 @@ def _summary(config: RunConfig, trainer: Any) -> str:
             f"{settings.tokens_per_iteration:,} generated tokens an iteration in {settings.trees_per_iteration} trees, "
             f"{settings.max_new_tokens:,} a rollout at most",
         ),
-        ("sampler", type(trainer.sampler).__name__),
+        ("sampler", config.more.get("sampler", "transformers")),
     ]
     return "\n".join(f"{name:<12} {value}" for name, value in lines)
