@@ -122,7 +122,7 @@ class OnlineTrainer:
                 where there is none); a path from that checkpoint; None starts anew.
 
         Raises:
-            ConfigError: the folder holds a run, and nothing is said about resuming it.
+            ConfigError: the folder holds a run, and no resuming was asked for.
             CheckpointError: a checkpoint that is damaged, or of another run.
         """
         with ExitStack() as stack:
@@ -172,19 +172,14 @@ class OnlineTrainer:
         """One checkpoint with all state; journals of the iterations before it are no longer needed."""
         parts = self._parts
         self.state.failures = dict(self.rewards.failures)
+        exporters = [self.state]
         run = contents.RunState(
-            self.args,
-            self.model,
-            updater.optimizer,
-            updater.scheduler,
-            parts.state,
-            [self.state],
-            parts.processing_class,
+            self.args, self.model, updater.optimizer, updater.scheduler, parts.state, exporters, parts.processing_class
         )
         facts = {"step": self.state.iteration, "max_tokens": parts.engine.max_tokens, **self._facts()}
         contents.save(run, self.folder, facts)
         store.prune(self.folder, self.args.save_total_limit, None)
-        for path in self._journals()[:]:
+        for path in self._journals():
             if int(path.stem.rpartition("-")[2]) <= self.state.iteration:
                 path.unlink()
 
@@ -353,12 +348,9 @@ class OnlineTrainer:
     def _reference_engine(self) -> Any:
         if self.reference is None:
             return None
-        engine = TreeEngine(
-            self.reference.to(self.args.device),
-            self.args.max_tokens,
-            self.args.attention,
-            temperature=self.args.temperature,
-        )
+        args = self.args
+        model = self.reference.to(args.device)
+        engine = TreeEngine(model, args.max_tokens, args.attention, temperature=args.temperature)
         return lambda: engine
 
     def _measured_gap(self, update: Update) -> dict[str, float]:
