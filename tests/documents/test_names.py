@@ -13,6 +13,7 @@ import pytest
 
 import treewise
 from treewise.cli import main as command_line
+from treewise.cli import online_run
 from treewise.cli.commands import rl
 from treewise.cli.config import schema
 
@@ -75,7 +76,7 @@ def flags_of(command: str) -> set[str]:
     if command == "train":
         flags |= set(schema())
     if command == "rl":
-        flags |= set(schema(rl.KEYS)) | set(rl.aliases())
+        flags |= set(schema(rl.KEYS | online_run.keys())) | set(rl.aliases())
     return flags
 
 

@@ -187,7 +187,7 @@ def test_an_update_has_the_gradients_of_flat_training_of_the_recorded_rows(branc
 def test_the_recorded_rows_hold_every_sampled_token_once_below_its_node(tmp_path):
     trainer = counted(tmp_path / "run", iterations=2, eval_every=0)
     trainer.train()
-    logs = [entry for entry in trainer._parts.state.log_history if "sampled_tokens" in entry]
+    logs = [entry for entry in trainer.log_history if "sampled_tokens" in entry]
     assert sum(entry["sampled_tokens"] for entry in logs) == trainer.sampler.num_tokens
     for entry in logs:
         assert entry["sampled_tokens"] == entry["recorded_tokens"] == entry["trained_tokens"]
@@ -306,6 +306,6 @@ def test_a_kl_is_measured_against_the_reference(tmp_path):
         reference=tiny_policy(),
     )
     trainer.train()
-    logs = [entry for entry in trainer._parts.state.log_history if "kl" in entry]
+    logs = [entry for entry in trainer.log_history if "kl" in entry]
     assert logs[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert logs[1]["kl"] > 1e-6

@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.formatter_class = formatter_with(lambda: schema(KEYS | online_run.keys()))
     parser.epilog = (
-        "Objectives and advantages are explained in docs/rl.md, keys with --tasks in docs/online-rl.md, further keys in "
-        "docs/training.md."
+        "Objectives and advantages are explained in docs/rl.md, those with --tasks in docs/online-rl.md, "
+        "further keys in docs/training.md."
     )
     training_run.add_flags(parser, "the folder")
 

@@ -112,6 +112,11 @@ class OnlineTrainer:
         self.rewards = RewardRunner(self.settings.reward_timeout, self.settings.on_reward_error)  # type: ignore[arg-type]
         self.state = LoopState(SuccessBook(BookSettings(success_at=self.settings.success_at)))
 
+    @property
+    def log_history(self) -> list[dict[str, float]]:
+        """The figures of each iteration so far, and the evaluation before the first as iteration 0."""
+        return self._parts.state.log_history
+
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> dict[str, float]:
