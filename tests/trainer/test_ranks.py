@@ -28,6 +28,11 @@ if RECOMPUTE not in TreeTrainingArguments.__dataclass_fields__:  # its name in e
     RECOMPUTE = "gradient_checkpointing"
 LORA = {"model": {"lora": True}, RECOMPUTE: True, **CUT}
 EXPERTS = {"model": {"family": "mixtral"}, "max_tokens": None}  # and a budget of none: each batch is one micro-batch
+ROUTERS = {  # a loss on routers, which belongs to the step of all batches and processes
+    "model": {"family": "mixtral", "router_aux_loss_coef": 0.7, "output_router_logits": True, "pad_token_id": None},
+    "gradient_accumulation_steps": 2,
+    **CUT,
+}
 TIED = {"model": {"family": "gemma"}, "max_tokens": None, "gradient_accumulation_steps": 2}
 UNEVEN = {"num_trees": 3, **CUT}  # the last step of an epoch has no tree for one rank
 NESTED = {"weighting": "once", "merge_across_trees": False, **CUT}
@@ -38,6 +43,7 @@ TWO = {
     "sharded": ({**SGD, **CUT, **EVALUATED, **CHECKPOINTS}, {"sharded": True}, {}),
     "adapters": ({**SGD, **LORA, **CHECKPOINTS}, {"sharded": True}, {}),
     "experts": ({**SGD, **EXPERTS}, {"sharded": True}, {}),
+    "routers": ({**SGD, **ROUTERS}, {}, {}),
     "tied": ({**SGD, **TIED}, {"sharded": True, "shard_config": {"reshard_after_forward": False}}, {}),
     "uneven": ({**SGD, **UNEVEN}, {"fsdp": "full_shard"}, {}),
     "bfloat16": ({**SGD, **CUT, "bf16": True}, {"sharded": True}, {}),

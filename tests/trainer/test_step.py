@@ -1,11 +1,16 @@
 """Batches with a `StepRunner` alone, without a trainer."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
 from tests.trainer.helpers import flat_loss, tiny_model
 from treewise.errors import DataError
-from treewise.objectives import SFT
+from treewise.objectives import GSPO, SFT
+from treewise.testing.families import tiny_model as family_model
+from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.trainer import TreeTrainingArguments
 from treewise.trainer.step import StepRunner, optimizer_bytes
 from treewise.tree.forest import Forest
@@ -38,6 +43,34 @@ def test_a_batch_has_the_flat_loss_and_gradients(make_runner, trees, forests):
         assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
     assert runner.evaluate_batch(forests, SFT(), 1) / denominator == pytest.approx(float(expected.detach()), rel=1e-6)
     assert not runner.is_sharded
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@pytest.mark.parametrize("max_tokens", [None, 14])
+@pytest.mark.parametrize("objective", ["sft", "gspo"])
+def test_router_losses_belong_to_the_step_however_it_is_cut(make_runner, trees, objective, max_tokens, num_parts):
+    for tree in trees:
+        for index, item in enumerate(tree):
+            old_logprobs = np.full(len(item.token_ids), -4.0)
+            advantages = np.full(len(item.token_ids), 1.0 - 2.0 * (index % 2))
+            changes = {"token_ids": item.token_ids % 60, "advantages": advantages, "old_logprobs": old_logprobs}
+            tree[index] = dataclasses.replace(item, **changes)
+    forests = [Forest.from_trajectories(tree) for tree in trees]
+    model = family_model(
+        "mixtral", router_aux_loss_coef=0.7, output_router_logits=True, pad_token_id=None, vocab_size=64
+    )
+    runner = make_runner(model, max_tokens=max_tokens, router_z_coefficient=0.1)
+    if objective == "gspo":  # takes two walks
+        runner.objective = GSPO()
+    denominator = runner.denominator(forests, 1)
+    whole = runner.engine.step(forests, runner.objective, denominator=denominator)
+    expected = gradients_of(model)
+    model.zero_grad()
+    batches = [forests[part::num_parts] for part in range(num_parts)]
+    runner.count_experts(batches, 1)
+    losses = [runner.train_batch(batch, denominator, 1).loss for batch in batches]
+    assert sum(losses) == pytest.approx(whole.loss, rel=1e-6)
+    assert gradient_error(gradients_of(model), expected) < 1e-6
 
 
 def test_a_batch_without_a_trained_token_computes_nothing(make_runner, forests):

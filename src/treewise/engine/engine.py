@@ -39,7 +39,7 @@ from treewise.nn.model_checks import (
     refuse_tokens,
 )
 from treewise.nn.recurrent import peak_cuts
-from treewise.nn.router_loss import RouterLoss, check_router_loss, router_loss_rule
+from treewise.nn.router_loss import RouterCounts, RouterLoss, check_router_loss, router_loss_rule
 from treewise.objectives import SFT, Objective
 from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
@@ -126,11 +126,13 @@ class TreeEngine:
         objective: Objective | LossFunction | None = None,
         *,
         denominator: float | None = None,
+        router_counts: RouterCounts | None = None,
     ) -> StepOutput:
         """Forward and backward; gradients are added into `.grad`.
 
         objective: `SFT()` if None; or any function from the list of log-probs (see `logprobs`) to a scalar.
-        denominator: replaces the objective's own, if a step is spread over several calls or ranks.
+        denominator: replaces the objective's own, if a step is spread over several calls or ranks. router_counts: the
+        sum of `count_experts` over these calls and ranks; without it each call balances its own trees.
 
         Raises:
             DataError: nothing to train, a stream that the objective needs is missing, or a token id beyond the
@@ -147,8 +149,8 @@ class TreeEngine:
 
         def run() -> StepOutput:
             if isinstance(loss, Objective):
-                return self._step_objective(self.plan(forest), loss, denominator)
-            return self._step_function(self.plan(forest), loss, denominator)
+                return self._step_objective(self.plan(forest), loss, denominator, router_counts)
+            return self._step_function(self.plan(forest), loss, denominator, router_counts)
 
         return self.budget.run(run, forest.num_tokens, self.model)
 
@@ -172,11 +174,28 @@ class TreeEngine:
             loss.of_terms(self.values(plan, [loss.reader, *counting])[0])
         return step_output(plan, loss, router_loss, num_first_walk_tokens=0)
 
-    def _step_objective(self, plan: Plan, objective: Objective, denominator: float | None) -> StepOutput:
-        loss, router_loss = self._step_loss(plan.forest, objective, denominator), self.router_loss(plan)
-        needs_first_walk = router_loss is not None
+    def count_experts(self, forests: Forests) -> RouterCounts:
+        """How often the routers choose each expert on some trees, for a step that is spread over calls or ranks."""
+        forest = one_forest(forests)
+
+        @torch.no_grad()
+        def run() -> RouterCounts:
+            plan = self.plan(forest)
+            router_loss = self.router_loss(plan)
+            if router_loss is None:
+                raise ConfigError("the engine adds no router loss, so there is nothing to count.")
+            self._count_experts(plan, router_loss)
+            return router_loss.counts()
+
+        return self.budget.run(run, forest.num_tokens, self.model)
+
+    def _step_objective(
+        self, plan: Plan, objective: Objective, denominator: float | None, counts: RouterCounts | None
+    ) -> StepOutput:
+        loss, router_loss = self._step_loss(plan.forest, objective, denominator), self.router_loss(plan, counts)
+        needs_first_walk = router_loss is not None and counts is None
         if objective.is_separable(plan.forest):
-            if router_loss is not None and not plan.is_whole:
+            if router_loss is not None and not plan.is_whole and counts is None:
                 self._count_experts(plan, router_loss)
             walk = self.new_walk(plan, with_router_logits=router_loss is not None)
             walk.train(with_router_loss(loss.of_micro_batch, router_loss))
@@ -186,10 +205,12 @@ class TreeEngine:
         num_first_walk_tokens = plan.forest.num_tokens if needs_first_walk and not plan.is_whole else 0
         return step_output(plan, loss, router_loss, num_first_walk_tokens=num_first_walk_tokens)
 
-    def _step_function(self, plan: Plan, function: LossFunction, denominator: float | None) -> StepOutput:
+    def _step_function(
+        self, plan: Plan, function: LossFunction, denominator: float | None, counts: RouterCounts | None
+    ) -> StepOutput:
         if denominator is not None:
             raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
-        router_loss = self.router_loss(plan)
+        router_loss = self.router_loss(plan, counts)
 
         def loss_of(values: Values) -> torch.Tensor:
             loss = function(_restored_logprobs(values, plan.forest))
@@ -327,10 +348,10 @@ class TreeEngine:
         if self._lockstep is not None:
             self._lockstep.drain()
 
-    def router_loss(self, plan: Plan) -> RouterLoss | None:
-        """The router losses of one step on a plan; None if the engine adds none."""
+    def router_loss(self, plan: Plan, counts: RouterCounts | None = None) -> RouterLoss | None:
+        """The router losses of one step on a plan; None if the engine adds none. counts: of the whole step."""
         rule = self.router_loss_rule
-        return None if rule is None else RouterLoss(rule, plan.forest.multiplicity)
+        return None if rule is None else RouterLoss(rule, plan.forest.multiplicity, counts)
 
     def _count_experts(self, plan: Plan, router_loss: RouterLoss) -> None:
         """A walk without a graph, which counts the choices of the whole step."""

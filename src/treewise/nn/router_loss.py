@@ -5,8 +5,9 @@ computes it over all layers at once) is `E * sum_e count_e / R * probability_e /
 layers and tokens, how often expert e is among the chosen ones, and the sum of the probabilities given to it. A shared
 token of a tree stands for one row in every trajectory through it, so it is weighted by its multiplicity. Counts carry
 no gradient. Given those of the whole step, the loss is a sum over rows, so it can be computed in parts: a first walk
-without a graph counts, and the training walk adds each micro-batch's part. The z-loss (Zoph et al. 2022, ST-MoE,
-arXiv:2202.08906, equation 5) is a sum over rows anyway.
+without a graph counts, and the training walk adds each micro-batch's part. Where an optimizer step is spread over
+several calls or ranks, their counts (`RouterCounts`) are added up before any of them trains. The z-loss (Zoph et al.
+2022, ST-MoE, arXiv:2202.08906, equation 5) is a sum over rows anyway.
 
 Letters: T tokens of a micro-batch, L layers with a router, E experts.
 """
@@ -43,14 +44,30 @@ class RoutingReport:
     expert_load: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class RouterCounts:
+    """What the load-balancing loss needs of all trees of an optimizer step; those of parts of a step add up.
+
+    experts: [E] float64, how often each expert is chosen, over all layers, by multiplicity. num_rows: layers with a
+    router times flat tokens.
+    """
+
+    experts: np.ndarray
+    num_rows: float
+
+    def __add__(self, other: "RouterCounts") -> "RouterCounts":
+        return RouterCounts(self.experts + other.experts, self.num_rows + other.num_rows)
+
+
 class RouterLoss:
     """Both router losses of one step, computed micro-batch by micro-batch.
 
-    multiplicity: [tree tokens], how many trajectories go through each.
+    multiplicity: [tree tokens], how many trajectories go through each. step_counts: of the whole optimizer step, of
+    which these trees are a part; None: these trees are the step.
     """
 
-    def __init__(self, rule: RouterLossRule, multiplicity: np.ndarray) -> None:
-        self.rule, self.multiplicity = rule, multiplicity
+    def __init__(self, rule: RouterLossRule, multiplicity: np.ndarray, step_counts: RouterCounts | None = None) -> None:
+        self.rule, self.multiplicity, self.step_counts = rule, multiplicity, step_counts
         self._num_counted = 0  # tree tokens
         self._counts: torch.Tensor | None = None  # [L, E] float64, how often each expert is chosen
         self._sums: torch.Tensor | None = None  # [E + 1] float32 or wider, see `_row_sums`
@@ -59,6 +76,12 @@ class RouterLoss:
     def is_counted(self) -> bool:
         """Whether every tree token has been counted."""
         return self._num_counted == len(self.multiplicity)
+
+    def counts(self) -> RouterCounts:
+        """Those of these trees, once every token is counted."""
+        assert self.is_counted
+        assert self._counts is not None
+        return RouterCounts(self._counts.sum(0).cpu().numpy(), len(self._counts) * float(self.multiplicity.sum()))
 
     def part(self, router_logits: tuple[torch.Tensor, ...], positions: np.ndarray) -> torch.Tensor:
         """A micro-batch's part of both losses with their factors: a scalar with a graph, float32 or wider.
@@ -71,13 +94,13 @@ class RouterLoss:
         sums = self._row_sums(router_logits, positions)
         if not self.is_counted:
             self._count(router_logits, positions, sums.detach())
-        if not self.is_counted:
+        if not self.is_counted and self.step_counts is None:
             assert not torch.is_grad_enabled(), "a walk with gradients before all tokens are counted"
             return sums.new_zeros(())
         return self._with_factors(self._terms(sums))
 
     def total(self) -> torch.Tensor:
-        """Both losses of the whole step with their factors, a scalar without a graph."""
+        """Both losses of these trees with their factors, a scalar without a graph; those of a step's parts add up."""
         assert self._sums is not None
         return self._with_factors(self._terms(self._sums))
 
@@ -110,9 +133,8 @@ class RouterLoss:
 
     def _terms(self, sums: torch.Tensor) -> torch.Tensor:
         """[2] the load-balancing loss and the z-loss, without factors, from sums over rows."""
-        assert self._counts is not None
-        num_rows = len(self._counts) * float(self.multiplicity.sum())
-        count_E = self._counts.sum(0).to(sums.dtype)
+        counts = self.counts() if self.step_counts is None else self.step_counts
+        count_E, num_rows = to_device(counts.experts, sums.device, sums.dtype), counts.num_rows
         return torch.stack([len(count_E) * (count_E @ sums[:-1]) / num_rows**2, sums[-1] / num_rows])
 
     def _with_factors(self, terms: torch.Tensor) -> torch.Tensor:

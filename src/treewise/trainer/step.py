@@ -22,6 +22,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.engine.scoring import StepOutput
 from treewise.errors import DataError, OutOfMemoryError
 from treewise.nn.device import is_out_of_memory
+from treewise.nn.router_loss import RouterCounts
 from treewise.objectives import Objective
 from treewise.objectives.normalization import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -56,6 +57,7 @@ class StepRunner:
         self._max_tokens = args.max_tokens
         self._reserve_bytes = reserve_bytes
         self._ends: Ends | None = None  # of a sharded model
+        self._router_counts: RouterCounts | None = None  # of the present optimizer step
         self.engine = self._new_engine()
 
     @property
@@ -127,6 +129,30 @@ class StepRunner:
             )
         return total
 
+    def count_experts(self, batches: Sequence[Sequence[Forest]], step: int) -> None:
+        """Counts the choices of routers over all batches and ranks of a step, which its load-balancing loss needs.
+
+        One batch on one rank needs none: its own walks count. batches: of this rank.
+        """
+        self._router_counts = None
+        if self.engine.router_loss_rule is None or (len(batches) == 1 and ranks.count() == 1):
+            return
+        self._measure_budget()
+        counts: RouterCounts | None = None
+        for forests in batches:
+            trained = self._trained(forests)
+            with self._batch(trains=False, step=step), self._autocast():
+                if trained:
+                    part = self.engine.count_experts(trained)
+                    counts = part if counts is None else counts + part
+        for other in ranks.on_every_rank(lambda: counts):
+            if other is not None:
+                total = self._router_counts
+                self._router_counts = other if total is None else total + other
+
+    def _trained(self, forests: Sequence[Forest]) -> list[Forest]:
+        return [forest for forest in forests if self.objective.denominator(forest) > 0]
+
     def _measure_budget(self) -> None:
         """All ranks measure at the same time; one process alone measures with its first batch."""
         if ranks.count() > 1 and not self.engine.budget.is_measured:
@@ -150,12 +176,14 @@ class StepRunner:
             OutOfMemoryError: sharded parameters, and a rank has too little memory for its budget.
         """
         self._measure_budget()
-        trained = [forest for forest in forests if self.objective.denominator(forest) > 0]
+        trained = self._trained(forests)
         out = None
         with self._batch(trains=True, measured=trained, step=step):
             if trained:
                 with self._autocast():
-                    out = self.engine.step(trained, self.objective, denominator=denominator)
+                    out = self.engine.step(
+                        trained, self.objective, denominator=denominator, router_counts=self._router_counts
+                    )
         return out
 
     def evaluate_batch(self, forests: Sequence[Forest], objective: Objective, step: int) -> float:

@@ -173,7 +173,10 @@ class TreeTrainer(Trainer):
         batches = list(islice(self._batches.of(epoch_iterator, step), num_batches))
         forests = [forest for batch in batches for forest in batch]
         self._guard.begin_step(forests)
-        return batches, self.runner.denominator(forests, step + 1)
+        denominator = self.runner.denominator(forests, step + 1)
+        with self._signals.computing():
+            self.runner.count_experts(batches, step + 1)
+        return batches, denominator
 
     @override
     def floating_point_ops(self, inputs: list[Forest]) -> float:
