@@ -9,6 +9,8 @@ walks of a batch.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -138,17 +140,14 @@ class StepRunner:
         if self.engine.router_loss_rule is None or (len(batches) == 1 and ranks.count() == 1):
             return
         self._measure_budget()
-        counts: RouterCounts | None = None
+        own: list[RouterCounts] = []
         for forests in batches:
             trained = self._trained(forests)
             with self._batch(trains=False, step=step), self._autocast():
                 if trained:
-                    part = self.engine.count_experts(trained)
-                    counts = part if counts is None else counts + part
-        for other in ranks.on_every_rank(lambda: counts):
-            if other is not None:
-                total = self._router_counts
-                self._router_counts = other if total is None else total + other
+                    own.append(self.engine.count_experts(trained))
+        parts = [part for each in ranks.on_every_rank(lambda: own) for part in each]
+        self._router_counts = reduce(add, parts) if parts else None
 
     def _trained(self, forests: Sequence[Forest]) -> list[Forest]:
         return [forest for forest in forests if self.objective.denominator(forest) > 0]
