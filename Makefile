@@ -69,10 +69,7 @@ bench: $(VENV)/.dev
 	$(BIN)/treewise bench --device cpu $(HYBRID) --json $(RESULTS) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/tables.py
 
-bench-quick: check
-	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n 2 -m "not slow and not cli and not processes"
-
-check: $(VENV)/.dev
+bench-check: $(VENV)/.dev
 	$(BIN)/treewise bench --device cpu --check $(RESULTS) $(BENCH_ARGS)
 	$(BIN)/treewise bench --device cpu $(HYBRID) --check $(RESULTS) $(BENCH_ARGS)
 
