@@ -76,6 +76,11 @@ def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str
     return f" {otherwise}" if otherwise else ""
 
 
+def num(count: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun: `1 tree`, `2 trees`, `3 batches` (with `plural`)."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def bytes_as_text(num_bytes: float | None) -> str:
     """A number of bytes in binary units: `1.50 GiB`, `3.20 MiB`, `7 bytes`; a dash where it is unknown."""
     if num_bytes is None:

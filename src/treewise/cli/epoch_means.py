@@ -1,4 +1,4 @@
-"""One printed line for each epoch."""
+"""One printed line for each epoch of an update, and a warning at its first step."""
 
 import sys
 from collections.abc import Sequence
@@ -7,6 +7,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 from typing_extensions import override
+
+from treewise.errors import num
+from treewise.rl.checks import gap_warning
 
 
 class EpochMeans(TrainerCallback):
@@ -28,5 +31,21 @@ class EpochMeans(TrainerCallback):
             return
         names = [name for name in self.names if all(name in logs for logs in steps)]
         means = ", ".join(f"{name} {fmean(logs[name] for logs in steps):.4g}" for name in names)
-        sys.stdout.write(f"epoch {round(state.epoch)}: {means} (mean of {len(steps):,} steps)\n")
+        sys.stdout.write(f"epoch {round(state.epoch)}: {means} (mean of {num(len(steps), 'step')})\n")
         sys.stdout.flush()
+
+
+class GapWarning(TrainerCallback):
+    """Warns at the first step where the policy is far from the sampler."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    @override
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self._is_done or not logs or "logprob_gap" not in logs:
+            return
+        self._is_done = True
+        line = gap_warning(float(logs["logprob_gap"]))
+        if line is not None and state.is_world_process_zero:
+            print(f"warning: {line}", file=sys.stderr)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from treewise.cli.output import enduring_output
 from treewise.cli.parser import make_parser, module_of, parse
 from treewise.errors import LostRankError, StoppedError, TreewiseError, VerificationError
 
@@ -25,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 2
         args = parse(name, words)
+        if hasattr(args, "overrides"):  # a command that trains goes on without a reader of its output
+            with enduring_output():
+                return int(module_of(name).run(args))
         return int(module_of(name).run(args))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 RESOLVED = "resolved_config.yaml"
 FINISHED = "trainer_state.json"  # written into the run's folder when it ends
+LOG = "log.jsonl"
 
 
 def add_flags(parser: argparse.ArgumentParser, folder: str) -> None:
@@ -94,8 +95,9 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if is_fresh and folder.is_dir() and {path.name for path in folder.iterdir()} <= {RESOLVED}:
-            (folder / RESOLVED).unlink(missing_ok=True)
+        if is_fresh and folder.is_dir() and {path.name for path in folder.iterdir()} <= {RESOLVED, LOG}:
+            for name in (RESOLVED, LOG):
+                (folder / name).unlink(missing_ok=True)
             if not was_there:
                 folder.rmdir()
         raise
@@ -135,6 +137,25 @@ def hide_bars(config: RunConfig) -> None:
 
     logging.disable_progress_bar()
     config.training.setdefault("disable_tqdm", True)
+
+
+def check_steps_left(arguments: "TreeTrainingArguments", num_trees: int, resume_from: str | bool | None) -> None:
+    """Raises `ConfigError` where a finished run is resumed without further steps; a run with further steps is open."""
+    from treewise.trainer.checkpoint import store
+    from treewise.trainer.run_summary import num_optimizer_steps
+
+    folder = Path(arguments.output_dir)
+    if resume_from is None or not (folder / FINISHED).exists():
+        return
+    newest = store.checkpoints(folder)[-1] if resume_from is True else Path(str(resume_from))
+    step, wanted = newest.name.rpartition("-")[2], num_optimizer_steps(arguments, num_trees)
+    if step.isdigit() and int(step) >= wanted:
+        raise ConfigError(
+            f"output_dir {folder} holds a finished run of {int(step):,} steps, and the settings ask for {wanted:,}; "
+            "give more --max_steps or --num_train_epochs to train it further."
+        )
+    if is_first_rank():
+        (folder / FINISHED).unlink()  # the run is open again
 
 
 def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["TreeDataset", "TreeDataset | None", Any]:
@@ -228,12 +249,13 @@ def train(
     resume_from: str | bool | None,
     command: str,
     objective: Any = None,
-    callbacks: Any = None,
+    callbacks: Any = (),
 ) -> None:
     """Trains and saves the model. command: what the user typed, for the advice on resuming."""
 
     import torch
 
+    from treewise.cli.progress import StepLines, replace_printers
     from treewise.trainer import TreeTrainer
 
     try:
@@ -244,12 +266,12 @@ def train(
             eval_dataset=eval_data,
             objective=objective,
             processing_class=tokenizer,
-            callbacks=callbacks,
         )
     except Exception as error:
         if arguments.push_to_hub and not isinstance(error, TreewiseError):
             raise ConfigError(f"push_to_hub: {' '.join(str(error).split())}") from error
         raise
+    replace_printers(trainer, [StepLines(Path(arguments.output_dir)), *callbacks])
     try:
         trainer.train(resume_from_checkpoint=resume_from)
     except StoppedError as error:
@@ -281,12 +303,15 @@ def check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
         raise ConfigError(f"output_dir {folder} is a file.")
     if overwrite:
         return
-    if (folder / FINISHED).exists():
-        raise ConfigError(
-            f"output_dir {folder} holds a finished run; choose another (with --model {folder} to go on from its "
-            "weights), or --overwrite to train again."
-        )
     saved = store.checkpoints(folder)
+    if (folder / FINISHED).exists() and not (resume and saved):
+        raise ConfigError(
+            f"output_dir {folder} holds a finished run"
+            + (", of which no checkpoint was saved" if resume else "")
+            + f"; choose another (with --model {folder} to go on from its weights), "
+            + ("" if resume else "--resume with more --max_steps or --num_train_epochs to train it further, ")
+            + "or --overwrite to train again."
+        )
     if saved and not resume:
         raise ConfigError(
             f"output_dir {folder} holds a run up to {saved[-1].name}; choose another, --resume to go on, "
@@ -325,7 +350,7 @@ def _write_resolved(
             store.recover(folder)
             for path in store.checkpoints(folder):
                 shutil.rmtree(path)
-            for path in (resolved, folder / FINISHED):
+            for path in (resolved, folder / FINISHED, folder / LOG):
                 path.unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         text = resolved_text(config, arguments)

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from treewise.advantages import AdvantageReport
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, num
 from treewise.objectives import PolicyGradient, logprob_gap
 from treewise.rl.rollout_batch import (
     GIVEN,
@@ -91,25 +91,48 @@ def credited(
         method: of `treewise.rl.rollout_batch.ADVANTAGES`, or `given`; None for the rows' own advantages where they have
             some, else the method that the objective was published with.
         settings: of the method.
-        drop_flat_groups: leave out groups whose rewards are all equal.
+        drop_flat_groups: leave out groups whose rewards are all equal, and groups of one rollout without advantage.
         tree_of: the tree in which each trajectory was sampled, for methods that tell trees of one group apart.
-        may_be_empty: whether no group may be left.
+        may_be_empty: whether no group may be left, or every advantage may be zero.
 
     Raises:
-        ConfigError: an unknown method or setting; no group is left.
+        ConfigError: an unknown method or setting; every advantage is zero.
         DataError: rows without a reward, a group, or given advantages.
     """
     if not isinstance(objective, PolicyGradient):
         return Update(trees)
     method = usual_method(name, trees) if method is None else method
     trees, report = credit(trees, method, settings or {}, tree_of)
-    if not drop_flat_groups or report is None or not report.zero_variance_groups:
-        return Update(trees, method, report)
-    flat = report.zero_variance_groups
-    trees = without_groups(trees, flat)
-    if not trees and not may_be_empty:
-        raise ConfigError(f"all {len(flat):,} groups are without variance: nothing to learn from.")
-    return Update(trees, method, report, num_dropped=len(flat))
+    dropped: tuple[Any, ...] = ()
+    if drop_flat_groups and report is not None:
+        silent = _silent_groups(trees)
+        dropped = tuple(dict.fromkeys([*report.zero_variance_groups, *(silent & set(report.groups_of_one))]))
+    if dropped:
+        trees = without_groups(trees, dropped)
+    if not may_be_empty and not any(_acts(item) for tree in trees for item in tree):
+        raise ConfigError(_nothing_to_learn(method, report))
+    return Update(trees, method, report, num_dropped=len(dropped))
+
+
+def _acts(item: Trajectory) -> bool:
+    """Whether any trained token has an advantage."""
+    return item.advantages is not None and bool(np.any(item.advantages[item.loss_weights > 0]))
+
+
+def _silent_groups(trees: Trees) -> set[Any]:
+    """Groups no trained token of which has an advantage."""
+    items = [item for tree in trees for item in tree]
+    return {item.group for item in items} - {item.group for item in items if _acts(item)}
+
+
+def _nothing_to_learn(method: str, report: AdvantageReport | None) -> str:
+    if report is None:
+        return "every advantage is zero: nothing would be trained. The rows' own advantages are all 0."
+    counts = f"{num(report.num_groups, 'group')}, of which {len(report.zero_variance_groups):,} without variance"
+    return (
+        f"every advantage is zero: nothing would be trained ({method}: {counts}, {len(report.groups_of_one):,} of one "
+        "rollout). Rewards must differ within a group; check `group` and `reward`, or sample more rollouts of a prompt."
+    )
 
 
 def with_streams(
@@ -198,15 +221,18 @@ def describe(update: Update, objective: str, reference: str) -> str:
     if update.method is not None:
         groups = len({repr(item.group) for item in items})
         num_rollouts = int(number_rollouts(items).max()) + 1
-        lines.append(("rollouts", f"{num_rollouts:,} in {groups:,} groups, {len(items):,} rows"))
+        counts = f"{num(num_rollouts, 'rollout')} in {num(groups, 'group')}, {num(len(items), 'row')}"
+        lines.append(("rollouts", counts))
         lines.append(("advantages", update.method if report is None else report.method))
+        lines.append(("rows with an advantage", f"{sum(map(_acts, items)):,} of {len(items):,}"))
     if report is not None:
         lines.append(("mean reward", f"{report.mean_reward:.4g}"))
         flat = len(report.zero_variance_groups)
         what = "left out" if update.num_dropped else "they teach nothing"
         lines.append(("groups without variance", f"{flat:,} of {report.num_groups:,}" + (f" ({what})" if flat else "")))
         if report.groups_of_one:
-            lines.append(("groups of one rollout", f"{len(report.groups_of_one):,} (compared with nothing)"))
+            one = "left out" if update.num_dropped else "compared with nothing"
+            lines.append(("groups of one rollout", f"{len(report.groups_of_one):,} ({one})"))
         lines += [("", note) for note in report.notes]
     if update.method is not None:
         lines.append(("old log-probs", _OLD[update.streams.old]))

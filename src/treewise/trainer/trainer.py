@@ -331,6 +331,7 @@ class TreeTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             contents.load_states(Path(checkpoint), self.model, self.optimizer, self.lr_scheduler)
+            _follow_schedule(self.optimizer, self.lr_scheduler)
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -390,6 +391,16 @@ class TreeTrainer(Trainer):
         self.state = TrainerState.load_from_json(str(checkpoint / contents.STATE))
         logger.warning("%s is the end of the run: no step is left to train", checkpoint)
         return TrainOutput(self.state.global_step, float("nan"), {})
+
+
+def _follow_schedule(optimizer: Any, scheduler: Any) -> None:
+    """Sets the learning rates of the next step by the schedule of this run, which may be longer than the saved one."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        rates = [base * rule(scheduler.last_epoch) for base, rule in pairs]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler.load_state_dict(scheduler.state_dict() | {"_last_lr": rates})
 
 
 class _StepEnd(TrainerCallback):

@@ -48,7 +48,7 @@ def losses(folder, run="run"):
 def test_a_run_leaves_a_model_and_its_configuration(folder, capsys):
     assert main(["train", "run.yaml", "--learning_rate", "3e-3"]) == 0
     out = capsys.readouterr().out
-    assert out.index("share ratio") < out.index("'loss'") < out.index("model saved to run")
+    assert out.index("share ratio") < out.index("step 1/4  loss ") < out.index("model saved to run")
     AutoModelForCausalLM.from_pretrained(folder / "run")
     resolved = yaml.safe_load((folder / "run" / "resolved_config.yaml").read_text())
     assert (resolved["learning_rate"], resolved["max_steps"]) == (3e-3, 4)
@@ -75,6 +75,48 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(folder, capsys):
     assert weights[0] == weights[1]
 
 
+def test_a_finished_run_is_extended_and_the_schedule_goes_on(folder):
+    constant = ["--lr_scheduler_type", "constant"]
+    assert main(["train", "run.yaml", "--max_steps", "6", "--out", "whole", *constant]) == 0
+    assert main(["train", "run.yaml", *constant]) == 0
+    assert main(["train", "run.yaml", "--resume", "--max_steps", "6", *constant]) == 0
+    assert losses(folder) == losses(folder, "whole")
+    assert main(["train", "run.yaml", "--out", "linear", "--max_steps", "2"]) == 0
+    assert main(["train", "run.yaml", "--out", "linear", "--max_steps", "4", "--resume"]) == 0
+    log = [json.loads(line) for line in (folder / "linear" / "log.jsonl").read_text().splitlines()]
+    rates = {entry["step"]: entry["learning_rate"] for entry in log if "loss" in entry}
+    assert rates[3] == pytest.approx(5e-4)
+
+
+def test_the_log_file_holds_numbers_once_for_each_step(folder):
+    assert main(["train", "run.yaml"]) == 0
+    (folder / "run" / "trainer_state.json").unlink()
+    assert main(["train", "run.yaml", "--resume", "run/checkpoint-2"]) == 0
+    entries = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
+    steps = [entry for entry in entries if "loss" in entry]
+    assert [entry["step"] for entry in steps] == [1, 2, 3, 4]
+    assert all(isinstance(value, int | float) for entry in entries for value in entry.values())
+    assert [entry["loss"] for entry in steps] == losses(folder)
+
+
+def test_a_closed_pipe_does_not_end_training(folder):
+    command = f"{sys.executable} -m treewise.cli.main train run.yaml --max_steps 20; echo code $? >&2"
+    result = subprocess.run(f"({command}) | head -n 1", shell=True, capture_output=True, text=True, check=False)
+    assert "code 0" in result.stderr
+    assert len((folder / "run" / "log.jsonl").read_text().splitlines()) == 21
+    AutoModelForCausalLM.from_pretrained(folder / "run")
+
+
+def test_a_dry_run_leaves_no_file_anywhere(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    monkeypatch.delenv("TREEWISE_CACHE", raising=False)
+    with (folder / "rows.jsonl").open("a") as stream:
+        stream.write('{"token_ids": []}\n')
+    before = sorted(folder.rglob("*"))
+    assert main(["train", "run.yaml", "--dry_run", "--on_bad_record", "quarantine"]) == 0
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_changes_since_the_run_began_are_said(folder, capsys):
     main(["train", "run.yaml"])
     (folder / "run" / "trainer_state.json").unlink()
@@ -91,7 +133,9 @@ def test_a_folder_that_holds_a_run_is_not_touched(folder, capsys):
     assert main(["train", "run.yaml"]) == 0
     for flags in ([], ["--resume"]):
         assert main(["train", "run.yaml", *flags]) == 2
-        assert "holds a finished run" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert "holds a finished run" in err
+        assert "more --max_steps or --num_train_epochs" in err
     (folder / "run" / "trainer_state.json").unlink()
     (folder / "run" / "notes.txt").write_text("mine")
     assert main(["train", "run.yaml"]) == 2

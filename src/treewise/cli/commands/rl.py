@@ -4,7 +4,10 @@ With `--tasks` in place of `--data` the run makes its rollouts itself: `cli/onli
 """
 
 import argparse
+import json
 import shlex
+import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +16,13 @@ from treewise.cli import online_run, training_run
 from treewise.cli.config import RunConfig, read_config, schema
 from treewise.cli.key_help import formatter_with
 from treewise.cli.objective import typed_settings
-from treewise.errors import ConfigError
+from treewise.data.io.files import find_files, read_records
+from treewise.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from treewise.rl.update import Update
     from treewise.trainer import TreeTrainingArguments
+    from treewise.tree.trajectory import Trajectory
 
 KEYS: dict[str, Any] = {
     "objective": str,
@@ -79,13 +84,16 @@ def run(args: argparse.Namespace) -> int:
     objective = _objective(config)
     if not args.dry_run and training_run.is_first_rank():
         training_run.check_folder(Path(config.training["output_dir"]), args.resume, args.overwrite)
-    from treewise.cli.epoch_means import EpochMeans
+    from treewise.cli.epoch_means import EpochMeans, GapWarning
+    from treewise.rl import checks as rl_checks
     from treewise.rl import update as rl_update  # slow to import
     from treewise.trainer.run_summary import num_optimizer_steps
 
     dataset, _, tokenizer = training_run.load_data(config, read_only=args.dry_run)
+    trees = [tree.labelled_trajectories() for tree in dataset]
+    _check_rewards(config, trees, objective)
     update = rl_update.credited(
-        [tree.labelled_trajectories() for tree in dataset],
+        trees,
         objective,
         name=config.more["objective"],
         method=config.more.get("advantages"),
@@ -110,12 +118,16 @@ def run(args: argparse.Namespace) -> int:
     facts = [dataset.fingerprint, config.model, config.more.get("reference"), config.dtype]
     with ExitStack() as stack:
         resume_from = training_run.begin(stack, args, config, arguments)
+        training_run.check_steps_left(arguments, len(update.trees), resume_from)
         saved = rl_update.load_scores(folder, update, facts) if resume_from else None
         update = saved or _scored(config, arguments, model, update)
         _print_update(config, update)
         if training_run.is_first_rank():
             rl_update.save_scores(folder, update, facts)
-        callbacks = [EpochMeans(SHOWN)]
+        callbacks = [EpochMeans(SHOWN), GapWarning()]
+        if training_run.is_first_rank():
+            for line in rl_checks.warnings_of(update.trees, getattr(objective, "weighting", "per_trajectory")):
+                print(f"warning: {line}", file=sys.stderr)
         training_run.train(arguments, model, tokenizer, update.trees, None, resume_from, command, objective, callbacks)
     return 0
 
@@ -153,6 +165,26 @@ def _objective(config: RunConfig) -> Any:
                 f"{error} Give --objective_settings.max_length, the most tokens that a rollout may sample."
             ) from None
         raise
+
+
+def _check_rewards(config: RunConfig, trees: Sequence[Sequence["Trajectory"]], objective: Any) -> None:
+    """Raises `DataError` where no row has a reward or advantages, with the fields that could be one."""
+    from treewise.objectives import PolicyGradient
+    from treewise.rl.checks import reward_like
+
+    items = [item for tree in trees for item in tree]
+    has_any = any(item.reward is not None or item.advantages is not None for item in items)
+    by_tree = (config.more.get("advantages") or "") in ("value_steps", "node_value")
+    if has_any or by_tree or not isinstance(objective, PolicyGradient):
+        return
+    first = next((record for path in find_files(config.data) for record in read_records(path)), None)
+    value = {} if first is None else first.payload
+    if isinstance(value, bytes):
+        value = json.loads(value)
+    names = reward_like(value)
+    hint = f" Its fields {', '.join(names)} could be rewards: rename the right one." if names else ""
+    location = items[0].source or "the rows"
+    raise DataError(f"{location}: no reward in any row. Give each rollout `reward`, a number.{hint}")
 
 
 def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":

@@ -37,5 +37,6 @@ def run(args: argparse.Namespace) -> int:
     command = shlex.join(["treewise", "train", *args.overrides])
     with ExitStack() as stack:
         resume_from = training_run.begin(stack, args, config, arguments)
+        training_run.check_steps_left(arguments, len(train_data), resume_from)
         training_run.train(arguments, model, tokenizer, train_data, eval_data, resume_from, command)
     return 0

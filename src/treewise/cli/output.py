@@ -1,0 +1,50 @@
+"""Output of a run whose reader may leave, as after `| head`: training goes on without it."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class EnduringStream:
+    """A text stream that writes into nothing once its pipe is closed."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes; the first write after the pipe was closed sends this and all further output to the null device."""
+        try:
+            self._stream.write(text)
+        except BrokenPipeError:
+            self._leave()
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes, as `write` writes."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._leave()
+
+    def _leave(self) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())  # what is buffered goes there, too
+        os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def enduring_output() -> Iterator[None]:
+    """Within it, a closed stdout or stderr ends nothing. Both stay as they are, on the null device, afterwards."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = EnduringStream(before[0]), EnduringStream(before[1])
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before

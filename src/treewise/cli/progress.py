@@ -1,0 +1,135 @@
+"""What a run prints: one line a step, and a bar where there is a terminal. The log file has every number.
+
+    step 3/50  loss 1.87  |g| 2.3  lr 9e-06  270 tok/s  0.70 GiB  ETA 0:40
+
+`log.jsonl` in the run's folder has one line of JSON for each log: all that trackers get, numbers as numbers.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from typing_extensions import override
+
+from treewise.cli.training_run import LOG
+
+# Metrics of objectives that a line shows, with their short names.
+METRICS = {
+    "kl": "kl",
+    "approx_kl": "kl to old",
+    "clip_fraction": "clipped",
+    "entropy": "entropy",
+    "ratio": "ratio",
+    "logprob_gap": "gap",
+}
+MAX_SECONDS = 100 * 3600  # of an ETA
+
+
+def step_line(logs: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None) -> str:
+    """One line of a step, from its log. seconds_left: of the run; None where it is not known yet."""
+    parts = [f"step {step:,}/{max_steps:,}"]
+    for name, label, form in (("loss", "loss", ".4g"), ("grad_norm", "|g|", ".3g"), ("learning_rate", "lr", ".3g")):
+        value = logs.get(name)
+        if isinstance(value, int | float):
+            parts.append(f"{label} {value:{form}}")
+    parts += [f"{label} {logs[name]:.3g}" for name, label in METRICS.items() if isinstance(logs.get(name), int | float)]
+    if isinstance(logs.get("tokens_per_second_tree"), int | float):
+        parts.append(f"{logs['tokens_per_second_tree']:,.0f} tok/s")
+    if isinstance(logs.get("memory_bytes"), int | float):
+        parts.append(f"{logs['memory_bytes'] / 2**30:.2f} GiB")
+    if seconds_left is not None and step < max_steps and seconds_left < MAX_SECONDS:
+        parts.append(f"ETA {duration(seconds_left)}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`0:40`, `12:05`, `3:07:00`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class StepLines(TrainerCallback):
+    """Prints a line for each log, writes the whole log to a file, and shows a bar on a terminal.
+
+    Parameters:
+        folder: of the run, for the log file.
+        with_bar: by default where stderr is a terminal.
+    """
+
+    def __init__(self, folder: Path, with_bar: bool | None = None) -> None:
+        self._log = folder / LOG
+        self._with_bar = sys.stderr.isatty() if with_bar is None else with_bar
+        self._bar: Any = None
+        self._began, self._first_step = 0.0, 0
+
+    @override
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began, self._first_step = time.monotonic(), state.global_step
+        if not state.is_world_process_zero:
+            return
+        _keep_until(self._log, state.global_step)
+        if self._with_bar:
+            self._bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
+
+    @override
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._bar is not None:
+            self._bar.update(state.global_step - self._bar.n)
+
+    @override
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    @override
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not logs or not state.is_world_process_zero:
+            return
+        entry = {"step": state.global_step, **logs}
+        with self._log.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(entry, default=float) + "\n")
+        if "loss" in logs:
+            done = state.global_step - self._first_step
+            left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step) if done else None
+            self._print(step_line(logs, state.global_step, state.max_steps, left))
+        elif "eval_loss" in logs:
+            self._print(f"step {state.global_step:,}/{state.max_steps:,}  eval loss {logs['eval_loss']:.4g}")
+        elif "train_runtime" in logs:
+            self._print(f"trained {state.global_step:,} steps in {duration(logs['train_runtime'])}")
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+        if self._bar is not None:
+            self._bar.refresh()
+
+
+def replace_printers(trainer: Any, callbacks: Sequence[TrainerCallback]) -> None:
+    """Puts callbacks in the place of transformers' own printing."""
+    for theirs in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(theirs)
+    for each in callbacks:
+        trainer.add_callback(each)
+
+
+def _keep_until(log: Path, step: int) -> None:
+    """Leaves out what was logged after the step from which the run goes on."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() and step else []
+    kept = [line for line in lines if _step_of(line) <= step and '"train_runtime"' not in line]
+    log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # cut off by a kill
+        return float("inf")

@@ -1,0 +1,48 @@
+"""Likely mistakes of an update on rollouts are found."""
+
+import pytest
+
+import treewise as tw
+from treewise.errors import ConfigError, num
+from treewise.objectives import GRPO
+from treewise.rl.checks import gap_warning, reward_like, trained_twice, warnings_of
+from treewise.rl.update import credited, describe
+
+
+def row(ids, reward=0.0, group="a", rollout=None):
+    return tw.Trajectory(ids, group=group, reward=reward, rollout=rollout)
+
+
+def test_every_advantage_zero_is_an_error():
+    with pytest.raises(ConfigError, match=r"every advantage is zero.* 2 groups, of which 1 without variance, 1 of one"):
+        credited([[row([1, 2, 3]), row([1, 2, 4])], [row([5, 6], 1.0, "b")]], GRPO(), name="grpo")
+
+
+def test_groups_of_one_go_with_flat_groups():
+    trees = [[row([1, 2, 3]), row([1, 2, 4], 1.0)], [row([5, 6], 1.0, "b")]]
+    update = credited(trees, GRPO(), name="grpo", drop_flat_groups=True)
+    assert (len(update.trees), update.num_dropped) == (1, 1)
+    text = describe(update, "grpo", "none")
+    assert "rows with an advantage   2 of 2" in text
+    assert "groups of one rollout    1 (left out)" in text
+
+
+def test_positions_that_rows_of_one_rollout_train_twice_are_counted():
+    trees = [[row([1, 2, 3, 4], rollout="r"), row([1, 2, 3, 5], rollout="r"), row([1, 2, 3, 6], rollout="s")]]
+    assert trained_twice(trees) == 2
+    assert "2 positions more than once" in warnings_of(trees, "per_trajectory")[0]
+    assert warnings_of(trees, "per_rollout") == []
+
+
+def test_a_wide_gap_warns():
+    assert gap_warning(1.01) is None
+    assert "8,144" in (gap_warning(8144.0) or "")
+
+
+def test_fields_that_could_be_rewards():
+    record = {"final_score": 1, "Success": True, "grade": "A", "id": 3}
+    assert reward_like(record) == ["final_score", "Success"]
+
+
+def test_nouns_are_counted():
+    assert [num(1, "tree"), num(2, "tree"), num(0, "batch", "batches")] == ["1 tree", "2 trees", "0 batches"]
