@@ -52,3 +52,14 @@ def test_idle_ranks_change_nothing(of_ranks, tmp_path, objective, budget):
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
     for name, value in expected["model"].items():
         assert torch.allclose(found["model"][name], value, rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("objective", ["sft", "sequence ratios"])
+def test_micro_batches_with_router_losses_alone_train_sharded(tmp_path, objective):
+    """Where no token of a micro-batch is trained, its loss is that of the routers, which no layer's output feeds."""
+    settings = {**settings_of(objective, "cut", 2), "model": {"family": "mixtral", "output_router_logits": True}}
+    first, second = launch(2, tmp_path, {"run": {**settings, "sharded": True, "per_device_train_batch_size": 1}})
+    assert all(0 < loss < 100 for loss in map(abs, first["run"]["losses"]))
+    assert all(0 < norm < 100 for norm in first["run"]["norms"])
+    for name, value in first["run"]["model"].items():
+        assert torch.equal(value, second["run"]["model"][name])

@@ -197,4 +197,10 @@ def _root(output: MicroBatchOutput, loss_of: LossOf) -> torch.Tensor:
     """The tensor that a micro-batch's backward starts from."""
     loss = loss_of(output)
     # Without a loss of its own an open micro-batch still carries the gradients of its gateway.
-    return output.hidden if loss is None else loss
+    if loss is None:
+        return output.hidden
+    if output.router_logits:
+        # A loss on routers alone would not reach the hidden rows. FSDP2 gathers the parameters of a layer when a
+        # gradient reaches its output, so there must be one, if only of zeros.
+        return loss + (output.hidden * 0).sum().to(loss.dtype)
+    return loss
