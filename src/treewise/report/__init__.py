@@ -7,7 +7,7 @@ draws them as HTML. Nothing is printed here.
 from treewise.report.analysis.facts import Finding, InspectReport, TreeFacts, inspect_forests, sum_facts, tree_facts
 from treewise.report.analysis.plan_facts import PlanReport, report_plan
 from treewise.report.analysis.run_log import RunReport, read_run
-from treewise.report.terminal import inspect_view, plan_view, run_view, verification_view
+from treewise.report.terminal import inspect_view, plan_view, run_view, verdict_view, verification_view
 
 __all__ = [
     "Finding",
@@ -23,5 +23,6 @@ __all__ = [
     "run_view",
     "sum_facts",
     "tree_facts",
+    "verdict_view",
     "verification_view",
 ]

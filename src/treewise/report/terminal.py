@@ -15,6 +15,8 @@ from treewise.report.analysis.plan_facts import PlanReport
 from treewise.report.analysis.run_log import RunReport
 from treewise.verification.report import VerificationReport
 
+MAX_NAME = 32  # characters of a tree's name
+
 
 def inspect_view(report: InspectReport) -> RenderableType:
     """Totals, the best trees, and what looks wrong."""
@@ -27,6 +29,7 @@ def inspect_view(report: InspectReport) -> RenderableType:
     facts.add_row("tree tokens", f"{total.num_tree_tokens:,} ({total.num_trained_tokens:,} trained)")
     facts.add_row("share ratio", f"{total.share_ratio:.2f}  every trajectory alone / tree")
     facts.add_row("leaf ratio", f"{total.leaf_ratio:.2f}  those not contained in another / tree")
+    facts.add_row("row ratio", f"{total.row_ratio:.2f}  one row per conversation / tree")
     facts.add_row("pair ratio", f"{total.pair_ratio:.2f}  attention pairs, flat / tree")
     if total.flop_bound is not None and total.leaf_flop_bound is not None:
         bound = f"{total.flop_bound:.2f}, against leaves {total.leaf_flop_bound:.2f}  for {report.model}"
@@ -38,9 +41,22 @@ def inspect_view(report: InspectReport) -> RenderableType:
     return Group(*parts)
 
 
+def verdict_view(lines: Sequence[str]) -> RenderableType:
+    """The three lines of `verdict`."""
+    return Text("\n".join(lines), style="bold")
+
+
+def short_name(name: str, limit: int = MAX_NAME) -> str:
+    """A name shortened in its middle, so that names with equal beginnings stay apart."""
+    if len(name) <= limit:
+        return name
+    head = (limit - 1) // 3
+    return f"{name[:head]}\u2026{name[-(limit - 1 - head) :]}"
+
+
 def _best_trees_table(report: InspectReport) -> Table:
     table = Table(title="best trees, by leaf ratio (ratios are flat / tree)", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("tree", overflow="ellipsis", max_width=32)
+    table.add_column("tree", overflow="fold")
     names = ["trajectories", "flat tokens", "tree", "share", "leaf", "pair"]
     with_bound = report.total.flop_bound is not None
     for name in names + (["FLOPs"] if with_bound else []):
@@ -50,7 +66,8 @@ def _best_trees_table(report: InspectReport) -> Table:
         ratios = [tree.share_ratio, tree.leaf_ratio, tree.pair_ratio]
         if tree.flop_bound is not None:
             ratios.append(tree.flop_bound)
-        table.add_row(escape(tree.name), *(f"{count:,}" for count in counts), *(f"{ratio:.2f}" for ratio in ratios))
+        cells = [*(f"{count:,}" for count in counts), *(f"{ratio:.2f}" for ratio in ratios)]
+        table.add_row(escape(short_name(tree.name)), *cells)
     return table
 
 

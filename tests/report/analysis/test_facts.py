@@ -104,7 +104,8 @@ def test_costs_are_those_of_the_plans(forest: Forest) -> None:
     costs = BudgetCosts(FLOPS, (budget,))
     costs.add(forest)
     total = tree_facts("t", forest, FLOPS)
-    flat, leaf, tree, limited = costs.rows(total)
+    flat, leaf, rows, tree, limited = costs.rows(total)
+    assert rows.num_tokens == total.num_row_tokens
     made = plan(forest, budget)
     assert flat.num_tokens == forest.num_flat_tokens
     assert leaf.num_tokens == forest.num_leaf_tokens

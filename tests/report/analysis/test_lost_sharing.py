@@ -5,14 +5,18 @@ import pytest
 from tests.report.rows import ANSWER, POLICY, QUESTION, RECORDS, Named, named_trees
 from treewise.report.analysis import lost_sharing
 from treewise.report.analysis.lost_sharing import (
+    AVOIDABLE,
     OBSERVATION_DIFFERS,
+    OTHER_SPEAKER,
     PROMPT_DIFFERS,
+    REMEDIES,
     RETOKENISED,
     REWRITTEN,
     SAMPLED,
     VOLATILE,
     cause_of,
     lost_in_tree,
+    speaker_of,
 )
 from treewise.report.analysis.lost_totals import LostCollector
 from treewise.report.analysis.token_text import TokenText
@@ -92,6 +96,30 @@ def test_the_same_text_in_other_tokens_is_retokenised(tokenizer) -> None:
 )
 def test_causes(texts: tuple[str, str] | None, is_trained: tuple[bool, bool], is_prompt: bool, expected: str) -> None:
     assert cause_of(texts, is_trained, is_prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "speaker"),
+    [
+        ("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nI want", "user"),
+        ("<|im_start|>system\nBe", "system"),
+        ("<|start_header_id|>ipython<|end_header_id|>\n\n", "ipython"),
+        ("<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", "model"),
+        ("<s>[INST] Fix", "user"),
+        ("<\uff5cUser\uff5c>Hello", "user"),
+        ("plain text", None),
+    ],
+)
+def test_the_speaker_is_read_from_the_template(before: str, speaker: str | None) -> None:
+    assert speaker_of(before) == speaker
+
+
+def test_what_a_user_said_otherwise_is_not_avoidable() -> None:
+    differ = ("cancel", "change"), (False, False), True
+    assert cause_of(*differ, "<|im_start|>user\nPlease ") == OTHER_SPEAKER
+    assert cause_of(*differ, "<|im_start|>system\nToday: ") == PROMPT_DIFFERS
+    assert OTHER_SPEAKER not in AVOIDABLE
+    assert set(REMEDIES) == set(AVOIDABLE)
 
 
 def test_without_a_tokenizer_tokens_are_numbers(tokenizer) -> None:

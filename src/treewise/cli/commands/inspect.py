@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -10,7 +11,11 @@ import treewise
 from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
 from treewise.cli.load_model import DTYPES, load_flop_model
 from treewise.errors import ConfigError
-from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view
+from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view, verdict_view
+from treewise.report.analysis.lost_totals import LostCollector
+from treewise.report.analysis.token_text import TokenText
+from treewise.report.analysis.verdict import verdict
+from treewise.tree.forest import Forest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +48,21 @@ def run(args: argparse.Namespace) -> int:
     printed: dict[str, Any] = {}
     if args.data:
         flops = None if args.model is None else load_flop_model(args.model, args.gguf_file)
-        data = load_data(args, data_tokenizer(args), progress=not args.json)
-        forests = ((tree.name, tree.forest()) for tree in data)
-        report = inspect_forests(forests, data.report, flops, args.model, args.max_tokens)
-        printed |= report.to_dict()
+        tokenizer = data_tokenizer(args)
+        data = load_data(args, tokenizer, progress=not args.json)
+        lost = LostCollector(TokenText(tokenizer))
+
+        def forests() -> Iterator[tuple[str, Forest]]:
+            for tree in data:
+                forest = tree.forest()
+                lost.add(tree.name, forest)
+                yield tree.name, forest
+
+        report = inspect_forests(forests(), data.report, flops, args.model, args.max_tokens)
+        lines = verdict(report, lost.result())
+        printed |= report.to_dict() | {"verdict": lines}
         if not args.json:
-            Console().print(inspect_view(report))
+            Console().print(inspect_view(report), verdict_view(lines), sep="\n")
     if logged is not None:
         printed["run"] = logged.to_dict()
         if not args.json:
@@ -84,5 +98,7 @@ def _write_html(args: argparse.Namespace, logged: RunReport | None) -> int:
     if args.json:
         print(json.dumps(twin(data_report, logged, treewise.__version__), indent=2))
     else:
+        if data_report is not None:
+            Console().print(verdict_view(verdict(data_report.facts, data_report.lost)))
         print(f"{html} ({html.stat().st_size / 1e6:.1f} MB) and {json_file}")
     return 0

@@ -32,6 +32,7 @@ class TreeFacts:
     num_tree_pairs: int
     max_depth: int
     num_forks: int
+    num_row_tokens: int
     flat_flops: float | None = None
     leaf_flops: float | None = None
     tree_flops: float | None = None
@@ -39,6 +40,11 @@ class TreeFacts:
     @property
     def share_ratio(self) -> float:
         return self.num_flat_tokens / self.num_tree_tokens
+
+    @property
+    def row_ratio(self) -> float:
+        """One row per conversation / tree tokens."""
+        return self.num_row_tokens / self.num_tree_tokens
 
     @property
     def leaf_ratio(self) -> float:
@@ -58,7 +64,7 @@ class TreeFacts:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, ratios included."""
-        ratios = ("share_ratio", "leaf_ratio", "pair_ratio", "flop_bound", "leaf_flop_bound")
+        ratios = ("share_ratio", "leaf_ratio", "row_ratio", "pair_ratio", "flop_bound", "leaf_flop_bound")
         return asdict(self) | {name: getattr(self, name) for name in ratios}
 
 
@@ -148,10 +154,25 @@ def tree_facts(name: str, forest: Forest, flops: FlopModel | None = None) -> Tre
         num_tree_pairs=forest.num_tree_pairs,
         max_depth=int(forest.path_lengths.max()),
         num_forks=int((np.bincount(above[above >= 0]) > 1).sum()),
+        num_row_tokens=row_tokens(forest),
         flat_flops=flops.flat(forest) if flops else None,
         leaf_flops=flops.leaf(forest) if flops else None,
         tree_flops=flops.tree(forest) if flops else None,
     )
+
+
+def row_tokens(forest: Forest) -> int:
+    """Tokens of one row per conversation, as a trainer without trees takes them: the longest trajectory of each record
+    or rollout. Logged calls name no conversation: those that are not contained in another count.
+    """
+    longest: dict[Any, int] = {}
+    is_log = True
+    for index, (item, length) in enumerate(zip(forest.trajectories or (), forest.path_lengths.tolist(), strict=False)):
+        record = str(item.source or index).split("#")[0]
+        is_log &= item.rollout is not None and item.rollout == item.source
+        key = record if item.rollout is None else (item.group, item.rollout)
+        longest[key] = max(longest.get(key, 0), length)
+    return forest.num_leaf_tokens if is_log else sum(longest.values())
 
 
 def sum_facts(name: str, facts: Sequence[TreeFacts]) -> TreeFacts:

@@ -31,6 +31,7 @@ RETOKENISED = "retokenised"
 VOLATILE = "time, number or id"
 REWRITTEN = "history rewritten"
 PROMPT_DIFFERS = "prompt differs"
+OTHER_SPEAKER = "another message"
 OBSERVATION_DIFFERS = "observation differs"
 SAMPLED = "sampled apart"
 CAUSES = {
@@ -38,11 +39,25 @@ CAUSES = {
     VOLATILE: "a clock, counter or identifier: move it behind what is shared, or freeze it for a group",
     REWRITTEN: "one branch trains what the other dropped or edited, as a template does that removes reasoning",
     PROMPT_DIFFERS: "prompts that differ, and agree again later: move what differs to their end",
+    OTHER_SPEAKER: "a user or a tool began otherwise, and the same followed: the nature of the task",
     OBSERVATION_DIFFERS: "tools or users answered otherwise, and the same followed: a template cannot change it",
     SAMPLED: "both were sampled, and came back to the same tokens: the nature of sampling",
 }
 AVOIDABLE = (RETOKENISED, VOLATILE, REWRITTEN, PROMPT_DIFFERS)
+REMEDIES = {
+    RETOKENISED: "keep the sampled ids (token rows), or give on_drift: error to find where they are lost",
+    VOLATILE: "move clocks, counters and ids behind what is shared, or freeze them for a group",
+    REWRITTEN: "keep what the template drops (thinking: keep, where the model is used so), or do not edit the history",
+    PROMPT_DIFFERS: "move what differs to the end of the prompt",
+}
 
+# What opens a message of a user or a tool in the templates of known families, followed by no other opening.
+_SPEAKER = re.compile(
+    r"(?:<\|(?:im_start|start_header_id|start|turn)\|?>|<start_of_turn>)\s*(\w+)|(\[INST\])|(\[TOOL_RESULTS\])"
+    r"|<[|\uff5c](user|assistant|system|tool|observation|human|developer)\W",
+    re.IGNORECASE,
+)
+_OTHERS = frozenset(("user", "human", "tool", "function", "ipython", "observation", "environment", "customer"))
 _MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
 _DAYS = "mon|tue|wed|thu|fri|sat|sun"
 _VOLATILE = re.compile(
@@ -127,13 +142,16 @@ def trunk_of(name: str, forest: Forest) -> TokenTree:
     return TokenTree(name, forest.segments, forest.token_ids[:end].copy(), trained, (name,))
 
 
-def cause_of(texts: tuple[str, str] | None, is_trained: tuple[bool, bool], is_prompt: bool) -> str:
+def cause_of(
+    texts: tuple[str, str] | None, is_trained: tuple[bool, bool], is_prompt: bool, before: str | None = None
+) -> str:
     """Why two branches differ.
 
     Parameters:
         texts: what differs in each; None without a tokenizer.
         is_trained: whether the first differing token of each is trained.
         is_prompt: no token before the difference is trained.
+        before: the text in front of it, from which the speaker is read.
     """
     if texts is not None and texts[0] == texts[1]:
         return RETOKENISED
@@ -143,7 +161,22 @@ def cause_of(texts: tuple[str, str] | None, is_trained: tuple[bool, bool], is_pr
         return VOLATILE
     if any(is_trained):
         return REWRITTEN
-    return PROMPT_DIFFERS if is_prompt else OBSERVATION_DIFFERS
+    if not is_prompt:
+        return OBSERVATION_DIFFERS
+    return OTHER_SPEAKER if before is not None and speaker_of(before) in _OTHERS else PROMPT_DIFFERS
+
+
+def speaker_of(before: str) -> str | None:
+    """The role of the message in which a text ends, as its chat template writes it; None where none is recognised."""
+    last = None
+    for match in _SPEAKER.finditer(before):
+        last = match
+    if last is None:
+        return None
+    word, instruction, result, other = last.groups()
+    if instruction or result:
+        return "user" if instruction else "tool"
+    return str(word or other).lower()
 
 
 def _lost(tree: TokenTree, text: TokenText) -> tuple[list[LostSharing], int]:
@@ -166,7 +199,9 @@ def _cause(tree: TokenTree, fork: Fork, text: TokenText, trained_above: list[boo
         heavy_text, light_text = (text.read(tree.token_ids[low : min(high, low + MAX_READ)]) for low, high in ranges)
         texts = heavy_text, light_text
     is_trained = bool(tree.is_trained[first[0]]), bool(tree.is_trained[first[1]])
-    return cause_of(texts, is_trained, fork.parent < 0 or not trained_above[fork.parent])
+    is_prompt = fork.parent < 0 or not trained_above[fork.parent]
+    before = text.read(_before(tree, fork, MAX_READ)) if is_prompt and text.has_text else None
+    return cause_of(texts, is_trained, is_prompt, before)
 
 
 def _trained_above(tree: TokenTree) -> list[bool]:
@@ -196,10 +231,10 @@ def _shown(tree: TokenTree, cause: str, forks: list[Fork], text: TokenText) -> L
     )
 
 
-def _before(tree: TokenTree, fork: Fork) -> np.ndarray:
+def _before(tree: TokenTree, fork: Fork, limit: int = CONTEXT) -> np.ndarray:
     """The last shared tokens before a fork."""
     path = prefix_merge.path_to(tree.segments, fork.parent) if fork.parent >= 0 else np.zeros(0, dtype=np.int64)
-    return tree.token_ids[path[-CONTEXT:]]
+    return tree.token_ids[path[-limit:]]
 
 
 def _side(tree: TokenTree, first: int, common: int, text: TokenText) -> Side:

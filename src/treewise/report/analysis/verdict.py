@@ -1,0 +1,37 @@
+"""Three lines that decide: what tree training is worth here, what costs most sharing, and what to change."""
+
+from treewise.report.analysis.facts import InspectReport
+from treewise.report.analysis.lost_sharing import REMEDIES
+from treewise.report.analysis.lost_totals import LostReport
+
+WORTH = 1.2  # times less work, below which the gain drowns in the noise of a machine
+MIN_PART = 0.01  # of the tree tokens, below which a loss is not named
+
+
+def verdict(facts: InspectReport, lost: LostReport) -> list[str]:
+    """What it is worth, the largest avoidable loss, and what to change. Ratios are in tokens; FLOPs where known."""
+    total = facts.total
+    worth = (
+        f"worth: {total.row_ratio:.2f} times fewer tokens than one row per conversation, {total.leaf_ratio:.2f} than "
+        f"rows without contained ones, {total.share_ratio:.2f} than every trajectory alone"
+    )
+    if total.row_ratio < WORTH:
+        worth += "; against one row per conversation there is little to gain"
+    causes = [each for each in lost.causes if each.is_avoidable]
+    largest = max(causes, key=lambda each: each.num_lost_tokens, default=None)
+    if largest is None or largest.num_lost_tokens < MIN_PART * total.num_tree_tokens:
+        return [worth, "lost sharing: none that a change of templates or data could avoid", _advice(total.row_ratio)]
+    left = total.num_tree_tokens - largest.num_lost_tokens
+    part = largest.num_lost_tokens / total.num_tree_tokens
+    loss = (
+        f"lost sharing: {largest.cause}, {part:.1%} of the tree tokens ({largest.num_lost_tokens:,}); without it "
+        f"{total.num_row_tokens / left:.2f} times fewer tokens than one row per conversation, "
+        f"{total.num_flat_tokens / left:.2f} than every trajectory alone"
+    )
+    return [worth, loss, f"change: {REMEDIES[largest.cause]}"]
+
+
+def _advice(row_ratio: float) -> str:
+    if row_ratio < WORTH:
+        return "change: nothing in the data; several samples or branches of each prompt would make it worth more"
+    return "change: nothing; train as it is"

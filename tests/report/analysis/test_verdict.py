@@ -1,0 +1,59 @@
+"""The verdict: ratios against one row per conversation, and the largest avoidable loss."""
+
+import numpy as np
+
+import treewise as tw
+from treewise.data import LoadReport
+from treewise.report.analysis.facts import inspect_forests, row_tokens
+from treewise.report.analysis.lost_totals import LostCollector
+from treewise.report.analysis.token_text import TokenText
+from treewise.report.analysis.verdict import verdict
+from treewise.report.terminal import short_name
+
+SHARED = np.random.default_rng(0).integers(100, 5000, 400)
+
+
+def lines_of(*trajectories):
+    forest = tw.Forest.from_trajectories(list(trajectories))
+    lost = LostCollector(TokenText())
+    lost.add("tree", forest)
+    report = inspect_forests([("tree", forest)], LoadReport(num_files=1, num_records=2))
+    return verdict(report, lost.result())
+
+
+def row(ids, **fields):
+    return tw.Trajectory(np.asarray(ids), **fields)
+
+
+def test_a_conversation_is_the_longest_trajectory_of_its_record_or_rollout():
+    calls = [row([1, 2], source="a:1#0"), row([1, 2, 3, 4], source="a:1#1"), row([1, 2, 5], source="a:2")]
+    assert row_tokens(tw.Forest.from_trajectories(calls)) == 4 + 3
+    ends = {(1, 2, 3): 0, (1, 2, 3, 4): 0, (1, 5): 1}
+    parts = [row(ids, group="g", rollout=rollout) for ids, rollout in ends.items()]
+    assert row_tokens(tw.Forest.from_trajectories(parts)) == 4 + 2
+
+
+def test_an_avoidable_loss_is_named_with_the_ratio_without_it():
+    weights = np.zeros(401)
+    weights[-1] = 1
+    rows = [row([first, *SHARED], loss_weights=weights, source=f"r:{first}") for first in (7, 8)]
+    worth, loss, change = lines_of(*rows)
+    assert worth.startswith("worth: 1.00 times fewer tokens than one row per conversation")
+    assert "little to gain" in worth
+    assert loss.startswith("lost sharing: prompt differs, 49.9% of the tree tokens (400); without it 2.00 times")
+    assert change == "change: move what differs to the end of the prompt"
+
+
+def test_nothing_to_change():
+    worth, loss, change = lines_of(row([*SHARED, 1], source="r:1"), row([*SHARED, 2], source="r:2"))
+    assert worth.startswith("worth: 2.00 times")
+    assert "none that a change" in loss
+    assert change == "change: nothing; train as it is"
+
+
+def test_short_names_stay_apart():
+    names = [f"a-very-long-prefix-of-every-task-in-the-set-{number}" for number in range(3)]
+    short = [short_name(name) for name in names]
+    assert len(set(short)) == 3
+    assert all(len(name) <= 32 for name in short)
+    assert short_name("short") == "short"
