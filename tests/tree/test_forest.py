@@ -311,7 +311,7 @@ def test_one_forest_needs_no_concatenation():
 
 def test_its_repr_says_its_sizes():
     forest = Forest.from_trajectories([Trajectory([1, 2, 3]), Trajectory([1, 2, 4])])
-    assert repr(forest) == "Forest(1 trees, 2 trajectories, 4 tree tokens, 6 flat tokens, share ratio 1.50)"
+    assert repr(forest) == "Forest(1 tree, 2 trajectories, 4 tree tokens, 6 flat tokens, share ratio 1.50)"
 
 
 # -- extremes -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, num
 from treewise.tree import prefix_merge
 from treewise.tree.declared import DeclaredTrajectories, LazySequence, Streams, lay_out_nodes, spread_over_nodes
 from treewise.tree.geometry import TreeShape
@@ -236,8 +236,9 @@ class Forest(TreeShape):
         return np.bincount(self.path_index, weights=self.flat_weights(weighting), minlength=self.num_tokens)
 
     def __repr__(self) -> str:
+        counts = f"{num(self.num_trees, 'tree')}, {num(self.num_trajectories, 'trajectory', 'trajectories')}"
         return (
-            f"Forest({self.num_trees} trees, {self.num_trajectories} trajectories, {self.num_tokens:,} tree tokens, "
+            f"Forest({counts}, {self.num_tokens:,} tree tokens, "
             f"{self.num_flat_tokens:,} flat tokens, share ratio {self.share_ratio:.2f})"
         )
 
