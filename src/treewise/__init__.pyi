@@ -16,8 +16,11 @@ from treewise.errors import VerificationError as VerificationError
 from treewise.integrations.trl import share_prefixes as share_prefixes
 from treewise.objectives import CISPO as CISPO
 from treewise.objectives import DAPO as DAPO
+from treewise.objectives import DPO as DPO
 from treewise.objectives import GRPO as GRPO
 from treewise.objectives import GSPO as GSPO
+from treewise.objectives import IPO as IPO
+from treewise.objectives import KTO as KTO
 from treewise.objectives import PPO as PPO
 from treewise.objectives import REINFORCE as REINFORCE
 from treewise.objectives import SFT as SFT

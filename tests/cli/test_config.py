@@ -48,7 +48,7 @@ MISTAKES = {
     "type": ("learning_rate: fast", "run.yaml:6: learning_rate must be a number, found 'fast' .text."),
     "fraction": ("max_tokens: 8.5", "max_tokens must be an integer or text or nothing, found 8.5"),
     "part's type": ("lora: {r: eight}", "lora.r must be an integer, found 'eight'"),
-    "item": ("eval_data: [rows.jsonl, 2]", r"run.yaml:6: eval_data\[1\] must be text, found 2"),
+    "item": ("eval_data: [rows.jsonl, 2]", r"run.yaml:6: eval_data\[1\] must be text or a mapping, found 2"),
     "bool for text": ("run_name: yes", "run_name must be text or nothing, found True .* Quote it"),
     "choice": ("save_strategy: step", r"choose one of no, steps, epoch, best. Did you mean 'steps'\?"),
     "not finite": ("learning_rate: .nan", "learning_rate must be a number"),

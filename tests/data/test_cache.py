@@ -8,6 +8,7 @@ import pytest
 
 import treewise
 from treewise.data import RenderOptions, cache
+from treewise.data.sources import Source
 
 TOKENIZER = SimpleNamespace(
     get_vocab=lambda: {"a": 0}, added_tokens_decoder={}, chat_template=None, special_tokens_map={}
@@ -24,7 +25,7 @@ def test_the_key_follows_the_code_that_reads_and_renders(changed, tmp_path, monk
     monkeypatch.setattr(cache, "__file__", str(tmp_path / "data" / "cache.py"))
 
     def key():
-        return cache.cache_key([rows], RenderOptions(), TOKENIZER, allow_partial_tail=False)
+        return cache.cache_key([Source.of_file(rows)], RenderOptions(), TOKENIZER, allow_partial_tail=False)
 
     before = key()
     assert before == key()

@@ -194,7 +194,7 @@ def test_data_imports_no_torch_and_no_transformers():
 
 @pytest.mark.parametrize("paths", [None, 3, [None], {"a": 1}])
 def test_paths_of_another_type_are_named(paths):
-    with pytest.raises(DataError, match="data paths must be text"):
+    with pytest.raises(DataError, match="data must be a path"):
         load_trees(paths)
 
 

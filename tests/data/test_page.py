@@ -15,6 +15,8 @@ SHOWN = {
     "Prompt and completion": [1],
     "Token rows": [1, 2],
     "Logged calls": [2],
+    "Preference pairs": [2, 1],
+    "Forms of other libraries": [1, 1, 1, 1],
     "Declared trees": [2, 1],
 }
 

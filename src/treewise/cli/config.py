@@ -29,8 +29,9 @@ _OWN: dict[str, Any] = {
     "gguf_file": str | None,
     "dtype": str,
     "tokenizer": str | None,
-    "data": str | list[str],
-    "eval_data": str | list[str] | None,
+    "data": str | list[str | dict],
+    "eval_data": str | list[str | dict] | None,
+    "eval_split": float | None,
     "lora": dict | None,
     "load_in_4bit": bool,
     "load_in_8bit": bool,
@@ -65,11 +66,12 @@ class RunConfig:
     """A checked configuration. `training` and `lora` are keyword arguments; defaults are not filled in."""
 
     model: str
-    data: str | list[str]
+    data: str | list[str | Values]
     gguf_file: str | None
     dtype: str
     tokenizer: str | None
-    eval_data: str | list[str] | None
+    eval_data: str | list[str | Values] | None
+    eval_split: float | None
     num_workers: int | None
     on_bad_record: str
     lora: Values | None
@@ -301,10 +303,14 @@ def _config(values: Values, more: Mapping[str, Any], unwritten: tuple[str, ...])
     render = {name: values.pop(name) for name in list(values) if name in rendering}
     if render.get("chat_template_kwargs", ...) is None:
         del render["chat_template_kwargs"]
-    if own["eval_data"] is not None:
+    if own["eval_split"] is not None and own["eval_data"] is not None:
+        raise ConfigError("eval_split and eval_data are both given; choose one.")
+    if own["eval_split"] is not None and not 0 < own["eval_split"] < 1:
+        raise ConfigError(f"eval_split is {own['eval_split']!r}; give a fraction between 0 and 1, such as 0.05.")
+    if own["eval_data"] is not None or own["eval_split"] is not None:
         values.setdefault("eval_strategy", "epoch")
     elif values.get("eval_strategy", "no") != "no":
-        raise ConfigError(f"eval_strategy is {values['eval_strategy']!r}, but there is no eval_data.")
+        raise ConfigError(f"eval_strategy is {values['eval_strategy']!r}, but there is no eval_data and no eval_split.")
     return RunConfig(render=RenderOptions(**render), training=values, more=others, unwritten=unwritten, **own)
 
 

@@ -10,7 +10,7 @@ import yaml
 from treewise.cli.config import read_config
 from treewise.cli.load_model import load_tokenizer
 from treewise.cli.yaml_file import read_value
-from treewise.data import RenderOptions, TreeDataset, load_trees
+from treewise.data import RenderOptions, Trees, load_trees
 from treewise.data.io.options import ON_DRIFT, ON_HIDDEN, THINKING, TRAIN_ON
 from treewise.errors import ConfigError
 
@@ -18,7 +18,9 @@ from treewise.errors import ConfigError
 def add_data_arguments(parser: argparse.ArgumentParser, nargs: str = "*") -> None:
     """Adds DATA, its rendering, and `--config`; `apply_config` fills in what a run's configuration gives."""
     parser.add_argument(
-        "data", nargs=nargs, help=".jsonl, .jsonl.gz, .json or .parquet files, folders or globs of them"
+        "data",
+        nargs=nargs,
+        help=".jsonl, .jsonl.gz, .json, .parquet or .arrow files, folders or globs of them; hf:org/name[split]",
     )
     parser.add_argument("--config", metavar="RUN.yaml", help="data, model, rendering and budget of a training run")
     parser.add_argument("--gguf_file", help="a GGUF file inside the model's folder")
@@ -100,7 +102,7 @@ def _rendering(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def load_data(args: argparse.Namespace, tokenizer: Any, *, progress: bool) -> TreeDataset:
+def load_data(args: argparse.Namespace, tokenizer: Any, *, progress: bool) -> Trees:
     """The trees that the arguments name, after `apply_config`. `progress`: with a bar on a terminal."""
     return load_trees(
         args.data,

@@ -18,7 +18,7 @@ from treewise.data.io.printable import printable
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
 
 if TYPE_CHECKING:
-    from treewise.data import TreeDataset
+    from treewise.data import Trees
     from treewise.trainer import TreeTrainingArguments
 
 RESOLVED = "resolved_config.yaml"
@@ -158,18 +158,18 @@ def check_steps_left(arguments: "TreeTrainingArguments", num_trees: int, resume_
         (folder / FINISHED).unlink()  # the run is open again
 
 
-def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["TreeDataset", "TreeDataset | None", Any]:
+def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["Trees", "Trees | None", Any]:
     """Training data, evaluation data and tokenizer; records that were left out are listed on stderr.
 
     read_only: neither the cache of rendered data nor a quarantine is written.
     """
-    from treewise.data import load_trees
+    from treewise.data import load_trees, split_for_evaluation
 
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
     else:
         tokenizer = load_tokenizer(config.model, config.gguf_file, required=False)
-    datasets: list[TreeDataset | None] = []
+    datasets: list[Trees | None] = []
     for name, paths in (("data", config.data), ("eval_data", config.eval_data)):
         if paths is None:
             datasets.append(None)
@@ -188,10 +188,12 @@ def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["TreeDatas
         datasets.append(dataset)
     train_data, eval_data = datasets
     assert train_data is not None
+    if config.eval_split is not None:
+        train_data, eval_data = split_for_evaluation(train_data, config.eval_split)
     return train_data, eval_data, tokenizer
 
 
-def _report(name: str, dataset: "TreeDataset", limit: int = 5) -> None:
+def _report(name: str, dataset: "Trees", limit: int = 5) -> None:
     """Lists records that were left out and likely mistakes on stderr."""
     report = dataset.report
     if report.unused_keys:
@@ -245,7 +247,7 @@ def train(
     model: Any,
     tokenizer: Any,
     train_data: Any,
-    eval_data: "TreeDataset | None",
+    eval_data: "Trees | None",
     resume_from: str | bool | None,
     command: str,
     objective: Any = None,

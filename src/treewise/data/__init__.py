@@ -7,9 +7,14 @@ imported only to open a dump that `torch.save` wrote.
 from treewise.data.dataset import DeclaredNodes, TrainingTree, TreeDataset
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.load import load_trees
+from treewise.data.selection import SelectedTrees, Trees, mix, split_for_evaluation
 
 __all__ = [
     "load_trees",
+    "mix",
+    "split_for_evaluation",
+    "SelectedTrees",
+    "Trees",
     "RenderOptions",
     "TreeDataset",
     "TrainingTree",

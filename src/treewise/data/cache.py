@@ -1,8 +1,8 @@
 """Rendered data by content hash: the same bytes, options, tokenizer and code are rendered once.
 
-An entry is one Parquet file, never a pickle. It is written beside its place and moved there, so a killed process
-leaves nothing half-written; on reading, page checksums and the content hash are verified, and a damaged entry is
-rendered again.
+An entry is one Parquet file (a memory-mapped Arrow file where the rows exceed what is held in memory), never a pickle.
+It is written beside its place and moved there, so a killed process leaves nothing half-written; on reading, page
+checksums and the content hash are verified, and a damaged entry is rendered again.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from treewise.data.io.options import RenderOptions
 from treewise.data.io.table import SCHEMA, content_hash
 from treewise.data.render.tools import tool_files
+from treewise.data.sources import Source
 from treewise.errors import DataError
 
 ENTRY_FIELD = b"treewise"
@@ -32,13 +33,25 @@ def cache_folder(given: str | Path | None) -> Path:
     return Path(os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise").expanduser()
 
 
-def cache_key(files: Sequence[Path], options: RenderOptions, tokenizer: Any, allow_partial_tail: bool) -> str:
-    """Hash of all that the result depends on: file names and bytes, side files, options, tokenizer, this code."""
+MAPPED = ".arrow"  # suffix of entries that are memory-mapped
+
+
+def cache_key(
+    sources: Sequence[Source], options: RenderOptions, tokenizer: Any, allow_partial_tail: bool
+) -> str | None:
+    """Hash of all that the result depends on: names and content of sources, side files, options, tokenizer, this code.
+
+    None where a source has no identity.
+    """
     digest = hashlib.sha256(json.dumps([options.to_json(), allow_partial_tail]).encode())
     _update_with_code(digest)
     digest.update(tokenizer_hash(tokenizer).encode())
-    for path in files:
-        for part in [path, *tool_files(path)]:
+    for source in sources:
+        if source.data_file is None and source.identity is None:
+            return None
+        digest.update(f"\n{source.name}\n{source.identity}".encode(errors="surrogateescape"))
+        own = [source.data_file] if source.data_file is not None and source.identity is None else []
+        for part in [*own, *(tool_files(source.data_file) if source.data_file is not None else [])]:
             digest.update(f"\n{part}\n".encode(errors="surrogateescape"))
             _update_with_file(digest, part)
     if options.chat_template and "{" not in options.chat_template and Path(options.chat_template).is_file():
@@ -58,11 +71,15 @@ def tokenizer_hash(tokenizer: Any) -> str:
 def write_entry(path: Path, table: pa.Table, facts: dict[str, Any]) -> None:
     """Writes an entry and moves it into place. `facts` are plain JSON values that belong to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".write-", suffix=".parquet")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".write-", suffix=path.suffix)
     os.close(handle)
     try:
         stored = table.replace_schema_metadata({ENTRY_FIELD: json.dumps(facts).encode()})
-        pq.write_table(stored, name, compression="zstd", write_page_checksum=True)
+        if path.suffix == MAPPED:
+            with pa.ipc.new_file(name, stored.schema) as writer:
+                writer.write_table(stored)
+        else:
+            pq.write_table(stored, name, compression="zstd", write_page_checksum=True)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -78,7 +95,10 @@ def read_entry(path: Path) -> tuple[pa.Table, dict[str, Any]] | None:
     if not path.is_file():
         return None
     try:
-        table = pq.read_table(path, page_checksum_verification=True, memory_map=False)
+        if path.suffix == MAPPED:
+            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        else:
+            table = pq.read_table(path, page_checksum_verification=True, memory_map=False)
         facts = json.loads((table.schema.metadata or {})[ENTRY_FIELD])
         sound = table.schema.equals(SCHEMA) and content_hash(table, facts["names"]) == facts["fingerprint"]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,6 @@
 """Training trees: what a load gives back, one tree at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,7 +104,10 @@ class TreeDataset:
         self._names: list[str] = facts["names"]
         self._num_records: list[int] = facts["num_records"]
         trees = table.column("tree").to_numpy()
-        self._bounds = np.searchsorted(trees, np.arange(len(self._names) + 1))
+        # Rows in a mapped file are in the order in which they were read, so a tree may be in several places.
+        self._order = None if (trees[1:] >= trees[:-1]).all() else np.argsort(trees, kind="stable")
+        in_order = trees if self._order is None else trees[self._order]
+        self._bounds = np.searchsorted(in_order, np.arange(len(self._names) + 1))
         self._merge_siblings = merge_siblings
         self.report = report
         self.fingerprint: str = facts["fingerprint"]
@@ -116,7 +119,7 @@ class TreeDataset:
         index = index + len(self) if index < 0 else index
         if not 0 <= index < len(self):
             raise IndexError(f"tree {index} of {len(self)}")
-        rows = table_rows(self._table, int(self._bounds[index]), int(self._bounds[index + 1]))
+        rows = self._rows(int(self._bounds[index]), int(self._bounds[index + 1]))
         declared = rows[0].parent is not None
         return TrainingTree(
             name=self._names[index],
@@ -126,8 +129,22 @@ class TreeDataset:
             source=rows[0].source,
         )
 
+    def _rows(self, low: int, high: int) -> list[Row]:
+        if self._order is None:
+            return table_rows(self._table, low, high)
+        index = self._order[low:high]
+        starts = np.flatnonzero(np.diff(index, prepend=-2) != 1)
+        runs = zip(starts, [*starts[1:], len(index)], strict=True)
+        parts = [table_rows(self._table, int(index[a]), int(index[b - 1]) + 1) for a, b in runs]
+        return [row for part in parts for row in part]
+
     def __iter__(self) -> Iterator[TrainingTree]:
         return (self[index] for index in range(len(self)))
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The name of each tree."""
+        return self._names
 
     def __repr__(self) -> str:
         return f"TreeDataset({len(self)} trees, {self.report.num_records} records)"

@@ -4,29 +4,35 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+import numpy as np
 import pyarrow as pa
 
 from treewise.data import cache, workers
 from treewise.data.dataset import TreeDataset
 from treewise.data.declared_nodes import PlacedNode
-from treewise.data.io.files import PathLike, RawRecord, find_files, read_records
+from treewise.data.io.files import PathLike, RawRecord
 from treewise.data.io.options import LoadReport, RenderOptions
-from treewise.data.io.printable import printable
+from treewise.data.io.printable import printable, shown
+from treewise.data.io.row_store import RowStore
 from treewise.data.io.rows import RecordResult, Row
-from treewise.data.io.table import content_hash, rows_to_table
+from treewise.data.io.table import content_hash
 from treewise.data.records import RecordReader
 from treewise.data.render.tools import find_tools
+from treewise.data.selection import Trees, mix
+from treewise.data.sources import Source, open_sources
+from treewise.data.sources.foreign import read_source
 from treewise.errors import ConfigError, DataError
 
 MAX_WARNINGS = 1000
+MIXTURE_KEYS = {"data", "path", "weight"}
 
 
 def load_trees(
-    paths: PathLike | Sequence[PathLike],
+    data: Any,
     tokenizer: Any = None,
     *,
     options: RenderOptions | Mapping[str, Any] | None = None,
@@ -37,17 +43,20 @@ def load_trees(
     quarantine_path: PathLike | None = None,
     allow_partial_tail: bool = False,
     read_only: bool = False,
-) -> TreeDataset:
-    """Reads records of any form (see `treewise.data.io.record_forms.FORMS`) and groups them into training trees.
+) -> Trees:
+    """Reads records of any form (`treewise.data.io.record_forms`) from any source, and groups them into training trees.
 
     Parameters:
-        paths: `.jsonl`, `.jsonl.gz`, `.json`, `.parquet` files, folders or globs of them.
+        data: `.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.arrow` files, folders or globs of them; a folder that
+            `save_to_disk` wrote (`folder[split]`); `hf:org/name[split]`; a `datasets.Dataset` or `IterableDataset`; a
+            pandas data frame; a list or iterator of mappings; a list of several of these, which groups may reach over.
+            A list of `{"data": ..., "weight": 2}` is a mixture (see `treewise.data.selection.mix`).
         tokenizer: a transformers tokenizer or the path of one; needed by records that hold text.
         options: how records are rendered and grouped; a mapping is taken as `RenderOptions(**options)`.
         num_workers: processes; 0 for none, by default all cores where the data is large enough.
         progress: show a progress bar, where there is a terminal or a notebook.
         cache_dir: folder of rendered data; by default `$TREEWISE_CACHE`, then `~/.cache/treewise`. Loads without a
-            tokenizer, and loads that left records out, are not cached.
+            tokenizer, loads that left records out, and those of objects without a fingerprint are not cached.
         on_bad_record: stop at the first bad record, or write bad ones to `quarantine_path` and go on.
         quarantine_path: by default `quarantine.jsonl` in the working folder; written anew by each load.
         allow_partial_tail: leave out a last line that was cut off while it was written.
@@ -60,48 +69,106 @@ def load_trees(
     options = RenderOptions.from_dict(options) if isinstance(options, Mapping) else options or RenderOptions()
     if on_bad_record not in ("error", "quarantine"):
         raise ConfigError(f"on_bad_record is {on_bad_record!r}; choose 'error' or 'quarantine'.")
-    files = find_files(paths)
     tokenizer = _tokenizer(tokenizer)
-    warnings: list[str] = []
-    entry = None
-    if tokenizer is not None:
-        key = cache.cache_key(files, options, tokenizer, allow_partial_tail)
-        entry = cache.cache_folder(cache_dir) / f"{key}.parquet"
-        stored = _read_cache(entry, warnings)
-        if stored is not None:
-            table, facts = stored
-            return TreeDataset(table, facts, LoadReport(**facts["report"]), options.merge_siblings)
-    reader = RecordReader(tokenizer, options)
     quarantine = Path(os.devnull if read_only else quarantine_path or "quarantine.jsonl")
-    builder = _Builder(reader, on_bad_record, allow_partial_tail, quarantine)
-    processes = workers.choose_num_workers(num_workers, files)
-    with builder, _bar(progress) as advance:
-        for num_bytes, results in workers.read_all(
-            _jobs(files, options.max_record_bytes), tokenizer, options, processes
-        ):
-            for result in results:
-                builder.add(result)
-            advance(num_bytes, len(results))
-        builder.finish_node_trees()
-    table, facts, report = builder.result(len(files))
-    if entry is not None and not report.dropped and not read_only:
-        _write_cache(entry, table, facts, report, warnings)
-    report.warnings += warnings
-    return TreeDataset(table, facts, report, options.merge_siblings)
+    load = _Load(
+        *(tokenizer, options, num_workers, progress, cache_dir),
+        *(on_bad_record, quarantine, allow_partial_tail, read_only),
+    )
+    parts = _mixture(data)
+    if parts is None:
+        return load.run(open_sources(data, options.max_record_bytes))
+    if on_bad_record == "quarantine":
+        raise ConfigError("a mixture takes no on_bad_record='quarantine'; load its parts first, then mix them.")
+    return mix(
+        [load.run(open_sources(part, options.max_record_bytes)) for part, _ in parts], [weight for _, weight in parts]
+    )
+
+
+def _mixture(data: Any) -> list[tuple[Any, float]] | None:
+    """The parts of a mixture and their weights; None for data that is none.
+
+    Raises:
+        DataError: a part without data, or one beside something else.
+    """
+    items = list(data) if isinstance(data, list | tuple) else [data]
+    is_part = [isinstance(item, Mapping) and set(item) <= MIXTURE_KEYS and "weight" in item for item in items]
+    if not any(is_part):
+        return None
+    parts = []
+    for index, item in enumerate(items):
+        if not is_part[index]:
+            parts.append((item, 1.0))
+            continue
+        name = "data" if "data" in item else "path"
+        if set(item) != {name, "weight"}:
+            raise DataError(f"data[{index}] of a mixture is {shown(item)}; give {{data: ..., weight: ...}}.")
+        parts.append((item[name], item["weight"]))
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """The settings of a load."""
+
+    tokenizer: Any
+    options: RenderOptions
+    num_workers: int | None
+    progress: bool
+    cache_dir: PathLike | None
+    on_bad_record: str
+    quarantine: Path
+    allow_partial_tail: bool
+    read_only: bool
+
+    def run(self, sources: Sequence[Source]) -> TreeDataset:
+        """The trees of all sources."""
+        warnings: list[str] = []
+        entry = None
+        merge = self.options.merge_siblings
+        folder = cache.cache_folder(self.cache_dir)
+        if self.tokenizer is not None:
+            key = cache.cache_key(sources, self.options, self.tokenizer, self.allow_partial_tail)
+            entry = None if key is None else folder / f"{key}.parquet"
+            stored = None if entry is None else _read_cache(entry, warnings)
+            if stored is not None:
+                table, facts = stored
+                return TreeDataset(table, facts, LoadReport(**facts["report"]), merge)
+        reader = RecordReader(self.tokenizer, self.options)
+        builder = _Builder(reader, self.on_bad_record, self.allow_partial_tail, self.quarantine, RowStore(folder))
+        processes = workers.choose_num_workers(self.num_workers, sum(source.num_bytes for source in sources))
+        with builder, _bar(self.progress) as advance:
+            jobs = _jobs(sources, builder.report)
+            for num_bytes, results in workers.read_all(jobs, self.tokenizer, self.options, processes):
+                for result in results:
+                    builder.add(result)
+                advance(num_bytes, len(results))
+            builder.finish_node_trees()
+            table, facts, report = builder.result(len(sources))
+        if entry is not None and not report.dropped and not self.read_only:
+            path = entry.with_suffix(cache.MAPPED) if builder.store.is_mapped else entry
+            _write_cache(path, table, facts, report, warnings)
+        report.warnings += warnings
+        return TreeDataset(table, facts, report, merge)
 
 
 @dataclass(slots=True)
 class _Tree:
     name: str
-    rows: list[Row] = field(default_factory=list)
+    index: int
     num_records: int = 0
+    num_rows: int = 0
 
 
 class _Builder:
     """Collects results in order into trees, and bad records into the quarantine."""
 
-    def __init__(self, reader: RecordReader, on_bad_record: str, allow_partial_tail: bool, quarantine: Path) -> None:
+    def __init__(
+        self, reader: RecordReader, on_bad_record: str, allow_partial_tail: bool, quarantine: Path, store: RowStore
+    ) -> None:
         self.reader = reader
+        self.store = store
+        self.num_trajectories = 0
         self.quarantines = on_bad_record == "quarantine"
         self.allow_partial_tail = allow_partial_tail
         self.quarantine_path = quarantine
@@ -124,6 +191,7 @@ class _Builder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.store.close()
         if self.stream is not None:
             self.stream.close()
 
@@ -134,6 +202,7 @@ class _Builder:
         for key in result.unused_keys:
             self.report.unused_keys[key] = self.report.unused_keys.get(key, 0) + 1
         self.report.num_compared += result.is_compared
+        self.report.num_preferences += result.is_preference
         self.report.num_drifted += bool(result.drift)
         self._keep_rollout_together(result)
         if result.error is not None:
@@ -143,12 +212,21 @@ class _Builder:
         else:
             tree = self.by_key.get(result.key) if result.key is not None else None
             if tree is None:
-                tree = _Tree(result.name)
-                self.trees.append(tree)
+                tree = self._new_tree(result.name)
                 if result.key is not None:
                     self.by_key[result.key] = tree
-            tree.rows += result.rows
+            self._add_rows(tree, result.rows)
             tree.num_records += 1
+
+    def _new_tree(self, name: str) -> _Tree:
+        tree = _Tree(name, len(self.trees))
+        self.trees.append(tree)
+        return tree
+
+    def _add_rows(self, tree: _Tree, rows: list[Row]) -> None:
+        tree.num_rows += len(rows)
+        self.num_trajectories += sum(row.parent is None or bool(row.is_end) for row in rows)
+        self.store.add(tree.index, rows)
 
     def _keep_rollout_together(self, result: RecordResult) -> None:
         """Rows of one rollout that name no group have different prompts: that of the first is the rollout's."""
@@ -165,33 +243,35 @@ class _Builder:
         for (file, name), (tree, placed) in self.node_trees.items():
             try:
                 tools = find_tools(placed[0].value, Path(file), placed[0].location)
-                _, tree.rows = self.reader.declared_rows(placed, tools)
+                _, rows = self.reader.declared_rows(placed, tools)
             except DataError as error:
                 text = json.dumps([node.value for node in placed], default=str)
                 self._drop(RecordResult(f"{file}: tree {name}", error=str(error), raw=text))
             else:
+                self._add_rows(tree, rows)
                 tree.num_records = len(placed)
 
-    def result(self, num_files: int) -> tuple[pa.Table, dict[str, Any], LoadReport]:
+    def result(self, num_sources: int) -> tuple[pa.Table, dict[str, Any], LoadReport]:
         """The table, what belongs to it, and the report."""
         report = self.report
-        trees = [tree for tree in self.trees if tree.rows]
+        trees = [tree for tree in self.trees if tree.num_rows]
         if not trees:
             reason = (
                 f" ({len(report.dropped)} were left out; the first: {report.dropped[0][1]})" if report.dropped else ""
             )
-            raise DataError(f"no record to train on in {num_files} file(s){reason}.")
-        rows = [row for tree in trees for row in tree.rows]
-        table = rows_to_table([index for index, tree in enumerate(trees) for _ in tree.rows], rows)
+            raise DataError(f"no record to train on in {num_sources} file(s){reason}.")
+        index_of_tree = np.full(len(self.trees), -1)
+        index_of_tree[[tree.index for tree in trees]] = np.arange(len(trees))
+        table = self.store.finish(index_of_tree)
         names = [tree.name for tree in trees]
         facts = {
             "names": names,
             "num_records": [tree.num_records for tree in trees],
             "fingerprint": content_hash(table, names),
         }
-        report.num_files, report.num_trees = num_files, len(trees)
-        report.num_trajectories = sum(row.parent is None or bool(row.is_end) for row in rows)
-        report.warnings = list(self.warnings)[:MAX_WARNINGS]
+        report.num_files, report.num_trees = num_sources, len(trees)
+        report.num_trajectories = self.num_trajectories
+        report.warnings += list(self.warnings)[:MAX_WARNINGS]
         if len(self.warnings) > MAX_WARNINGS:
             report.warnings.append(f"{len(self.warnings) - MAX_WARNINGS} more warnings")
         return table, facts, report
@@ -201,8 +281,7 @@ class _Builder:
         file, _, _ = result.location.rpartition(":")
         name, node = result.node
         if (file, name) not in self.node_trees:
-            tree = _Tree(printable(json.loads(name)))
-            self.trees.append(tree)
+            tree = self._new_tree(printable(json.loads(name)))
             self.node_trees[file, name] = (tree, [])
         self.node_trees[file, name][1].append(PlacedNode(result.location, node))
 
@@ -217,14 +296,14 @@ class _Builder:
             self.stream.write(json.dumps(line) + "\n")
 
 
-def _jobs(files: Sequence[Path], max_record_bytes: int) -> Iterator[tuple[RawRecord, Path]]:
-    for path in files:
+def _jobs(sources: Sequence[Source], report: LoadReport) -> Iterator[tuple[RawRecord, Path | None]]:
+    for source in sources:
         is_empty = True
-        for raw in read_records(path, max_record_bytes):
+        for raw in read_source(source, report):
             is_empty = False
-            yield raw, path
+            yield raw, source.data_file
         if is_empty:
-            raise DataError(f"{printable(path)}: no record; the file is empty.")
+            raise DataError(f"{source.name}: no record; {'the file' if source.data_file else 'it'} is empty.")
 
 
 def _tokenizer(given: Any) -> Any:
@@ -241,7 +320,7 @@ def _tokenizer(given: Any) -> Any:
 
 def _read_cache(entry: Path, warnings: list[str]) -> tuple[pa.Table, dict[str, Any]] | None:
     try:
-        return cache.read_entry(entry)
+        return cache.read_entry(entry) or cache.read_entry(entry.with_suffix(cache.MAPPED))
     except DataError as error:
         warnings.append(f"{error}; it was rendered again.")
         return None
@@ -256,6 +335,7 @@ def _write_cache(entry: Path, table: pa.Table, facts: dict[str, Any], report: Lo
         "num_compared": report.num_compared,
         "num_drifted": report.num_drifted,
         "unused_keys": report.unused_keys,
+        "num_preferences": report.num_preferences,
         "warnings": report.warnings,
     }
     try:

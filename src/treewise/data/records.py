@@ -14,6 +14,7 @@ from treewise.data.io.field_checks import label, number
 from treewise.data.io.files import RawRecord
 from treewise.data.io.known_keys import unused_keys
 from treewise.data.io.options import RenderOptions
+from treewise.data.io.other_forms import REWRITTEN, label_of, pair_name, split_pair
 from treewise.data.io.printable import printable, shown
 from treewise.data.io.record_forms import PartialTailError, Record, detect_form, parse
 from treewise.data.io.rows import RecordResult, Row
@@ -35,7 +36,7 @@ class RecordReader:
         self.tokenizer = tokenizer
         self.options = options
 
-    def read(self, raw: RawRecord, data_file: Path) -> RecordResult:
+    def read(self, raw: RawRecord, data_file: Path | None) -> RecordResult:
         """The rows of a record, or its error."""
         result = RecordResult(location=raw.location)
         try:
@@ -65,10 +66,16 @@ class RecordReader:
             Encoder(self.tokenizer), options.chat_template, dict(options.chat_template_kwargs), options.on_hidden
         )
 
-    def _fill(self, result: RecordResult, record: Record, data_file: Path) -> None:
+    def _fill(self, result: RecordResult, record: Record, data_file: Path | None) -> None:
         location = result.location
         form = detect_form(record, location)
+        if form in REWRITTEN:
+            record = REWRITTEN[form](record, location)
+            form = detect_form(record, location)
         result.unused_keys = unused_keys(record, form, self.options.group_by, location)
+        if form in ("preference", "labelled"):
+            self._fill_preference(result, record, form, data_file)
+            return
         group = self._group(record, location)
         rollout = label(record.get("rollout"), "rollout", location)
         if form == "tree_node":
@@ -96,9 +103,13 @@ class RecordReader:
         result.key = None if alone else json.dumps(group)
         result.name = location if group is None or result.is_grouped_by_prompt else printable(group)
 
-    def _rendered(self, form: str, record: Record, group: Any, data_file: Path, location: str) -> tuple[list[Row], Any]:
+    def _rendered(
+        self, form: str, record: Record, group: Any, data_file: Path | None, location: str
+    ) -> tuple[list[Row], Any]:
         if self.tokenizer is None:
             raise DataError(f"{location}: the record {NEEDS_TOKENIZER}")
+        if form == "text":
+            return self._text(record["text"], location), group
         if form == "prompt_completion":
             return self._pair(record, group, data_file, location)
         tools = find_tools(record, data_file, location)
@@ -112,6 +123,42 @@ class RecordReader:
             return chat.render_calls(self._template, calls, tools, location), group
         return self._conversation(talk, tools, location), group
 
+    def _fill_preference(self, result: RecordResult, record: Record, form: str, data_file: Path | None) -> None:
+        """Two rollouts of one pair, or one with a label, in the tree of their prompt. A reward of 1 is preferred to 0.
+
+        The pair has a group of its own, so that a tree may hold many.
+        """
+        location = result.location
+        group = self._group(record, location)
+        if form == "preference":
+            pair = split_pair(record, location)
+            parts = [("chosen", 1.0, pair[0]), ("rejected", 0.0, pair[1])]
+        else:
+            parts = [("labelled", label_of(record, location), record)]
+        for name, reward, part in parts:
+            where = location if form == "labelled" else f"{location}: {name}"
+            rows, key = self._rendered("prompt_completion", part, group, data_file, where)
+            own = {key: value for key, value in part.items() if key != "reward"}
+            self._label(rows, own, pair_name(location), where, where)
+            for row in rows:
+                row.reward, row.rollout = reward, where
+            result.rows += rows
+            result.key = json.dumps(key)
+        result.name = location if group is None else str(group)
+        result.is_preference = True
+
+    def _text(self, text: Any, location: str) -> list[Row]:
+        """Plain text, every token trained but the first; an end-of-text token is put behind it."""
+        if not isinstance(text, str) or not text:
+            raise DataError(f"{location}: text must be text that is not empty, found {shown(text)}.")
+        encoder = self._template.encoder
+        end = encoder.tokenizer.eos_token
+        pieces = encoder.encode([text if not end or text.endswith(end) else text + end])[0]
+        ids = np.concatenate([encoder.begin_ids(), *pieces]).astype(np.int32)
+        if len(ids) < 2:
+            raise DataError(f"{location}: the text is one token long, so nothing is predicted.")
+        return [Row(token_ids=ids, spans=[1, len(ids)], span_weights=[1.0])]
+
     def _conversation(self, talk: Conversation, tools: chat.Tools, location: str, first: int = 0) -> list[Row]:
         train_on = self.options.train_on
         if self.options.thinking == "keep":
@@ -120,7 +167,7 @@ class RecordReader:
             self._template, chat.conversation_calls(talk, train_on, location, first), tools, location
         )
 
-    def _pair(self, record: Record, group: Any, data_file: Path, location: str) -> tuple[list[Row], Any]:
+    def _pair(self, record: Record, group: Any, data_file: Path | None, location: str) -> tuple[list[Row], Any]:
         prompt, completion = record["prompt"], record["completion"]
         if group is None:
             group = "prompt-" + hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:16]
@@ -136,7 +183,7 @@ class RecordReader:
         talk = self._template.prepare(talk, location)
         return self._conversation(talk, find_tools(record, data_file, location), location, len(before.messages)), group
 
-    def _fill_declared(self, result: RecordResult, record: Record, data_file: Path) -> None:
+    def _fill_declared(self, result: RecordResult, record: Record, data_file: Path | None) -> None:
         placed = declared_nodes.nodes_of_record(record["nodes"], result.location)
         one_root = record.get("forest") is not True
         declared, rows = self.declared_rows(placed, find_tools(record, data_file, result.location), one_root)
@@ -198,7 +245,7 @@ class RecordReader:
             if advantage is not None:
                 row.streams["advantages"] = np.full(row.num_tokens, advantage, dtype=np.float32)
 
-    def _compare(self, result: RecordResult, record: Record, data_file: Path) -> None:
+    def _compare(self, result: RecordResult, record: Record, data_file: Path | None) -> None:
         """Compares the ids of a row with its text, where it has one. The ids are trained either way."""
         location = result.location
         plain = _plain_text(record)

@@ -5,7 +5,7 @@ import os
 import pickle
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -20,24 +20,23 @@ from treewise.data.io.rows import RecordResult
 from treewise.data.records import RecordReader
 from treewise.errors import ConfigError
 
-Job = tuple[RawRecord, Path]
+Job = tuple[RawRecord, Path | None]
 BATCH_BYTES = 256_000
 BATCH_RECORDS = 256
-MIN_BYTES_FOR_POOL = 1_000_000  # on disk; below, starting processes costs more than they save
+MIN_BYTES_FOR_POOL = 1_000_000  # of the sources; below, starting processes costs more than they save
 MAX_WORKERS = 16
 
 _reader: RecordReader | None = None  # of a worker process
 
 
-def choose_num_workers(num_workers: int | None, files: Sequence[Path]) -> int:
+def choose_num_workers(num_workers: int | None, num_bytes: int) -> int:
     """Processes to start; 0 means this process. By default all cores, where there is enough to do."""
     if num_workers is not None:
         if num_workers < 0:
             raise ConfigError(f"num_workers is {num_workers}; give 0 (this process) or more.")
         return num_workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    enough = sum(path.stat().st_size for path in files) >= MIN_BYTES_FOR_POOL
-    return min(cores, MAX_WORKERS) if enough and cores > 1 else 0
+    return min(cores, MAX_WORKERS) if num_bytes >= MIN_BYTES_FOR_POOL and cores > 1 else 0
 
 
 def read_all(

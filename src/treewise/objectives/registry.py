@@ -9,6 +9,7 @@ from typing import Any
 from treewise.errors import ConfigError, check_setting_types, did_you_mean
 from treewise.objectives.distillation import Distillation
 from treewise.objectives.policy_gradient import PolicyGradient
+from treewise.objectives.preference import DPO, IPO, KTO
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT
 
@@ -96,7 +97,11 @@ OBJECTIVES: Mapping[str, Callable[..., Objective]] = {
     "cispo": CISPO,
     "policy_gradient": PolicyGradient,
     "distillation": Distillation,
+    "dpo": DPO,
+    "ipo": IPO,
+    "kto": KTO,
 }
+PREFERENCES = ("dpo", "ipo", "kto")
 # Settings of `PolicyGradient` that a name determines; `policy_gradient` leaves all of them open.
 DETERMINED: Mapping[str, tuple[str, ...]] = {
     "reinforce": ("surrogate",),

@@ -21,13 +21,15 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
 
+from treewise.data import load_trees
+from treewise.data.sources import is_raw_data
 from treewise.distributed import ranks
 from treewise.distributed.fsdp import ShardedModel
 from treewise.distributed.signals import StepAbandoned, StopSignals
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
-from treewise.objectives import Objective
+from treewise.objectives import SFT, Objective
 from treewise.objectives.normalization import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, optimizer_state
@@ -59,8 +61,10 @@ class TreeTrainer(Trainer):
     Parameters:
         model: any transformers causal language model that `TreeEngine` takes, PEFT-wrapped or not.
         train_dataset: anything with a length and indices whose items are `Forest`, one `Trajectory`, a list of them,
-            or training trees (what `load_trees` returns).
+            or training trees (what `load_trees` returns); or records, in anything that `load_trees` reads (paths,
+            `datasets`, data frames, mappings), which are then loaded with `processing_class` as the tokenizer.
         eval_dataset: the same, or a mapping of names to such.
+        render: how records are rendered (`RenderOptions`, or a mapping of its fields).
         objective: a loss (`tw.GRPO()`, ...), in place of the one that `args` names. Its metrics are logged.
 
     Raises:
@@ -79,6 +83,7 @@ class TreeTrainer(Trainer):
         eval_dataset: Any = None,
         objective: Objective | None = None,
         processing_class: Any = None,
+        render: Any = None,
         model_init: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
@@ -86,9 +91,12 @@ class TreeTrainer(Trainer):
         args = TreeTrainingArguments() if args is None else args
         if not isinstance(args, TreeTrainingArguments):
             raise ConfigError(f"args is a {type(args).__name__}; give tw.TreeTrainingArguments.")
-        check_dataset("train_dataset", train_dataset)
-        check_dataset("eval_dataset", eval_dataset)
+        train_dataset = _as_trees("train_dataset", train_dataset, processing_class, render)
+        eval_dataset = _as_trees("eval_dataset", eval_dataset, processing_class, render)
         self.objective = objective or args.objective()
+        _check_preferences(train_dataset, self.objective)
+        if getattr(self.objective, "needs_whole_groups", False):
+            args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._means, self._throughput = MetricMeans(), Throughput()
         rows_file = nonfinite_path(args.output_dir, args.process_index, args.world_size)
@@ -418,3 +426,25 @@ class _StepEnd(TrainerCallback):
             self._signals.received = received
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
+
+
+def _as_trees(name: str, dataset: Any, tokenizer: Any, render: Any) -> Any:
+    """A data set of trees, loaded where records are given. Raises `ConfigError` for an empty one, or something else."""
+    if dataset is None:
+        return None
+    if is_raw_data(dataset) and not (name == "eval_dataset" and isinstance(dataset, dict)):
+        return load_trees(dataset, tokenizer, options=render)
+    if name == "eval_dataset" and isinstance(dataset, dict):
+        return {key: _as_trees(f"eval_dataset[{key!r}]", value, tokenizer, render) for key, value in dataset.items()}
+    check_dataset(name, dataset)
+    return dataset
+
+
+def _check_preferences(dataset: Any, objective: Objective) -> None:
+    """Raises `ConfigError` where SFT would imitate the rejected completions of preference data."""
+    num_preferences = getattr(getattr(dataset, "report", None), "num_preferences", 0)
+    if num_preferences and isinstance(objective, SFT):
+        raise ConfigError(
+            f"{num_preferences} records are preference pairs or labelled completions, and SFT would imitate the "
+            "rejected ones, too; give objective dpo, ipo or kto, or data of chosen completions alone."
+        )

@@ -149,11 +149,13 @@ def _run_online(args: argparse.Namespace, path: str | None, overrides: list[str]
 
 
 def _objective(config: RunConfig) -> Any:
-    from treewise.objectives.registry import MissingSettingError, objective_named
+    from treewise.objectives.registry import PREFERENCES, MissingSettingError, objective_named
 
     name = config.more.get("objective")
     if name is None:
         raise ConfigError("give --objective: grpo, dr_grpo, dapo, gspo, cispo, ppo, reinforce, ... (docs/rl.md).")
+    if name in PREFERENCES:
+        raise ConfigError(f"objective {name!r} learns from preferences, not from advantages: use treewise train.")
     settings = typed_settings(name, config.more.get("objective_settings") or {})
     if name not in ("sft", "distillation"):
         settings.setdefault("measure_entropy", True)  # which everybody watches

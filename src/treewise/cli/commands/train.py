@@ -4,10 +4,13 @@ import argparse
 import shlex
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from treewise.cli import training_run
+from treewise.cli import preferences, training_run
 from treewise.cli.config import read_config, schema
 from treewise.cli.key_help import formatter_with
+
+KEYS = {"objective": str | None, "objective_settings": dict | None, "reference": str | None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,27 +19,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "treewise train [CONFIG.yaml] --model MODEL --data FILES --output_dir FOLDER [--key value ...] "
         "[--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
     )
-    parser.formatter_class = formatter_with(schema)
+    parser.formatter_class = formatter_with(lambda: schema(KEYS))
     parser.epilog = "Keys are explained in docs/training.md; `treewise schema` prints them for editors."
     training_run.add_flags(parser, "output_dir")
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
-    config = read_config(*training_run.split_words(args))
+    config = read_config(*training_run.split_words(args), KEYS)
+    objective = preferences.objective_of(config)
     training_run.check_flags(args, config)
     arguments = training_run.training_arguments(config)
     if not args.dry_run and training_run.is_first_rank():
         training_run.check_folder(Path(arguments.output_dir), args.resume, args.overwrite)
     train_data, eval_data, tokenizer = training_run.load_data(config, read_only=args.dry_run)
     model = training_run.load_model(config, arguments)
-    for dataset in filter(None, (train_data, eval_data)):
+    for dataset in (train_data, *([] if eval_data is None else [eval_data])):
         dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
+    preferences.check_data(objective, train_data)
     if args.dry_run:
         return training_run.dry_run(arguments, model, train_data)
     command = shlex.join(["treewise", "train", *args.overrides])
     with ExitStack() as stack:
         resume_from = training_run.begin(stack, args, config, arguments)
         training_run.check_steps_left(arguments, len(train_data), resume_from)
-        training_run.train(arguments, model, tokenizer, train_data, eval_data, resume_from, command)
+        train: Any = train_data
+        evaluation: Any = eval_data
+        if objective is not None:
+            train, evaluation = preferences.with_references(config, arguments, model, objective, train_data, eval_data)
+        training_run.train(arguments, model, tokenizer, train, evaluation, resume_from, command, objective)
     return 0

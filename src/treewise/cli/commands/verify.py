@@ -11,7 +11,7 @@ from treewise.cli.devices import chosen_device
 from treewise.cli.load_model import DTYPES, load_model, load_tokenizer
 from treewise.cli.objective import typed_settings
 from treewise.cli.yaml_file import read_value
-from treewise.data import TreeDataset
+from treewise.data import Trees
 from treewise.errors import ConfigError
 from treewise.objectives import WEIGHTINGS, Objective, PolicyGradient, objective_named
 from treewise.report import verification_view
@@ -79,7 +79,7 @@ def _objective(args: argparse.Namespace) -> Objective:
     return objective_named(args.objective, **typed_settings(args.objective, settings))
 
 
-def _trajectories(data: TreeDataset, objective: Objective, args: argparse.Namespace) -> list[Trajectory]:
+def _trajectories(data: Trees, objective: Objective, args: argparse.Namespace) -> list[Trajectory]:
     """The first ones, of whole trees as far as advantages look at groups."""
     trees: list[list[Trajectory]] = []
     for tree in data:

@@ -246,14 +246,19 @@ def _parquet_rows(path: Path) -> Iterator[RawRecord]:
         number = 0
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-                columns = [_column_values(column) for column in batch.columns]
-                num_bytes = batch.nbytes // max(1, batch.num_rows)
-                for values in zip(*columns, strict=True):
-                    number += 1
-                    row = dict(zip(batch.schema.names, values, strict=True))
-                    yield RawRecord(f"{printable(path)}:row {number}", row, is_row=True, num_bytes=num_bytes)
+                yield from batch_records(batch, printable(path), number + 1)
+                number += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{printable(path)}: damaged Parquet file ({shown(str(error))}); write it again.") from None
+
+
+def batch_records(batch: Any, name: str, first: int) -> Iterator[RawRecord]:
+    """The rows of an Arrow record batch, of which the first is row `first` of `name`."""
+    columns = [_column_values(column) for column in batch.columns]
+    num_bytes = batch.nbytes // max(1, batch.num_rows)
+    for number, values in enumerate(zip(*columns, strict=True), first):
+        row = dict(zip(batch.schema.names, values, strict=True))
+        yield RawRecord(f"{name}:row {number}", row, is_row=True, num_bytes=num_bytes)
 
 
 def _column_values(column: Any) -> list[Any]:

@@ -82,6 +82,7 @@ class LoadReport:
 
     `num_compared` rows hold both token ids and text; the text of `num_drifted` of them gives other ids. `unused_keys`
     are keys that nothing reads, with the number of records that hold each.
+    `num_preferences` records are preference pairs or labelled completions, which SFT must not imitate.
     """
 
     num_files: int = 0
@@ -91,6 +92,7 @@ class LoadReport:
     num_compared: int = 0
     num_drifted: int = 0
     unused_keys: dict[str, int] = field(default_factory=dict)
+    num_preferences: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 

@@ -7,19 +7,31 @@ import numpy as np
 
 from treewise.data.io.files import RawRecord
 from treewise.data.io.printable import shown
-from treewise.errors import DataError
+from treewise.errors import DataError, did_you_mean
 from treewise.tree.trajectory import STREAMS
 
 Record = dict[str, Any]
 
-FORMS = (
-    "records are chats (messages), logged calls (messages, calls), prompts and completions (prompt, completion), token "
-    "rows (token_ids), grouped rows (seqs), declared trees (nodes) or their nodes (tree, and token_ids or message): "
-    "see docs/data.md"
-)
+# Every form: what it is, the keys that it needs, and an example.
+FORMS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "chat": ("messages of OpenAI's shape", ("messages",), '{"messages": [{"role": "user", "content": "2+2?"}, ...]}'),
+    "prompt_completion": ("texts or message lists", ("prompt", "completion"), '{"prompt": "2+2=", "completion": "4"}'),
+    "token_row": ("token ids and streams", ("token_ids",), '{"token_ids": [1, 15, 9], "loss_weights": [0, 0, 1]}'),
+    "grouped_rows": ("several rows of a group", ("seqs",), '{"seqs": [{"ids": [1, 15, 9], "loss": [[2, 3]]}]}'),
+    "calls": ("logged calls", ("messages", "calls"), '{"messages": [...], "calls": [{"ctx": [0], "out": 1}]}'),
+    "nodes": ("a declared tree", ("nodes",), '{"nodes": [{"id": "a", "parent": null, "token_ids": [1, 15]}, ...]}'),
+    "tree_node": ("a node of one", ("tree",), '{"tree": "t", "id": "a", "parent": null, "token_ids": [1, 15]}'),
+    "preference": ("a preference pair", ("chosen", "rejected"), '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}'),
+    "labelled": ("a labelled completion", ("prompt", "completion", "label"),
+                 '{"prompt": "2+2=", "completion": "4", "label": true}'),
+    "sharegpt": ("ShareGPT turns", ("conversations",), '{"conversations": [{"from": "human", "value": "2+2?"}, ...]}'),
+    "alpaca": ("an instruction", ("instruction", "output"), '{"instruction": "Add.", "input": "2+2", "output": "4"}'),
+    "text": ("plain text, all of it trained", ("text",), '{"text": "2+2=4"}'),
+    "input_ids": ("ids with labels or a mask", ("input_ids",), '{"input_ids": [1, 15, 9], "labels": [-100, -100, 9]}'),
+}  # fmt: skip
 
 # Columns that hold nested values; a string in one of these is JSON text.
-NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", *STREAMS)
+NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", "conversations", "input_ids", *STREAMS)
 
 
 class PartialTailError(DataError):
@@ -66,11 +78,41 @@ def parse_text(text: str, location: str) -> Any:
 
 
 def detect_form(record: Record, location: str) -> str:
-    """Which form a record has: chat, prompt_completion, token_row, grouped_rows, calls, nodes or tree_node.
+    """The form of a record, a key of `FORMS`.
 
     Raises:
         DataError: keys of no form, or of several.
     """
+    forms = _forms_of(record)
+    missing = [name for name in ("prompt", "completion") if name not in record]
+    if forms == ["prompt_completion"] and missing:
+        raise DataError(f"{location}: a prompt/completion record without {missing[0]}{_foreign(record)}.")
+    if len(forms) == 1:
+        return forms[0]
+    keys = ", ".join(shown(key) for key in list(record)[:12]) or "no keys"
+    if not forms:
+        near = "".join(_near(key) for key in list(record)[:12])
+        known = "\n".join(f"  {name} ({what}): {example}" for name, (what, _, example) in FORMS.items())
+        raise DataError(
+            f"{location}: a record with {keys} fits no form{_foreign(record)}.{near} The forms (docs/data.md):\n{known}"
+        )
+    examples = "\n".join(f"  {name} ({FORMS[name][0]}): {FORMS[name][2]}" for name in forms)
+    raise DataError(
+        f"{location}: a record with {keys} fits several forms ({', '.join(forms)}); leave the keys of one:\n{examples}"
+    )
+
+
+def has_form(record: Record) -> bool:
+    """Whether a record's keys are those of a form, and not those of another stack's dump."""
+    forms = _forms_of(record)
+    return bool(forms) and not (set(forms) & {"input_ids", "prompt_completion", "nodes"} and _foreign(record))
+
+
+def _forms_of(record: Record) -> list[str]:
+    if "token_ids" not in record and "tree" not in record and "nodes" not in record:
+        for form, keys in _SIMPLE.items():
+            if all(key in record for key in keys) and not ("messages" in record or "seqs" in record):
+                return [form]
     forms = []
     if "nodes" in record:
         forms.append("nodes")
@@ -86,15 +128,22 @@ def detect_form(record: Record, location: str) -> str:
         forms.append("prompt_completion")
     if "token_ids" in record and "calls" in record:
         forms.append("calls")
-    missing = [name for name in ("prompt", "completion") if name not in record]
-    if forms == ["prompt_completion"] and missing:
-        raise DataError(f"{location}: a prompt/completion record without {missing[0]}{_foreign(record)}.")
-    if len(forms) == 1:
-        return forms[0]
-    keys = ", ".join(shown(key) for key in list(record)[:12]) or "no keys"
-    if not forms:
-        raise DataError(f"{location}: a record with {keys} fits no form{_foreign(record)}; {FORMS}.")
-    raise DataError(f"{location}: a record with {keys} fits several forms ({', '.join(forms)}); {FORMS}.")
+    return forms or (["text"] if "text" in record else [])
+
+
+# Forms that follow from these keys alone, in this order.
+_SIMPLE = {
+    "preference": ("chosen", "rejected"),
+    "labelled": ("prompt", "completion", "label"),
+    "input_ids": ("input_ids",),
+    "alpaca": ("instruction", "output"),
+    "sharegpt": ("conversations",),
+}
+
+
+def _near(key: str) -> str:
+    """` Did you mean ...?` where a key is nearly one of a form."""
+    return did_you_mean(key, dict.fromkeys(name for _, names, _ in FORMS.values() for name in names))
 
 
 def _foreign(record: Record) -> str:

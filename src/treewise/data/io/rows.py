@@ -55,6 +55,7 @@ class RecordResult:
     unused_keys: list[str] = field(default_factory=list)
     rollout: Any = None  # as the record gives it
     is_grouped_by_prompt: bool = False  # no group was given, so equal prompts make one
+    is_preference: bool = False  # holds completions that are not to be imitated
     is_compared: bool = False  # has both token ids and text
     drift: list[str] = field(default_factory=list)  # where these differ
     error: str | None = None

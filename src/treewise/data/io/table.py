@@ -84,19 +84,21 @@ def content_hash(table: pa.Table, names: Sequence[str]) -> str:
         if field.name == "source":
             continue
         digest.update(field.name.encode())
-        column = _whole(table.column(field.name))
+        chunks = table.column(field.name).chunks  # lists stay in their chunks: a mapped file may exceed the memory
         if field.name == "rollout":
             digest.update(_rollout_indices(table).tobytes())
             continue
-        digest.update(np.asarray(column.is_valid().to_numpy(zero_copy_only=False)).tobytes())
+        digest.update(np.asarray(table.column(field.name).is_valid().to_numpy()).tobytes())
         if pa.types.is_large_list(field.type):
-            digest.update(np.diff(np.asarray(column.offsets)).tobytes())
-            digest.update(np.ascontiguousarray(column.flatten().to_numpy(zero_copy_only=False)).data)
+            for chunk in chunks:
+                digest.update(np.diff(np.asarray(chunk.offsets)).tobytes())
+            for chunk in chunks:
+                digest.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)).data)
         elif pa.types.is_string(field.type):
-            digest.update(json.dumps(column.to_pylist()).encode())
+            digest.update(json.dumps(table.column(field.name).to_pylist()).encode())
         else:
             zero = False if pa.types.is_boolean(field.type) else 0
-            digest.update(column.fill_null(zero).to_numpy(zero_copy_only=False).tobytes())
+            digest.update(_whole(table.column(field.name)).fill_null(zero).to_numpy(zero_copy_only=False).tobytes())
     return digest.hexdigest()
 
 
@@ -110,15 +112,17 @@ def _rollout_indices(table: pa.Table) -> np.ndarray:
 
 def first_id_outside(table: pa.Table, vocab_size: int) -> tuple[int, int, int] | None:
     """(row, position in its trajectory, token id) of the first id that is not in the vocabulary."""
-    column = _whole(table.column("token_ids"))
-    ids = column.flatten().to_numpy(zero_copy_only=False)
-    bad = np.flatnonzero(ids >= vocab_size)
-    if not len(bad):
-        return None
-    offsets = np.asarray(column.offsets)
-    row = int(np.searchsorted(offsets - offsets[0], bad[0], side="right")) - 1
-    position = int(bad[0] - (offsets[row] - offsets[0])) + table.column("shared")[row].as_py()
-    return row, position, int(ids[bad[0]])
+    start = 0
+    for chunk in table.column("token_ids").chunks:
+        ids = chunk.flatten().to_numpy(zero_copy_only=False)
+        bad = np.flatnonzero(ids >= vocab_size)
+        if len(bad):
+            offsets = np.asarray(chunk.offsets)
+            row = int(np.searchsorted(offsets - offsets[0], bad[0], side="right")) - 1
+            position = int(bad[0] - (offsets[row] - offsets[0])) + table.column("shared")[start + row].as_py()
+            return start + row, position, int(ids[bad[0]])
+        start += len(chunk)
+    return None
 
 
 def _list_column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:

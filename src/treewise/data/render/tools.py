@@ -19,7 +19,7 @@ def tool_files(data_file: Path) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def find_tools(record: Record, data_file: Path, location: str) -> list[dict[str, Any]] | None:
+def find_tools(record: Record, data_file: Path | None, location: str) -> list[dict[str, Any]] | None:
     """Function schemas of a record, or None.
 
     Raises:
@@ -31,6 +31,8 @@ def find_tools(record: Record, data_file: Path, location: str) -> list[dict[str,
     if record.get("tools") is not None or record.get("tools_ref") is None:
         return clean_tools(record.get("tools"), location)
     name = record["tools_ref"]
+    if data_file is None:
+        raise DataError(f"{location}: tools_ref {shown(name)} needs a file beside which it is found; give `tools`.")
     files = tool_files(data_file)
     for path in files:
         known = _tools_of(path)

@@ -1,0 +1,215 @@
+"""Forms of other libraries that hold what one of treewise's own forms holds, under other names: rewritten into it.
+
+ShareGPT's `conversations`, alpaca's `instruction`/`output`, `input_ids` with `labels` or masks, pairs of `chosen` and
+`rejected`, and labelled completions (`label`).
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from treewise.data.io.field_checks import flat_list
+from treewise.data.io.printable import shown
+from treewise.errors import DataError, did_you_mean
+
+Record = dict[str, Any]
+
+# Speakers of ShareGPT and its variants (FastChat, LLaMA-Factory, axolotl) as roles of OpenAI's.
+ROLES = {
+    **dict.fromkeys(("system",), "system"),
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response", "ipython"), "tool"),
+}
+IGNORED_LABEL = -100
+MASKS = ("loss_weights", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask")
+
+
+def from_sharegpt(record: Record, location: str) -> Record:
+    """A chat, from turns of `from` and `value` (or `role` and `content`), and `system` beside them."""
+    name = "conversations" if "conversations" in record else "conversation"
+    turns = record[name]
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{location}: {name} must be a non-empty list of {{from, value}}, found {shown(turns)}.")
+    messages = [_message(turn, f"{location}: {name}[{index}]") for index, turn in enumerate(turns)]
+    rest = {key: value for key, value in record.items() if key not in (name, "system")}
+    if record.get("system"):
+        messages.insert(0, {"role": "system", "content": record["system"]})
+    if isinstance(rest.get("tools"), str):
+        if rest["tools"].strip():
+            rest["tools"] = _json(rest["tools"], f"{location}: tools")
+        else:
+            del rest["tools"]
+    if isinstance(rest.get("tools"), list):
+        rest["tools"] = [
+            {"type": "function", "function": tool} if isinstance(tool, dict) and "function" not in tool else tool
+            for tool in rest["tools"]
+        ]
+    return {**rest, "messages": messages}
+
+
+def _message(turn: Any, location: str) -> Record:
+    if not isinstance(turn, dict):
+        raise DataError(f"{location} must be {{from, value}}, found {shown(turn)}.")
+    if "role" in turn:
+        return turn
+    speaker = turn.get("from")
+    role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
+    if role is None:
+        hint = did_you_mean(speaker, ROLES)
+        raise DataError(f"{location}: from {shown(speaker)} is no known speaker ({', '.join(ROLES)}).{hint}")
+    if "value" not in turn:
+        hint = did_you_mean("value", [key for key in turn if key != "from"])
+        raise DataError(f"{location} has no value; its keys are {', '.join(map(str, turn))}.{hint}")
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if str(speaker).lower() != "function_call":
+        return {"role": role, "content": turn["value"], **rest}
+    calls = turn["value"] if not isinstance(turn["value"], str) else _json(turn["value"], location)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise DataError(f"{location}: a function_call must be {{name, arguments}}, found {shown(turn['value'])}.")
+    tool_calls = [
+        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+        for call in calls
+    ]
+    return {"role": role, "content": "", "tool_calls": tool_calls, **rest}
+
+
+def from_alpaca(record: Record, location: str) -> Record:
+    """A prompt and a completion, from `instruction`, `input` (after an empty line) and `output`.
+
+    With `history` ([[question, answer], ...]) it is a chat, of which every answer is trained.
+    """
+    texts = {name: record.get(name, "") for name in ("instruction", "input", "output", "system")}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise DataError(f"{location}: {name} must be text, found {shown(text)}.")
+    question = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
+    rest = {key: value for key, value in record.items() if key not in (*texts, "history")}
+    before = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
+    answer = {"role": "assistant", "content": texts["output"]}
+    past = record.get("history") or []
+    if not past:
+        return {**rest, "prompt": [*before, {"role": "user", "content": question}], "completion": [answer]}
+    if not isinstance(past, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in past):
+        raise DataError(f"{location}: history must be a list of [question, answer], found {shown(past)}.")
+    for asked, answered in past:
+        before += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    return {**rest, "messages": [*before, {"role": "user", "content": question}, answer]}
+
+
+def from_input_ids(record: Record, location: str) -> Record:
+    """A token row, from `input_ids` with `labels` (-100: not trained) or a mask; without either every token is trained.
+
+    Positions of which `attention_mask` is 0 are padding, and left out; they must stand at the ends.
+    """
+    ids = np.asarray(flat_list(record["input_ids"], "input_ids", location))
+    given = [name for name in ("labels", *MASKS) if name in record]
+    if len(given) > 1:
+        raise DataError(f"{location}: {' and '.join(given)} both tell what is trained; give one of them.")
+    per_token = [name for name in record if name in ("attention_mask", "position_ids", *given)]
+    arrays = {name: np.asarray(flat_list(record[name], name, location)) for name in per_token}
+    for name, values in arrays.items():
+        if len(values) != len(ids):
+            raise DataError(f"{location}: {len(values)} {name} for {len(ids)} input_ids; they must align.")
+    weights = np.ones(len(ids), dtype=np.float32)
+    if given == ["labels"]:
+        weights = (arrays["labels"] != IGNORED_LABEL).astype(np.float32)
+        differs = np.flatnonzero((weights > 0) & (arrays["labels"] != ids))
+        if len(differs):
+            at = int(differs[0])
+            raise DataError(
+                f"{location}: labels[{at}] is {arrays['labels'][at]} and input_ids[{at}] is {ids[at]}; a label is the "
+                "token at its own position (not shifted), or -100."
+            )
+    elif given:
+        weights = arrays[given[0]]
+    if len(weights) and weights.dtype.kind in "iufb":
+        weights = weights.astype(np.float32)
+        weights[:1] = 0  # nothing predicts a first token, and flat training does not count it
+    keep = _unpadded(arrays.get("attention_mask"), location)
+    rest = {key: value for key, value in record.items() if key not in ("input_ids", *per_token)}
+    if keep is not None:
+        weights = weights[keep]
+        ids = ids[keep]
+        weights[:1] = 0
+        for name, value in rest.items():
+            if isinstance(value, list | np.ndarray) and len(value) == len(record["input_ids"]):
+                rest[name] = np.asarray(value)[keep]
+    return {**rest, "token_ids": ids, "loss_weights": weights}
+
+
+def _unpadded(mask: np.ndarray | None, location: str) -> slice | None:
+    if mask is None or mask.all():
+        return None
+    kept = np.flatnonzero(mask)
+    if not len(kept) or len(kept) != kept[-1] - kept[0] + 1:
+        raise DataError(f"{location}: attention_mask has zeros between ones, which is no padding at the ends.")
+    return slice(int(kept[0]), int(kept[-1]) + 1)
+
+
+def split_pair(record: Record, location: str) -> tuple[Record, Record]:
+    """The two prompt and completion records of a preference pair, chosen first; the prompt is shared.
+
+    Without `prompt`, chosen and rejected are lists of messages that begin alike; their common messages are the prompt.
+    """
+    chosen, rejected = record["chosen"], record["rejected"]
+    prompt = record.get("prompt")
+    rest = {key: value for key, value in record.items() if key not in ("prompt", "chosen", "rejected")}
+    if prompt is None:
+        if not isinstance(chosen, list) or not isinstance(rejected, list):
+            raise DataError(f"{location}: chosen and rejected are texts, so a prompt is needed; add `prompt`.")
+        alike = 0
+        while alike < min(len(chosen), len(rejected)) and chosen[alike] == rejected[alike]:
+            alike += 1
+        if alike == min(len(chosen), len(rejected)):
+            raise DataError(f"{location}: chosen and rejected do not differ, so there is no preference.")
+        prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
+        if not prompt:
+            raise DataError(f"{location}: chosen and rejected begin with different messages; they share no prompt.")
+    elif isinstance(prompt, list):
+        chosen, rejected = (_after(each, prompt) for each in (chosen, rejected))
+    elif isinstance(chosen, list) and isinstance(rejected, list):
+        first = {"role": "user", "content": prompt}
+        chosen, rejected = (_after(each, [first]) for each in (chosen, rejected))
+        prompt = [first]
+    if chosen == rejected:
+        raise DataError(f"{location}: chosen and rejected do not differ, so there is no preference.")
+    return {**rest, "prompt": prompt, "completion": chosen}, {**rest, "prompt": prompt, "completion": rejected}
+
+
+def _after(messages: Any, prompt: list[Any]) -> Any:
+    """Messages without the prompt that they repeat, as UltraFeedback's do."""
+    if isinstance(messages, list) and len(messages) > len(prompt) and messages[: len(prompt)] == prompt:
+        return messages[len(prompt) :]
+    return messages
+
+
+def pair_name(location: str) -> str:
+    """A name for a pair: the file's name and line, which is the same wherever the file lies."""
+    return f"pair {PurePath(location).name}"
+
+
+def label_of(record: Record, location: str) -> float:
+    """The label of a completion: 1 for desirable, 0 for undesirable."""
+    label = record["label"]
+    if not isinstance(label, bool | np.bool_) and label not in (0, 1):
+        raise DataError(f"{location}: label must be true (desirable) or false, found {shown(label)}.")
+    return float(label)
+
+
+def _json(text: str, location: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{location}: not valid JSON: {shown(text)} ({type(error).__name__}).") from None
+
+
+REWRITTEN: dict[str, Callable[[Record, str], Record]] = {
+    "sharegpt": from_sharegpt,
+    "alpaca": from_alpaca,
+    "input_ids": from_input_ids,
+}

@@ -1,0 +1,125 @@
+"""Each form of another library is read as the record of ours that says the same."""
+
+import pytest
+
+from treewise.data import load_trees
+from treewise.data.io.record_forms import FORMS
+from treewise.errors import DataError
+
+CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+SAME = {
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+        {"messages": CHAT},
+    ),
+    "system": (
+        {"system": "Be brief.", "conversations": [{"from": "user", "value": "2+2?"}, {"from": "model", "value": "4"}]},
+        {"messages": [{"role": "system", "content": "Be brief."}, *CHAT]},
+    ),
+    "weight": (
+        {"conversations": [*CHAT[:1], {"from": "gpt", "value": "5", "weight": 0}, *CHAT]},
+        {"messages": [*CHAT[:1], {"role": "assistant", "content": "5", "weight": 0}, *CHAT]},
+    ),
+    "alpaca": (
+        {"instruction": "Add.", "input": "2, 2", "output": "4"},
+        {"prompt": [{"role": "user", "content": "Add.\n\n2, 2"}], "completion": CHAT[1:]},
+    ),
+    "history": (
+        {"instruction": "2+2?", "output": "4", "history": [["1+1?", "2"]]},
+        {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, *CHAT]},
+    ),
+    "labels": (
+        {"input_ids": [1, 5, 6], "labels": [-100, -100, 6]},
+        {"token_ids": [1, 5, 6], "loss_weights": [0, 0, 1]},
+    ),
+    "mask and padding": (
+        {"input_ids": [0, 1, 5, 6, 0], "attention_mask": [0, 1, 1, 1, 0], "completion_mask": [0, 0, 1, 0, 0]},
+        {"token_ids": [1, 5, 6], "loss_weights": [0, 1, 0]},
+    ),
+    "all ids": ({"input_ids": [1, 5, 6]}, {"token_ids": [1, 5, 6]}),
+}
+
+
+def streams(record, tokenizer):
+    (tree,) = load_trees([record], tokenizer, options={"chat_template": "chatml"})
+    return [(item.token_ids.tolist(), item.loss_weights.tolist()) for item in tree.trajectories]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_form_equals_ours(name, tokenizer):
+    theirs, ours = SAME[name]
+    assert streams(theirs, tokenizer) == streams(ours, tokenizer)
+
+
+def test_function_calls_of_sharegpt_become_tool_calls(tokenizer):
+    turns = [
+        {"from": "human", "value": "2+?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+        {"from": "observation", "value": "4"},
+        {"from": "gpt", "value": "4"},
+    ]
+    messages = [
+        {"role": "user", "content": "2+?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "4"},
+    ]
+    assert streams({"conversations": turns}, tokenizer) == streams({"messages": messages}, tokenizer)
+
+
+def test_text_is_trained_but_for_its_first_token(tokenizer):
+    [(ids, weights)] = streams({"text": "2+2=4"}, tokenizer)
+    assert tokenizer.decode(ids) == "2+2=4" + tokenizer.eos_token
+    assert weights == [0, *[1] * (len(ids) - 1)]
+
+
+def test_pairs_share_their_prompt_and_have_a_group_each(tokenizer):
+    records = [{"prompt": "2+2=", "chosen": "4", "rejected": wrong} for wrong in ("5", "6")]
+    trees = load_trees(records, tokenizer)
+    (tree,) = trees
+    assert trees.report.num_preferences == 2
+    assert [item.reward for item in tree.trajectories] == [1, 0, 1, 0]
+    groups = [item.group for item in tree.trajectories]
+    assert groups[0] == groups[1] != groups[2] == groups[3]
+    assert len({item.rollout for item in tree.trajectories}) == 4
+    assert tree.forest().num_tokens < tree.forest().num_flat_tokens / 2
+
+
+def test_pairs_of_whole_conversations_share_what_they_begin_with(tokenizer):
+    wrong = {"role": "assistant", "content": "5"}
+    pair = {"chosen": CHAT, "rejected": [CHAT[0], wrong]}
+    plain = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [wrong]}
+    repeated = {"prompt": "2+2?", "chosen": CHAT, "rejected": [CHAT[0], wrong]}
+    assert streams(pair, tokenizer) == streams(plain, tokenizer) == streams(repeated, tokenizer)
+
+
+BAD = {
+    "unknown speaker": ({"conversations": [{"from": "humn", "value": "x"}]}, "Did you mean 'human'"),
+    "no value": ({"conversations": [{"from": "gpt", "valeu": "x"}]}, "Did you mean 'valeu'"),
+    "shifted labels": ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "not shifted"),
+    "two masks": ({"input_ids": [1, 2], "labels": [1, 2], "loss_mask": [0, 1]}, "labels and loss_mask"),
+    "short labels": ({"input_ids": [1, 2, 3], "labels": [1]}, "1 labels for 3 input_ids"),
+    "holes": ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "no padding"),
+    "no prompt": ({"chosen": "a", "rejected": "b"}, "add `prompt`"),
+    "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "do not differ"),
+    "label": ({"prompt": "a", "completion": "b", "label": "good"}, "must be true"),
+    "empty text": ({"text": ""}, "not empty"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_an_error(name, tokenizer):
+    record, words = BAD[name]
+    with pytest.raises(DataError, match=words):
+        load_trees([record], tokenizer)
+
+
+def test_an_unknown_form_lists_all_with_examples():
+    with pytest.raises(DataError) as caught:
+        load_trees([{"mesages": []}])
+    message = str(caught.value)
+    assert "Did you mean 'messages'" in message
+    for name, (_, _, example) in FORMS.items():
+        assert name in message
+        assert example in message
