@@ -8,12 +8,12 @@ from treewise.cli.commands import rl
 from treewise.cli.objective import typed_settings
 from treewise.errors import ConfigError
 from treewise.objectives.policy_gradient import PolicyGradient
-from treewise.objectives.registry import DETERMINED, OBJECTIVES, objective_named, setting_types
+from treewise.objectives.registry import DETERMINED, OBJECTIVES, PREFERENCES, objective_named, setting_types
 
 FIELDS = {field.name for field in fields(PolicyGradient)}
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("sft", "distillation")])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("sft", "distillation", *PREFERENCES)])
 def test_every_field_of_policy_gradient_is_a_setting(name):
     assert set(setting_types(name)) - {"max_length"} == FIELDS - set(DETERMINED.get(name, ()))
     assert set(rl.aliases()) >= FIELDS - {"surrogate"}

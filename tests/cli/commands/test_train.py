@@ -55,6 +55,25 @@ def test_a_run_leaves_a_model_and_its_configuration(folder, capsys):
     assert not list((folder / "run").glob(".*"))
 
 
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_preferences_are_trained_against_the_model_as_it_starts(folder, objective):
+    rows = [
+        {"token_ids": [1, 2, 3, 4 + pair, 9 + good], "loss_weights": [0, 0, 0, 0, 1], "group": pair, "reward": good}
+        for pair in range(6)
+        for good in (0, 1)
+    ]
+    write_rows(folder / "rows.jsonl", rows)
+    assert main(["train", "run.yaml", "--objective", objective, "--eval_split", "0.2", "--max_tokens", "8"]) == 0
+    first, *_, last = losses(folder)
+    assert first == pytest.approx({"dpo": 0.6931, "kto": 0.5}[objective], abs=2e-4)  # the scores are 0
+    assert last < first
+
+
+def test_objectives_that_need_rollouts_are_named(folder, capsys):
+    assert main(["train", "run.yaml", "--objective", "grpo"]) == 2
+    assert "use treewise rl" in capsys.readouterr().err
+
+
 def test_a_dry_run_writes_nothing(folder, capsys):
     assert main(["train", "run.yaml", "--dry_run"]) == 0
     assert "optimizer steps  4 of 2 trees" in capsys.readouterr().out
