@@ -16,7 +16,7 @@ from treewise.cli import online_run, training_run
 from treewise.cli.config import RunConfig, read_config, schema
 from treewise.cli.key_help import formatter_with
 from treewise.cli.objective import typed_settings
-from treewise.data.io.files import find_files, read_records
+from treewise.data.sources import open_sources
 from treewise.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _check_rewards(config: RunConfig, trees: Sequence[Sequence["Trajectory"]], o
     by_tree = (config.more.get("advantages") or "") in ("value_steps", "node_value")
     if has_any or by_tree or not isinstance(objective, PolicyGradient):
         return
-    first = next((record for path in find_files(config.data) for record in read_records(path)), None)
+    first = next((record for source in open_sources(config.data) for record in source.records()), None)
     value = {} if first is None else first.payload
     if isinstance(value, bytes):
         value = json.loads(value)
