@@ -31,6 +31,7 @@ CROSS_CUTTING = {
 WHOLE_PACKAGE = {
     "advantages/test_tree_credit": "each rule against one that compares prefixes",
     "grow/test_families": "copied width and identity layers in every family",
+    "nn/test_adapters": "every adapter on head and layers against flat training",
     "nn/test_gateway_bytes": "predicted bytes of gateways against real ones",
     "cli/test_hostile": "files and flags that are wrong, through the commands",
     "data/test_page": "the examples of docs/data.md",
@@ -49,6 +50,7 @@ WHOLE_PACKAGE = {
     "report/html/test_browser": "the page in a browser",
     "trainer/test_checkpoints": "interrupted and resumed runs",
     "trainer/test_launchers": "torchrun and accelerate",
+    "trainer/test_idle_ranks": "processes without work",
     "trainer/test_ranks": "several processes against one",
     "trainer/test_ranks_that_end": "a process that is killed",
     "trainer/test_steps": "steps against flat training",

@@ -19,7 +19,7 @@ from treewise.trainer.checkpoint.store import read_manifest
 from treewise.trainer.nonfinite import NonFiniteGuard
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
-CLASSES = [each for _, each in inspect.getmembers(errors, inspect.isclass)]
+CLASSES = [each for _, each in inspect.getmembers(errors, inspect.isclass) if each.__module__ == errors.__name__]
 ITEM = tw.Trajectory([1, 2, 3])
 
 
@@ -61,7 +61,7 @@ def out_of_memory() -> None:
 
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
-    Budget(8192).run(model, 20_000, step)
+    Budget(8192).run(step, 20_000, model)
 
 
 def not_finite() -> None:

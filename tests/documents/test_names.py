@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import treewise
-from treewise.cli import main as command_line
+from treewise.cli import parser as command_line
+from treewise.cli.aliases import ALIASES
 from treewise.cli import online_run
 from treewise.cli.commands import rl
 from treewise.cli.config import schema
@@ -70,14 +71,14 @@ def commands_of(page: Path) -> Iterator[list[str]]:
 
 def flags_of(command: str) -> set[str]:
     """Flags of a command; of those with a configuration, its keys."""
-    parser = command_line._parser(command)
+    parser = command_line.make_parser(command)
     (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     flags = {flag.lstrip("-") for action in commands.choices[command]._actions for flag in action.option_strings}
     if command == "train":
         flags |= set(schema())
     if command == "rl":
         flags |= set(schema(rl.KEYS | online_run.keys())) | set(rl.aliases())
-    return flags
+    return flags | {alias for alias, key in ALIASES.items() if key in flags}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

@@ -183,11 +183,13 @@ def _check_head(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
     """
     tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)
     factor, given = 1.0, []
+    precisions = []  # inside of the model's forward: an accelerator may have wrapped it in autocast
 
     def keep(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if len(args) != 1 or not isinstance(args[0], torch.Tensor):
             return None
         given.append(args[0] * factor)
+        precisions.append(torch.finfo(_compute_dtype(args[0])).eps)
         return (given[-1],)
 
     own = _own_logits(lm, tokens)
@@ -203,8 +205,7 @@ def _check_head(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
     if ours.shape != own.shape:
         return
     gap = (ours - own).abs().max().item()
-    precision = torch.finfo(_compute_dtype(given[0])).eps
-    limit = max(1e-4, 8 * precision) * max(own.abs().max().item(), 1.0)
+    limit = max(1e-4, 8 * precisions[0]) * max(own.abs().max().item(), 1.0)
     if not gap <= limit:
         raise UnsupportedModelError(
             f"{type(lm.model).__name__}: logits from the same rows differ from the model's own by {gap:.3g} (limit "
