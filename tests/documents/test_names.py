@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import treewise
+from treewise.cli import online_run
 from treewise.cli import parser as command_line
 from treewise.cli.aliases import ALIASES
-from treewise.cli import online_run
 from treewise.cli.commands import rl
 from treewise.cli.config import schema
 
