@@ -8,6 +8,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+LEGEND = """\
+flat: every trajectory a row of its own; merged: those not contained in another; -ckpt: with gradient checkpointing
+flat tokens/s: tokens that flat training would compute, per second; over X: times as fast as X
+efficiency: speed-up over flat / FLOP bound (1: all FLOPs that sharing saves are time saved)
+gradient error: relative, against the reference; computed: forwards of tokens, recomputed ones included
+key rows/token: keys that attention reads per token; host s: seconds in which the CPU prepares
+"""
 BASELINES = ("flat", "flat-ckpt", "merged", "merged-ckpt")
 
 

@@ -17,6 +17,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from typing_extensions import override
 
 from treewise.cli.training_run import LOG
+from treewise.errors import num
 
 # Metrics of objectives that a line shows, with their short names.
 METRICS = {
@@ -102,7 +103,7 @@ class StepLines(TrainerCallback):
         elif "eval_loss" in logs:
             self._print(f"step {state.global_step:,}/{state.max_steps:,}  eval loss {logs['eval_loss']:.4g}")
         elif "train_runtime" in logs:
-            self._print(f"trained {state.global_step:,} steps in {duration(logs['train_runtime'])}")
+            self._print(f"trained {num(state.global_step, 'step')} in {duration(logs['train_runtime'])}")
 
     def _print(self, line: str) -> None:
         if self._bar is not None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 from treewise.data.io.options import LoadReport
 from treewise.data.io.rows import Row, trajectories_from_rows
 from treewise.data.io.table import first_id_outside, table_rows
-from treewise.errors import DataError
+from treewise.errors import DataError, num
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -147,7 +147,7 @@ class TreeDataset:
         return self._names
 
     def __repr__(self) -> str:
-        return f"TreeDataset({len(self)} trees, {self.report.num_records} records)"
+        return f"TreeDataset({num(len(self), 'tree')}, {num(self.report.num_records, 'record')})"
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Checks that a model of `vocab_size` tokens can read all of the data.

@@ -15,7 +15,7 @@ from typing import overload
 
 import numpy as np
 
-from treewise.errors import PlanError, bytes_as_text
+from treewise.errors import PlanError, bytes_as_text, num
 from treewise.planning.bin_packing import best_fit, in_order
 from treewise.planning.partition import Partition, partition
 from treewise.tree.forest import Forest, one_forest
@@ -158,6 +158,11 @@ class Plan:
     max_tokens: int | None
     micro_batches: tuple[MicroBatch, ...]
     schedule: tuple[Pass, ...]
+
+    def __repr__(self) -> str:
+        budget = "none" if self.max_tokens is None else f"{self.max_tokens:,}"
+        count = num(self.num_micro_batches, "micro-batch", "micro-batches")
+        return f"Plan({count}, budget {budget}, {self.num_computed_tokens:,} tokens computed, {self.forest!r})"
 
     @property
     def num_micro_batches(self) -> int:

@@ -15,7 +15,7 @@ from rich.console import Console
 from treewise import bench
 from treewise.bench.contestants import AGAINST
 from treewise.bench.results import MIN_SPEED, command_line
-from treewise.bench.terminal import row_view
+from treewise.bench.terminal import LEGEND, row_view
 from treewise.cli.data_arguments import add_data_arguments, apply_config, load_data
 from treewise.cli.devices import chosen_device
 from treewise.cli.load_model import DTYPES, load_tokenizer, load_weights
@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
             torch.cuda.empty_cache()
     if not any("contestants" in row for row in rows):
         raise OutOfMemoryError("nothing was measured: no model fits; choose a smaller one with --model.")
+    console.print(LEGEND, highlight=False, markup=False)
     if args.json is not None:
         written = bench.save(Path(args.json), bench.record(rows, command_line()), args.name)
         console.print(f"written to {written}", highlight=False)
