@@ -86,7 +86,7 @@ def load_trees(
 
 
 def _mixture(data: Any) -> list[tuple[Any, float]] | None:
-    """The parts of a mixture and their weights; None for data that is none.
+    """The parts of a mixture and their weights; None for data that is no mixture.
 
     Raises:
         DataError: a part without data, or one beside something else.

@@ -122,7 +122,7 @@ class DPO:
         return {name: torch.where(is_pair, value, 0.0) for name, value in metrics.items()}
 
     def _differences(self, values: Values, streams: Streams) -> tuple[Tensor, Tensor]:
-        """[P] which entries are pairs, and the difference of scores of each; entries that are none hold the first's."""
+        """[P] which entries are pairs, and the difference of scores of each; others hold the first's."""
         is_pair = streams["chosen"] >= 0
         score_P = _scores(values, streams, mean=self.loss == "ipo")
         first = torch.zeros_like(streams["chosen"])

@@ -48,7 +48,7 @@ def _repeated(rows: Sequence[Trajectory]) -> int:
 
 
 def warnings_of(trees: Sequence[Sequence[Trajectory]], weighting: str) -> list[str]:
-    """What is said about the rows before the first step."""
+    """Warnings about the rows, printed before the first step."""
     repeated = trained_twice(trees) if weighting == "per_trajectory" else 0
     if not repeated:
         return []
