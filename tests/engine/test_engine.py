@@ -292,9 +292,9 @@ def test_the_probe_finds_an_unknown_step_after_the_decoder(rollouts, monkeypatch
 def test_what_is_no_forest_or_no_objective_is_named(rollouts: list[Trajectory]) -> None:
     model, forest = tiny_model("llama"), Forest.from_trajectories(rollouts)
     engine = TreeEngine(model)
-    for wrong in (rollouts, rollouts[0]):
+    for wrong in (3, [3]):
         for call in (engine.step, engine.logprobs, lambda each: plan(each, max_tokens=8)):
-            with pytest.raises(DataError, match=r"found a Trajectory; merge .* tw.Forest.from_trajectories"):
+            with pytest.raises(DataError, match=r"found a int; merge .* tw.Forest.from_trajectories"):
                 call(wrong)
     for wrong, message in ((rollouts[0], "one Trajectory"), (forest, "one Forest")):
         with pytest.raises(DataError, match=message):

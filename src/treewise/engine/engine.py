@@ -47,7 +47,8 @@ from treewise.tree.forest import LOGPROB_STREAMS, Forest, one_forest
 from treewise.tree.trajectory import Trajectory
 
 LossFunction = Callable[[list[torch.Tensor]], torch.Tensor]
-Forests = Forest | Sequence[Forest]
+# A forest, a trajectory, a tree of a data set, or several of these; a list of trajectories is merged (`one_forest`).
+Forests = Any
 
 
 class TreeEngine:
@@ -127,10 +128,13 @@ class TreeEngine:
         *,
         denominator: float | None = None,
         router_counts: RouterCounts | None = None,
+        trained_only: bool = False,
     ) -> StepOutput:
         """Forward and backward; gradients are added into `.grad`.
 
+        forests: a forest, trajectories, items of a data set (what `TreeTrainer` takes), or several of these.
         objective: `SFT()` if None; or any function from the list of log-probs (see `logprobs`) to a scalar.
+        trained_only: such a function gets the log-probs of trained tokens alone.
         denominator: replaces the objective's own, if a step is spread over several calls or ranks. router_counts: the
         sum of `count_experts` over these calls and ranks; without it each call balances its own trees.
 
@@ -145,12 +149,14 @@ class TreeEngine:
         loss = SFT() if objective is None else objective
         if isinstance(loss, type) or not (isinstance(loss, Objective) or callable(loss)):
             raise ConfigError(f"objective is {_described(loss)}; give tw.SFT(), another objective, or a function.")
+        if trained_only and isinstance(loss, Objective):
+            raise ConfigError("trained_only= belongs to a loss function; objectives see trained tokens alone.")
         forest = one_forest(forests)
 
         def run() -> StepOutput:
             if isinstance(loss, Objective):
                 return self._step_objective(self.plan(forest), loss, denominator, router_counts)
-            return self._step_function(self.plan(forest), loss, denominator, router_counts)
+            return self._step_function(self.plan(forest), loss, denominator, router_counts, trained_only)
 
         return self.budget.run(run, forest.num_tokens, self.model)
 
@@ -206,33 +212,43 @@ class TreeEngine:
         return step_output(plan, loss, router_loss, num_first_walk_tokens=num_first_walk_tokens)
 
     def _step_function(
-        self, plan: Plan, function: LossFunction, denominator: float | None, counts: RouterCounts | None
+        self,
+        plan: Plan,
+        function: LossFunction,
+        denominator: float | None,
+        counts: RouterCounts | None,
+        trained_only: bool,
     ) -> StepOutput:
         if denominator is not None:
             raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
         router_loss = self.router_loss(plan, counts)
 
         def loss_of(values: Values) -> torch.Tensor:
-            loss = function(_restored_logprobs(values, plan.forest))
+            loss = function(_restored_logprobs(values, plan.forest, trained_only))
             if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
                 raise ConfigError(f"an objective must return a scalar tensor, found {_described(loss)}.")
             if not loss.requires_grad:
                 raise ConfigError("the loss that the function returned has no gradient; compute it from the log-probs.")
             return loss
 
-        loss = self._backward_through(plan, token_reader(plan.forest), router_loss, loss_of)
+        reader = _logprob_reader(plan.forest, trained_only)
+        loss = self._backward_through(plan, reader, router_loss, loss_of)
         num_first_walk_tokens = 0 if plan.is_whole else plan.forest.num_tokens
         return step_output(plan, float(loss), router_loss, num_first_walk_tokens=num_first_walk_tokens)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def logprobs(self, forests: Forests) -> list[torch.Tensor]:
+    def logprobs(self, forests: Forests, *, trained_only: bool = False) -> list[torch.Tensor]:
         """Log-probs of every trajectory: `result[i][j]` belongs to token `j + 1` of trajectory `i`.
+
+        trained_only: only those of tokens that the trajectory trains (its loss weight is not 0), in order; prompts cost
+        no projection. Without it a loss of yours has to leave out prompts and observations itself.
 
         float32 (float64 for float64 models), on the model's device, differentiable at any budget.
         """
         plan = self.plan(forests)
-        return _restored_logprobs(self.values(plan, [token_reader(plan.forest)])[0], plan.forest)
+        values = self.values(plan, [_logprob_reader(plan.forest, trained_only)])[0]
+        return _restored_logprobs(values, plan.forest, trained_only)
 
     def hidden_states(self, forests: Forests) -> list[torch.Tensor]:
         """Final hidden states of every trajectory: `result[i][j]` ([M], the model's dtype) depends on its tokens 0..j.
@@ -392,9 +408,18 @@ class TreeEngine:
             raise ConfigError("no parameter of the model requires a gradient, so a step would do nothing.")
 
 
-def _restored_logprobs(values: Values, forest: Forest) -> list[torch.Tensor]:
-    """[length - 1] log-probs of each trajectory, from those of the tree's tokens."""
-    return [logprobs[1:] for logprobs in restore(values["log_probs"], forest)]
+def _logprob_reader(forest: Forest, trained_only: bool) -> Reader:
+    return token_reader(forest, forest.token_weights() > 0 if trained_only else None)
+
+
+def _restored_logprobs(values: Values, forest: Forest, trained_only: bool) -> list[torch.Tensor]:
+    """[length - 1] log-probs of each trajectory, or those of its trained tokens, from those of the tree's tokens."""
+    logprobs_N = restore(values["log_probs"], forest)
+    if not trained_only:
+        return [logprobs[1:] for logprobs in logprobs_N]
+    is_trained = torch.from_numpy(forest.flat_stream("loss_weights") != 0).to(values["log_probs"].device)
+    masks_N = is_trained.split(forest.path_lengths.tolist())
+    return [logprobs[mask] for logprobs, mask in zip(logprobs_N, masks_N, strict=True)]
 
 
 def _described(value: object) -> str:

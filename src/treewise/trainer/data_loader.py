@@ -15,11 +15,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from treewise.distributed.online_placement import OnlinePlacer, measures_costs, prior_of
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model
 from treewise.objectives import Objective
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.tree.forest import Forest
+from treewise.tree.forest import Forest, forest_of
 from treewise.tree.trajectory import Trajectory, update_with_content
 
 
@@ -95,26 +95,6 @@ def collate(items: Sequence[Any], merges: bool) -> list[Forest]:
         if all(each is not None for each in trajectories):
             return [Forest.from_trajectories([item for each in trajectories for item in each or ()])]
     return [forest_of(item) for item in items]
-
-
-def forest_of(item: Any) -> Forest:
-    """The tree of one item of a dataset.
-
-    Raises:
-        DataError: the item holds no trajectories.
-    """
-    if isinstance(item, Forest):
-        return item
-    if hasattr(item, "forest"):
-        forest: Forest = item.forest()
-        return forest
-    if isinstance(item, Trajectory):
-        return Forest.from_trajectories([item])
-    if isinstance(item, list | tuple):
-        return Forest.from_trajectories(item)
-    raise DataError(
-        f"a dataset item is a {type(item).__name__}; give Forest, a list of Trajectory, or what load_trees returns."
-    )
 
 
 def _trajectories(item: Any) -> Sequence[Trajectory] | None:

@@ -40,7 +40,6 @@ from treewise.trainer.data_loader import (
     TreeLoader,
     check_dataset,
     evaluation_loader,
-    forest_of,
     make_placer,
     survey,
     training_loader,
@@ -50,7 +49,7 @@ from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_path
 from treewise.trainer.run_context import entered_run
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
 from treewise.trainer.step import StepRunner, optimizer_bytes
-from treewise.tree.forest import Forest
+from treewise.tree.forest import Forest, forest_of
 
 logger = logging.getLogger("treewise")
 

@@ -282,13 +282,39 @@ def _shared_stream(forest: Forest, name: str) -> np.ndarray:
     return values
 
 
-def one_forest(forests: Forest | Sequence[Forest]) -> Forest:
-    """A forest as it is, several side by side; what every function that takes forests does first.
+def forest_of(item: object) -> Forest:
+    """The tree of one item of a data set: a forest, a tree of `load_trees`, one trajectory, or a list of trajectories.
+
+    Raises:
+        DataError: the item holds no trajectories.
+    """
+    if isinstance(item, Forest):
+        return item
+    if isinstance(item, Trajectory):
+        return Forest.from_trajectories([item])
+    if isinstance(item, list | tuple):
+        return Forest.from_trajectories(item)
+    if hasattr(item, "forest"):
+        forest: Forest = item.forest()
+        return forest
+    raise DataError(
+        f"expected a forest, a trajectory, a list of trajectories or a tree of load_trees, found a "
+        f"{type(item).__name__}; merge trajectories by tw.Forest.from_trajectories(trajectories)."
+    )
+
+
+def one_forest(forests: object) -> Forest:
+    """What every function that takes forests makes of its argument: one forest, whose trajectories are in order.
+
+    forests: an item of a data set (see `forest_of`), or an iterable of several, which are put side by side; a list of
+    trajectories alone is merged.
 
     Raises:
         DataError: something else, with the way to make a forest of it.
     """
-    if isinstance(forests, Forest):
-        return forests
-    parts: list[Forest] = list(forests) if isinstance(forests, Iterable) else [forests]
-    return Forest.concatenate(parts)
+    if isinstance(forests, Forest | Trajectory) or hasattr(forests, "forest") or not isinstance(forests, Iterable):
+        return forest_of(forests)
+    items = list(forests)
+    if items and all(isinstance(item, Trajectory) for item in items):
+        return Forest.from_trajectories(items)
+    return Forest.concatenate([forest_of(item) for item in items])
