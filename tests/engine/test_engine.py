@@ -282,11 +282,28 @@ def test_the_probe_finds_a_leak(rollouts: list[Trajectory], monkeypatch: pytest.
 
 def test_the_probe_finds_an_unknown_step_after_the_decoder(rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
+    forward = model.forward
+
+    def scaled(*args, **settings):
+        output = forward(*args, **settings)
+        output.logits = 3 * output.logits
+        return output
+
+    monkeypatch.setattr(model, "forward", scaled)
+    with pytest.raises(UnsupportedModelError, match="between decoder and logits"):
+        TreeEngine(model).step(Forest.from_trajectories(rollouts))
+
+
+def test_a_head_with_a_forward_of_its_own_is_followed(rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
     monkeypatch.setattr(
         model.lm_head, "forward", lambda hidden: 3 * torch.nn.functional.linear(hidden, model.lm_head.weight)
     )
-    with pytest.raises(UnsupportedModelError, match="between decoder and logits"):
-        TreeEngine(model).step(Forest.from_trajectories(rollouts))
+    loss, expected = flat_loss(model, rollouts, pairwise_loss)
+    model.zero_grad()
+    output = TreeEngine(model).step(Forest.from_trajectories(rollouts), pairwise_loss)
+    assert output.loss == pytest.approx(loss, rel=1e-5)
+    assert gradient_error(gradients_of(model), expected) < 1e-5
 
 
 def test_what_is_no_forest_or_no_objective_is_named(rollouts: list[Trajectory]) -> None:

@@ -31,7 +31,7 @@ def test_every_kind_of_item_is_a_tree(trees):
         len(trees[1]),
         len(trees[1]),
     ]
-    with pytest.raises(DataError, match="a dataset item is a dict"):
+    with pytest.raises(DataError, match="found a dict"):
         collate([{"input_ids": [1]}], merges=False)
 
 
