@@ -1,46 +1,73 @@
-"""The connections between processes, without processes: who answers, and which errors are collective operations'."""
+"""Watchdogs of three ranks on a store in memory: reasons, who answers, and which errors are collective operations'."""
 
 import re
-import socket
 import threading
 
 import pytest
+from torch.distributed import HashStore
 
 from treewise.distributed import watchdog
 from treewise.distributed.watchdog import Watchdog
-from treewise.errors import LostRankError
+from treewise.errors import ConfigError, LostRankError, StoppedError
+
+TIMED_OUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7000ms for recv operation"
+CLOSED = "[gloo/transport/tcp/pair.cc:535] Connection closed by peer [127.0.0.1]:7"
 
 
 @pytest.fixture
-def connected(monkeypatch):
-    """A watch with connections to two others: to rank 1, which lives, and to rank 2, which is stopped."""
-    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.5)
+def watched(monkeypatch):
+    """The watchdogs of ranks 0 and 1, which share a store; rank 2 is stopped."""
+    monkeypatch.setattr(watchdog, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(watchdog.ranks, "count", lambda: 3)
-    (asking, asked), ends = (Watchdog(), Watchdog()), [*socket.socketpair(), *socket.socketpair()]
-    monkeypatch.setattr(watchdog.ranks, "own", lambda: 1)  # what the one that is asked says of itself
-    asking._sockets, asked._sockets = {1: ends[0], 2: ends[2]}, {0: ends[1]}
-    threads = [threading.Thread(target=each._listen) for each in (asking, asked)]
+    monkeypatch.setattr(watchdog.ranks, "own", lambda: int(threading.current_thread().name == "1"))
+    store, each = HashStore(), (Watchdog(), Watchdog())
+    threads = [threading.Thread(target=one._watch, args=(store,), name=str(rank)) for rank, one in enumerate(each)]
     for thread in threads:
         thread.start()
-    yield asking
-    ends[3].sendall(b'{"end": null}\n')  # all leave in peace
-    for each in (asking, asked):
-        each.__exit__(None, None, None)
-    for thread in threads:
+    yield each
+    for one, thread in zip(each, threads, strict=True):
+        one.__exit__(None, None, None)
         thread.join(5)
-    for each in ends:
-        each.close()
 
 
-def test_a_process_that_lives_says_where_it_is_and_a_stopped_one_is_named(connected):
-    with pytest.raises(LostRankError) as caught, connected.explaining(7):
-        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7000ms for recv operation")
-    said = str(caught.value)
-    assert "waited 7 s (ddp_timeout) for another process. Rank 2 does not answer" in said
-    assert re.search(r"Rank 1 is at .*watchdog\.py:\d+ \((_roll_call|_send)\)\.", said)  # this thread
+def test_at_a_timeout_a_process_that_lives_gives_its_line_and_a_stopped_one_is_named(watched):
+    with pytest.raises(LostRankError) as caught, watched[0].explaining(7):
+        raise RuntimeError(TIMED_OUT)
+    message = str(caught.value)
+    assert "waited 7 s (ddp_timeout) for another process. Rank 2 does not answer" in message
+    assert re.search(r"Rank 1 is at .*watchdog\.py:\d+ \(_roll_call\)\.", message)  # the main thread of this process
 
 
-def test_errors_that_are_not_of_collective_operations_stay_as_they_are(connected):
-    with pytest.raises(RuntimeError, match="the moon is full") as caught, connected.explaining(7):
+def test_a_closed_connection_names_the_process_that_is_gone(watched):
+    with pytest.raises(LostRankError, match=r"rank 2 failed: its process was gone \(killed\?\); go on"):
+        with watched[0].explaining(7):
+            raise RuntimeError(CLOSED)
+
+
+def test_the_reason_of_a_process_that_failed_reaches_the_others(watched):
+    watched[1].__exit__(ConfigError, ConfigError("no such key"), None)
+    with pytest.raises(LostRankError, match="process: rank 0 failed: ConfigError: no such key; go on"):  # said by this
+        with watched[0].explaining(7):
+            raise RuntimeError(CLOSED)
+
+
+def test_a_process_that_does_not_end_by_itself_is_ended_with_the_reason(watched, monkeypatch, capfd):
+    ended = threading.Event()
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set() if code == 3 else None)
+    watched[1].__exit__(ConfigError, ConfigError("no such key"), None)
+    assert ended.wait(5)
+    assert "treewise: rank 0 failed: ConfigError: no such key; rank 0 ends, too" in capfd.readouterr().err
+
+
+def test_a_run_that_is_stopped_by_a_signal_has_not_failed(watched):
+    watched[1].__exit__(StoppedError, StoppedError("saved", 15), None)
+    with pytest.raises(LostRankError, match="does not answer"), watched[0].explaining(7):
+        raise RuntimeError(TIMED_OUT)
+
+
+def test_errors_that_are_not_of_collective_operations_stay_as_they_are(watched):
+    with pytest.raises(RuntimeError, match="the moon is full") as caught, watched[0].explaining(7):
         raise RuntimeError("the moon is full")
     assert not isinstance(caught.value, LostRankError)

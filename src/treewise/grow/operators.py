@@ -249,6 +249,3 @@ class Mango(Operator):
         if stack.is_bias:  # no inputs: the ring closes on itself
             return torch.einsum("aakepi->kepi", ring)
         return torch.einsum("tqia,atkepi->kepq", self.inputs[stack.input], ring)
-
-
-OPERATOR_CLASSES = {"ligo": Ligo, "mango": Mango}

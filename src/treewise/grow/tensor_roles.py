@@ -22,7 +22,6 @@ FINAL_NORMS = ("norm", "final_layer_norm")  # outside of the layers
 ROUTERS = ("gate", "router")
 # Matrices whose result is added to the residual stream.
 RESIDUAL_OUTPUTS = ("o_proj", "out_proj", "dense", "dense_4h_to_h", "down_proj", "c_proj", "fc2", "w2")
-EXPERT_OUTPUTS = ("down_proj", "w2")
 
 
 class Role(Enum):
