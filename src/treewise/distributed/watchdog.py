@@ -5,9 +5,9 @@ finishing its step, and by SIGKILL after 30 s. gloo raises an error when a conne
 or at the timeout of collectives (`ddp_timeout`). None of them gives the reason on other hosts, ends a process that
 computes while another has failed, or finds the process that all wait for.
 
-So a thread of every process reads the store of the process group five times a second. A process that fails writes its reason
-there; every other rank then has 2 s to end by an error of its own and is otherwise terminated with exit code 3. After
-an error of a collective operation each process is asked where it is; one that is stopped or gone does not answer.
+So a thread of every process reads the store of the process group five times a second. A process that fails writes its
+reason there; every other rank then has 2 s to end by an error of its own and is otherwise terminated with exit code 3.
+After an error of a collective operation each process is asked where it is; one that is stopped or gone does not answer.
 """
 
 import itertools
