@@ -47,6 +47,7 @@ WHOLE_PACKAGE = {
     "nn/recurrent/test_memory": "memory of a recurrent layer on a tree",
     "objectives/test_objectives_contract": "what every objective keeps",
     "objectives/test_objectives_trl": "losses against TRL's own",
+    "rl/curriculum/test_rules": "each rule of a draw against its formula",
     "rl/branching/test_policies": "branching policies on simulated rollouts",
     "report/html/test_browser": "the page in a browser",
     "trainer/test_checkpoints": "interrupted and resumed runs",

@@ -136,24 +136,6 @@ def test_it_is_calibrated_where_tasks_do_not_change() -> None:
     assert found.brier == pytest.approx(np.mean(rates * (1 - rates)), abs=0.01)
 
 
-def test_tasks_are_drawn_by_learnability() -> None:
-    book = SuccessBook(BookSettings(decay=1.0))
-    book.observe("hard", 0, 98)
-    book.observe("easy", 98, 98)
-    book.observe("half", 49, 98)
-    rng = np.random.default_rng(0)
-    drawn = [book.choose(["hard", "easy", "half"], 1, rng)[0] for _ in range(2000)]
-    weights = np.array([book.learnability(task) for task in ("hard", "easy", "half")])
-    counts = [drawn.count(task) / 2000 for task in ("hard", "easy", "half")]
-    np.testing.assert_allclose(counts, weights / weights.sum(), atol=0.02)
-    assert sorted(book.choose(["hard", "easy", "half"], 3, rng)) == ["easy", "half", "hard"]
-    assert len(set(book.choose(["hard", "easy", "half"], 2, rng, "uniform"))) == 2
-    with pytest.raises(ConfigError, match="rule='best' is unknown"):
-        book.choose(["a"], 1, rng, "best")
-    with pytest.raises(ConfigError, match="count=2: give 1 to 1"):
-        book.choose(["a"], 2, rng)
-
-
 def test_a_tree_counts_by_children() -> None:
     """Root 0 with two branches after its first token, rewards 1, 0, 0; root 1 has reward 1."""
     tree = RolloutTree([1])

@@ -10,7 +10,7 @@ trials at the task's own mean.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from treewise.rl.branching.rollout_tree import RolloutTree
 from treewise.rl.node_values import node_values
 
 FORMAT = 1
-RULES = ("uniform", "learnability")
 NUM_BINS = 10
 
 
@@ -127,22 +126,6 @@ class SuccessBook:
                 if counts is not None:
                     known[node, position] = counts[0] / sum(counts)
         return Signals(self.success(task), known, vocab_size=vocab_size)
-
-    def choose(
-        self, tasks: Sequence[str], count: int, rng: np.random.Generator, rule: str = "learnability"
-    ) -> list[str]:
-        """Draws different tasks: `uniform`, or in proportion to their `learnability`.
-
-        Raises:
-            ConfigError: an unknown rule, or more tasks than there are.
-        """
-        if rule not in RULES:
-            raise ConfigError(f"rule={rule!r} is unknown; choose one of {', '.join(RULES)}.")
-        if not 1 <= count <= len(tasks):
-            raise ConfigError(f"count={count}: give 1 to {len(tasks)}, the number of tasks.")
-        weights = np.ones(len(tasks)) if rule == "uniform" else np.array([self.learnability(task) for task in tasks])
-        chosen = rng.choice(len(tasks), size=count, replace=False, p=weights / weights.sum())
-        return [tasks[index] for index in chosen]
 
     # -- observations -------------------------------------------------------------------------------------------------
 

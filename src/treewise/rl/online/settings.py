@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, check_setting_types
 from treewise.rl.branching import Branching, branching_named
-
-TASK_CHOICES = ("shuffled", "learnability")
+from treewise.rl.curriculum import Curriculum, curriculum_named
+from treewise.rl.success_book import BookSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,8 @@ class OnlineSettings:
         old_logprobs: as of `treewise rl`.
         top_p, top_k: cut the distribution that is sampled; the temperature is that of the training arguments.
         num_candidates: most likely tokens recorded at each position (`lcr` draws new actions from them); 0: none.
-        task_choice: `shuffled`: every item once per pass; `learnability`: in proportion to p (1 - p) by the book.
+        curriculum, curriculum_settings: which items are practised next (`treewise.rl.curriculum`), and its settings.
+        book_settings: of the book of successes: `decay`, `prior_successes`, `prior_failures`, `node_strength`.
         num_items: only the first so many items are practised; None: all of the task, and for a task without end new
             ones at every iteration.
         eval_every: iterations between evaluations on held-out items (also before the first and after the last
@@ -42,7 +43,7 @@ class OnlineSettings:
         chat_template: in place of the tokenizer's: a text, a file, or `chatml`.
 
     Raises:
-        ConfigError: a value out of range, an unknown branching, or one of its settings.
+        ConfigError: a value out of range, an unknown branching or curriculum, or one of their settings.
     """
 
     iterations: int = 50
@@ -61,7 +62,9 @@ class OnlineSettings:
     top_p: float = 1.0
     top_k: int = 0
     num_candidates: int = 0
-    task_choice: str = "shuffled"
+    curriculum: str = "uniform"
+    curriculum_settings: Mapping[str, Any] = field(default_factory=dict)
+    book_settings: Mapping[str, Any] = field(default_factory=dict)
     num_items: int | None = None
     eval_every: int = 10
     eval_items: int = 64
@@ -86,8 +89,6 @@ class OnlineSettings:
                 f"mini_batches={self.mini_batches} needs at least so many trees, but "
                 f"trees_per_iteration={self.trees_per_iteration}."
             )
-        if self.task_choice not in TASK_CHOICES:
-            raise ConfigError(f"task_choice={self.task_choice!r} is unknown; choose one of {', '.join(TASK_CHOICES)}.")
         if self.num_items is not None and self.num_items < self.trees_per_iteration:
             raise ConfigError(
                 f"num_items={self.num_items} is less than trees_per_iteration={self.trees_per_iteration}; the trees "
@@ -96,10 +97,23 @@ class OnlineSettings:
         if not self.logprob_gap_limit >= 1:
             raise ConfigError(f"logprob_gap_limit={self.logprob_gap_limit} must be at least 1, which is no gap.")
         self.policy()
+        self.chosen_curriculum()
+        self.settings_of_book()
 
     def policy(self) -> Branching:
         """The branching policy."""
         return branching_named(self.branching, **self.branching_settings)
+
+    def chosen_curriculum(self) -> Curriculum:
+        """Which items are practised next."""
+        return curriculum_named(self.curriculum, **self.curriculum_settings)
+
+    def settings_of_book(self) -> BookSettings:
+        """The book's settings."""
+        given = dict(self.book_settings)
+        known = {each.name: each.type for each in fields(BookSettings) if each.name != "success_at"}
+        check_setting_types("book_settings", given, known)
+        return BookSettings(**given, success_at=self.success_at)
 
     @property
     def updates_per_iteration(self) -> int:

@@ -22,7 +22,8 @@ NAME = "LoopState"  # of its part of trainer_state.json
 @dataclass(slots=True)
 class LoopState(ExportableState):
     """iteration: how many are done. overshoot: generated tokens beyond the budgets so far. num_rollouts,
-    rollout_tokens: of all iterations, for the expected length. failures: rewards that failed, by kind.
+    rollout_tokens: of all iterations, for the expected length. failures: rewards that failed, by kind. curriculum: the
+    state of the sampler of items.
     """
 
     book: SuccessBook
@@ -33,6 +34,7 @@ class LoopState(ExportableState):
     rollout_tokens: int = 0
     num_sampled: int = 0
     failures: dict[str, int] = field(default_factory=dict)
+    curriculum: dict[str, Any] = field(default_factory=dict)
 
     @property
     def expected_tokens(self) -> float | None:
@@ -43,6 +45,7 @@ class LoopState(ExportableState):
         """Plain JSON values."""
         return {name: getattr(self, name) for name in _NUMBERS} | {
             "failures": dict(self.failures),
+            "curriculum": self.curriculum,
             "book": self.book.state_dict(),
         }
 
@@ -50,7 +53,8 @@ class LoopState(ExportableState):
     def from_json(cls, values: dict[str, Any]) -> "LoopState":
         """What `state` gave."""
         numbers: dict[str, Any] = {name: int(values[name]) for name in _NUMBERS}
-        return cls(SuccessBook.from_state(values["book"]), failures=dict(values["failures"]), **numbers)
+        book = SuccessBook.from_state(values["book"])
+        return cls(book, failures=dict(values["failures"]), curriculum=dict(values["curriculum"]), **numbers)
 
 
 _NUMBERS = ("iteration", "num_updates", "overshoot", "num_rollouts", "rollout_tokens", "num_sampled")

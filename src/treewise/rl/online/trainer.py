@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +24,25 @@ from treewise.errors import ConfigError
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.objectives.registry import objective_named
 from treewise.rl.branching import RolloutTree
+from treewise.rl.curriculum import TaskSampler
 from treewise.rl.online import state as states
 from treewise.rl.online.continuation import Limits
 from treewise.rl.online.conversations import start
 from treewise.rl.online.crediting import account_of, credited_rows, rows_of
+from treewise.rl.online.draw_log import write_draws
 from treewise.rl.online.evaluation import evaluated
-from treewise.rl.online.items import book_key, chosen_items
+from treewise.rl.online.items import book_key, pool_of
 from treewise.rl.online.journal import Journal
+from treewise.rl.online.practice import Practised, practise
 from treewise.rl.online.progress import token_progress
 from treewise.rl.online.records import write_rollouts
 from treewise.rl.online.report import PrintedLine, figures
-from treewise.rl.online.sampling import GrowingTree, Rounds, grow_trees
+from treewise.rl.online.sampling import GrowingTree, Rounds
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.online.state import LoopState
 from treewise.rl.online.update import Updater
 from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
-from treewise.rl.success_book import BookSettings, SuccessBook
+from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
 from treewise.rl.update import Update, scored
@@ -110,7 +114,8 @@ class OnlineTrainer:
         self.chat = ChatTokens(tokenizer, self.settings.chat_template)
         self.sampler: Sampler = TransformersSampler(self.model) if sampler is None else sampler
         self.rewards = RewardRunner(self.settings.reward_timeout, self.settings.on_reward_error)  # type: ignore[arg-type]
-        self.state = LoopState(SuccessBook(BookSettings(success_at=self.settings.success_at)))
+        self.state = LoopState(SuccessBook(self.settings.settings_of_book()))
+        self.items = TaskSampler(self.settings.chosen_curriculum(), pool_of(task, self.settings), args.seed)
 
     @property
     def log_history(self) -> list[dict[str, float]]:
@@ -171,12 +176,14 @@ class OnlineTrainer:
         parts.state, self.state = states.load(folder, self.model, parts.optimizer, parts.lr_scheduler)
         parts.state.max_steps = self.settings.iterations
         self.rewards.failures.update(self.state.failures)
+        self.items.load_state_dict(self.state.curriculum)
         self.sampler.update(self.model)
 
     def _save(self, updater: Updater) -> None:
         """One checkpoint with all state; journals of the iterations before it are no longer needed."""
         parts = self._parts
         self.state.failures = dict(self.rewards.failures)
+        self.state.curriculum = self.items.state_dict()
         exporters = [self.state]
         run = contents.RunState(
             self.args, self.model, updater.optimizer, updater.scheduler, parts.state, exporters, parts.processing_class
@@ -209,12 +216,11 @@ class OnlineTrainer:
         rounds = self._rounds(journal)
         if iteration == 0 and self.settings.eval_every:
             self._log({"iteration": 0.0, **self._evaluation(rounds)})
-        trees = self._new_trees(iteration)
-        with token_progress(f"iteration {iteration + 1}", self._budget, hidden=bool(self.args.disable_tqdm)) as advance:
-            grow_trees(trees, replace(rounds, progress=advance))
+        practised = self._practise(iteration, rounds)
+        trees = practised.trees
         rows = rows_of(trees, iteration + 1)
         write_rollouts(self.folder, iteration + 1, rows)
-        update = self._credited(trees, rows)
+        update = self._credited([trees[kept] for kept in practised.kept], [rows[kept] for kept in practised.kept])
         account = account_of(trees, rows, update, iteration + 1)
         gap, report = {}, None
         if update is not None:
@@ -224,10 +230,11 @@ class OnlineTrainer:
             gap = self._measured_gap(update)
             report = updater.run(update.trees, self._batches(iteration, len(update.trees)), self.state.num_updates + 1)
             self.sampler.update(self.model)
-        self._observe(trees)
+        self._observe(practised)
         logs = {"iteration": float(iteration + 1)} | figures(
             trees, account, report, self.state.book, rounds.seconds, self.settings.success_at
         )
+        logs |= practised.figures()
         logs |= {**gap, "learning_rate": float(updater.scheduler.get_last_lr()[0])}
         if self._is_due(iteration, self.settings.eval_every):
             logs |= self._evaluation(rounds)
@@ -240,27 +247,31 @@ class OnlineTrainer:
         """Generated tokens of the next iteration, less what earlier ones took too many."""
         return max(self.settings.tokens_per_iteration - self.state.overshoot, self.settings.trees_per_iteration)
 
-    def _new_trees(self, iteration: int) -> list[GrowingTree]:
-        """The trees of an iteration before their first round; the budget is divided evenly."""
-        indices = chosen_items(self.task, self.settings, self.state.book, self.args.seed, iteration)
-        share, more = divmod(self._budget, len(indices))
+    def _practise(self, iteration: int, rounds: Rounds) -> Practised:
+        """The trees of an iteration, as the curriculum asks for them."""
+        settings = self.settings
+        with token_progress(f"iteration {iteration + 1}", self._budget, hidden=bool(self.args.disable_tqdm)) as advance:
+            return practise(
+                self.items,
+                settings.trees_per_iteration,
+                self._budget,
+                partial(self._new_trees, iteration),
+                replace(rounds, progress=advance),
+                settings.success_at,
+            )
+
+    def _new_trees(
+        self, iteration: int, indices: Sequence[int], first_number: int, budgets: Sequence[int]
+    ) -> list[GrowingTree]:
+        """Trees of items before their first round."""
         trees = []
-        for number, index in enumerate(indices):
+        for number, (index, budget) in enumerate(zip(indices, budgets, strict=True), start=first_number):
             item = self.task.item("train", index)
             first = start(self.task, item, self.chat, self.settings.reward_timeout)
             seed = (self.args.seed, iteration, _TREES, number)
-            trees.append(
-                GrowingTree(
-                    number,
-                    item,
-                    book_key(self.task, index),
-                    RolloutTree(first.token_ids, group=item.key),
-                    first,
-                    share + (number < more),
-                    seed,
-                    np.random.default_rng(seed),
-                )
-            )
+            tree = RolloutTree(first.token_ids, group=item.key)
+            key, rng = book_key(self.task, index), np.random.default_rng(seed)
+            trees.append(GrowingTree(number, item, key, tree, first, budget, seed, rng))
         return trees
 
     def _rounds(self, journal: Journal) -> Rounds:
@@ -313,9 +324,12 @@ class OnlineTrainer:
             batches += [sorted(part.tolist()) for part in parts]
         return batches
 
-    def _observe(self, trees: Sequence[GrowingTree]) -> None:
+    def _observe(self, practised: Practised) -> None:
         """Takes a finished iteration into the state."""
-        state = self.state
+        state, trees = self.state, practised.trees
+        outcomes = practised.outcomes(state.book, self.settings.success_at)
+        write_draws(self.folder, state.iteration + 1, self.settings.curriculum, practised, outcomes)
+        self.items.observe(outcomes, len(practised.kept))
         for each in trees:
             state.book.observe_tree(each.key, each.tree)
             lengths = [each.tree.num_sampled_before(leaf, len(each.tree[leaf])) for leaf in each.tree.leaves]
@@ -323,7 +337,7 @@ class OnlineTrainer:
             state.rollout_tokens += sum(lengths)
         sampled = sum(each.num_sampled for each in trees)
         state.num_sampled += sampled
-        state.overshoot += sampled - self.settings.tokens_per_iteration
+        state.overshoot += sampled - practised.extra_budget - self.settings.tokens_per_iteration
         state.num_updates += self.settings.updates_per_iteration
         state.iteration += 1
         self._parts.state.global_step = state.iteration

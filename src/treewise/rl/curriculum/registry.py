@@ -1,0 +1,71 @@
+"""Every curriculum by its name in a configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from treewise.errors import ConfigError, check_setting_types, did_you_mean
+from treewise.rl.curriculum.dynamic import DynamicSettings, has_variance
+from treewise.rl.curriculum.learnability import LearnabilitySettings, by_learnability
+from treewise.rl.curriculum.mopps import MoppsSettings, nearest_to_target
+from treewise.rl.curriculum.protocol import Choose, Keep, Learn
+from treewise.rl.curriculum.speed import SpeedSettings, has_both_outcomes
+from treewise.rl.curriculum.uniform import UniformSettings, in_passes
+from treewise.rl.curriculum.vcrl import VcrlSettings, bank_after, from_bank, is_varied
+
+
+class CurriculumKind(NamedTuple):
+    """settings: a frozen dataclass. choose: the first items of an iteration. refill: those that replace what `keep`
+    leaves out. keep: which trees are trained. learn: the memory after an iteration. needs_pool: whether it ranks the
+    items of a pool, which must have an end. screens: whether `keep` judges a screening, after which trees go on.
+    """
+
+    settings: type
+    choose: Choose
+    refill: Choose | None = None
+    keep: Keep | None = None
+    learn: Learn | None = None
+    needs_pool: bool = False
+    screens: bool = False
+
+
+CURRICULA: Mapping[str, CurriculumKind] = {
+    "uniform": CurriculumKind(UniformSettings, in_passes),
+    "dynamic": CurriculumKind(DynamicSettings, in_passes, refill=in_passes, keep=has_variance),
+    "learnability": CurriculumKind(LearnabilitySettings, by_learnability, needs_pool=True),
+    "mopps": CurriculumKind(MoppsSettings, nearest_to_target, needs_pool=True),
+    "vcrl": CurriculumKind(VcrlSettings, in_passes, refill=from_bank, keep=is_varied, learn=bank_after),
+    "speed": CurriculumKind(SpeedSettings, in_passes, keep=has_both_outcomes, screens=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum:
+    """A curriculum with its settings; make one with `curriculum_named`."""
+
+    name: str
+    settings: Any
+
+    @property
+    def kind(self) -> CurriculumKind:
+        """Its rules."""
+        return CURRICULA[self.name]
+
+    @property
+    def num_refills(self) -> int:
+        """How often an iteration may replace what is left out."""
+        return int(getattr(self.settings, "refills", 0))
+
+
+def curriculum_named(name: str, **settings: Any) -> Curriculum:
+    """The curriculum of a configuration: `curriculum_named("mopps", target=0.4)`. Hyphens count as underscores.
+
+    Raises:
+        ConfigError: an unknown name or setting, or a value that is out of range or of another type.
+    """
+    own = name.replace("-", "_")
+    if own not in CURRICULA:
+        raise ConfigError(f"unknown curriculum {name!r}.{did_you_mean(own, CURRICULA)} Known: {', '.join(CURRICULA)}.")
+    make = CURRICULA[own].settings
+    check_setting_types(f"curriculum {name!r}", settings, {each.name: each.type for each in fields(make)})
+    return Curriculum(own, make(**settings))

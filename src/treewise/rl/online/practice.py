@@ -1,0 +1,143 @@
+"""The trees of an iteration, wave by wave, as the curriculum asks for them: a screening, refills, and what is kept."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from treewise.rl.branching import Branch, RolloutTree
+from treewise.rl.branching.protocol import Signals
+from treewise.rl.curriculum import Outcome, TaskSampler
+from treewise.rl.node_values import node_values
+from treewise.rl.online.sampling import GrowingTree, Rounds, grow_trees
+from treewise.rl.success_book import SuccessBook
+
+# New trees of items, from their indices, the number of the first tree, and the generated tokens that each may spend.
+NewTrees = Callable[[Sequence[int], int, Sequence[int]], list[GrowingTree]]
+
+
+@dataclass(slots=True)
+class Practised:
+    """What an iteration has grown.
+
+    trees: all, in the order of their draw. indices: their items. waves: in which each was drawn. kept: positions in
+    `trees` of those that are trained. extra_budget: generated tokens that refills may spend beyond the iteration's.
+    screening_tokens: sampled to screen.
+    """
+
+    trees: list[GrowingTree] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    waves: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    extra_budget: int = 0
+    screening_tokens: int = 0
+
+    def add(self, trees: Sequence[GrowingTree], indices: Sequence[int], wave: int) -> list[int]:
+        """Appends the trees of a wave; their positions."""
+        first = len(self.trees)
+        self.trees += trees
+        self.indices += indices
+        self.waves += [wave] * len(trees)
+        return list(range(first, len(self.trees)))
+
+    def figures(self) -> dict[str, float]:
+        """What is logged: trees that were drawn, trained, and refilled, and tokens of the screening, where there were
+        any.
+        """
+        values = {
+            "refilled_trees": float(sum(wave > 0 for wave in self.waves)),
+            "screening_tokens": float(self.screening_tokens),
+        }
+        shown = {name: value for name, value in values.items() if value}
+        if len(self.kept) < len(self.trees):
+            shown |= {"drawn_trees": float(len(self.trees)), "kept_trees": float(len(self.kept))}
+        return shown
+
+    def outcomes(self, book: SuccessBook, success_at: float) -> list[Outcome]:
+        """What came of all trees so far. book: before it observes them."""
+        pairs = zip(self.trees, self.indices, strict=True)
+        return [outcome_of(tree, index, book, success_at) for tree, index in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Screening:
+    """A branching policy of one round: so many rollouts from the prompt."""
+
+    rollouts: int
+    settings: Any = None
+
+    def next_requests(self, tree: RolloutTree, *_: Signals | int | np.random.Generator) -> list[Branch]:
+        return [] if len(tree) else [Branch(count=self.rollouts)]
+
+
+def practise(
+    sampler: TaskSampler, count: int, budget: int, new_trees: NewTrees, rounds: Rounds, at: float
+) -> Practised:
+    """Draws and grows the trees of an iteration.
+
+    Parameters:
+        count: trees to train. budget: generated tokens of all first trees together, a screening included; a refilled
+            tree may spend the share of one more tree each.
+        at: rewards from here on are successes.
+    """
+    if sampler.curriculum.kind.screens:
+        return _screened(sampler, count, budget, new_trees, rounds, at)
+    done = Practised()
+    indices = sampler.draw(count, rounds.book)
+    shares = _shares(budget, len(indices))
+    wave = 0
+    while indices:
+        trees = new_trees(indices, len(done.trees), shares)
+        grow_trees(trees, rounds)
+        positions = done.add(trees, indices, wave)
+        done.extra_budget += sum(shares) if wave else 0
+        outcomes = done.outcomes(rounds.book, at)
+        done.kept += [position for position in positions if sampler.is_kept(outcomes[position])]
+        missing, wave = count - len(done.kept), wave + 1
+        indices = sampler.refill(missing, rounds.book) if missing > 0 else []
+        shares = [max(1, budget // count)] * len(indices)
+    return done
+
+
+def _screened(
+    sampler: TaskSampler, count: int, budget: int, new_trees: NewTrees, rounds: Rounds, at: float
+) -> Practised:
+    """Few rollouts of many items; then the first `count` items with both outcomes share what is left of the budget."""
+    settings = sampler.curriculum.settings
+    indices = sampler.draw(count * settings.screened, rounds.book)
+    trees = new_trees(indices, 0, _shares(budget, len(indices)))
+    branching: Any = _Screening(settings.rollouts)
+    grow_trees(trees, replace(rounds, branching=branching))
+    done = Practised()
+    done.add(trees, indices, 0)
+    done.screening_tokens = sum(each.num_sampled for each in trees)
+    outcomes = done.outcomes(rounds.book, at)
+    done.kept = [position for position, each in enumerate(outcomes) if sampler.is_kept(each)][:count]
+    shares = _shares(max(budget - done.screening_tokens, 0), len(done.kept))
+    for position, share in zip(done.kept, shares, strict=True):
+        tree = trees[position]
+        tree.is_complete, tree.budget = False, tree.tree.num_sampled_tokens + share
+    grow_trees([trees[position] for position in done.kept], rounds)
+    return done
+
+
+def outcome_of(tree: GrowingTree, index: int, book: SuccessBook, success_at: float) -> Outcome:
+    """What came of a tree. book: before it observes it."""
+    found = [tree.tree[leaf].reward for leaf in tree.tree.rewarded_leaves]
+    rewards = tuple(float(reward) for reward in found if reward is not None)
+    prompt = node_values(tree.tree, "children", success_at)[0]
+    return Outcome(
+        index=index,
+        predicted=book.success(tree.key),
+        rewards=rewards,
+        success=prompt.value,
+        trials=prompt.num_children,
+        num_successes=sum(reward >= success_at for reward in rewards),
+    )
+
+
+def _shares(budget: int, count: int) -> list[int]:
+    """A budget divided evenly."""
+    share, more = divmod(budget, max(count, 1))
+    return [share + (number < more) for number in range(count)]

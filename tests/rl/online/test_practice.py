@@ -1,0 +1,96 @@
+"""What a curriculum leaves out, refills and screens; and that a killed run draws as an undisturbed one."""
+
+import json
+
+import pytest
+
+from tests.rl.online.helpers import EvenBytes, digest, new_trainer
+from tests.rl.online.test_trainer import Killed, counted
+from treewise import ConfigError
+from treewise.rl.online.draw_log import draws_file
+from treewise.rl.online.records import rollouts_file
+
+RUN = {
+    "iterations": 2,
+    "eval_every": 0,
+    "num_items": 7,
+    "branching": "none",
+    "branching_settings": {"roots": 3},
+    "max_new_tokens": 4,
+    "tokens_per_iteration": 24,
+}
+
+
+def draws_of(trainer):
+    paths = [draws_file(trainer.folder, iteration) for iteration in range(1, RUN["iterations"] + 1)]
+    return [json.loads(path.read_text())["draws"] for path in paths]
+
+
+@pytest.mark.parametrize("name", ["dynamic", "mopps", "vcrl", "speed"])
+def test_a_killed_run_draws_as_an_undisturbed_one(name, tmp_path):
+    whole = counted(tmp_path / "whole", curriculum=name, **RUN)
+    logs = whole.train()
+    first = counted(tmp_path / "run", kill_at=whole.sampler.num_calls - 1, curriculum=name, **RUN)
+    with pytest.raises(Killed):
+        first.train()
+    second = counted(tmp_path / "run", curriculum=name, **RUN)
+    second.train(resume_from_checkpoint=True)
+    assert digest(second.model) == digest(whole.model)
+    assert draws_of(second) == draws_of(whole)
+    assert second.items.state_dict() == whole.items.state_dict()
+    assert first.sampler.num_tokens + second.sampler.num_tokens == whole.sampler.num_tokens
+    assert logs["sampled_tokens"] == sum(each["num_tokens"] for each in draws_of(whole)[-1])
+    assert logs["trained_tokens"] + logs["left_out_tokens"] == logs["recorded_tokens"]
+
+
+class Odd(EvenBytes):
+    """Items of odd number always fail."""
+
+    def rewards(self, requests):
+        is_odd = int(requests[0].item.key.rpartition("/")[2]) % 2
+        return [0.0] if is_odd else super().rewards(requests)
+
+
+def test_dynamic_trains_groups_of_both_outcomes_alone(tmp_path):
+    trainer = counted(tmp_path / "run", task=Odd("odd"), curriculum="dynamic", **RUN)
+    trainer.train()
+    rows = [json.loads(line) for line in rollouts_file(trainer.folder, 1).read_text().splitlines()]
+    waves = 0
+    for draws in draws_of(trainer):
+        assert not [each for each in draws if each["is_kept"] and each["index"] % 2]
+        assert len({each["index"] for each in draws}) == len(draws)
+        waves = max(waves, *(each["wave"] for each in draws))
+    assert 0 < waves <= 3
+    for each in draws_of(trainer)[0]:
+        rewards = {row["reward"] for row in rows if row["group"] == each["item"]}
+        assert each["is_kept"] == (len(rewards) == 2)
+    refilled = [each for draws in draws_of(trainer) for each in draws if each["wave"]]
+    assert sum(entry.get("refilled_trees", 0) for entry in trainer.log_history) == len(refilled)
+
+
+def test_a_screening_is_paid_from_the_budget(tmp_path):
+    settings = {"curriculum": "speed", "curriculum_settings": {"screened": 3, "rollouts": 2}}
+    trainer = counted(tmp_path / "run", task=Odd("odd"), **RUN | settings | {"tokens_per_iteration": 96})
+    trainer.train()
+    entries = [entry for entry in trainer.log_history if "screening_tokens" in entry]
+    for draws, entry in zip(draws_of(trainer), entries, strict=True):
+        assert len(draws) == 6
+        assert 0 < entry["screening_tokens"] < entry["sampled_tokens"] < 96 + 3 * 3 * 4
+        for each in draws:
+            assert (each["trials"] == 2) == (not each["is_kept"])
+    assert any(each["is_kept"] for draws in draws_of(trainer) for each in draws)
+    assert trainer.state.overshoot == trainer.state.num_sampled - 2 * 96
+
+
+def test_a_pool_without_end_cannot_be_ranked(tmp_path):
+    with pytest.raises(ConfigError, match="'learnability' ranks the items of a pool"):
+        new_trainer(tmp_path / "run", curriculum="learnability")
+    with pytest.raises(ConfigError, match="fewer than trees_per_iteration"):
+        new_trainer(tmp_path / "run", task=Few(), num_items=None)
+    with pytest.raises(ConfigError, match="unknown curriculum 'gian'"):
+        new_trainer(tmp_path / "run", curriculum="gian")
+
+
+class Few(EvenBytes):
+    def num_items(self, split):
+        return 1
