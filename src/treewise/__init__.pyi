@@ -32,6 +32,7 @@ from treewise.planning.planner import Plan as Plan
 from treewise.planning.planner import plan as plan
 from treewise.rl.online import OnlineSettings as OnlineSettings
 from treewise.rl.online import OnlineTrainer as OnlineTrainer
+from treewise.rl.trl_rollouts import tree_rollouts as tree_rollouts
 from treewise.trainer import TreeTrainer as TreeTrainer
 from treewise.trainer import TreeTrainingArguments as TreeTrainingArguments
 from treewise.tree.forest import Forest as Forest

@@ -141,6 +141,18 @@ def check_trl_kernel() -> None:
     assert hasattr(packing_module(), "_flash_attn")
 
 
+def check_grpo(name: str, arguments: list[str]) -> None:
+    from trl import GRPOTrainer
+
+    assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == ["self", *arguments]
+
+
+def check_grpo_tokenizer() -> None:
+    from trl import GRPOTrainer
+
+    assert "self._tokenizer" in inspect.getsource(GRPOTrainer.__init__)
+
+
 CHECKS = {
     "_scaled_dot_product_flash_attention_for_cpu": check_flash_attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": check_flash_attention_backward,
@@ -164,6 +176,12 @@ CHECKS = {
     "_rnn_scan": check_recurrent_gemma,
     "_old_forward": check_accelerate_hooks,
     "_flash_attn": check_trl_kernel,
+    "_generate_and_score_completions": lambda: check_grpo("_generate_and_score_completions", ["inputs"]),
+    "_calculate_rewards": lambda: check_grpo(
+        "_calculate_rewards", ["inputs", "prompts", "completions", "completion_ids_list"]
+    ),
+    "_tokenize_prompts": lambda: check_grpo("_tokenize_prompts", ["prompts"]),
+    "_tokenizer": check_grpo_tokenizer,
 }
 
 

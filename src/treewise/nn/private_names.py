@@ -106,4 +106,15 @@ PRIVATE_NAMES = (
         ("bench/trl_rows.py",),
         "the kernel of TRL's tree rows: benchmarks give all contestants the same one",
     ),
+    PrivateName(
+        "trl",
+        "_generate_and_score_completions",
+        ("rl/trl_rollouts.py",),
+        "returns the batch of an update, whose advantages are replaced by those of the tree",
+    ),
+    PrivateName("trl", "_calculate_rewards", ("rl/trl_rollouts.py",), "rewards completions while their tree grows"),
+    PrivateName(
+        "trl", "_tokenize_prompts", ("rl/trl_rollouts.py",), "the token ids of prompts, as the trainer has them"
+    ),
+    PrivateName("trl", "_tokenizer", ("rl/trl_rollouts.py",), "the tokenizer below a processor"),
 )

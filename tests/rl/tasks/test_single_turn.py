@@ -87,6 +87,19 @@ def test_reasoning_gym_items_and_verifier() -> None:
     assert task.rewards([right, RewardRequest(item, "<answer>zero</answer>")])[1] < 1.0
 
 
+def test_solved_examples_stand_before_the_question() -> None:
+    pytest.importorskip("reasoning_gym")
+    task = ReasoningGymTask("chain_sum", {"max_terms": 3}, instruction="", solved_examples=2)
+    first, second = task.item("train", 0).prompt, task.item("held_out", 0).prompt
+    assert [each["role"] for each in first] == ["user", "assistant"] * 2 + ["user"]
+    assert first[:4] == second[:4]
+    assert first[4] == ReasoningGymTask("chain_sum", {"max_terms": 3}, instruction="").item("train", 0).prompt[0]
+    entry = task.item("train", 0).extra["entry"]
+    assert entry["question"] == first[4]["content"]
+    with pytest.raises(ConfigError, match="solved_examples"):
+        ReasoningGymTask("chain_sum", solved_examples=-1)
+
+
 def test_reasoning_gym_blocks_do_not_repeat_items() -> None:
     pytest.importorskip("reasoning_gym")
     task = ReasoningGymTask("chain_sum", {"min_terms": 5, "max_terms": 6, "min_digits": 4, "max_digits": 4})

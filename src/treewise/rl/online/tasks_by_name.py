@@ -35,7 +35,8 @@ def task_named(
     given = dict(settings or {})
     try:
         if name.startswith(_GYM):
-            return ReasoningGymTask(name.removeprefix(_GYM), given, seed=seed)
+            own = {key: given.pop(key) for key in ("instruction", "solved_examples") if key in given}
+            return ReasoningGymTask(name.removeprefix(_GYM), given, seed=seed, **own)
         if name == "sum":
             return SumTask(seed=seed, **given)
         if name.endswith((".jsonl", ".json")):

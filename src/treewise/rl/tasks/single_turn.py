@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from treewise.errors import ConfigError, DataError
-from treewise.rl.tasks.protocol import RewardRequest, Split, TaskItem
+from treewise.rl.tasks.protocol import Message, RewardRequest, Split, TaskItem
 
 # Seeds of reasoning_gym: held-out items come from their own half of the numbers, so no setting can make them meet.
 HELD_OUT_SEED = 1 << 30
 ITEMS_PER_SEED = 1 << 10
+FIRST_EXAMPLE = 1 << 19  # index of the first training item that is shown solved; runs practise those before it
 ANSWER_HINT = "Give the final answer between <answer> and </answer>."
 
 RewardFunction = Callable[..., Sequence[float | None]]
@@ -30,12 +31,15 @@ class ReasoningGymTask:
         settings: of its difficulty, as `{"max_terms": 3}`.
         seed: other seeds, other items, of both splits.
         instruction: follows every question; the answer is what stands in `<answer>` tags, else the last line.
+        solved_examples: so many questions with their answers, the same for all items, stand before each question as
+            turns of a chat; with them small models know the form of an answer.
     """
 
     task: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     instruction: str = ANSWER_HINT
+    solved_examples: int = 0
     name: str = ""
     _datasets: dict[int, Any] = field(default_factory=dict, repr=False)
     _scorer: Any = field(default=None, repr=False)
@@ -46,6 +50,8 @@ class ReasoningGymTask:
             raise ConfigError(f"{self.name}: seed and size are not settings of difficulty; give seed= beside them.")
         if not 0 <= self.seed < 1 << 10:
             raise ConfigError(f"{self.name}: seed is {self.seed}; it must be in 0..1023.")
+        if self.solved_examples < 0:
+            raise ConfigError(f"{self.name}: solved_examples is {self.solved_examples}; it must not be negative.")
         self._scorer = self._block("train", 0)  # unknown names and settings are errors now
 
     def num_items(self, split: Split) -> int | None:
@@ -55,15 +61,23 @@ class ReasoningGymTask:
 
     def item(self, split: Split, index: int) -> TaskItem:
         """See `SingleTurnTask`."""
-        entry = self._block(split, index // ITEMS_PER_SEED)[index % ITEMS_PER_SEED]
-        text = f"{entry['question']}\n{self.instruction}" if self.instruction else entry["question"]
+        entry = self._entry(split, index)
+        examples = [self._entry("train", FIRST_EXAMPLE + number) for number in range(self.solved_examples)]
+        messages = [each for example in examples for each in (self._question(example), _answer(example))]
         extra = {"entry": entry, "answer": entry["answer"]}
-        return TaskItem(f"{self.name}/{split}/{index}", ({"role": "user", "content": text},), extra)
+        return TaskItem(f"{self.name}/{split}/{index}", (*messages, self._question(entry)), extra)
 
     def rewards(self, requests: Sequence[RewardRequest]) -> list[float]:
         """The package's own verifier."""
         score = self._scorer.score_answer
         return [float(score(extracted_answer(r.text), r.item.extra["entry"])) for r in requests]
+
+    def _question(self, entry: Mapping[str, Any]) -> Message:
+        text = f"{entry['question']}\n{self.instruction}" if self.instruction else entry["question"]
+        return {"role": "user", "content": text}
+
+    def _entry(self, split: Split, index: int) -> Any:
+        return self._block(split, index // ITEMS_PER_SEED)[index % ITEMS_PER_SEED]
 
     def _block(self, split: Split, number: int) -> Any:
         """Items of one seed of the package; a seed belongs to one split."""
@@ -80,6 +94,10 @@ class ReasoningGymTask:
                 raise ConfigError(f"{self.name} with {dict(self.settings)}: {error}") from None
             self._datasets = dict(list(self._datasets.items())[-3:]) | {seed: made}
         return self._datasets[seed]
+
+
+def _answer(entry: Mapping[str, Any]) -> Message:
+    return {"role": "assistant", "content": str(entry["answer"])}
 
 
 def extracted_answer(text: str) -> str | None:
