@@ -77,3 +77,13 @@ def test_a_local_looking_path_is_no_name_of_the_hub(name, tmp_path, monkeypatch,
     err = capsys.readouterr().err
     assert f"{name}: no such model folder" in err
     assert ("Did you mean 'present'?" in err) is (name == "models/absent")
+
+
+def test_roles_to_train_is_what_the_model_sampled(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ndata: d\noutput_dir: o\nroles_to_train: [assistant]\n")
+    assert read_config(path).render.train_on == "all_assistant"
+    for roles in ("[assistant, user]", "[]", "3"):
+        path.write_text(f"model: m\ndata: d\noutput_dir: o\nroles_to_train: {roles}\n")
+        with pytest.raises(ConfigError, match=r"run.yaml.*roles_to_train is .*only what the model sampled"):
+            read_config(path)

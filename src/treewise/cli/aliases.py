@@ -5,6 +5,9 @@ Every command resolves them before it checks a key, and prints what it took them
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from treewise.errors import ConfigError
 
 ALIASES: Mapping[str, str] = {
     # model and data
@@ -47,6 +50,7 @@ ALIASES: Mapping[str, str] = {
     "cutoff_len": "max_length",
     "model_max_length": "max_length",
     "chat_template_path": "chat_template",
+    "roles_to_train": "train_on",
     # steps
     "lr": "learning_rate",
     "epochs": "num_train_epochs",
@@ -116,6 +120,25 @@ INSTEAD: Mapping[str, str] = {
     "resume_from": "use --resume [CHECKPOINT]",
     "overwrite_output_dir": "it is a flag: --overwrite",
 }
+
+
+# The model's own role in axolotl's `roles_to_train`, in the names of chats.
+SAMPLED_ROLES = ("assistant", "gpt", "model", "chatgpt")
+
+
+def train_on_of_roles(value: Any, location: str) -> str:
+    """`train_on` for axolotl's `roles_to_train`.
+
+    Raises:
+        ConfigError: a role whose messages the model did not sample, or none.
+    """
+    roles = [value] if isinstance(value, str) else value
+    if not isinstance(roles, list) or not roles or any(role not in SAMPLED_ROLES for role in roles):
+        raise ConfigError(
+            f"{location}: roles_to_train is {value!r}; only what the model sampled is trained: [assistant]. "
+            "Leave out single messages by train: false or weight: 0."
+        )
+    return "all_assistant"
 
 
 def resolve_flags(words: Sequence[str], options: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:

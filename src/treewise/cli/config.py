@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from treewise.cli.aliases import ALIASES, INSTEAD
+from treewise.cli.aliases import ALIASES, INSTEAD, train_on_of_roles
 from treewise.cli.yaml_file import read_file, read_value
 from treewise.data import RenderOptions
 from treewise.errors import ConfigError, did_you_mean
@@ -117,6 +117,8 @@ def read_config(
             name = names.get(key, key)
             if key in ALIASES:
                 renamed.append((key, name))
+            if key == "roles_to_train":
+                value = train_on_of_roles(value, location)
             if name in seen:
                 raise ConfigError(f"{location}: {key} and {seen[name]} are the same key.")
             seen[name] = key

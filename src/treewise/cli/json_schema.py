@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from treewise.cli.aliases import ALIASES
+from treewise.cli.aliases import ALIASES, SAMPLED_ROLES
 from treewise.cli.config import schema
 from treewise.cli.key_help import field_types, help_of
 from treewise.data.io.options import ON_DRIFT, THINKING, TRAIN_ON
@@ -36,6 +36,11 @@ def json_schema(
         outer, _, inner = name.partition(".")
         typed = _typed(inner, lora.get(inner, Any)) if outer == "lora" else {} if inner else _typed(name, known[name])
         properties.setdefault(alias, {"description": f"the same as {name}", **typed})
+    properties["roles_to_train"] = {  # axolotl's, whose values are not those of train_on
+        "description": "who is trained: the model alone",
+        "items": {"enum": list(SAMPLED_ROLES)},
+        "type": "array",
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": title,

@@ -14,7 +14,7 @@ from treewise.data.io.field_checks import label, number
 from treewise.data.io.files import RawRecord
 from treewise.data.io.known_keys import unused_keys
 from treewise.data.io.options import RenderOptions
-from treewise.data.io.other_forms import REWRITTEN, label_of, pair_name, split_pair
+from treewise.data.io.other_forms import REWRITTEN, has_mask, label_of, pair_name, split_pair, with_mask
 from treewise.data.io.printable import printable, shown
 from treewise.data.io.record_forms import PartialTailError, Record, detect_form, parse
 from treewise.data.io.rows import RecordResult, Row
@@ -72,6 +72,8 @@ class RecordReader:
         if form in REWRITTEN:
             record = REWRITTEN[form](record, location)
             form = detect_form(record, location)
+        if form == "token_row" and has_mask(record):
+            record = with_mask(record, location)
         result.unused_keys = unused_keys(record, form, self.options.group_by, location)
         if form in ("preference", "labelled"):
             self._fill_preference(result, record, form, data_file)

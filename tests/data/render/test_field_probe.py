@@ -155,6 +155,32 @@ def test_the_error_names_record_message_and_field(write, tokenizer, name, words)
     assert "on_hidden: warn" in str(caught.value)
 
 
+LAST_SYSTEM = """{% set s = namespace(text='') %}
+{%- for m in messages if m.role == 'system' %}{% set s.text = m.content %}
+{%- endfor %}{{ s.text }}{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}
+{{ m.content if m.role != 'tool' or loop.last else m.content[:3] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+LOOKED = {"role": "assistant", "content": "Banswer", "weight": 0}
+SAW = {"role": "tool", "content": "Iresult"}
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ([{"role": "system", "content": "Kfirst"}, USER, {"role": "system", "content": "Klast"}, CALLED], "0 .system."),
+        ([USER, LOOKED, SAW, {**SAW, "content": 'Said "R"'}, CALLED], "2 .tool."),
+    ],
+)
+def test_a_message_that_another_of_its_shape_hides_is_an_error(write, tokenizer, lost, words):
+    """As DeepSeek R1's template does with system messages: of each shape one was written, so its probe passed."""
+    whole = [{"messages": [{"role": "system", "content": "Kfirst"}, USER, CALLED]}]
+    whole.append({"messages": [{"role": "user", "content": "Go"}, LOOKED, SAW, CALLED]})
+    options = RenderOptions(chat_template=LAST_SYSTEM)
+    load_trees(write(*whole), tokenizer, options=options, num_workers=0)
+    with pytest.raises(DataError, match=rf"jsonl:3: .*message {words}: .*does not write its content"):
+        load_trees(write(*whole, {"messages": lost}), tokenizer, options=options, num_workers=0)
+
+
 def test_hidden_fields_can_be_allowed_and_are_reported(write, tokenizer):
     options = RenderOptions(chat_template="chatml", on_hidden="warn")
     dataset = load_trees(write({"messages": TALKS["name"]}), tokenizer, options=options)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from treewise.data.io.field_checks import OTHER_NAMES
+from treewise.data.io.other_forms import OTHER_MASKS
 from treewise.data.io.printable import shown
 from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS
@@ -32,21 +33,24 @@ RECORD_KEYS: dict[str, frozenset[str]] = {
 }
 MESSAGE_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "function_call", "tool_call_id", "id", "refusal", "weight", "train"}
-    | {"training", "reasoning_content", "reasoning", "thinking"}
+    | {"training", "train_detail", "reasoning_content", "reasoning", "thinking"}
 )
 SEQ_KEYS = frozenset({"ids", "loss", "reward", "advantages", "behaviour_logprobs", "rollout"})
 CALL_KEYS = frozenset({"ctx", "out"})
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 IN_RECORD = {
+    **dict.fromkeys(OTHER_MASKS, "it needs token_ids to align with; messages take weight or train"),
     "system": 'put it in front of messages, as {"role": "system", "content": ...}',
     "group_id": "write it as group, or set group_by: group_id",
+    "weight": "weights belong to messages, or are loss_weights of tokens",
     **dict.fromkeys(MEDIA, "only text can be trained; take it out"),
 }
 IN_MESSAGE = {
     **dict.fromkeys(MEDIA, "only text can be trained; take it out"),
-    "train_detail": "parts of a message cannot be marked; give train or weight for the whole message",
 }
+IN_NODE = dict.fromkeys(OTHER_MASKS, "write it as loss_weights, one per token (0: context)")
+IN_SEQ = dict.fromkeys(OTHER_MASKS, "write it as loss, [start, end) of every trained range")
 NEAR = 0.82  # of difflib: two letters swapped in six
 
 
@@ -62,13 +66,13 @@ def unused_keys(record: Mapping[str, Any], form: str, group_by: str | None, loca
     if record.get("train") is False:
         raise DataError(f"{location}: train: false is for messages; leave the record out instead.")
     top = known if group_by is None else known | {group_by}
-    unused = dict.fromkeys(_unused(record, top, IN_RECORD, location))
+    unused = dict.fromkeys(_unused(record, top, IN_NODE if form == "tree_node" else IN_RECORD, location))
     parts: tuple[tuple[str, frozenset[str], dict[str, str]], ...] = (
         ("messages", MESSAGE_KEYS, IN_MESSAGE),
         ("prompt", MESSAGE_KEYS, IN_MESSAGE),
         ("completion", MESSAGE_KEYS, IN_MESSAGE),
-        ("nodes", NODE, {}),
-        ("seqs", SEQ_KEYS, {}),
+        ("nodes", NODE, IN_NODE),
+        ("seqs", SEQ_KEYS, IN_SEQ),
         ("calls", CALL_KEYS, {}),
     )
     for name, keys, hints in parts:

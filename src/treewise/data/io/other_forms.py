@@ -25,7 +25,12 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response", "ipython"), "tool"),
 }
 IGNORED_LABEL = -100
-MASKS = ("loss_weights", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask")
+# What of a row of token ids is trained, in the words of torch, TRL, transformers, verl and prime-rl.
+OTHER_MASKS = (
+    *("labels", "loss_mask", "completion_mask", "response_mask", "action_mask"),
+    *("assistant_masks", "assistant_mask", "assistant_tokens_mask"),
+)
+PER_TOKEN = (*OTHER_MASKS, "attention_mask", "position_ids")
 
 
 def from_sharegpt(record: Record, location: str) -> Record:
@@ -106,15 +111,49 @@ def from_input_ids(record: Record, location: str) -> Record:
 
     Positions of which `attention_mask` is 0 are padding, and left out; they must stand at the ends.
     """
-    ids = np.asarray(flat_list(record["input_ids"], "input_ids", location))
-    given = [name for name in ("labels", *MASKS) if name in record]
+    rest = {key: value for key, value in record.items() if key != "input_ids"}
+    return with_mask({**rest, "token_ids": record["input_ids"]}, location, "input_ids")
+
+
+def has_mask(record: Record) -> bool:
+    """Whether a row of token ids tells what is trained under another name than `loss_weights`."""
+    return any(name in record for name in PER_TOKEN)
+
+
+def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Record:
+    """A token row whose `labels`, mask and padding are `loss_weights`; without a mask every token is trained.
+
+    ids_name: what the record calls its token ids, for messages.
+
+    Raises:
+        DataError: two masks, a mask of another length, labels that are not the tokens, or padding between tokens.
+    """
+    ids = np.asarray(flat_list(record["token_ids"], ids_name, location))
+    given = [name for name in ("loss_weights", *OTHER_MASKS) if name in record]
     if len(given) > 1:
         raise DataError(f"{location}: {' and '.join(given)} both tell what is trained; give one of them.")
     per_token = [name for name in record if name in ("attention_mask", "position_ids", *given)]
     arrays = {name: np.asarray(flat_list(record[name], name, location)) for name in per_token}
     for name, values in arrays.items():
         if len(values) != len(ids):
-            raise DataError(f"{location}: {len(values)} {name} for {len(ids)} input_ids; they must align.")
+            raise DataError(f"{location}: {len(values)} {name} for {len(ids)} {ids_name}; they must align.")
+    weights = _weights(given, arrays, ids, ids_name, location)
+    keep = _unpadded(arrays.get("attention_mask"), location)
+    rest = {key: value for key, value in record.items() if key not in ("token_ids", *per_token)}
+    if keep is not None:
+        for name, value in rest.items():
+            if isinstance(value, list | np.ndarray) and len(value) == len(ids):
+                rest[name] = np.asarray(value)[keep]
+        weights = weights[keep]
+        ids = ids[keep]
+        weights[:1] = 0
+    return {**rest, "token_ids": ids, "loss_weights": weights}
+
+
+def _weights(
+    given: list[str], arrays: dict[str, np.ndarray], ids: np.ndarray, ids_name: str, location: str
+) -> np.ndarray:
+    """Loss weights of the tokens, from the labels or the mask that is given."""
     weights = np.ones(len(ids), dtype=np.float32)
     if given == ["labels"]:
         weights = (arrays["labels"] != IGNORED_LABEL).astype(np.float32)
@@ -122,7 +161,7 @@ def from_input_ids(record: Record, location: str) -> Record:
         if len(differs):
             at = int(differs[0])
             raise DataError(
-                f"{location}: labels[{at}] is {arrays['labels'][at]} and input_ids[{at}] is {ids[at]}; a label is the "
+                f"{location}: labels[{at}] is {arrays['labels'][at]} and {ids_name}[{at}] is {ids[at]}; a label is the "
                 "token at its own position (not shifted), or -100."
             )
     elif given:
@@ -130,16 +169,7 @@ def from_input_ids(record: Record, location: str) -> Record:
     if len(weights) and weights.dtype.kind in "iufb":
         weights = weights.astype(np.float32)
         weights[:1] = 0  # nothing predicts a first token, and flat training does not count it
-    keep = _unpadded(arrays.get("attention_mask"), location)
-    rest = {key: value for key, value in record.items() if key not in ("input_ids", *per_token)}
-    if keep is not None:
-        weights = weights[keep]
-        ids = ids[keep]
-        weights[:1] = 0
-        for name, value in rest.items():
-            if isinstance(value, list | np.ndarray) and len(value) == len(record["input_ids"]):
-                rest[name] = np.asarray(value)[keep]
-    return {**rest, "token_ids": ids, "loss_weights": weights}
+    return weights
 
 
 def _unpadded(mask: np.ndarray | None, location: str) -> slice | None:

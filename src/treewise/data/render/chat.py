@@ -15,9 +15,14 @@ from treewise.data.io.rows import Row
 from treewise.data.render.messages import Conversation, Message
 from treewise.data.render.piece_tokenizer import Pieces, joined
 from treewise.data.render.template import Template
+from treewise.data.render.trained_parts import Span
 from treewise.errors import DataError
 
 Tools = list[dict[str, Any]] | None
+NOTHING_MARKED = (
+    "no token is trained: neither the chat template's {% generation %} blocks nor train_detail mark one; mark some, "
+    "or give another chat_template."
+)
 CALLS_AT_ONCE = 32  # bounds the rendered text that is alive
 
 
@@ -127,16 +132,20 @@ def render_calls(template: Template, calls: Sequence[Call], tools: Tools, locati
     """One row per call: prompt as context, completion as trained tokens, tokenised apart as in inference."""
     rows: list[Row] = []
     before: Pieces = ()
+    seen: set[int] = set()
     calls = _checked(template, calls, tools)
     for low in range(0, len(calls), CALLS_AT_ONCE):
         block = calls[low : low + CALLS_AT_ONCE]
-        prompts, openings, completions = _rendered(template, block, tools, location)
+        prompts, openings, completions, masks = _rendered(template, block, tools, location, seen)
         contexts = template.encoder.encode([a + b for a, b in zip(prompts, openings, strict=True)])
-        sampled = template.encoder.encode_continuations(completions)
-        for call, context, ids in zip(block, contexts, sampled, strict=True):
+        for call, context, (ids, mask) in zip(block, contexts, _encoded(template, completions, masks), strict=True):
+            if mask is not None and not mask.any():
+                continue
             pieces = (*context, ids)
-            rows.append(_row(pieces, before, [(len(context), call.weight)]))
+            rows.append(_row(pieces, before, [(len(context), call.weight, mask)]))
             before = pieces
+    if not rows:
+        raise DataError(f"{location}: {NOTHING_MARKED}")
     return rows
 
 
@@ -146,21 +155,24 @@ def render_kept(template: Template, calls: Sequence[Call], tools: Tools, locatio
     The sequence is the first prompt, then what each turn sampled and what the template writes from there to the next.
     """
     calls = _checked(template, calls, tools)
-    prompts, openings, completions = _rendered(template, calls, tools, location)
+    prompts, openings, completions, masks = _rendered(template, calls, tools, location, set())
     histories = [call.history for call in calls[1:]]
     turns = [len(call.history) for call in calls[:-1]]
     tails = template.tails(histories, turns, prompts[1:], completions[:-1], tools, location)
     encoder = template.encoder
     pieces = list(encoder.encode([prompts[0] + openings[0]])[0])
-    sampled = encoder.encode_continuations(completions)
+    sampled = _encoded(template, completions, masks)
     between = encoder.encode_continuations([a + b for a, b in zip(tails, openings[1:], strict=True)])
     trained = []
-    for number, (call, ids) in enumerate(zip(calls, sampled, strict=True)):
+    for number, (call, (ids, mask)) in enumerate(zip(calls, sampled, strict=True)):
         if number:
             pieces.append(between[number - 1])
-        trained.append((len(pieces), call.weight))
+        trained.append((len(pieces), call.weight, mask))
         pieces.append(ids)
-    return [_row(tuple(pieces), (), trained)]
+    row = _row(tuple(pieces), (), trained)
+    if not row.spans:
+        raise DataError(f"{location}: {NOTHING_MARKED}")
+    return [row]
 
 
 def render_pair(template: Template, prompt: str, completion: str, location: str) -> list[Row]:
@@ -177,7 +189,7 @@ def render_pair(template: Template, prompt: str, completion: str, location: str)
         )
     if not len(ids):
         raise DataError(f"{location}: completion is empty, so no token is trained.")
-    return [_row((*context, ids), (), [(len(context), 1.0)])]
+    return [_row((*context, ids), (), [(len(context), 1.0, None)])]
 
 
 def _checked(template: Template, calls: Sequence[Call], tools: Tools) -> list[Call]:
@@ -192,31 +204,54 @@ def _checked(template: Template, calls: Sequence[Call], tools: Tools) -> list[Ca
 
 
 def _rendered(
-    template: Template, calls: Sequence[Call], tools: Tools, location: str
-) -> tuple[list[str], list[str], list[str]]:
-    """What the model saw, what the template wrote for it after that, and what it sampled, as text, for each call."""
+    template: Template, calls: Sequence[Call], tools: Tools, location: str, seen: set[int]
+) -> tuple[list[str], list[str], list[str], list[list[Span] | None]]:
+    """What the model saw, what the template wrote for it after that, what it sampled, as text, for each call, and which
+    characters of that are trained (None: all). `seen` are ids of messages that some prompt is known to hold."""
     prompts = template.render([call.history for call in calls], tools, location, generation=True)
     wholes = template.render([[*call.history, call.turn] for call in calls], tools, location)
-    parts = [
-        template.completion(call.history, call.turn, prompt, whole, tools, call.location)
-        for call, prompt, whole in zip(calls, prompts, wholes, strict=True)
+    openings, completions, masks = [], [], []
+    for call, prompt, whole in zip(calls, prompts, wholes, strict=True):
+        template.check_prompt(call.history, prompt, tools, call.location, seen)
+        opening, sampled = template.completion(call.history, call.turn, prompt, whole, tools, call.location)
+        openings.append(opening)
+        completions.append(sampled)
+        masks.append(template.trained_spans(call.history, call.turn, whole, sampled, tools, call.location))
+    return prompts, openings, completions, masks
+
+
+def _encoded(
+    template: Template, completions: Sequence[str], masks: Sequence[list[Span] | None]
+) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """Token ids of every completion, and which of them are trained ([len(ids)] bool; None: all)."""
+    encoder = template.encoder
+    ids = encoder.encode_continuations(completions)
+    return [
+        (each, None if spans is None else encoder.trained_tokens(text, spans, each))
+        for text, spans, each in zip(completions, masks, ids, strict=True)
     ]
-    return prompts, [opening for opening, _ in parts], [sampled for _, sampled in parts]
 
 
-def _row(pieces: Pieces, before: Pieces, trained: Sequence[tuple[int, float]]) -> Row:
-    """A row of the pieces that differ from those of the row before; `trained` names pieces and their weights."""
+def _row(pieces: Pieces, before: Pieces, trained: Sequence[tuple[int, float, np.ndarray | None]]) -> Row:
+    """A row of the pieces that differ from those of the row before; `trained` are pieces, weights and masks."""
     bounds = np.cumsum([0, *map(len, pieces)])
     same = 0
     while same < min(len(pieces), len(before)) and pieces[same] is before[same]:
         same += 1
     spans, weights = [], []
-    for piece, weight in trained:
-        start, end = max(1, int(bounds[piece])), int(bounds[piece + 1])
-        if end > start and weight:
-            spans += [start, end]
+    for piece, weight, mask in trained:
+        is_trained = np.ones(len(pieces[piece]), dtype=bool) if mask is None else mask.copy()
+        is_trained[: max(0, 1 - int(bounds[piece]))] = False  # nothing predicts a first token
+        for start, end in _runs(is_trained) if weight else []:
+            spans += [int(bounds[piece]) + start, int(bounds[piece]) + end]
             weights.append(weight)
     return Row(joined(pieces[same:]), shared=int(bounds[same]), spans=spans, span_weights=weights)
+
+
+def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """[start, end) of every run of true values."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
 def _pool_index(value: Any, size: int, location: str) -> int:

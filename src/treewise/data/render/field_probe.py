@@ -14,6 +14,7 @@ from treewise.errors import DataError
 
 THINK, THINK_END = "<think>", "</think>"
 MAX_CALLS = 2  # tool calls of one message: one, or several
+MAX_LOOKS = 20  # at messages of one shape whose content a template rewrites
 STANDARD_ROLES = {"developer": "system", "function": "tool"}
 
 Render = Callable[[list[Message]], str]
@@ -24,9 +25,16 @@ class FieldProbe:
 
     def __init__(self) -> None:
         self._hidden: dict[tuple[Any, ...], tuple[str, ...]] = {}
+        self._looks: dict[tuple[Any, ...], int] = {}
 
     def hidden_in_context(
-        self, messages: Sequence[Message], index: int, has_tools: bool, renders: Sequence[Render]
+        self,
+        messages: Sequence[Message],
+        index: int,
+        has_tools: bool,
+        renders: Sequence[Render],
+        *,
+        remembers: bool = True,
     ) -> tuple[str, ...] | None:
         """Fields of message `index` that reach no prompt; None where the template raises an error.
 
@@ -39,11 +47,11 @@ class FieldProbe:
         sentinels.pop("thinking in content", None)
         before = messages[index - 1]["role"] if index else None
         key = ("context", message["role"], tuple(sentinels), before, has_tools)
-        if key not in self._hidden:
+        if key not in self._hidden or self._is_worth_another_look(key, remembers=remembers):
             hidden = list(sentinels)
             has_rendered = False
             around = [*messages[:index], marked, *messages[index + 1 :]]
-            for render, talk in zip(renders, (around, around[: index + 1]), strict=True):
+            for render, talk in zip(renders, (around, around[: index + 1]), strict=False):
                 try:
                     text = render(talk).lower()
                 except DataError:
@@ -56,6 +64,13 @@ class FieldProbe:
                 return None
             self._hidden[key] = tuple(hidden)
         return self._hidden[key]
+
+    def _is_worth_another_look(self, key: tuple[Any, ...], *, remembers: bool) -> bool:
+        """Whether a message that was not found in its prompt is probed itself: the first of each shape are."""
+        if remembers:
+            return False
+        self._looks[key] = self._looks.get(key, 0) + 1
+        return self._looks[key] <= MAX_LOOKS
 
     def hidden_in_turn(
         self, history: Sequence[Message], turn: Message, has_tools: bool, sample: Callable[[Message], tuple[str, str]]

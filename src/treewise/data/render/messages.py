@@ -7,6 +7,7 @@ from typing import Any
 from treewise.data.io.field_checks import weight
 from treewise.data.io.printable import shown
 from treewise.data.io.record_forms import parse_text
+from treewise.data.render.trained_parts import detail_spans
 from treewise.errors import DataError
 
 Message = dict[str, Any]
@@ -59,6 +60,11 @@ def clean_message(value: Any, location: str) -> tuple[Message, float]:
     message["content"] = _text(message.get("content", ""), location)
     trains = _train_mark(value, location)
     if role != "assistant":
+        if isinstance(message.get("train_detail"), list) and any(
+            isinstance(part, dict) and part.get("train") for part in message["train_detail"]
+        ):
+            raise DataError(f"{location} ({role}) has train_detail; only assistant messages can be trained.")
+        message.pop("train_detail", None)
         if trains:
             raise DataError(f"{location} ({role}) has train: true; only assistant messages can be trained.")
         return message, 0.0
@@ -73,6 +79,14 @@ def clean_message(value: Any, location: str) -> tuple[Message, float]:
     else:
         message["tool_calls"] = [_tool_call(call, f"{location}.tool_calls") for call in _list(message, location)]
     given = weight(value.get("weight"), location)
+    if message.get("train_detail") is not None:
+        if message.get("tool_calls") or message.get("reasoning_content"):
+            raise DataError(
+                f"{location}: train_detail marks parts of the content, and this message has tool calls or reasoning, "
+                "too; put them into a message of their own, or mark the whole message by weight."
+            )
+        if not detail_spans(message["train_detail"], message["content"], location):
+            return message, 0.0
     return message, 0.0 if trains is False else given
 
 

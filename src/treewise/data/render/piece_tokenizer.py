@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from treewise.errors import DataError
+
 Pieces = tuple[np.ndarray, ...]
 MAX_REMEMBERED_CHARS = 64_000_000
 
@@ -51,6 +53,40 @@ class Encoder:
             with_line[cut:] if np.array_equal(with_line[:cut], self._newline) else without
             for with_line, without in zip(ids, plain, strict=True)
         ]
+
+    def trained_tokens(self, text: str, spans: Sequence[tuple[int, int]], ids: np.ndarray) -> np.ndarray:
+        """[len(ids)] bool, the tokens of a continuation whose characters all lie in a span.
+
+        White space at a token's border does not count: " tree" belongs to a span that begins with "tree".
+
+        Parameters:
+            text: one that `encode_continuations` turned into `ids`.
+            spans: half-open ranges of characters.
+
+        Raises:
+            DataError: a tokenizer that does not tell where its tokens stand in the text.
+        """
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise DataError(
+                "parts of a turn are marked as trained ({% generation %} blocks, train_detail), which needs a fast "
+                "tokenizer: this one does not tell where its tokens stand in the text."
+            )
+        for before in ("\n", "") if self._adds_space else ("",):
+            found = self.tokenizer(before + text, add_special_tokens=False, return_offsets_mapping=True)
+            skipped = len(self._newline) if before else 0
+            if np.array_equal(found["input_ids"][skipped:], ids):
+                break
+        else:
+            raise DataError(f"the tokens of {text[:40]!r} cannot be found again in the text.")
+        is_trained = np.zeros(len(ids), dtype=bool)
+        for index, (start, end) in enumerate(found["offset_mapping"][skipped:]):
+            low, high = max(0, start - len(before)), max(0, end - len(before))
+            word = text[low:high].strip()
+            if word:
+                low = text.index(word, low)
+                high = low + len(word)
+            is_trained[index] = any(first <= low and high <= last and low < last for first, last in spans)
+        return is_trained
 
     def end_of_turn(self, text: str) -> tuple[int, int] | None:
         """Where the special token that closes the text lies (white space may follow it); None where there is none."""

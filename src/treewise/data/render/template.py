@@ -10,6 +10,7 @@ What the template writes in a turn and the model did not sample (the empty `<thi
 is context. What it leaves out of a message is an error, or a warning: `field_probe` finds it.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,15 +21,30 @@ from treewise.data.render.chatml import CHATML
 from treewise.data.render.field_probe import STANDARD_ROLES, THINK, THINK_END, FieldProbe
 from treewise.data.render.messages import Conversation, Message, with_arguments
 from treewise.data.render.piece_tokenizer import Encoder
+from treewise.data.render.trained_parts import (
+    GENERATION_BLOCK,
+    Span,
+    clip,
+    detail_spans,
+    generation_spans,
+    intersection,
+    spans_of_sampled,
+    union,
+)
 from treewise.errors import ConfigError, DataError
 
 MARK = "\ue0a7\ue0b7turn\ue0b7\ue0a7"  # private-use characters: no text and no template holds them
 # Thinking that holds nothing, at the start of a turn; in the tags of Qwen, DeepSeek, Seed and Mistral.
 EMPTY_THINKING = re.compile(r"\s*(?:<(think|thinking|seed:think)>\s*</\1>|\[THINK\]\s*\[/THINK\])\n*")
+OPENED_THINKING = re.compile(r"(?:<(?:think|thinking|seed:think)>|\[THINK\])\s*\Z")
+CLOSED_THINKING = re.compile(r"\s*(?:</(?:think|thinking|seed:think)>|\[/THINK\])\n*")
 EMPTY_THINKING_NOTE = (
     "the chat template opens trained turns without reasoning with an empty thinking block; the block is context, not "
     "trained. Give chat_template_kwargs: {enable_thinking: false} if the model was sampled without thinking, or "
     "reasoning_content if it did think."
+)
+GENERATION_NOTE = (
+    "the chat template's {% generation %} blocks leave out parts of what was sampled; these are context, not trained."
 )
 NO_TEMPLATE = "the tokenizer has no chat template; give one as chat_template, for instance 'chatml'."
 
@@ -116,6 +132,33 @@ class Template:
                 result[index] = checked[id(message)] = self._shown_message(result, index, tools, location)
         return result
 
+    def check_prompt(
+        self, history: list[Message], prompt: str, tools: list[dict[str, Any]] | None, location: str, seen: set[int]
+    ) -> None:
+        """Checks that a prompt holds the content of every message that nobody sampled.
+
+        `check_history` renders one message of each shape; a template may treat another of that shape differently (the
+        last system message replaces the first). A content that the template rewrites (as JSON) is looked for by a
+        sentinel.
+
+        Parameters:
+            seen: ids of messages of this record that were checked before.
+
+        Raises:
+            DataError: a message is missing (`on_hidden="error"`).
+        """
+        for index, message in enumerate(history):
+            if id(message) in seen:
+                continue
+            seen.add(id(message))
+            text = message["content"].strip()
+            if message["role"] == "assistant" or not text or text in prompt or _as_json(text) in prompt:
+                continue
+            renders = (lambda talk: self.render([talk], tools, location, generation=True)[0],)
+            hidden = self._probe.hidden_in_context(history, index, bool(tools), renders, remembers=False)
+            if hidden:
+                self._report_hidden(hidden, f"{location}: message {index} ({message['role']})")
+
     def check_turn(
         self, history: list[Message], turn: Message, tools: list[dict[str, Any]] | None, location: str
     ) -> None:
@@ -139,10 +182,9 @@ class Template:
     ) -> Message:
         """Message `index`, under its standard role where its own is hidden."""
         message = messages[index]
-        renders = (
-            lambda talk: self.render([talk], tools, location, generation=True)[0],
-            lambda talk: self.render([talk], tools, location)[0],
-        )
+        renders = [lambda talk: self.render([talk], tools, location, generation=True)[0]]
+        if message["role"] == "assistant":  # templates drop what was sampled long ago
+            renders.append(lambda talk: self.render([talk], tools, location)[0])
         hidden = self._probe.hidden_in_context(messages, index, bool(tools), renders)
         if hidden == ():
             return message
@@ -185,6 +227,8 @@ class Template:
         self._check_written(turn, text, location)
         opening = ""
         empty = EMPTY_THINKING.match(text)
+        if empty is None and OPENED_THINKING.search(prompt) and THINK_END not in turn["content"]:
+            empty = CLOSED_THINKING.match(text)  # a prompt that ends in <think>, which the template closes at once
         if empty is not None and not EMPTY_THINKING.match(turn["content"]):
             opening, text = empty.group(), text[empty.end() :]
             self.notes[EMPTY_THINKING_NOTE] = None
@@ -195,6 +239,69 @@ class Template:
             raise DataError(f"{location}: the template writes no end-of-turn token and the tokenizer has no eos_token.")
         self.notes["the chat template writes no end-of-turn token; eos_token was added to every trained turn"] = None
         return opening, text.rstrip() + self.tokenizer.eos_token
+
+    def trained_spans(
+        self,
+        history: list[Message],
+        turn: Message,
+        whole: str,
+        sampled: str,
+        tools: list[dict[str, Any]] | None,
+        location: str,
+    ) -> list[Span] | None:
+        """Spans of a sampled turn's characters that are trained; None for all of it.
+
+        The template's `{% generation %}` blocks and the message's `train_detail` may leave some out.
+
+        Parameters:
+            whole: template of `history` and `turn`.
+            sampled: what `completion` returned as sampled.
+
+        Raises:
+            DataError: the content that `train_detail` marks cannot be located in the turn.
+        """
+        spans = [(0, len(sampled))]
+        if self._has_generation_blocks:
+            template = self.tokenizer.get_chat_template(self.text, tools)
+            again, blocks = generation_spans(self.tokenizer, template, [*history, turn], tools, self.kwargs)
+            if again != whole:
+                raise DataError(
+                    f"{location}: the chat template gives another text each time; {difference(whole, again)}"
+                )
+            spans = spans_of_sampled(blocks, sampled, whole, self.tokenizer.eos_token)
+            if spans != [(0, len(sampled))]:
+                self.notes[GENERATION_NOTE] = None
+        if turn.get("train_detail") is not None:
+            spans = intersection(spans, self._detail_in_sampled(history, turn, sampled, tools, location))
+        return None if spans == [(0, len(sampled))] else spans
+
+    def _detail_in_sampled(
+        self,
+        history: list[Message],
+        turn: Message,
+        sampled: str,
+        tools: list[dict[str, Any]] | None,
+        location: str,
+    ) -> list[Span]:
+        """`train_detail` in characters of the sampled turn; what stands behind the content (its end) is trained."""
+        content = turn["content"]
+        marked = {**turn, "content": MARK}
+        prompt = self.render([history], tools, location, generation=True)[0]
+        whole = self.render([[*history, marked]], tools, location)[0]
+        at = self.completion(history, marked, prompt, whole, tools, location)[1].find(MARK)
+        kept = content if sampled.startswith(content, max(at, 0)) else content.strip()  # templates may trim it
+        start = at - content.index(kept)
+        if at < 0 or not sampled.startswith(kept, at):
+            raise DataError(
+                f"{location}: the chat template changes the content that train_detail marks; leave train_detail out."
+            )
+        spans = [(low + start, high + start) for low, high in detail_spans(turn["train_detail"], content, location)]
+        return union([*clip(spans, (at, at + len(kept))), (at + len(kept), len(sampled))])
+
+    @property
+    def _has_generation_blocks(self) -> bool:
+        text = self.text or getattr(self.tokenizer, "chat_template", None)
+        return GENERATION_BLOCK.search(str(text)) is not None
 
     def generation_prompt(self, history: list[Message], prompt: str, tools: list[dict] | None, location: str) -> str:
         """The header that opens the model's turn, the last part of `prompt`."""
@@ -321,6 +428,11 @@ def difference(a: str, b: str) -> str:
     return (
         f"at character {at} the prompt has {shown(a[at : at + 40])}, the whole conversation {shown(b[at : at + 40])}."
     )
+
+
+def _as_json(text: str) -> str:
+    """As a template's `tojson` writes it, without the quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _with_mark(history: list[Message], turn: int, *, with_calls: bool) -> list[Message]:

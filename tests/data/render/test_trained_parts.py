@@ -1,0 +1,168 @@
+"""What `{% generation %}` blocks and `train_detail` leave out of a turn is context; the rest is trained."""
+
+import pytest
+
+from treewise.data import RenderOptions, load_trees
+from treewise.data.render.trained_parts import detail_spans, intersection, spans_of_sampled, union
+from treewise.errors import DataError
+
+USER, ANSWER = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a tree."}
+LATER = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Quite sure."}]
+
+
+def template(answer):
+    """A ChatML-like template whose assistant turns are `answer`, in which CONTENT stands for the message's."""
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        + answer.replace("CONTENT", "{{ m.content }}")
+        + "\n{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+PLAIN = template("CONTENT<|im_end|>")
+ALL = template("{% generation %}CONTENT<|im_end|>{% endgeneration %}")
+NO_END = template("{% generation %}CONTENT{% endgeneration %}<|im_end|>")
+TAIL = template("{{ m.content[:6] }}{% generation %}{{ m.content[6:] }}<|im_end|>{% endgeneration %}")
+LAST = template(
+    "{% if loop.last %}{% generation %}CONTENT<|im_end|>{% endgeneration %}{% else %}CONTENT<|im_end|>{% endif %}"
+)
+NEVER = template("{% if false %}{% generation %}{% endgeneration %}{% endif %}CONTENT<|im_end|>")
+
+
+def trained(tokenizer, messages, chat_template, **options):
+    """The trained text of every trajectory, and the data set."""
+    dataset = load_trees(
+        [{"messages": messages}],
+        tokenizer,
+        options=RenderOptions(chat_template=chat_template, **options),
+        num_workers=0,
+    )
+    return [tokenizer.decode(t.token_ids[t.loss_weights > 0]) for t in dataset[0].trajectories], dataset
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "expected"),
+    [
+        (PLAIN, "It is a tree.<|im_end|>"),
+        (ALL, "It is a tree.<|im_end|>"),
+        (NO_END, "It is a tree."),
+        (TAIL, " a tree.<|im_end|>"),
+    ],
+)
+def test_only_what_generation_blocks_hold_is_trained(tokenizer, chat_template, expected):
+    texts, dataset = trained(tokenizer, [USER, ANSWER], chat_template)
+    assert texts == [expected]
+    assert any("generation" in line for line in dataset.report.warnings) == (chat_template in (NO_END, TAIL))
+    if chat_template != PLAIN:  # transformers' own mask, but for the newline that stands behind the end token
+        theirs = tokenizer.apply_chat_template(
+            [USER, ANSWER], chat_template=chat_template, return_assistant_tokens_mask=True, return_dict=True
+        )
+        [trajectory] = dataset[0].trajectories
+        assert list(trajectory.loss_weights.astype(int)) == theirs["assistant_masks"][: len(trajectory.token_ids)]
+
+
+def test_blocks_hold_in_sequences_that_keep_all_turns(tokenizer):
+    texts, _ = trained(tokenizer, [USER, ANSWER, *LATER], NO_END, thinking="keep")
+    assert texts == ["It is a tree.Quite sure."]
+
+
+def test_a_turn_in_no_block_is_context(tokenizer):
+    assert trained(tokenizer, [USER, ANSWER, *LATER], LAST)[0][-1] == "Quite sure.<|im_end|>"
+    with pytest.raises(DataError, match=r"records:0: no token is trained: neither .*generation"):
+        trained(tokenizer, [USER, ANSWER], NEVER)
+
+
+@pytest.mark.parametrize("content", ["It is a tree.", "  It is a tree. \n"])
+@pytest.mark.parametrize("chat_template", [PLAIN, PLAIN.replace("m.content", "m.content | trim")])
+def test_train_detail_marks_characters_of_the_content(tokenizer, chat_template, content):
+    at = content.index("It")
+    parts = [
+        {"begin_offset": at, "end_offset": at + 1, "train": True},
+        {"begin_offset": at + 2, "end_offset": at + 6, "train": False},
+        {"begin_offset": at + 7, "end_offset": at + 12, "train": True},
+    ]
+    texts, _ = trained(
+        tokenizer, [USER, {"role": "assistant", "content": content, "train_detail": parts}], chat_template
+    )
+    assert [text.strip() for text in texts] == ["It tree.<|im_end|>"]
+
+
+def test_a_token_that_reaches_over_the_border_is_context(tokenizer):
+    parts = [{"begin_offset": 0, "end_offset": 10, "train": True}]  # ends within " tree"
+    assert trained(tokenizer, [USER, {**ANSWER, "train_detail": parts}], PLAIN)[0] == ["It is a<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ("all", "must be a list of parts"),
+        ([{"begin_offset": 0, "end_offset": 13, "train": True}], r"train_detail\[0\] must be .* < 13"),
+        ([{"begin_offset": 3, "end_offset": 1, "train": True}], r"train_detail\[0\] must be"),
+        ([{"begin_offset": 0, "end_offset": 1}], r"train_detail\[0\].train must be true or false"),
+        ([{"begin_offset": 0, "end_offset": 12, "train": False}], "trains no assistant message"),
+    ],
+)
+def test_a_wrong_train_detail_is_an_error(tokenizer, parts, words):
+    with pytest.raises(DataError, match=rf"records:0: .*{words}"):
+        trained(tokenizer, [USER, {**ANSWER, "train_detail": parts}], PLAIN)
+
+
+def test_train_detail_beside_tool_calls_or_on_other_roles_is_an_error(tokenizer):
+    parts = [{"begin_offset": 0, "end_offset": 1, "train": True}]
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for messages, words in (
+        ([USER, {**ANSWER, "train_detail": parts, "tool_calls": [call]}], "tool calls or reasoning"),
+        ([{**USER, "train_detail": parts}, ANSWER], r"messages\[0\] \(user\) has train_detail"),
+    ):
+        with pytest.raises(DataError, match=words):
+            trained(tokenizer, messages, "chatml")
+
+
+def test_a_prompt_that_opens_a_thinking_block_closes_it_as_context(tokenizer):
+    opens = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}").replace(
+        "{{ m.content }}<|im_end|>\n{% else", "<think>\n\n</think>\n\n{{ m.content }}<|im_end|>\n{% else"
+    )
+    texts, dataset = trained(tokenizer, [USER, ANSWER], opens)
+    assert texts == ["It is a tree.<|im_end|>"]
+    assert "empty thinking block" in dataset.report.warnings[0]
+
+
+def test_spans():
+    assert union([(5, 6), (0, 2), (2, 3), (4, 4)]) == [(0, 3), (5, 6)]
+    assert intersection([(0, 4), (6, 9)], [(2, 7)]) == [(2, 4), (6, 7)]
+    assert detail_spans([{"begin_offset": 1, "end_offset": 1, "train": True}], "abc", "x") == [(1, 2)]
+    assert spans_of_sampled([(2, 4)], "cdE", "abcd\n", "E") == [(0, 3)]
+    assert spans_of_sampled([(3, 4)], "cdE", "abcdE\n", "E") == [(1, 2)]
+
+
+def test_masks_of_token_rows_are_read(write):
+    ids = [1, 15, 9, 2]
+    for key, mask in {
+        "assistant_masks": [0, 0, 1, 1],
+        "completion_mask": [0, 0, 1, 1],
+        "response_mask": [0, 0, 1, 1],
+        "loss_mask": [False, False, True, True],
+        "labels": [-100, -100, 9, 2],
+    }.items():
+        [trajectory] = load_trees([{"token_ids": ids, key: mask}])[0].trajectories
+        assert list(trajectory.loss_weights) == [0, 0, 1, 1], key
+    padded = {"token_ids": [0, *ids], "attention_mask": [0, 1, 1, 1, 1], "old_logprobs": [0, 0, 0, -1, -2]}
+    [trajectory] = load_trees([padded])[0].trajectories
+    assert trajectory.token_ids.tolist() == ids
+    assert trajectory.old_logprobs.tolist() == [0, 0, -1, -2]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"token_ids": [1, 2, 3], "assistant_masks": [0, 1]}, "2 assistant_masks for 3 token_ids"),
+        ({"token_ids": [1, 2], "labels": [-100, 2], "loss_weights": [0, 1]}, "loss_weights and labels both"),
+        ({"messages": [USER, ANSWER], "assistant_masks": [0, 1]}, "'assistant_masks' is not read: it needs token_ids"),
+        ({"nodes": [{"token_ids": [1, 2], "completion_mask": [0, 1]}]}, r"nodes\[0\]: 'completion_mask' is not read"),
+        ({"seqs": [{"ids": [1, 2], "loss": [[1, 2]], "labels": [0, 1]}]}, r"seqs\[0\]: 'labels' is not read"),
+    ],
+)
+def test_masks_that_cannot_be_read_are_errors(tokenizer, record, words):
+    with pytest.raises(DataError, match=rf"records:0: .*{words}"):
+        load_trees([record], tokenizer, num_workers=0)
