@@ -76,6 +76,24 @@ def test_a_second_signal_ends_the_process_at_once():
     assert os.WEXITSTATUS(status) == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_signals_that_come_twice_by_themselves_end_nothing(number):
+    with StopSignals(may_abandon=False) as signals:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert signals.received == number
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopSignals(may_abandon=False) as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_process_whose_launcher_is_gone_sends_itself_a_signal(launched, monkeypatch, capfd):
     adopted(monkeypatch)
     with StopSignals(may_abandon=False) as signals:

@@ -22,6 +22,7 @@ from tests.trainer.torn import FILE_EVENTS
 from treewise.errors import TreewiseError
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import store
+from treewise.trainer.checkpoint.manifest import MANIFEST, read_manifest
 
 NUM_RANKS = 2
 NUM_KILLS = 3  # of each run; then it is left to end
@@ -130,9 +131,9 @@ def attempt(run_dir, settings, troubles):
 
 def newest_step(run_dir):
     """Of what a killed run left; nothing sealed is torn."""
-    sealed = [folder for folder in store.checkpoints(run_dir) if (folder / store.MANIFEST).exists()]
+    sealed = [folder for folder in store.checkpoints(run_dir) if (folder / MANIFEST).exists()]
     for folder in sealed:
-        store.read_manifest(folder)
+        read_manifest(folder)
     return max(map(store.step_of, sealed), default=0)
 
 

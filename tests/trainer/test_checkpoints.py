@@ -15,8 +15,9 @@ from tests.trainer.helpers import losses, some_trees, tiny_model
 from treewise.errors import CheckpointError
 from treewise.testing.families import tiny_model as family_model
 from treewise.trainer import TreeTrainer
-from treewise.trainer.checkpoint import store
+from treewise.trainer.checkpoint import manifest, store
 from treewise.trainer.checkpoint.json_values import to_plain
+from treewise.trainer.checkpoint.manifest import MANIFEST, identity, read_manifest, sealed_text
 
 
 def state_of(trainer):
@@ -153,6 +154,18 @@ def test_the_best_checkpoint_is_kept_and_loaded(make_trainer, trees):
     assert kept
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_best_model_has_all_weights_of_its_checkpoint(make_trainer, trees, family):
+    settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "greater_is_better": True}
+    settings |= {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "metric_for_best_model": "eval_loss"}
+    trainer = make_trainer(trees, model=family_model(family), eval_dataset=trees[:2], **settings)
+    trainer.train()
+    assert trainer.state.best_global_step == 1  # the loss falls, and the greatest is taken
+    best = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
+    for one, two in zip(best.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 def test_adapters_train_save_and_resume(make_trainer, trees):
     peft = pytest.importorskip("peft")
@@ -197,11 +210,12 @@ def test_a_seal_that_names_a_file_elsewhere_is_refused(make_trainer, trees, name
     *_, last = saved_run(make_trainer, trees)
     (last.parent / "outside.json").write_text("{}")
     (last / "link.json").symlink_to(last.parent / "outside.json")
-    seal = json.loads((last / "treewise.json").read_text())
-    seal["files"][name] = store._identity(last.parent / "outside.json")
-    (last / "treewise.json").write_text(json.dumps(seal))
+    content = json.loads((last / MANIFEST).read_text())
+    del content["checksum"]
+    content["files"][name] = identity(last.parent / "outside.json")
+    (last / MANIFEST).write_text(sealed_text(content))
     with pytest.raises(CheckpointError, match="not a file of the checkpoint"):
-        store.read_manifest(last)
+        read_manifest(last)
 
 
 def test_another_model_is_refused_by_name(make_trainer, trees):
@@ -273,7 +287,7 @@ def test_a_disk_that_refuses_is_a_clear_error_and_harms_nothing(make_trainer, tr
     elif failing == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     else:
-        monkeypatch.setattr(store, "safe_open", reads_damaged)
+        monkeypatch.setattr(manifest, "safe_open", reads_damaged)
     try:
         with pytest.raises(CheckpointError, match=r"step 3 could not be saved .*it takes .* [KM]iB, .* free\. Earlier"):
             trainer.train(resume_from_checkpoint=str(last))
@@ -309,12 +323,12 @@ def test_an_optimizer_state_that_needs_pickle_is_refused():
         to_plain({"weird": object()})
 
 
-def test_prune_keeps_the_newest_complete_checkpoint_and_the_best(tmp_path):
+def test_prune_counts_good_checkpoints_alone_and_keeps_the_best(tmp_path):
     for step in range(1, 7):
         folder = store.new_folder(tmp_path, step)
         (folder / "a.json").write_text("{}")
         store.publish(folder, {"step": step})
     for step in (5, 6):
-        (tmp_path / f"checkpoint-{step}" / store.MANIFEST).unlink()  # torn by an earlier version
+        (tmp_path / f"checkpoint-{step}" / MANIFEST).unlink()  # torn by an earlier version
     store.prune(tmp_path, 1, keep=str(tmp_path / "checkpoint-2"))
-    assert [path.name for path in store.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert [path.name for path in store.checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (2, 4, 5, 6)]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.main import main
-from treewise.trainer.checkpoint import store
+from treewise.trainer.checkpoint.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +70,6 @@ def test_accelerate_launches_processes_that_train_like_one(folder, how):
     found, expected = (load_file(folder / each / "model.safetensors") for each in (name, "alone"))
     for key, value in expected.items():
         assert torch.allclose(found[key], value, rtol=0, atol=1e-6), key
-    store.read_manifest(folder / name / "checkpoint-3")
+    read_manifest(folder / name / "checkpoint-3")
     shards = list((folder / name / "checkpoint-3").glob("weights/*.safetensors"))
     assert len(shards) == (2 if how == "--use_fsdp" else 0)  # only parameters that are shards are saved so

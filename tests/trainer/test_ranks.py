@@ -13,6 +13,7 @@ from treewise.distributed.online_placement import FIT_STEPS
 from treewise.errors import ConfigError
 from treewise.trainer import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
+from treewise.trainer.checkpoint.manifest import read_manifest
 
 pytestmark = [
     pytest.mark.slow,
@@ -197,7 +198,7 @@ def test_a_signal_to_one_process_ends_and_saves_all(of_two, name, step):
     for outcomes in of_two[1]:
         assert len(outcomes[name]["losses"]) == step
     for checkpoint in store.checkpoints(of_two[0] / name):
-        store.read_manifest(checkpoint)
+        read_manifest(checkpoint)
     assert store.step_of(store.checkpoints(of_two[0] / name)[-1]) == step
 
 
@@ -209,7 +210,7 @@ def test_a_whole_model_beside_shards_loads_with_transformers_alone(of_two):
 
 def test_a_sharded_checkpoint_is_sealed_and_holds_nothing_pickled(of_two):
     folder = of_two[0] / "sharded" / "checkpoint-3"
-    store.read_manifest(folder)
+    read_manifest(folder)
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json"}
     assert len(list((folder / "weights").iterdir())) == 2
@@ -228,7 +229,7 @@ def test_a_disk_that_refuses_one_process_harms_neither_the_run_nor_other_checkpo
     folder = of_two[0] / name
     assert sorted(path.name for path in folder.glob("*checkpoint*")) == [f"checkpoint-{step}" for step in (2, 4, 5)]
     for checkpoint in store.checkpoints(folder):
-        store.read_manifest(checkpoint)
+        read_manifest(checkpoint)
 
 
 # -- costs of placements ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from tests.trainer import torn
 from tests.trainer.helpers import some_trees
 from tests.trainer.torn import killed_at
 from treewise.trainer.checkpoint import store
+from treewise.trainer.checkpoint.manifest import MANIFEST, read_manifest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -31,9 +32,9 @@ def state_of(run_dir):
     store.recover(run_dir)
     assert not list(run_dir.glob(".checkpoint-*"))
     for folder in store.checkpoints(run_dir):
-        if (folder / store.MANIFEST).exists():
-            store.read_manifest(folder)  # nothing sealed is torn
-    sealed = [folder for folder in store.checkpoints(run_dir) if (folder / store.MANIFEST).exists()]
+        if (folder / MANIFEST).exists():
+            read_manifest(folder)  # nothing sealed is torn
+    sealed = [folder for folder in store.checkpoints(run_dir) if (folder / MANIFEST).exists()]
     return {store.step_of(folder): (folder / "model.json").read_text() for folder in sealed}
 
 

@@ -1,7 +1,7 @@
 """The entry point: reads a command, runs it, and turns errors into messages and exit codes.
 
 Exit codes: 0, 1 where a verification failed, 2 for an error that treewise explains, 3 where another process of the run
-failed, 130 and 143 when SIGINT or SIGTERM ended it (a training run is saved first).
+failed, 128 plus the number of the signal that ended it (130 for SIGINT; a training run is saved first).
 """
 
 import os

@@ -1,23 +1,28 @@
-"""Output of a run whose reader may leave, as after `| head`: training goes on without it."""
+"""Output of a run whose reader may leave, as after `| head` or with a terminal: training goes on without it."""
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_CLOSED = (errno.EPIPE, errno.EIO)  # of a pipe; of a terminal
+
 
 class EnduringStream:
-    """A text stream that writes into nothing once its pipe is closed."""
+    """A text stream that writes into nothing once its pipe or terminal is closed."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes; the first write after the pipe was closed sends this and all further output to the null device."""
+        """Writes; the first write after the pipe or terminal was closed sends all further output to the null device."""
         try:
             self._stream.write(text)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in _CLOSED:
+                raise
             self._leave()
         return len(text)
 
@@ -25,7 +30,9 @@ class EnduringStream:
         """Flushes, as `write` writes."""
         try:
             self._stream.flush()
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in _CLOSED:
+                raise
             self._leave()
 
     def _leave(self) -> None:

@@ -1,6 +1,7 @@
 """What the commands that train have in common: flags, data, model, the run's folder, the training itself."""
 
 import argparse
+import dataclasses
 import os
 import shutil
 import sys
@@ -345,6 +346,7 @@ def _write_resolved(
     folder: Path, config: RunConfig, arguments: "TreeTrainingArguments", overwrite: bool, is_resumed: bool
 ) -> None:
     from treewise.trainer.checkpoint import store
+    from treewise.trainer.checkpoint.manifest import write_atomically
 
     resolved = folder / RESOLVED
     try:
@@ -356,10 +358,12 @@ def _write_resolved(
                 path.unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         text = resolved_text(config, arguments)
+        by_trainer = {item.name for item in dataclasses.fields(arguments)}  # it compares them with the checkpoint's
         if is_resumed and resolved.exists():
             for change in differences(resolved.read_text(encoding="utf-8"), text):
-                print(f"changed since this run began: {change}", file=sys.stderr)
-        store.write_atomically(resolved, text)
+                if change.partition(":")[0] not in by_trainer:
+                    print(f"changed since this run began: {change}", file=sys.stderr)
+        write_atomically(resolved, text)
     except OSError as error:
         raise ConfigError(f"output_dir {folder} cannot be written ({error.strerror}).") from error
 

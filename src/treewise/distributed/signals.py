@@ -1,7 +1,9 @@
-"""SIGTERM and SIGINT: a run is saved before it ends; only the step in progress is lost.
+"""SIGTERM, SIGINT, SIGHUP and SIGUSR1: a run is saved before it ends; only the step in progress is lost.
 
 With one process the first signal abandons the current step. Several processes finish theirs, because all must end at
-the same step. A second signal ends the process at once; published checkpoints stay.
+the same step. A second SIGTERM or SIGINT ends the process at once; published checkpoints stay. SIGHUP (a terminal that
+is closed) often comes twice, from the kernel and from the shell, and SIGUSR1 (a batch system shortly before a limit)
+may; repeated, they change nothing. Where SIGHUP is ignored, as under nohup, it stays ignored.
 
 torchrun and accelerate pass SIGTERM on to their workers, and end the others when one fails. They do nothing when they
 are killed themselves: their workers get another parent and train on. So a worker polls for its parent.
@@ -11,10 +13,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+_ENDING_AT_ONCE = (signal.SIGTERM, signal.SIGINT)  # the second time
+_HANGUP = getattr(signal, "SIGHUP", None)
 POLL_SECONDS = 1.0
 
 
@@ -41,7 +45,8 @@ class StopSignals:
         self.received = None
         self._is_over = threading.Event()
         if threading.current_thread() is threading.main_thread():
-            self._previous_handlers = {each: signal.signal(each, self._handle) for each in SIGNALS}
+            taken = [each for each in SIGNALS if each != _HANGUP or signal.getsignal(each) is not signal.SIG_IGN]
+            self._previous_handlers = {each: signal.signal(each, self._handle) for each in taken}
         if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun, and by accelerate, which runs it
             target, arguments = self._end_with_launcher, (os.getppid(), self._is_over)
             threading.Thread(target=target, args=arguments, name="treewise-launcher", daemon=True).start()
@@ -71,6 +76,8 @@ class StopSignals:
     def _handle(self, number: int, _frame: object) -> None:
         name = signal.Signals(number).name
         if self.received is not None:
+            if number not in _ENDING_AT_ONCE:
+                return
             _print(f"{name} again: ending at once, without saving")
             os._exit(128 + number)
         self.received = number
@@ -94,4 +101,5 @@ class StopSignals:
 
 
 def _print(line: str) -> None:
-    os.write(2, f"treewise: {line}\n".encode())  # a signal handler may run inside a print
+    with suppress(OSError):  # the terminal is gone
+        os.write(2, f"treewise: {line}\n".encode())  # a signal handler may run inside a print

@@ -30,7 +30,7 @@ _UNSUPPORTED = {
     "ignore_data_skip": "a resumed run would train on other trees than an uninterrupted one.",
     "average_tokens_across_devices": "the loss is always the mean over the whole step, on all ranks; leave it on.",
     "deepspeed": "use sharded=True (PyTorch's FSDP2).",
-    "enable_jit_checkpoint": "a run is always saved at SIGTERM and SIGINT; leave it off.",
+    "enable_jit_checkpoint": "a run is always saved when a signal ends it; leave it off.",
     "parallelism_config": "tensor and context parallelism are not supported yet.",
 }
 _CHOICES = {"nonfinite": ("stop", "skip"), "on_save_failure": ("stop", "continue"), "balance_costs": COST_SOURCES}

@@ -32,8 +32,11 @@ from treewise.nn.gradients import clear_gradients
 from treewise.objectives import SFT, Objective
 from treewise.objectives.normalization import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.checkpoint import contents, optimizer_state
+from treewise.trainer.checkpoint import contents
+from treewise.trainer.checkpoint.changed_settings import saved_intervals_ignored
 from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
+from treewise.trainer.checkpoint.manifest import read_manifest
+from treewise.trainer.checkpoint.weights import load_weights
 from treewise.trainer.data_loader import (
     DataFacts,
     PlacedBatches,
@@ -320,30 +323,31 @@ class TreeTrainer(Trainer):
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Whole adapters are loaded by transformers, which leaves out weights of some models."""
-        folder = Path(resume_from_checkpoint)
-        if hasattr(self.model, "peft_config") and not (folder / contents.SHARDS).is_dir():
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            contents.load_weights(self.model, folder)
+        load_weights(self.model, Path(resume_from_checkpoint))
 
     @override
     def _load_best_model(self) -> None:
-        if self.runner.is_sharded:
-            contents.load_weights(self.model, Path(self.state.best_model_checkpoint))
-        else:
-            super()._load_best_model()
+        best = Path(self.state.best_model_checkpoint)
+        ranks.on_first_rank(lambda: read_manifest(best))
+        load_weights(self.model, best)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             contents.load_states(Path(checkpoint), self.model, self.optimizer, self.lr_scheduler)
-            _follow_schedule(self.optimizer, self.lr_scheduler)
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            optimizer_state.load_random_state(Path(checkpoint), ranks.own())
+            contents.load_random_state(Path(checkpoint))
+
+    @override
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """A resumed run logs, evaluates and saves by its own settings and not by those in the checkpoint."""
+        with saved_intervals_ignored():
+            begun = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)
+        return begun
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -398,16 +402,6 @@ class TreeTrainer(Trainer):
         self.state = TrainerState.load_from_json(str(checkpoint / contents.STATE))
         logger.warning("%s is the end of the run: no step is left to train", checkpoint)
         return TrainOutput(self.state.global_step, float("nan"), {})
-
-
-def _follow_schedule(optimizer: Any, scheduler: Any) -> None:
-    """Sets the learning rates of the next step by the schedule of this run, which may be longer than the saved one."""
-    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-        pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        rates = [base * rule(scheduler.last_epoch) for base, rule in pairs]
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        scheduler.load_state_dict(scheduler.state_dict() | {"_last_lr": rates})
 
 
 class _StepEnd(TrainerCallback):

@@ -136,11 +136,11 @@ def test_a_dry_run_leaves_no_file_anywhere(folder, monkeypatch):
     assert sorted(folder.rglob("*")) == before
 
 
-def test_changes_since_the_run_began_are_said(folder, capsys):
+def test_changes_since_the_checkpoint_are_printed(folder, capsys):
     main(["train", "run.yaml"])
     (folder / "run" / "trainer_state.json").unlink()
     assert main(["train", "run.yaml", "--resume", "run/checkpoint-2", "--learning_rate", "5e-4"]) == 0
-    assert "changed since this run began: learning_rate: 0.001 -> 0.0005" in capsys.readouterr().err
+    assert "changed since checkpoint-2: learning_rate: 0.001 -> 0.0005" in capsys.readouterr().err
 
 
 def test_resume_without_a_checkpoint_starts_and_says_so(folder, capsys):

@@ -11,6 +11,7 @@ from treewise.errors import CheckpointError
 from treewise.trainer import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
+from treewise.trainer.checkpoint.weights import load_weights
 from treewise.trainer.data_loader import survey
 
 
@@ -45,7 +46,7 @@ def test_what_was_saved_is_found_and_loads(make_manager, tmp_path):
     assert again.find(True) == ResumePoint(tmp_path / "checkpoint-3", 3, 40)
     assert again.last_step == 3
     other = run_at(again, 3, tiny_model(seed=9))
-    contents.load_weights(other.model, tmp_path / "checkpoint-3")
+    load_weights(other.model, tmp_path / "checkpoint-3")
     contents.load_states(tmp_path / "checkpoint-3", other.model, other.optimizer, other.scheduler)
     for one, two in zip(run.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(one, two)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.trainer.checkpoint import store
+from treewise.trainer.checkpoint.manifest import write_atomically
 from treewise.tree.trajectory import Trajectory
 
 FOLDER = "rollouts"
@@ -23,7 +23,7 @@ def write_rollouts(run_dir: Path, iteration: int, rows: Sequence[Sequence[Trajec
     path = rollouts_file(run_dir, iteration)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) for own in rows for row in _records(own, iteration)]
-    store.write_atomically(path, "".join(line + "\n" for line in lines))
+    write_atomically(path, "".join(line + "\n" for line in lines))
 
 
 def _records(rows: Sequence[Trajectory], iteration: int) -> Iterator[dict[str, Any]]:

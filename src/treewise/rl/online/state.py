@@ -14,7 +14,8 @@ from transformers.trainer_callback import ExportableState
 
 from treewise.errors import CheckpointError
 from treewise.rl.success_book import SuccessBook
-from treewise.trainer.checkpoint import contents, optimizer_state, store
+from treewise.trainer.checkpoint import contents, store, weights
+from treewise.trainer.checkpoint.manifest import check_same_run, read_manifest
 
 NAME = "LoopState"  # of its part of trainer_state.json
 
@@ -74,8 +75,8 @@ def find_checkpoint(run_dir: Path, wanted: str | bool, facts: dict[str, Any]) ->
             return None
     else:
         found = Path(str(wanted))
-    manifest = store.read_manifest(found)
-    store.check_same_run(found, manifest, facts)
+    manifest = read_manifest(found)
+    check_same_run(found, manifest, facts)
     return found, manifest
 
 
@@ -89,19 +90,10 @@ def load(folder: Path, model: nn.Module, optimizer: Any, scheduler: Any) -> tupl
     own = loop.stateful_callbacks.pop(NAME, None)
     if not isinstance(own, dict):
         raise CheckpointError(f"{folder}: not a checkpoint of an online run.")
-    if hasattr(model, "peft_config"):
-        _load_adapters(model, folder)
-    else:
-        contents.load_weights(model, folder)
+    weights.load_weights(model, folder)
     contents.load_states(folder, model, optimizer, scheduler)
-    optimizer_state.load_random_state(folder, 0)
+    contents.load_random_state(folder)
     return loop, LoopState.from_json(own)
-
-
-def _load_adapters(model: Any, folder: Path) -> None:
-    from peft import load_peft_weights, set_peft_model_state_dict
-
-    set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
 
 
 def facts_as_text(facts: dict[str, Any]) -> str:

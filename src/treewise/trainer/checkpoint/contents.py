@@ -1,4 +1,5 @@
-"""Writes and loads the contents of a checkpoint: weights, optimizer, schedule, random generators, state of the loop.
+"""Writes the contents of a checkpoint: weights, optimizer, schedule, random generators, state of the loop. Loads the
+states; `weights.py` loads the weights.
 
 Weights and configuration are transformers' own files, so `from_pretrained` reads a checkpoint. Everything else is JSON
 and safetensors.
@@ -13,11 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, TrainerState
+from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
 from treewise.distributed import ranks
@@ -25,11 +23,12 @@ from treewise.distributed.fsdp import whole_state
 from treewise.errors import CheckpointError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import optimizer_state, store
-from treewise.trainer.checkpoint.sharded_io import load_shards, save_shards
+from treewise.trainer.checkpoint.manifest import listed_files
+from treewise.trainer.checkpoint.sharded_io import save_shards
+from treewise.trainer.checkpoint.weights import SHARDS, is_sharded_model, sharded_weights
 
 ARGUMENTS = "training_args.json"
 STATE = "trainer_state.json"
-SHARDS = "weights"  # the folder of a sharded checkpoint's weights
 
 T = TypeVar("T")
 
@@ -92,9 +91,9 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any) -> int:
 
 def _stages(run: RunState, folder: Path) -> Iterator[Callable[[], object]]:
     """The work of each rank, in order."""
-    is_sharded = _is_sharded(run.model)
+    is_sharded = is_sharded_model(run.model)
     if is_sharded:
-        yield lambda: save_shards(folder / SHARDS, _saved_weights(run.model))
+        yield lambda: save_shards(folder / SHARDS, sharded_weights(run.model))
     settings = run.args.shard_settings()
     if is_sharded and not (settings and settings.whole_checkpoints):
         yield lambda: _write_configuration(run, folder)
@@ -111,16 +110,6 @@ def _stages(run: RunState, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: _write_rest(run, folder)
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def _saved_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights in a sharded checkpoint: all, or with adapters the trained ones."""
-    has_adapters = hasattr(model, "peft_config")
-    return {name: each.data for name, each in model.named_parameters() if each.requires_grad or not has_adapters}
-
-
 def write_model(
     folder: Path, model: Any, tokenizer: Any, args: TreeTrainingArguments, state: dict[str, torch.Tensor] | None = None
 ) -> None:
@@ -128,7 +117,7 @@ def write_model(
 
     state: the weights; None: those of the model, gathered from all ranks where they are sharded.
     """
-    if state is None and _is_sharded(model):
+    if state is None and is_sharded_model(model):
         state = whole_state(model)
     if args.should_save:
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,65 +163,29 @@ def _export_states(run: RunState) -> None:
             states[name] = exporter.state()
 
 
-def load_states(folder: Path, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
-    """Optimizer and schedule of a checkpoint.
+def load_states(checkpoint: Path, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+    """Optimizer and schedule of a checkpoint, with the settings of this run where they differ (`optimizer_state`).
 
     Raises:
-        CheckpointError: a checkpoint of weights alone, or of another optimizer.
+        CheckpointError: a checkpoint of weights alone, of another optimizer, or of another kind of schedule.
     """
-    if not (folder / f"{optimizer_state.OPTIMIZER}.json").is_file():
-        raise CheckpointError(
-            f"{folder}: holds a model without its optimizer (save_only_model); start a new run from its weights."
-        )
-    optimizer_state.load_optimizer(folder, optimizer, model)
-    optimizer_state.load_schedule(folder, scheduler)
+    with listed_files(checkpoint) as folder:
+        if not (folder / f"{optimizer_state.OPTIMIZER}.json").is_file():
+            raise CheckpointError(
+                f"{checkpoint}: holds a model without its optimizer (save_only_model); start a new run from its "
+                "weights."
+            )
+        try:
+            optimizer_state.load_optimizer(folder, optimizer, model)
+            optimizer_state.load_schedule(folder, scheduler, optimizer)
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint}: {error}") from error
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Loads the weights of a checkpoint into a model.
-
-    transformers saves some models (mixtures of experts) under other names than their parameters have in memory, and
-    its Trainer does not load those when it resumes. Here they are read as `from_pretrained` reads them.
-
-    Raises:
-        CheckpointError: a parameter is missing from the checkpoint.
-    """
-    if (folder / SHARDS).is_dir():
-        load_shards(folder / SHARDS, _saved_weights(model))
-        return
-    if _is_sharded(model):
-        raise CheckpointError(f"{folder}: a whole checkpoint is loaded before a model is sharded; start a new process.")
-    files = sorted(folder.glob("model*.safetensors"))
-    wanted = {name: parameter.data for name, parameter in model.named_parameters()}  # a tied parameter has one name
-    names: set[str] = set()
-    for file in files:
-        with safe_open(file, framework="pt") as stream:
-            names |= set(stream.keys())
-    if set(wanted) <= names:
-        for file in files:
-            model.load_state_dict(load_file(file), strict=False)
-        return
-    missing = _load_converted(model, folder, wanted) if isinstance(model, PreTrainedModel) else sorted(wanted)
-    if missing:
-        raise CheckpointError(f"{folder}: holds no weights for {', '.join(missing[:5])} ({len(missing)} in all).")
-
-
-def _load_converted(model: PreTrainedModel, folder: Path, wanted: dict[str, torch.Tensor]) -> list[str]:
-    """Reads through `from_pretrained`; returns the names of missing parameters."""
-    widest = torch.float32  # holds the values of every parameter exactly, whatever its own dtype
-    for value in wanted.values():
-        widest = torch.promote_types(widest, value.dtype) if value.is_floating_point() else widest
-    loaded, info = type(model).from_pretrained(folder, dtype=widest, output_loading_info=True, use_safetensors=True)
-    parameters = dict(loaded.named_parameters())
-    missing = set(info["missing_keys"]) | {name for name in wanted if name not in parameters}
-    for name, value in wanted.items():
-        if name in parameters:
-            value.copy_(parameters[name].data)
-    buffers = dict(loaded.named_buffers())
-    for name, buffer in model.named_buffers():
-        if name in buffers:
-            buffer.copy_(buffers[name])
-    return sorted(missing & set(wanted))
+def load_random_state(checkpoint: Path) -> None:
+    """The random generators of this rank, if there was such a rank."""
+    with listed_files(checkpoint) as folder:
+        optimizer_state.load_random_state(folder, ranks.own())
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -12,7 +12,9 @@ from treewise.distributed.online_placement import OnlinePlacer
 from treewise.errors import CheckpointError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
+from treewise.trainer.checkpoint.changed_settings import check_settings
 from treewise.trainer.checkpoint.contents import RunState
+from treewise.trainer.checkpoint.manifest import check_same_run, read_manifest
 from treewise.trainer.data_loader import DataFacts
 
 logger = logging.getLogger("treewise")
@@ -43,10 +45,11 @@ class CheckpointManager:
 
     def find(self, wanted: str | bool | None) -> ResumePoint | None:
         """The checkpoint to resume from: a path, or True for the newest complete one, or None for a new run. Rank 0
-        reads and verifies it for all; the placer takes its costs over.
+        reads and verifies it for all, and prints the settings that changed; the placer takes its costs over.
 
         Raises:
-            CheckpointError: no such checkpoint, an incomplete or damaged one, or one of another run.
+            CheckpointError: no such checkpoint, an incomplete or damaged one, one of another run, or settings that
+                cannot change.
         """
         self.last_step = 0
         if not wanted:
@@ -94,8 +97,10 @@ class CheckpointManager:
                 raise CheckpointError(f"{self.args.output_dir}: no complete checkpoint to resume from{because}.")
         else:
             newest = Path(str(wanted))
-        manifest = store.read_manifest(newest)
-        store.check_same_run(newest, manifest, self._run_facts())
+        manifest = read_manifest(newest)
+        check_same_run(newest, manifest, self._run_facts())
+        for change in check_settings(newest, contents.ARGUMENTS, self.args):
+            sys.stderr.write(f"changed since {newest.name}: {change}\n")
         return str(newest), manifest
 
     def _run_facts(self) -> dict[str, Any]:

@@ -23,6 +23,12 @@ from treewise.trainer.checkpoint.sharded_io import load_shards, save_shards
 
 OPTIMIZER = "optimizer"  # .safetensors and .json
 SCHEDULE = "schedule.json"
+# Settings of optimizers that steps do not change, so that those of a resumed run apply. Learning rates follow the
+# schedule.
+SETTINGS = {
+    *("weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "alpha", "rho", "lambd", "lr_decay"),
+    *("momentum_decay", "decoupled_weight_decay", "foreach", "fused"),
+}
 
 
 def optimizer_state(optimizer: Any, model: nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -38,6 +44,7 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> tuple[Any, dict[str, to
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     plain = {
+        "kind": _kind_of(optimizer),
         "state": {name: to_plain(entry, tensors, name) for name, entry in entries.items()},
         "groups": to_plain(groups),
         "rest": to_plain(rest),
@@ -46,11 +53,17 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> tuple[Any, dict[str, to
 
 
 def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Loads the result of `optimizer_state`.
+    """Loads the result of `optimizer_state`. Settings that do not change by themselves (`SETTINGS`) stay as they are.
 
     Raises:
-        CheckpointError: the optimizer trains other parameters than the saved one did.
+        CheckpointError: another kind of optimizer than the saved one, or one that trains other parameters.
     """
+    then, kind = plain["kind"], _kind_of(optimizer)
+    if then != kind:
+        raise CheckpointError(
+            f"optim: {then} -> {kind}: the state of the one optimizer does not fit the other. Resume with {then}, or "
+            "start a new run from the checkpoint's weights."
+        )
     index_of = {name: index for index, name in _names(optimizer, model).items()}
     now, groups = optimizer.state_dict()["param_groups"], from_plain(plain["groups"])
     known = {name for group in groups for name in group["params"]}
@@ -60,6 +73,7 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: 
             f"the optimizer of the checkpoint trained other parameters ({', '.join(changed[:5]) or 'in other groups'});"
             " resume with the same model, adapters and optimizer."
         )
+    settings = [{name: value for name, value in group.items() if name in SETTINGS} for group in now]
     optimizer.load_state_dict(
         {
             "state": {index_of[name]: from_plain(entry, tensors) for name, entry in plain["state"].items()},
@@ -67,6 +81,8 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: 
             **from_plain(plain["rest"]),
         }
     )
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 def save_optimizer_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -109,12 +125,37 @@ def _kind(tensor: torch.Tensor) -> tuple[list[int], str]:
 
 def save_schedule(folder: Path, scheduler: Any) -> None:
     """Writes a learning-rate schedule."""
-    _write_json(folder / SCHEDULE, to_plain(scheduler.state_dict()))
+    _write_json(folder / SCHEDULE, {"kind": type(scheduler).__name__, "state": to_plain(scheduler.state_dict())})
 
 
-def load_schedule(folder: Path, scheduler: Any) -> None:
-    """Reads the file of `save_schedule`."""
-    scheduler.load_state_dict(from_plain(json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))))
+def load_schedule(folder: Path, scheduler: Any, optimizer: Any) -> None:
+    """Reads the file of `save_schedule`, and sets the learning rates of the next step.
+
+    Schedules that are functions of the step's number (all of transformers' but two) go on by the settings of this run:
+    its rate, warm-up and length. Others go on from their state.
+
+    Raises:
+        CheckpointError: another kind of schedule, or another rate in one that goes on from its state.
+    """
+    saved = json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))
+    state, kind = from_plain(saved["state"]), type(scheduler).__name__
+    if saved["kind"] != kind:
+        raise CheckpointError(
+            f"lr_scheduler_type: {saved['kind']} -> {kind}: the state of the one schedule does not fit the other. "
+            "Resume with the former, or start a new run from the checkpoint's weights."
+        )
+    own = list(getattr(scheduler, "base_lrs", ()))
+    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        rates = [base * rule(state["last_epoch"]) for base, rule in zip(own, scheduler.lr_lambdas, strict=True)]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        state |= {"base_lrs": own, "_last_lr": rates}
+    elif own != list(state.get("base_lrs", own)):
+        raise CheckpointError(
+            f"learning rate: {state['base_lrs']} -> {own}: a {kind} goes on from its own rate. Resume with the former, "
+            "or start a new run from the checkpoint's weights."
+        )
+    scheduler.load_state_dict(state)
 
 
 def save_random_state(folder: Path, rank: int) -> None:
@@ -154,6 +195,10 @@ def _names(optimizer: Any, model: nn.Module) -> dict[int, str]:
     inner = getattr(optimizer, "optimizer", optimizer)
     flat = [parameter for group in inner.param_groups for parameter in group["params"]]
     return {index: known.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(flat)}
+
+
+def _kind_of(optimizer: Any) -> str:
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
 def _tensor_file(folder: Path) -> Path:

@@ -44,11 +44,11 @@ def load_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         with _single_process_warning_ignored():
             load(dict(tensors), storage_reader=reader, no_dist=is_single)
     except CheckpointException as error:
-        raise CheckpointError(f"{folder}: {_reason(error)}") from error
+        raise CheckpointError(_reason(error)) from error
     except (RuntimeError, ValueError) as error:  # the planner's errors without a process group
         if not is_single:
             raise
-        raise CheckpointError(f"{folder}: {error}") from error
+        raise CheckpointError(str(error)) from error
 
 
 @contextmanager

@@ -1,32 +1,33 @@
 """Checkpoints that are complete or absent, and that belong to one run.
 
 A checkpoint is written to `.checkpoint-N.saving`. When all files are there, each is read back, checked and flushed to
-the disk, and the manifest is written: size and SHA-256 of every file, and the identity of the run (data, seed, trees
-per step). Then the folder gets its name, in one rename. A process that is killed at any moment leaves either the old
-state or the new one; `recover` clears what is left over. A folder without a valid manifest is not a checkpoint.
+the disk, and the manifest is written (`manifest.py`). Then the folder gets its name, in one rename. A process that is
+killed at any moment leaves either the old state or the new one; `recover` clears what is left over. A folder without a
+valid manifest is not a checkpoint.
 """
 
-import hashlib
-import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from treewise.errors import CheckpointError, bytes_as_text
+from treewise.trainer.checkpoint.manifest import (
+    MANIFEST,
+    flush_folder,
+    is_verified,
+    read_manifest,
+    remember,
+    write_manifest,
+)
 
-MANIFEST = "treewise.json"
-_FORMAT = 2
 _NAME = re.compile(r"checkpoint-(\d+)")
 _ASIDE = re.compile(r"\.checkpoint-(\d+)\.(saving|replaced)")
-# Formats whose reading may run code. treewise never writes them.
-_PICKLED = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:
@@ -64,7 +65,7 @@ def publish(folder: Path, facts: dict[str, Any]) -> Path:
     """
     match = _ASIDE.fullmatch(folder.name)
     assert match is not None
-    _write_manifest(folder, facts)
+    write_manifest(folder, facts)
     checkpoint = folder.parent / f"checkpoint-{match.group(1)}"
     replaced = folder.parent / f".{checkpoint.name}.replaced"
     if checkpoint.exists():
@@ -74,8 +75,9 @@ def publish(folder: Path, facts: dict[str, Any]) -> Path:
             shutil.rmtree(replaced)
         os.rename(checkpoint, replaced)
     os.rename(folder, checkpoint)
-    _flush_folder(folder.parent)
+    flush_folder(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+    remember(checkpoint)
     return checkpoint
 
 
@@ -101,16 +103,20 @@ def recover(run_dir: str | Path) -> list[str]:
 
 
 def prune(run_dir: str | Path, limit: int | None, keep: str | None) -> None:
-    """Removes the oldest checkpoints beyond `limit`, never the newest complete one nor `keep`. Deletion errors are
-    ignored.
+    """Removes checkpoints older than the newest `limit` whose files are what was saved, but for `keep`. Damaged ones do
+    not count: where fewer than `limit` are good, nothing is removed. Deletion errors are ignored.
     """
     if not limit or limit < 1:
         return
     found = checkpoints(run_dir)
-    complete = [path for path in found if (path / MANIFEST).is_file()]
-    needed = {path.resolve() for path in complete[-1:]} | ({Path(keep).resolve()} if keep else set())
-    for path in found[: max(0, len(found) - limit)]:
-        if path.resolve() not in needed:
+    if len(found) <= limit:
+        return
+    num_good = 0
+    while found and num_good < limit:
+        num_good += is_verified(found.pop())
+    kept = Path(keep).resolve() if keep else None
+    for path in found:
+        if path.resolve() != kept:
             with suppress(OSError):
                 (path / MANIFEST).unlink(missing_ok=True)  # first: a folder that is removed in part is not a checkpoint
                 shutil.rmtree(path)
@@ -132,79 +138,7 @@ def explained(folder: Path, num_bytes: int) -> Iterator[None]:
         ) from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """The whole file or nothing, also when the machine stops."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
-    _flush_folder(path.parent)
-
-
-def _write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    paths = _files(folder)
-    for path in paths:
-        _check_readable(path)
-    with ThreadPoolExecutor(8) as pool:
-        identities = pool.map(lambda path: _identity(path, flush=True), paths)
-        files = {path.relative_to(folder).as_posix(): each for path, each in zip(paths, identities, strict=True)}
-    for parent in {path.parent for path in paths}:
-        _flush_folder(parent)
-    write_atomically(folder / MANIFEST, json.dumps({"format": _FORMAT, **facts, "files": files}, indent=1))
-
-
-def _check_readable(path: Path) -> None:
-    """Raises `CheckpointError` if a file that was just written does not read back."""
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="numpy") as stream:
-                stream.keys()
-        elif path.suffix == ".json":
-            json.loads(path.read_text(encoding="utf-8"))
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path.name} reads back damaged ({error}); is the disk full or failing?") from error
-
-
 # -- reading ----------------------------------------------------------------------------------------------------------
-
-
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, after all of its files were compared with it.
-
-    Raises:
-        CheckpointError: no checkpoint, an unfinished one, or a file that is missing, damaged, pickled or outside the
-            checkpoint; names it.
-    """
-    if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint}: no such checkpoint.")
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        files = dict(manifest["files"])
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{checkpoint}: incomplete (no {MANIFEST}); the run stopped while it was written."
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint / MANIFEST}: damaged ({error}).") from None
-    if manifest.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{checkpoint / MANIFEST}: format {manifest.get('format')!r}; this treewise reads {_FORMAT}."
-        )
-    root = checkpoint.resolve()
-    for name, expected in files.items():
-        path = checkpoint / name
-        if not path.resolve().is_relative_to(root) or path.is_symlink():
-            raise CheckpointError(f"{checkpoint / MANIFEST}: names {name!r}, which is not a file of the checkpoint.")
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing from the checkpoint.")
-        if path.stat().st_size != expected["bytes"] or _identity(path) != expected:
-            raise CheckpointError(f"{path}: not what was saved (damaged or changed); use an earlier checkpoint.")
-    for path in _files(checkpoint):
-        if path.suffix in _PICKLED:
-            raise CheckpointError(f"{path}: pickled files are never read from a checkpoint, and treewise writes none.")
-    return dict(manifest)
 
 
 def newest(run_dir: str | Path) -> tuple[Path | None, list[str]]:
@@ -218,57 +152,6 @@ def newest(run_dir: str | Path) -> tuple[Path | None, list[str]]:
         else:
             return checkpoint, passed_over
     return None, passed_over
-
-
-def check_same_run(checkpoint: Path, manifest: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Checks that the steps after this checkpoint train the trees that an uninterrupted run would.
-
-    Raises:
-        CheckpointError: other data (both fingerprints are named), another model, another seed or another number of
-            trees per step.
-    """
-    for name, now in facts.items():
-        then = manifest.get(name)
-        if then == now:
-            continue
-        if name == "data":
-            raise CheckpointError(
-                f"{checkpoint} was trained on other data: fingerprint {then}, now {now}. "
-                "Restore the data (same records, same order, same rendering), or start a new run from its weights."
-            )
-        if name == "model":
-            raise CheckpointError(f"{checkpoint} was made with the model {then}, now {now}.")
-        hint = ""
-        if name == "trees_per_step":
-            hint = " It is per_device_train_batch_size x gradient_accumulation_steps x processes: change another one."
-        raise CheckpointError(
-            f"{checkpoint} was made with {name}={then!r}, now {now!r}; resumed steps would train on other trees.{hint}"
-        )
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def _files(checkpoint: Path) -> list[Path]:
-    found = sorted(path for path in checkpoint.rglob("*") if path.is_file() or path.is_symlink())
-    return [path for path in found if path != checkpoint / MANIFEST]
-
-
-def _identity(path: Path, flush: bool = False) -> dict[str, Any]:
-    with path.open("rb") as stream:
-        if flush:
-            os.fsync(stream.fileno())
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
-
-
-def _flush_folder(path: Path) -> None:
-    """Makes the names in a folder durable, where the system can."""
-    with suppress(PermissionError, NotADirectoryError):  # Windows opens no folders
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _aside_step(folder: Path) -> str:

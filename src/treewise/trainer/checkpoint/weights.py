@@ -1,0 +1,104 @@
+"""Loads the weights of a checkpoint: whole, sharded, or of adapters. A weight without a saved value is an error.
+
+transformers saves some models (mixtures of experts) under other names than their parameters have in memory, and its
+Trainer leaves those as they are, when it resumes and when it loads the best checkpoint. Here they are read as
+`from_pretrained` reads them.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from treewise.errors import CheckpointError
+from treewise.trainer.checkpoint.manifest import listed_files
+from treewise.trainer.checkpoint.sharded_io import load_shards
+
+SHARDS = "weights"  # the folder of a sharded checkpoint's weights
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Whether FSDP2 has sharded any parameter."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def sharded_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights in a sharded checkpoint: all, or with adapters the trained ones."""
+    has_adapters = hasattr(model, "peft_config")
+    return {name: each.data for name, each in model.named_parameters() if each.requires_grad or not has_adapters}
+
+
+def load_weights(model: nn.Module, checkpoint: Path) -> None:
+    """Loads the weights of a verified checkpoint into a model, from the files that its manifest lists.
+
+    Raises:
+        CheckpointError: a parameter, or a weight of an adapter, is missing from the checkpoint.
+    """
+    with listed_files(checkpoint) as folder:
+        try:
+            if (folder / SHARDS).is_dir():
+                load_shards(folder / SHARDS, sharded_weights(model))
+            elif hasattr(model, "peft_config"):
+                _load_adapters(model, folder)
+            else:
+                _load_whole(model, folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint}: {error}") from error
+
+
+def _load_whole(model: nn.Module, folder: Path) -> None:
+    if is_sharded_model(model):
+        raise CheckpointError("a whole checkpoint is loaded before a model is sharded; start a new process.")
+    files = sorted(folder.glob("model*.safetensors"))
+    wanted = {name: parameter.data for name, parameter in model.named_parameters()}  # a tied parameter has one name
+    names: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as stream:
+            names |= set(stream.keys())
+    if set(wanted) <= names:
+        for file in files:
+            model.load_state_dict(load_file(file), strict=False)
+        return
+    _check_complete(_load_converted(model, folder, wanted) if isinstance(model, PreTrainedModel) else sorted(wanted))
+
+
+def _load_converted(model: PreTrainedModel, folder: Path, wanted: dict[str, torch.Tensor]) -> list[str]:
+    """Reads through `from_pretrained`; returns the names of missing parameters."""
+    widest = torch.float32  # holds the values of every parameter exactly, whatever its own dtype
+    for value in wanted.values():
+        widest = torch.promote_types(widest, value.dtype) if value.is_floating_point() else widest
+    loaded, info = type(model).from_pretrained(folder, dtype=widest, output_loading_info=True, use_safetensors=True)
+    parameters = dict(loaded.named_parameters())
+    missing = set(info["missing_keys"]) | {name for name in wanted if name not in parameters}
+    for name, value in wanted.items():
+        if name in parameters:
+            value.copy_(parameters[name].data)
+    buffers = dict(loaded.named_buffers())
+    for name, buffer in model.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
+    return sorted(missing & set(wanted))
+
+
+def _load_adapters(model: Any, folder: Path) -> None:
+    """Every adapter of a PEFT model, which saves all but the one named `default` in folders of their own."""
+    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    for name in model.peft_config:
+        own = folder if name == "default" else folder / name
+        if not (own / "adapter_model.safetensors").is_file():
+            raise CheckpointError(f"holds no adapter {name!r}.")
+        state = load_peft_weights(str(own), device="cpu")
+        _check_complete(sorted(set(get_peft_model_state_dict(model, adapter_name=name)) - set(state)))
+        set_peft_model_state_dict(model, state, adapter_name=name)
+
+
+def _check_complete(missing: Collection[str]) -> None:
+    if missing:
+        raise CheckpointError(f"holds no weights for {', '.join(list(missing)[:5])} ({len(missing)} in all).")
