@@ -88,15 +88,19 @@ def remember(checkpoint: Path) -> None:
 
 @contextmanager
 def listed_files(checkpoint: Path) -> Iterator[Path]:
-    """A folder with links to the files that the manifest lists, for loaders that read whatever a folder holds.
+    """The checkpoint, or where other files lie in it a folder of links to those that the manifest lists: for loaders,
+    which read whatever a folder holds.
 
     Raises:
         CheckpointError: the manifest is missing or damaged. Files are not compared with it (`read_manifest`).
     """
-    manifest = _parsed(checkpoint)
+    listed = list(_parsed(checkpoint)["files"])
+    if {path.relative_to(checkpoint).as_posix() for path in _files(checkpoint)} == set(listed):
+        yield checkpoint
+        return
     with tempfile.TemporaryDirectory(prefix="treewise-") as name:
         folder = Path(name)
-        for file in manifest["files"]:
+        for file in listed:
             link = folder / file
             link.parent.mkdir(parents=True, exist_ok=True)
             try:
