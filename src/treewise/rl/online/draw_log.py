@@ -7,7 +7,7 @@ from typing import Any
 
 from treewise.rl.curriculum import Outcome
 from treewise.rl.online.practice import Practised
-from treewise.trainer.checkpoint import store
+from treewise.trainer.checkpoint.manifest import write_atomically
 
 FOLDER = "curriculum"
 
@@ -43,4 +43,4 @@ def write_draws(
     path = draws_file(run_dir, iteration)
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"iteration": iteration, "curriculum": curriculum, "draws": draws}
-    store.write_atomically(path, json.dumps(values) + "\n")
+    write_atomically(path, json.dumps(values) + "\n")
