@@ -18,6 +18,7 @@ RUN = {
     "branching_settings": {"roots": 3},
     "max_new_tokens": 4,
     "tokens_per_iteration": 24,
+    "check_items": 0,
 }
 
 

@@ -6,6 +6,13 @@ from typing import Any, NamedTuple
 
 from treewise.errors import ConfigError, check_setting_types, did_you_mean
 from treewise.rl.curriculum.dynamic import DynamicSettings, has_variance
+from treewise.rl.curriculum.gain import (
+    GainSettings,
+    by_angle,
+    by_angle_and_learnability,
+    by_shuffled_rank,
+    gain_after,
+)
 from treewise.rl.curriculum.learnability import LearnabilitySettings, by_learnability
 from treewise.rl.curriculum.mopps import MoppsSettings, nearest_to_target
 from treewise.rl.curriculum.protocol import Choose, Keep, Learn
@@ -17,7 +24,8 @@ from treewise.rl.curriculum.vcrl import VcrlSettings, bank_after, from_bank, is_
 class CurriculumKind(NamedTuple):
     """settings: a frozen dataclass. choose: the first items of an iteration. refill: those that replace what `keep`
     leaves out. keep: which trees are trained. learn: the memory after an iteration. needs_pool: whether it ranks the
-    items of a pool, which must have an end. screens: whether `keep` judges a screening, after which trees go on.
+    items of a pool, which must have an end. measures_angles: whether it needs the angles of all items, and at
+    each iteration those of what was drawn. screens: whether `keep` judges a screening, after which trees go on.
     """
 
     settings: type
@@ -26,7 +34,12 @@ class CurriculumKind(NamedTuple):
     keep: Keep | None = None
     learn: Learn | None = None
     needs_pool: bool = False
+    measures_angles: bool = False
     screens: bool = False
+
+
+def _gain(choose: Choose) -> CurriculumKind:
+    return CurriculumKind(GainSettings, choose, learn=gain_after, needs_pool=True, measures_angles=True)
 
 
 CURRICULA: Mapping[str, CurriculumKind] = {
@@ -36,6 +49,9 @@ CURRICULA: Mapping[str, CurriculumKind] = {
     "mopps": CurriculumKind(MoppsSettings, nearest_to_target, needs_pool=True),
     "vcrl": CurriculumKind(VcrlSettings, in_passes, refill=from_bank, keep=is_varied, learn=bank_after),
     "speed": CurriculumKind(SpeedSettings, in_passes, keep=has_both_outcomes, screens=True),
+    "gain": _gain(by_angle),
+    "gain_x_learnability": _gain(by_angle_and_learnability),
+    "gain_shuffled": _gain(by_shuffled_rank),
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from treewise.errors import ConfigError, DataError
+from treewise.rl.curriculum.gain import ranks_by_angle
 from treewise.rl.curriculum.protocol import Choose, Outcome, View
 from treewise.rl.curriculum.registry import Curriculum
 from treewise.rl.success_book import SuccessBook
@@ -44,6 +45,17 @@ class TaskSampler:
         self.memory: dict[str, Any] = {}
         self._taken: list[int] = []
         self._wave = 0
+
+    def begin(self, scores: Sequence[float], num_shared: int) -> None:
+        """Takes the angle concentration of all items over, before the first draw.
+
+        num_shared: tokens of the prefix that all prompts share.
+
+        Raises:
+            DataError: a score that is not finite.
+        """
+        ranks_by_angle(scores)
+        self.memory = {"mean": 0.0, "num_shared": num_shared, "scores": [float(score) for score in scores]}
 
     def draw(self, count: int, book: SuccessBook) -> list[int]:
         """The first items of the next iteration: different ones, fewer than asked for where the pool has fewer."""

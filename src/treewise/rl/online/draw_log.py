@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from treewise.rl.curriculum import Outcome
+from treewise.rl.curriculum.self_check import CheckReport
 from treewise.rl.online.practice import Practised
 from treewise.trainer.checkpoint.manifest import write_atomically
 
 FOLDER = "curriculum"
+CHECK = "check.json"
 
 
 def draws_file(run_dir: Path, iteration: int) -> Path:
@@ -44,3 +46,10 @@ def write_draws(
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"iteration": iteration, "curriculum": curriculum, "draws": draws}
     write_atomically(path, json.dumps(values) + "\n")
+
+
+def write_check(run_dir: Path, curriculum: str, report: CheckReport) -> None:
+    """Writes the result of a self-check."""
+    path = run_dir / FOLDER / CHECK
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"curriculum": curriculum, **report.to_dict()}, indent=1) + "\n")

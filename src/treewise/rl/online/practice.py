@@ -23,7 +23,7 @@ class Practised:
 
     trees: all, in the order of their draw. indices: their items. waves: in which each was drawn. kept: positions in
     `trees` of those that are trained. extra_budget: generated tokens that refills may spend beyond the iteration's.
-    screening_tokens: sampled to screen.
+    screening_tokens: sampled to screen. angles: concentration of each tree's prompt, where the curriculum measures it.
     """
 
     trees: list[GrowingTree] = field(default_factory=list)
@@ -32,6 +32,7 @@ class Practised:
     kept: list[int] = field(default_factory=list)
     extra_budget: int = 0
     screening_tokens: int = 0
+    angles: list[float] = field(default_factory=list)
 
     def add(self, trees: Sequence[GrowingTree], indices: Sequence[int], wave: int) -> list[int]:
         """Appends the trees of a wave; their positions."""
@@ -57,12 +58,15 @@ class Practised:
     def outcomes(self, book: SuccessBook, success_at: float) -> list[Outcome]:
         """What came of all trees so far. book: before it observes them."""
         pairs = zip(self.trees, self.indices, strict=True)
-        return [outcome_of(tree, index, book, success_at) for tree, index in pairs]
+        found = [outcome_of(tree, index, book, success_at) for tree, index in pairs]
+        if not self.angles:
+            return found
+        return [replace(each, angle=angle) for each, angle in zip(found, self.angles, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Screening:
-    """A branching policy of one round: so many rollouts from the prompt."""
+class FixedRollouts:
+    """A branching policy of one round: so many rollouts from the prompt, whatever they cost."""
 
     rollouts: int
     settings: Any = None
@@ -107,7 +111,7 @@ def _screened(
     settings = sampler.curriculum.settings
     indices = sampler.draw(count * settings.screened, rounds.book)
     trees = new_trees(indices, 0, _shares(budget, len(indices)))
-    branching: Any = _Screening(settings.rollouts)
+    branching: Any = FixedRollouts(settings.rollouts)
     grow_trees(trees, replace(rounds, branching=branching))
     done = Practised()
     done.add(trees, indices, 0)

@@ -7,6 +7,7 @@ from typing import Any
 from treewise.errors import ConfigError, check_setting_types
 from treewise.rl.branching import Branching, branching_named
 from treewise.rl.curriculum import Curriculum, curriculum_named
+from treewise.rl.curriculum.self_check import is_refusable
 from treewise.rl.success_book import BookSettings
 
 
@@ -31,6 +32,8 @@ class OnlineSettings:
         num_candidates: most likely tokens recorded at each position (`lcr` draws new actions from them); 0: none.
         curriculum, curriculum_settings: which items are practised next (`treewise.rl.curriculum`), and its settings.
         book_settings: of the book of successes: `decay`, `prior_successes`, `prior_failures`, `node_strength`.
+        check_items, check_rollouts: of a curriculum that predicts, how many items its self-check samples before the
+            first iteration, and rollouts of each; 0 items: no self-check.
         num_items: only the first so many items are practised; None: all of the task, and for a task without end new
             ones at every iteration.
         eval_every: iterations between evaluations on held-out items (also before the first and after the last
@@ -65,6 +68,8 @@ class OnlineSettings:
     curriculum: str = "uniform"
     curriculum_settings: Mapping[str, Any] = field(default_factory=dict)
     book_settings: Mapping[str, Any] = field(default_factory=dict)
+    check_items: int = 24
+    check_rollouts: int = 8
     num_items: int | None = None
     eval_every: int = 10
     eval_items: int = 64
@@ -81,7 +86,7 @@ class OnlineSettings:
         for name in (*positive, "update_epochs", "save_every", "eval_items"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("eval_every", "num_candidates", "top_k", "eval_temperature"):
+        for name in ("eval_every", "num_candidates", "top_k", "eval_temperature", "check_items"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative.")
         if self.mini_batches > self.trees_per_iteration:
@@ -97,7 +102,7 @@ class OnlineSettings:
         if not self.logprob_gap_limit >= 1:
             raise ConfigError(f"logprob_gap_limit={self.logprob_gap_limit} must be at least 1, which is no gap.")
         self.policy()
-        self.chosen_curriculum()
+        self._check_of_curriculum()
         self.settings_of_book()
 
     def policy(self) -> Branching:
@@ -107,6 +112,19 @@ class OnlineSettings:
     def chosen_curriculum(self) -> Curriculum:
         """Which items are practised next."""
         return curriculum_named(self.curriculum, **self.curriculum_settings)
+
+    def _check_of_curriculum(self) -> None:
+        curriculum = self.chosen_curriculum()
+        if self.check_items and (self.check_items < 3 or self.check_rollouts < 4):
+            raise ConfigError(
+                f"check_items={self.check_items}, check_rollouts={self.check_rollouts}: a self-check needs at least 3 "
+                "items and 4 rollouts of each; check_items=0 leaves it out."
+            )
+        if is_refusable(curriculum.name) and not self.check_items and not curriculum.settings.force:
+            raise ConfigError(
+                f"curriculum {curriculum.name!r} runs after its self-check alone, and check_items is 0; give "
+                "check_items, or force it: curriculum_settings.force=true."
+            )
 
     def settings_of_book(self) -> BookSettings:
         """The book's settings."""

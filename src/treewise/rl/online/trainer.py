@@ -25,11 +25,14 @@ from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.objectives.registry import objective_named
 from treewise.rl.branching import RolloutTree
 from treewise.rl.curriculum import TaskSampler
+from treewise.rl.curriculum.angles import angles_of
+from treewise.rl.curriculum.self_check import SIGNAL_OF, CheckReport, is_refusable, refusal
 from treewise.rl.online import state as states
 from treewise.rl.online.continuation import Limits
 from treewise.rl.online.conversations import start
 from treewise.rl.online.crediting import account_of, credited_rows, rows_of
-from treewise.rl.online.draw_log import write_draws
+from treewise.rl.online.curriculum_check import check_on_tasks
+from treewise.rl.online.draw_log import write_check, write_draws
 from treewise.rl.online.evaluation import evaluated
 from treewise.rl.online.items import book_key, pool_of
 from treewise.rl.online.journal import Journal
@@ -45,7 +48,7 @@ from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
-from treewise.rl.update import Update, scored
+from treewise.rl.update import Update, credited, scored, with_streams
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.nonfinite import NonFiniteGuard
@@ -54,7 +57,7 @@ from treewise.tree.trajectory import Trajectory
 
 logger = logging.getLogger("treewise")
 
-_TREES, _BATCHES, _EVALUATION = 2, 3, 4  # name random streams, beside those of items.py
+_TREES, _BATCHES, _EVALUATION, _CHECK = 2, 3, 4, 6  # name random streams, beside those of curricula
 OBJECTIVE = {"weighting": "per_rollout", "measure_entropy": True}  # of an objective that is given by its name
 
 
@@ -141,6 +144,8 @@ class OnlineTrainer:
             updater = self._begin(resume_from_checkpoint)
             parts, logs = self._parts, {}
             parts.control = parts.callback_handler.on_train_begin(self.args, parts.state, parts.control)
+            if self.state.iteration == 0:
+                self._begin_curriculum()
             for iteration in range(self.state.iteration, self.settings.iterations):
                 logs = self._iteration(iteration, updater)
                 if self._is_due(iteration, self.settings.save_every):
@@ -209,6 +214,83 @@ class OnlineTrainer:
     def _is_due(self, iteration: int, every: int) -> bool:
         return every > 0 and ((iteration + 1) % every == 0 or iteration + 1 == self.settings.iterations)
 
+    # -- the curriculum -----------------------------------------------------------------------------------------------
+
+    def _begin_curriculum(self) -> None:
+        """Before the first iteration: the angles of all items, and the self-check of a curriculum that predicts.
+
+        Raises:
+            ConfigError: a signal that is useless here, of a curriculum that is then refused.
+        """
+        settings, curriculum = self.settings, self.items.curriculum
+        if curriculum.kind.measures_angles:
+            found = angles_of(self._parts.engine, [self._prompt(index) for index in range(self.items.pool.size or 0)])
+            self.items.begin(found.total.tolist(), found.num_shared)
+        if curriculum.name not in SIGNAL_OF or not settings.check_items:
+            return
+        report, trees = self._checked(settings.check_items, settings.check_rollouts)
+        write_check(self.folder, curriculum.name, report)
+        sys.stdout.write(f"{report.text()}\n")
+        reason = refusal(curriculum.name, report)
+        if reason is not None and is_refusable(curriculum.name) and not curriculum.settings.force:
+            for path in self._journals():  # nothing to resume
+                path.unlink()
+            raise ConfigError(f"{reason} Choose another, or force it: curriculum_settings.force=true.")
+        if reason is not None:
+            logger.warning("%s", reason)
+        for each in trees:
+            self.state.book.observe_tree(each.key, each.tree)
+        self.state.num_sampled += report.num_tokens
+        self._log({"check_tokens": float(report.num_tokens)})
+
+    def check_curriculum(self, num_items: int, num_rollouts: int) -> CheckReport:
+        """The self-check on a sample of the items: which signal predicts what, under the model as it is.
+
+        Raises:
+            DataError: fewer than 3 items have rewards.
+        """
+        return self._checked(num_items, num_rollouts)[0]
+
+    def _checked(self, num_items: int, num_rollouts: int) -> tuple[CheckReport, list[GrowingTree]]:
+        size = self.items.pool.size
+        rng = np.random.default_rng([self.args.seed, _CHECK])
+        chosen = np.arange(num_items) if size is None else rng.permutation(size)[:num_items]
+        trees = self._new_trees((self.args.seed, 0, _CHECK), chosen.tolist(), 0, [0] * len(chosen))
+        rounds = self._rounds(Journal(self.folder / "journal" / "iteration-00000.jsonl"))
+        report = check_on_tasks(
+            trees,
+            num_rollouts,
+            rounds,
+            self._parts.engine,
+            self.objective,
+            self._prepared,
+            self.settings.success_at,
+            self.items.memory.get("num_shared"),
+        )
+        return report, trees
+
+    def _prepared(self, rows: list[Trajectory]) -> list[Trajectory] | None:
+        """Rows of one tree with all that the objective needs."""
+        settings = self.settings
+        if not rows:
+            return None
+        update = credited(
+            [rows],
+            self.objective,
+            name=self.objective_name,
+            method=settings.advantages,
+            settings=settings.advantages_settings,
+            tree_of=list(range(len(rows))),
+            may_be_empty=True,
+        )
+        update = with_streams(update, self.objective, num_updates=1, old_logprobs="auto")
+        return scored(update, self._parts.engine, batch_size=1, reference=self._reference_engine()).trees[0]
+
+    def _prompt(self, index: int) -> list[int]:
+        """Token ids of an item's prompt."""
+        item = self.task.item("train", index)
+        return start(self.task, item, self.chat, self.settings.reward_timeout).token_ids
+
     # -- an iteration -------------------------------------------------------------------------------------------------
 
     def _iteration(self, iteration: int, updater: Updater) -> dict[str, float]:
@@ -251,24 +333,29 @@ class OnlineTrainer:
         """The trees of an iteration, as the curriculum asks for them."""
         settings = self.settings
         with token_progress(f"iteration {iteration + 1}", self._budget, hidden=bool(self.args.disable_tqdm)) as advance:
-            return practise(
+            practised = practise(
                 self.items,
                 settings.trees_per_iteration,
                 self._budget,
-                partial(self._new_trees, iteration),
+                partial(self._new_trees, (self.args.seed, iteration, _TREES)),
                 replace(rounds, progress=advance),
                 settings.success_at,
             )
+        if self.items.curriculum.kind.measures_angles:
+            prompts = [each.tree.prompt_ids for each in practised.trees]
+            found = angles_of(self._parts.engine, prompts, self.items.memory["num_shared"])
+            practised.angles = found.total.tolist()
+        return practised
 
     def _new_trees(
-        self, iteration: int, indices: Sequence[int], first_number: int, budgets: Sequence[int]
+        self, stream: tuple[int, ...], indices: Sequence[int], first_number: int, budgets: Sequence[int]
     ) -> list[GrowingTree]:
-        """Trees of items before their first round."""
+        """Trees of items before their first round. stream: names their random streams, with a tree's number."""
         trees = []
         for number, (index, budget) in enumerate(zip(indices, budgets, strict=True), start=first_number):
             item = self.task.item("train", index)
             first = start(self.task, item, self.chat, self.settings.reward_timeout)
-            seed = (self.args.seed, iteration, _TREES, number)
+            seed = (*stream, number)
             tree = RolloutTree(first.token_ids, group=item.key)
             key, rng = book_key(self.task, index), np.random.default_rng(seed)
             trees.append(GrowingTree(number, item, key, tree, first, budget, seed, rng))

@@ -1,0 +1,131 @@
+"""The self-check: whether a curriculum's signal predicts, on a sample of one's own tasks, what it claims to predict.
+
+Of each task one half of its rollouts is what is known, the other half is what comes: a posterior that is compared with
+the rollouts that it was made of would look good on noise. A signal whose interval is not above zero is useless here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from treewise.rl.curriculum.correlation import Correlation, correlation
+
+# What each signal claims to predict. `length` claims nothing: it shows what the number of prompt tokens alone predicts.
+CLAIMS = {
+    "angle": "gradient_norm",
+    "intra": "gradient_norm",
+    "inter": "gradient_norm",
+    "learnability": "variance",
+    "length": None,
+}
+TARGETS = {"gradient_norm": "norm of the policy gradient", "variance": "observed p (1 - p)"}
+# The signal that each curriculum draws by.
+SIGNAL_OF = {
+    "learnability": "learnability",
+    "mopps": "learnability",
+    "gain": "angle",
+    "gain_x_learnability": "angle",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SignalCheck:
+    """One signal against one target. is_claimed: whether it claims to predict this one."""
+
+    signal: str
+    target: str
+    correlation: Correlation
+    is_claimed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """checks: every signal against every target. num_tasks, num_rollouts: of the sample. num_tokens: generated for it,
+    0 for recorded rollouts. num_varied: tasks whose rewards differ.
+    """
+
+    checks: tuple[SignalCheck, ...]
+    num_tasks: int
+    num_rollouts: int
+    num_tokens: int
+    num_varied: int
+
+    @property
+    def useless(self) -> list[str]:
+        """Signals whose interval is not above zero for what they claim to predict."""
+        return [each.signal for each in self.checks if each.is_claimed and not each.correlation.is_above_zero]
+
+    def claimed(self, signal: str) -> SignalCheck | None:
+        """A signal against what it claims to predict; None where this was not measured."""
+        return next((each for each in self.checks if each.signal == signal and each.is_claimed), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "checks": [asdict(each) for each in self.checks], "useless": self.useless}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "CheckReport":
+        """What `to_dict` gave."""
+        checks = tuple(
+            SignalCheck(each["signal"], each["target"], Correlation(**each["correlation"]), each["is_claimed"])
+            for each in values["checks"]
+        )
+        return cls(checks, *(values[name] for name in ("num_tasks", "num_rollouts", "num_tokens", "num_varied")))
+
+    def text(self) -> str:
+        """A table for a terminal, and the verdict on each signal."""
+        lines = [
+            f"{self.num_tasks} tasks, {self.num_rollouts} rollouts ({self.num_tokens:,} generated tokens); rewards "
+            f"differ within {self.num_varied} tasks",
+            f"{'signal':<14} {'predicts':<30} {'rank correlation, 95 %':<24}",
+        ]
+        for each in self.checks:
+            lines.append(f"{each.signal:<14} {TARGETS[each.target]:<30} {each.correlation!s:<24} {_verdict(each)}")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def check_signals(
+    signals: Mapping[str, np.ndarray],
+    targets: Mapping[str, np.ndarray],
+    *,
+    num_rollouts: int,
+    num_tokens: int,
+    num_varied: int,
+) -> CheckReport:
+    """Correlates every signal with every target, [tasks] each.
+
+    Raises:
+        DataError: values that are not finite, or fewer than 3 tasks.
+    """
+    checks = tuple(
+        SignalCheck(signal, target, correlation(values, targets[target]), CLAIMS[signal] == target)
+        for signal, values in signals.items()
+        for target in targets
+    )
+    num_tasks = len(next(iter(targets.values())))
+    return CheckReport(checks, num_tasks, num_rollouts, num_tokens, num_varied)
+
+
+def refusal(curriculum: str, report: CheckReport) -> str | None:
+    """Why a curriculum's signal is useless here, in a sentence; None where it is not, or was not measured."""
+    check = report.claimed(SIGNAL_OF.get(curriculum, ""))
+    if check is None or check.correlation.is_above_zero:
+        return None
+    why = "" if report.num_varied else " All rewards within each task were equal."
+    return (
+        f"curriculum {curriculum!r} draws by {check.signal}, which is useless here: its rank correlation with the "
+        f"{TARGETS[check.target]} is {check.correlation} over {report.num_tasks} tasks, not above zero.{why}"
+    )
+
+
+def is_refusable(curriculum: str) -> bool:
+    """Whether a curriculum does not run where its signal is useless; others warn."""
+    return SIGNAL_OF.get(curriculum) == "angle"
+
+
+def _verdict(check: SignalCheck) -> str:
+    if not check.is_claimed:
+        return ""
+    return "useful" if check.correlation.is_above_zero else "useless here"
