@@ -21,6 +21,7 @@ COMMANDS = {
     "verify": "flat against tree on your own model and rows",
     "bench": "treewise against flat training and tree rows, measured on this machine",
     "doctor": "what this machine has, which attention will run, and a check that it is right",
+    "curriculum": "whether a curriculum's signal predicts anything on your tasks or data",
     "grow": "a larger model from a smaller one, to train on",
     "models": "which families of models are supported, and why others are not",
     "schema": "the JSON schema of a configuration, for editors",

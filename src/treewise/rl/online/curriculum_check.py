@@ -12,10 +12,12 @@ from treewise.rl.curriculum.gradient_norms import gradient_norms
 from treewise.rl.curriculum.self_check import CheckReport, check_signals
 from treewise.rl.online.practice import FixedRollouts
 from treewise.rl.online.sampling import GrowingTree, Rounds, grow_trees
+from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.success_book import SuccessBook
+from treewise.rl.update import credited, scored, with_streams
 from treewise.tree.trajectory import Trajectory
 
-# The rows of one tree with everything that the objective needs; None where no row has a reward.
+# Rows of one tree with everything that the objective needs; None where there are none.
 Prepared = Callable[[list[Trajectory]], list[Trajectory] | None]
 
 
@@ -25,7 +27,7 @@ def check_on_tasks(
     rounds: Rounds,
     engine: TreeEngine,
     objective: Any,
-    prepared: Prepared,
+    prepare: Prepared,
     success_at: float,
     num_shared: int | None = None,
 ) -> CheckReport:
@@ -36,7 +38,7 @@ def check_on_tasks(
 
     Parameters:
         trees: before their first round, one per item.
-        prepared: credits the rows of a tree, and fills in the log-probs that the objective needs.
+        prepare: credits the rows of a tree, and fills in the log-probs that the objective needs.
         num_shared: tokens of the prefix that all prompts of the pool share; None: that these share.
 
     Raises:
@@ -49,7 +51,7 @@ def check_on_tasks(
     angles: Angles | None = None
     if measured:
         angles = angles_of(engine, [each.tree.prompt_ids for each in measured], num_shared)
-    rows = [prepared(second) for _, second in halves]
+    rows = [prepare(second) for _, second in halves]
     norms = iter(gradient_norms(engine, [own for own in rows if own is not None], objective))
     signals = {
         "angle": [] if angles is None else angles.total,
@@ -69,6 +71,31 @@ def check_on_tasks(
         num_tokens=sum(each.num_sampled for each in trees),
         num_varied=sum(len({row.reward for half in both for row in half}) > 1 for both in halves),
     )
+
+
+def prepared(
+    rows: list[Trajectory],
+    *,
+    settings: OnlineSettings,
+    objective: Any,
+    name: str,
+    engine: TreeEngine,
+    reference: Callable[[], TreeEngine] | None,
+) -> list[Trajectory] | None:
+    """Rows of one tree with their advantages, and the log-probs that the objective needs."""
+    if not rows:
+        return None
+    update = credited(
+        [rows],
+        objective,
+        name=name,
+        method=settings.advantages,
+        settings=settings.advantages_settings,
+        tree_of=list(range(len(rows))),
+        may_be_empty=True,
+    )
+    update = with_streams(update, objective, num_updates=1, old_logprobs="auto")
+    return scored(update, engine, batch_size=1, reference=reference).trees[0]
 
 
 def _halves(tree: GrowingTree) -> tuple[list[Trajectory], list[Trajectory]]:

@@ -31,7 +31,7 @@ from treewise.rl.online import state as states
 from treewise.rl.online.continuation import Limits
 from treewise.rl.online.conversations import start
 from treewise.rl.online.crediting import account_of, credited_rows, rows_of
-from treewise.rl.online.curriculum_check import check_on_tasks
+from treewise.rl.online.curriculum_check import check_on_tasks, prepared
 from treewise.rl.online.draw_log import write_check, write_draws
 from treewise.rl.online.evaluation import evaluated
 from treewise.rl.online.items import book_key, pool_of
@@ -48,7 +48,7 @@ from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
-from treewise.rl.update import Update, credited, scored, with_streams
+from treewise.rl.update import Update, scored
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.nonfinite import NonFiniteGuard
@@ -257,34 +257,25 @@ class OnlineTrainer:
         chosen = np.arange(num_items) if size is None else rng.permutation(size)[:num_items]
         trees = self._new_trees((self.args.seed, 0, _CHECK), chosen.tolist(), 0, [0] * len(chosen))
         rounds = self._rounds(Journal(self.folder / "journal" / "iteration-00000.jsonl"))
+        prepare = partial(
+            prepared,
+            settings=self.settings,
+            objective=self.objective,
+            name=self.objective_name,
+            engine=self._parts.engine,
+            reference=self._reference_engine(),
+        )
         report = check_on_tasks(
             trees,
             num_rollouts,
             rounds,
             self._parts.engine,
             self.objective,
-            self._prepared,
+            prepare,
             self.settings.success_at,
             self.items.memory.get("num_shared"),
         )
         return report, trees
-
-    def _prepared(self, rows: list[Trajectory]) -> list[Trajectory] | None:
-        """Rows of one tree with all that the objective needs."""
-        settings = self.settings
-        if not rows:
-            return None
-        update = credited(
-            [rows],
-            self.objective,
-            name=self.objective_name,
-            method=settings.advantages,
-            settings=settings.advantages_settings,
-            tree_of=list(range(len(rows))),
-            may_be_empty=True,
-        )
-        update = with_streams(update, self.objective, num_updates=1, old_logprobs="auto")
-        return scored(update, self._parts.engine, batch_size=1, reference=self._reference_engine()).trees[0]
 
     def _prompt(self, index: int) -> list[int]:
         """Token ids of an item's prompt."""
