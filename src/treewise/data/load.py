@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import pyarrow as pa
 from treewise.data import cache, workers
 from treewise.data.dataset import TreeDataset
 from treewise.data.declared_nodes import PlacedNode
-from treewise.data.io.files import PathLike, RawRecord
+from treewise.data.io.files import PathLike
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.io.printable import printable, shown
 from treewise.data.io.row_store import RowStore
@@ -24,7 +24,7 @@ from treewise.data.records import RecordReader
 from treewise.data.render.tools import find_tools
 from treewise.data.selection import Trees, mix
 from treewise.data.sources import Source, open_sources
-from treewise.data.sources.foreign import read_source
+from treewise.data.sources.foreign import read_sources
 from treewise.errors import ConfigError, DataError
 
 MAX_WARNINGS = 1000
@@ -138,7 +138,7 @@ class _Load:
         builder = _Builder(reader, self.on_bad_record, self.allow_partial_tail, self.quarantine, RowStore(folder))
         processes = workers.choose_num_workers(self.num_workers, sum(source.num_bytes for source in sources))
         with builder, _bar(self.progress) as advance:
-            jobs = _jobs(sources, builder.report)
+            jobs = read_sources(sources, builder.report)
             for num_bytes, results in workers.read_all(jobs, self.tokenizer, self.options, processes):
                 for result in results:
                     builder.add(result)
@@ -294,16 +294,6 @@ class _Builder:
         if self.stream is not None:
             line = {"place": result.location, "reason": result.error, "record": result.raw}
             self.stream.write(json.dumps(line) + "\n")
-
-
-def _jobs(sources: Sequence[Source], report: LoadReport) -> Iterator[tuple[RawRecord, Path | None]]:
-    for source in sources:
-        is_empty = True
-        for raw in read_source(source, report):
-            is_empty = False
-            yield raw, source.data_file
-        if is_empty:
-            raise DataError(f"{source.name}: no record; {'the file' if source.data_file else 'it'} is empty.")
 
 
 def _tokenizer(given: Any) -> Any:

@@ -27,13 +27,15 @@ class Placed:
 class Context:
     """Settings of one import, and its findings.
 
-    `reward_field` names the reward where a record holds several. `tokenizer` is there for dumps of text alone.
+    `reward_field` names the reward where a record holds several. `tokenizer` is there for dumps of text alone. `halves`
+    are lines of batches that wait for their request or response, which may stand in another file.
     """
 
     reward_field: str | None = None
     tokenizer: Any = None
     left_out: list[tuple[str, str]] = field(default_factory=list)
     warnings: dict[str, int] = field(default_factory=dict)
+    halves: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
     def leave_out(self, location: str, reason: str) -> None:
         """Counts something that is not imported."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from treewise.data.importers import areal, art, openai_log, prime_rl, slime, torch_file, trl, verifiers, verl
+from treewise.data.importers.call_records import unjoined
 from treewise.data.importers.common import Context, Placed, Record
 from treewise.data.importers.formats import check_format, detect_format, required_format
 from treewise.data.io.files import PathLike, RawRecord, find_files, read_records
@@ -24,7 +25,10 @@ READERS = {
     "art": art.read,
     "trl": trl.read,
     "openai": openai_log.read,
+    "langfuse": openai_log.read_langfuse,
+    "langsmith": openai_log.read_langsmith,
 }
+LOGS = ("openai", "langfuse", "langsmith")  # whose runs may go on in the next file
 REFUSED = (".pkl", ".pickle", ".bin", ".dill")
 MAX_SHOWN_DRIFTS = 20
 
@@ -75,7 +79,7 @@ class RolloutImport:
             name = self.given or required_format(first.value, first.location)
             self.report.formats[str(path)] = name
             # Most stacks count groups anew in each dump; the calls of a log may go on in its next file.
-            self._prefix = f"{path.name}: " if len(self.files) > 1 and name != "openai" else ""
+            self._prefix = f"{path.name}: " if len(self.files) > 1 and name not in LOGS else ""
             try:
                 for row in READERS[name](chain([first], records), self.context):
                     yield self._checked(row)
@@ -89,6 +93,7 @@ class RolloutImport:
                     f"{path}: does not have the shape of a {name} dump ({type(error).__name__}: {error}); "
                     "see docs/rl.md, or name another format with --from."
                 ) from error
+        unjoined(self.context)
         if not self.report.num_rows:
             left_out = self.report.left_out
             why = f"; the first of {len(left_out)} left out: {': '.join(left_out[0])}" if left_out else ""

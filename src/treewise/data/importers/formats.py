@@ -14,7 +14,9 @@ FORMATS = {
     "areal": "trajectories (.pt), or rollout.dump_to_file (text; needs --tokenizer)",
     "art": "trajectories of OpenPipe ART, .jsonl or .parquet (text without ids)",
     "trl": "prompts, completions and rewards: what a rollout_func returns, or completions_N.parquet (text)",
-    "openai": "recorded chat calls, one {request, response} per line; or requests alone",
+    "openai": "recorded chat calls, {request, response} or {messages, response} a line; requests alone; batch files",
+    "langfuse": "observations, or traces with their observations, as .jsonl or .json",
+    "langsmith": "runs, as .jsonl, .json or .parquet",
 }
 
 # Each alternative: keys that must all be there. A record may fit several alternatives of one format.
@@ -52,7 +54,19 @@ _SIGNS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"prompt_ids", "completion_ids"}),
         frozenset({"prompt", "completion", "advantage", "step"}),
     ),
-    "openai": (frozenset({"request"}),),
+    "openai": (
+        frozenset({"request"}),
+        frozenset({"custom_id", "body"}),
+        frozenset({"custom_id", "response"}),
+        frozenset({"messages", "response"}),
+        frozenset({"messages", "choices"}),
+    ),
+    "langfuse": (
+        frozenset({"traceId", "type"}),
+        frozenset({"trace_id", "type", "input"}),
+        frozenset({"id", "observations"}),
+    ),
+    "langsmith": (frozenset({"run_type", "inputs"}),),
 }
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from treewise.data.importers.call_records import langfuse_calls, langsmith_calls, openai_calls
 from treewise.data.importers.common import (
     Context,
     Placed,
@@ -59,6 +60,21 @@ class _Run:
 
 def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
     """Records of the runs, in the order in which they began."""
+    yield from read_calls(openai_calls(records, context), context)
+
+
+def read_langfuse(records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """The same, from an export of langfuse; a trace is a run."""
+    yield from read_calls(langfuse_calls(records, context), context)
+
+
+def read_langsmith(records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """The same, from runs of LangSmith."""
+    yield from read_calls(langsmith_calls(records, context), context)
+
+
+def read_calls(records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """The same, from records that hold a request and a response each, or a request alone."""
     runs: dict[str, _Run] = {}
     ends, asked = _Ends(), _Asked()
     for record in records:

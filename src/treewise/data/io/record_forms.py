@@ -105,7 +105,16 @@ def detect_form(record: Record, location: str) -> str:
 def has_form(record: Record) -> bool:
     """Whether a record's keys are those of a form, and not those of another stack's dump."""
     forms = _forms_of(record)
+    if forms == ["chat"] and _awaits_response(record):
+        return False
     return bool(forms) and not (set(forms) & {"input_ids", "prompt_completion", "nodes"} and _foreign(record))
+
+
+def _awaits_response(record: Record) -> bool:
+    """Whether this is a logged call: the reply to its messages stands beside them."""
+    last = record["messages"][-1] if isinstance(record["messages"], list) and record["messages"] else None
+    is_open = isinstance(last, dict) and last.get("role") in ("user", "tool", "function", "system", "developer")
+    return is_open and ("response" in record or "choices" in record)
 
 
 def _forms_of(record: Record) -> list[str]:

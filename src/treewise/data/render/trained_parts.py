@@ -8,8 +8,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from treewise.data.io.printable import shown
 from treewise.errors import DataError
 
@@ -25,6 +23,8 @@ def generation_spans(
     kwargs: dict[str, Any],
 ) -> tuple[str, list[Span]]:
     """The rendered conversation, and the spans of it that the template's `{% generation %}` blocks wrote."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # loaded with the tokenizer
+
     rendered, spans = render_jinja_template(
         conversations=[list(messages)],
         tools=tools,

@@ -1,8 +1,11 @@
 """Dumps of other stacks among data: recognised by the keys of a source's first record, and read by their importer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
+from treewise.data.importers.call_records import unjoined
 from treewise.data.importers.common import Context, Placed
 from treewise.data.importers.convert import READERS
 from treewise.data.importers.formats import detect_format
@@ -13,22 +16,32 @@ from treewise.data.sources.source import Source
 from treewise.errors import DataError
 
 
-def read_source(source: Source, report: LoadReport) -> Iterator[RawRecord]:
-    """The records of a source in treewise's own forms. What an importer leaves out is added to the report.
+def read_sources(sources: Sequence[Source], report: LoadReport) -> Iterator[tuple[RawRecord, Path | None]]:
+    """The records of sources in treewise's own forms, with their files. What importers leave out is reported.
 
     Raises:
-        DataError: a dump that has not the shape of its format.
+        DataError: a source without a record; a dump that has not the shape of its format.
     """
+    halves: dict[str, tuple[str, Any]] = {}
+    for source in sources:
+        for raw in _read_source(source, report, halves):
+            yield raw, source.data_file
+    context = Context(halves=halves)
+    unjoined(context)
+    report.dropped += context.left_out
+
+
+def _read_source(source: Source, report: LoadReport, halves: dict[str, tuple[str, Any]]) -> Iterator[RawRecord]:
     records = source.records()
     first = next(records, None)
     if first is None:
-        return
+        raise DataError(f"{source.name}: no record; {'the file' if source.data_file else 'it'} is empty.")
     name = _format(first)
     if name is None:
         yield first
         yield from records
         return
-    context = Context()
+    context = Context(halves=halves)
     placed = (Placed(raw.location, parse(raw)) for raw in chain([first], records))
     try:
         for row in READERS[name](placed, context):

@@ -1,0 +1,231 @@
+"""One call of a chat model, in whatever record it was logged, as `{request, response, rollout, ...}` of `openai_log`.
+
+Shapes are those of public interfaces: observations and traces of langfuse (`GET /api/public/observations`, `/traces`),
+runs of LangSmith (`run_type: llm`; messages of OpenAI or of LangChain), the two files of OpenAI's batch interface
+(https://platform.openai.com/docs/guides/batch), and flat records that hold messages beside the response.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from treewise.data.importers.common import Context, Placed, Record
+from treewise.data.io.printable import shown
+from treewise.errors import DataError
+
+LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "chat": "user"}
+MANY_SCORES = "several scores of a trace, none of which is used as its reward; name one: treewise import --reward NAME"
+
+
+def langfuse_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed]:
+    """The generations of langfuse's observations, or of traces that hold `observations` and `scores`."""
+    for record in records:
+        trace = record.value
+        observations = trace.get("observations")
+        if observations is None:
+            yield from _langfuse_call(record.location, trace, {}, context)
+            continue
+        if not isinstance(observations, list) or not all(isinstance(each, dict) for each in observations):
+            raise DataError(
+                f"{record.location}: observations must be a list of objects; export them in full, not their ids."
+            )
+        labels = {"rollout": trace.get("id"), "reward": _score(trace.get("scores"), record.location, context)}
+        for index, each in enumerate(
+            sorted(observations, key=lambda item: str(_first(item, "startTime", "start_time")))
+        ):
+            yield from _langfuse_call(f"{record.location}: observations[{index}]", each, labels, context)
+
+
+def _langfuse_call(location: str, value: Record, labels: Record, context: Context) -> Iterator[Placed]:
+    kind = str(value.get("type", "GENERATION")).upper()
+    if kind != "GENERATION":
+        context.leave_out(location, f"no call of a model (type {kind})")
+        return
+    asked = _json(value.get("input"))
+    tools = asked.get("tools") if isinstance(asked, dict) else None
+    own = {"rollout": _first(value, "traceId", "trace_id"), "reward": _score(value.get("scores"), location, context)}
+    fields = {**own, **{name: item for name, item in labels.items() if item is not None}}
+    messages = asked.get("messages", asked) if isinstance(asked, dict) else asked
+    yield _call(location, messages, _json(value.get("output")), tools, value.get("metadata"), fields, context)
+
+
+def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed]:
+    """The runs of LangSmith that called a model; chains and tools are counted."""
+    for record in records:
+        value = record.value
+        kind = str(value.get("run_type"))
+        if kind != "llm":
+            context.leave_out(record.location, f"no call of a model (run_type {kind})")
+            continue
+        inputs, outputs = _json(value.get("inputs")), _json(value.get("outputs"))
+        extra = _json(value.get("extra"))
+        invocation = extra.get("invocation_params") if isinstance(extra, dict) else None
+        tools = None
+        for holder in (inputs, invocation):
+            tools = tools or (holder.get("tools") if isinstance(holder, dict) else None)
+        messages = inputs.get("messages", inputs.get("input")) if isinstance(inputs, dict) else inputs
+        stats = _json(value.get("feedback_stats"))
+        scores = [
+            {"name": name, "value": each.get("avg")}
+            for name, each in (stats.items() if isinstance(stats, dict) else ())
+            if isinstance(each, dict)
+        ]
+        labels = {
+            "rollout": _first(value, "trace_id", "session_id"),
+            "reward": _score(scores, record.location, context),
+        }
+        metadata = extra.get("metadata") if isinstance(extra, dict) else None
+        yield _call(record.location, messages, outputs, tools, metadata, labels, context)
+
+
+def openai_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed]:
+    """Records of requests and responses; those of a batch are joined, flat ones are taken apart."""
+    for record in records:
+        value = record.value
+        if "custom_id" in value:
+            yield from _batch_call(record, context)
+        elif "request" not in value and ("response" in value or "choices" in value):
+            request = {name: value[name] for name in ("messages", "tools", "model") if value.get(name) is not None}
+            rest = {name: item for name, item in value.items() if name not in (*request, "response", "choices")}
+            answer = {"choices": value["choices"]} if "choices" in value else value.get("response")
+            yield Placed(record.location, {**rest, "request": request, "response": _reply(answer, record.location)})
+        else:
+            yield record
+
+
+def _batch_call(record: Placed, context: Context) -> Iterator[Placed]:
+    """A line of a batch's input or output file, as soon as its other half is known, in any order of the files."""
+    value, name = record.value, str(record.value["custom_id"])
+    half = "request" if "body" in value else "response"
+    body = value.get("body") if half == "request" else value.get("response")
+    if half == "response" and body is None:
+        error = value.get("error")
+        context.leave_out(record.location, f"a call without a reply ({shown(error)})" if error else "no response")
+        body = {"choices": []}
+    other = "response" if half == "request" else "request"
+    key = f"{other} {name}"
+    if key not in context.halves:
+        context.halves[f"{half} {name}"] = (record.location, body)
+        return
+    location, known = context.halves.pop(key)
+    both: Record = {half: body, other: known}
+    labels: Record = {field: value[field] for field in ("group", "task_id", "reward") if field in value}
+    if both["response"] != {"choices": []}:
+        yield Placed(location if other == "request" else record.location, {**both, **labels, "rollout": name})
+
+
+def unjoined(context: Context) -> None:
+    """Counts lines of a batch whose other half never came."""
+    for key, (location, _) in context.halves.items():
+        half, _, name = key.partition(" ")
+        other = "output" if half == "request" else "input"
+        context.leave_out(location, f"a batch {half} ({shown(name)}) of which the {other} file is not given")
+    context.halves.clear()
+
+
+def _call(
+    location: str, messages: Any, output: Any, tools: Any, metadata: Any, labels: Record, context: Context
+) -> Placed:
+    """The record of a call, whose messages may be text, OpenAI's or LangChain's."""
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if isinstance(messages, list) and len(messages) == 1 and isinstance(messages[0], list):
+        messages = messages[0]  # LangChain calls models with batches
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise DataError(f"{location}: the input of a call must be messages or text, found {shown(messages)}.")
+    request: Record = {"messages": [_openai_message(each, location) for each in messages]}
+    if tools:
+        request["tools"] = tools
+    rest = {context.reward_field or "reward" if name == "reward" else name: item for name, item in labels.items()}
+    value = {"request": request, "response": _reply(output, location), "metadata": _json(metadata), **rest}
+    return Placed(location, {name: item for name, item in value.items() if item is not None})
+
+
+def _reply(output: Any, location: str) -> Record:
+    """A response of OpenAI's shape from a reply in any of the shapes at hand; without choices where there is none."""
+    output = _json(output)
+    if isinstance(output, str):
+        return {"choices": [{"message": {"role": "assistant", "content": output}}]} if output else {"choices": []}
+    if isinstance(output, list) and output:
+        output = output[-1] if isinstance(output[-1], dict) else {}
+    if not isinstance(output, dict) or not output:
+        return {"choices": []}
+    if "choices" in output or "body" in output:
+        return output
+    generations = output.get("generations")
+    if isinstance(generations, list) and generations:
+        first = generations[0][0] if isinstance(generations[0], list) and generations[0] else generations[0]
+        output = first.get("message") or {"role": "assistant", "content": first.get("text")}
+    elif isinstance(output.get("message"), dict):
+        output = output["message"]
+    elif isinstance(output.get("messages"), list) and output["messages"]:
+        output = output["messages"][-1]
+    elif "output" in output and len(output) == 1:
+        return _reply(output["output"], location)
+    return {"choices": [{"message": _openai_message(output, location)}]}
+
+
+def _openai_message(message: Record, location: str) -> Record:
+    """A message of OpenAI's shape, from that or from LangChain's (constructors; `type` with `data` or content)."""
+    kind = message.get("type")
+    if "kwargs" in message and isinstance(message.get("id"), list):
+        kind = str(message["id"][-1]).removesuffix("Chunk").removesuffix("Message").lower()
+        message = {**message["kwargs"]}
+        kind = {"human": "human", "ai": "ai"}.get(kind, kind)
+    elif isinstance(message.get("data"), dict) and kind is not None:
+        message = message["data"]
+    if "role" not in message:
+        if not isinstance(kind, str):
+            raise DataError(f"{location}: a message without a role: {shown(message)}.")
+        message = {**message, "role": LANGCHAIN_ROLES.get(kind, kind)}
+    result = {name: item for name, item in message.items() if name not in ("type", "id", "additional_kwargs")}
+    extra = message.get("additional_kwargs")
+    if isinstance(extra, dict):
+        for name in ("tool_calls", "function_call", "reasoning_content"):
+            if extra.get(name) and not result.get(name):
+                result[name] = extra[name]
+    if isinstance(result.get("tool_calls"), list):
+        result["tool_calls"] = [_openai_tool_call(each) for each in result["tool_calls"]]
+    return result
+
+
+def _openai_tool_call(call: Any) -> Any:
+    """LangChain's `{name, args, id}` in OpenAI's shape."""
+    if not isinstance(call, dict) or "args" not in call or "function" in call:
+        return call
+    arguments = call["args"] if isinstance(call["args"], str) else json.dumps(call["args"], ensure_ascii=False)
+    return {"id": call.get("id"), "type": "function", "function": {"name": call.get("name"), "arguments": arguments}}
+
+
+def _score(scores: Any, location: str, context: Context) -> float | None:
+    """The reward among scores of `name` and `value`: the one that is named, or the only one."""
+    values = {
+        str(each.get("name")): each.get("value")
+        for each in (scores if isinstance(scores, list) else ())
+        if isinstance(each, dict) and isinstance(each.get("value"), int | float)
+    }
+    if not values:
+        return None
+    if context.reward_field is not None:
+        if context.reward_field not in values:
+            context.warn(f"traces or calls without the score {context.reward_field!r}")
+            return None
+        return context.reward(values, f"{location}: scores")
+    if len(values) > 1:
+        context.warn(f"{MANY_SCORES} ({', '.join(sorted(values))})")
+        return None
+    return context.reward(next(iter(values.values())), f"{location}: scores")
+
+
+def _first(value: Record, *names: str) -> Any:
+    return next((value[name] for name in names if value.get(name) is not None), None)
+
+
+def _json(value: Any) -> Any:
+    """JSON text as what it holds; any other text stays text."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
