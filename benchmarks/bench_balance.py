@@ -12,14 +12,14 @@ Placements of batches of real trees, every contestant's loads by the work of its
     tree, longest first   the same by tree tokens
     contiguous cut   all trajectories in depth-first order, cut into runs at the least common capacity (as AReaL-DTA
                      balances data-parallel ranks)
-    treewise         `balance.place`
+    treewise         `balance.assign_ranks`
 
 Mixed lengths: samples without shared prefixes, most short, few very long, on 8 ranks, with a limit of tokens that many
 samples exceed, and with one that none does:
 
     sorted           samples by length, cut into padded batches
     packed           best fit decreasing without padding
-    treewise         `balance.place`, then each rank's plan; placed by seconds, and for ranks in step by tokens
+    treewise         `balance.assign_ranks`, then each rank's plan; placed by seconds, and for ranks in step by tokens
 """
 
 import time

@@ -47,8 +47,8 @@ def _surprisal(tree: GroupTree) -> np.ndarray:
     for item in forest.trajectories:
         logprobs = item.sampler_logprobs if item.old_logprobs is None else item.old_logprobs
         if logprobs is None:
-            place = item.source or "a trajectory"
-            raise DataError(f"{place}: weights='entropy' needs old_logprobs or sampler_logprobs.")
+            location = item.source or "a trajectory"
+            raise DataError(f"{location}: weights='entropy' needs old_logprobs or sampler_logprobs.")
         flat.append(logprobs)
     is_trained = forest.flat_stream("loss_weights") > 0
     token, first = np.unique(forest.path_index[is_trained], return_index=True)

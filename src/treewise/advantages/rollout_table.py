@@ -98,27 +98,27 @@ def read_rollouts(trajectories: Sequence[Trajectory], with_rewards: bool = True)
     items = tuple(trajectories)
     if not items:
         raise DataError("advantages need at least one trajectory, got none.")
-    number = number_rollouts(items)
-    rewards = np.full(int(number.max()) + 1, np.nan)
+    rollout_of = number_rollouts(items)
+    rewards = np.full(int(rollout_of.max()) + 1, np.nan)
     group = np.zeros(len(rewards), dtype=np.int64)
     names: dict[Hashable, int] = {}
     for index, item in enumerate(items):
         if item.group is None:
-            raise DataError(f"{_place(item, index)}: no group; set it to what the rollouts of one prompt share.")
-        rollout = number[index]
+            raise DataError(f"{_location(item, index)}: no group; set it to what the rollouts of one prompt share.")
+        rollout = rollout_of[index]
         group[rollout] = names.setdefault(item.group, len(names))
         if item.reward is None:
             continue
         if not np.isnan(rewards[rollout]) and rewards[rollout] != item.reward:
             raise DataError(
-                f"{_place(item, index)}: rollout {item.rollout!r} of group {item.group!r} has reward {item.reward:g} "
-                f"here and {rewards[rollout]:g} in another row; one rollout has one reward."
+                f"{_location(item, index)}: rollout {item.rollout!r} of group {item.group!r} has reward "
+                f"{item.reward:g} here and {rewards[rollout]:g} in another row; one rollout has one reward."
             )
         rewards[rollout] = item.reward
     if with_rewards and np.isnan(rewards).any():
-        index = int(np.argmax(np.isnan(rewards[number])))
-        raise DataError(f"{_place(items[index], index)}: no reward in any row of its rollout.")
-    return Rollouts(items, number, rewards, group, tuple(names), np.bincount(group, minlength=len(names)))
+        index = int(np.argmax(np.isnan(rewards[rollout_of])))
+        raise DataError(f"{_location(items[index], index)}: no reward in any row of its rollout.")
+    return Rollouts(items, rollout_of, rewards, group, tuple(names), np.bincount(group, minlength=len(names)))
 
 
 def credited(
@@ -159,15 +159,15 @@ def with_rollout_weights(trajectories: Sequence[Trajectory]) -> list[Trajectory]
     return [replace(item, rollout_weight=weight) for item, weight in zip(items, weights, strict=True)]
 
 
-def _rollout_weights(items: Sequence[Trajectory], number: np.ndarray) -> list[float]:
+def _rollout_weights(items: Sequence[Trajectory], rollout_of: np.ndarray) -> list[float]:
     own = [item.weight for item in items]
-    total = np.bincount(number, weights=own)
-    return [float(value) for value in total[number]]
+    total = np.bincount(rollout_of, weights=own)
+    return [float(value) for value in total[rollout_of]]
 
 
 def _named(rollouts: Rollouts, is_chosen: np.ndarray) -> tuple[Hashable, ...]:
     return tuple(rollouts.group_names[index] for index in np.flatnonzero(is_chosen))
 
 
-def _place(item: Trajectory, index: int) -> str:
+def _location(item: Trajectory, index: int) -> str:
     return item.source or f"trajectory {index}"

@@ -35,15 +35,15 @@ def value_steps(
     if mask_above is None:
         return credited(read_rollouts(items), advantages, method, report.notes)
     num_masked = num_trained = 0
-    for number, item in enumerate(items):
+    for index, item in enumerate(items):
         logprobs = item.sampler_logprobs if item.old_logprobs is None else item.old_logprobs
         if logprobs is None:
-            place = item.source or f"trajectory {number}"
+            location = item.source or f"trajectory {index}"
             raise DataError(
-                f"{place}: the probability mask needs old_logprobs or sampler_logprobs; or mask_above=None."
+                f"{location}: the probability mask needs old_logprobs or sampler_logprobs; or mask_above=None."
             )
         is_sure = logprobs.astype(np.float64) >= np.log(mask_above)
-        advantages[number][is_sure] = 0.0
+        advantages[index][is_sure] = 0.0
         num_masked += int((is_sure & (item.loss_weights > 0)).sum())
         num_trained += item.num_trained_tokens
     notes = [*report.notes, f"{num_masked:,} of {num_trained:,} trained tokens are masked."]

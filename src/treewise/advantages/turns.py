@@ -30,8 +30,8 @@ def spread_over_turns(trajectory: Trajectory, values: Sequence[float]) -> np.nda
     """
     turns = turns_of(trajectory)
     if len(values) != len(turns):
-        place = trajectory.source or "trajectory"
-        raise DataError(f"{place}: {len(values)} values for {len(turns)} turns (runs of trained tokens).")
+        location = trajectory.source or "trajectory"
+        raise DataError(f"{location}: {len(values)} values for {len(turns)} turns (runs of trained tokens).")
     stream = np.zeros(len(trajectory))
     for (start, end), value in zip(turns, values, strict=True):
         stream[start:end] = value
@@ -92,11 +92,11 @@ def _returns(
     per_rollout: list[list[float]] = [[] for _ in rollouts.rewards]
     for index, (item, rollout) in enumerate(zip(items, rollouts.of_trajectory, strict=True)):
         num_turns = len(turns_of(item))
-        given = [0.0] * num_turns if turn_rewards is None else [float(value) for value in turn_rewards[index]]
-        if len(given) != num_turns or not np.isfinite(given).all():
-            place = item.source or f"trajectory {index}"
-            raise DataError(f"{place}: turn rewards {given} for {num_turns} turns; give one finite number per turn.")
-        per_rollout[rollout].extend(given)
+        own = [0.0] * num_turns if turn_rewards is None else [float(value) for value in turn_rewards[index]]
+        if len(own) != num_turns or not np.isfinite(own).all():
+            location = item.source or f"trajectory {index}"
+            raise DataError(f"{location}: turn rewards {own} for {num_turns} turns; give one finite number per turn.")
+        per_rollout[rollout].extend(own)
     for rewards, outcome in zip(per_rollout, rollouts.rewards, strict=True):
         if not np.isnan(outcome):
             rewards[-1] += outcome

@@ -68,8 +68,8 @@ def save(path: Path, results: dict[str, Any], name: str = "bench") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         new = {_case(row) for row in results["rows"]}
-        kept = [row for row in load(path)["rows"] if _case(row) not in new]
-        results = {**results, "rows": [*kept, *results["rows"]]}
+        old_rows = [row for row in load(path)["rows"] if _case(row) not in new]
+        results = {**results, "rows": [*old_rows, *results["rows"]]}
     path.write_text(json.dumps(results, indent=2) + "\n")
     return path
 

@@ -105,13 +105,13 @@ def read_config(
         ConfigError: a file that is missing, empty or not YAML; a key that is unknown (the nearest one is named), given
             twice, missing, or of the wrong type.
     """
-    given = {} if path is None else read_file(Path(path), required)
+    in_file = {} if path is None else read_file(Path(path), required)
     known = schema(more)
     names = {**ALIASES, **(aliases or {})}
     renamed: list[tuple[str, str]] = []
     values: dict[str, tuple[Any, str]] = {}
     flags = {key: (value, f"--{key}") for key, value in parse_flags(overrides).items()}
-    for source in (given, flags):  # flags win
+    for source in (in_file, flags):  # flags win
         seen: dict[str, str] = {}
         for key, (value, location) in source.items():
             name = names.get(key, key)
@@ -200,8 +200,8 @@ def resolved_text(config: RunConfig, arguments: Any) -> str:
     for item in dataclasses.fields(arguments):
         if item.name in known and item.name not in (*_UNWRITTEN, *config.unwritten):
             values[item.name] = _plain(getattr(arguments, item.name))
-    given = {key: value for key, value in values.items() if value is not None}
-    return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
+    set_values = {key: value for key, value in values.items() if value is not None}
+    return yaml.safe_dump(set_values, sort_keys=False, allow_unicode=True)
 
 
 def differences(old_text: str, new_text: str) -> list[str]:
@@ -359,8 +359,8 @@ def _checked_items(key: str, values: list[Any], annotation: Any) -> list[Any]:
 
 def _check_choice(key: str, value: Any, annotation: Any) -> None:
     """Raises where transformers has a fixed list of names and this is none of them."""
-    given = (annotation, *typing.get_args(annotation))
-    names = [str(each.value) for kind in given if isinstance(kind, enum.EnumType) for each in list[Any](kind)]
+    kinds = (annotation, *typing.get_args(annotation))
+    names = [str(each.value) for kind in kinds if isinstance(kind, enum.EnumType) for each in list[Any](kind)]
     if names and isinstance(value, str) and value not in names:
         raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(names)}.{did_you_mean(value, names)}")
 

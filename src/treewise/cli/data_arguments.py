@@ -57,14 +57,14 @@ def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defau
 
         config = read_config(args.config, more=KEYS, aliases=aliases())
         render = config.render
-        given = {name: getattr(config, name) for name in _FROM_RUN} | {
+        values = {name: getattr(config, name) for name in _FROM_RUN} | {
             name: config.training.get(name) for name in ("max_tokens", "attention")
         }
-        if isinstance(given["max_tokens"], str):  # "auto": measured on the training machine
-            given["max_tokens"] = None
-        if given["dtype"] == "auto" and args.command != "verify":
-            given["dtype"] = None
-        for name, value in given.items():
+        if isinstance(values["max_tokens"], str):  # "auto": measured on the training machine
+            values["max_tokens"] = None
+        if values["dtype"] == "auto" and args.command != "verify":
+            values["dtype"] = None
+        for name, value in values.items():
             if value is not None and getattr(args, name, ...) in (None, []):
                 is_list = isinstance(value, list)
                 setattr(args, name, [value] if name in _LISTS.get(args.command, ()) and not is_list else value)
@@ -85,11 +85,11 @@ _LISTS = {"bench": ("data", "model", "max_tokens"), **dict.fromkeys(("inspect", 
 def _rendering(args: argparse.Namespace) -> dict[str, Any]:
     """The rendering that flags give."""
     names = [item.name for item in fields(RenderOptions)]
-    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    if "merge_siblings" in given:
-        given["merge_siblings"] = given["merge_siblings"] == "true"
-    if "chat_template_kwargs" in given:
-        text = given["chat_template_kwargs"]
+    values = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    if "merge_siblings" in values:
+        values["merge_siblings"] = values["merge_siblings"] == "true"
+    if "chat_template_kwargs" in values:
+        text = values["chat_template_kwargs"]
         try:
             value = read_value(text)
         except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -98,8 +98,8 @@ def _rendering(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--chat_template_kwargs {text!r} is no YAML: {str(error).splitlines()[0]}") from None
         if not isinstance(value, dict):
             raise ConfigError(f"--chat_template_kwargs {text!r} is no mapping; write '{{name: value}}'.")
-        given["chat_template_kwargs"] = value
-    return given
+        values["chat_template_kwargs"] = value
+    return values
 
 
 def load_data(args: argparse.Namespace, tokenizer: Any, *, progress: bool) -> Trees:

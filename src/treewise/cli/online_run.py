@@ -90,16 +90,16 @@ def _settings(config: RunConfig) -> Any:
     from treewise.rl.online.settings import OnlineSettings
 
     names = {each.name for each in fields(OnlineSettings)}
-    given = {name: value for name, value in config.more.items() if name in names and value is not None}
-    if "advantages" not in given and config.more["objective"] not in ("sft", "distillation"):
+    values = {name: value for name, value in config.more.items() if name in names and value is not None}
+    if "advantages" not in values and config.more["objective"] not in ("sft", "distillation"):
         from treewise.rl.rollout_batch import USUAL
 
         if config.more["objective"] not in USUAL:
             raise ConfigError(
                 f"objective {config.more['objective']!r} was published without advantages; give --advantages."
             )
-        given["advantages"] = USUAL[config.more["objective"]]
-    return OnlineSettings(**given)
+        values["advantages"] = USUAL[config.more["objective"]]
+    return OnlineSettings(**values)
 
 
 def _task(config: RunConfig) -> Any:

@@ -125,8 +125,8 @@ def replace_printers(trainer: Any, callbacks: Sequence[TrainerCallback]) -> None
 def _keep_until(log: Path, step: int) -> None:
     """Leaves out what was logged after the step from which the run goes on."""
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() and step else []
-    kept = [line for line in lines if _step_of(line) <= step and '"train_runtime"' not in line]
-    log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    lines_before = [line for line in lines if _step_of(line) <= step and '"train_runtime"' not in line]
+    log.write_text("".join(f"{line}\n" for line in lines_before), encoding="utf-8")
 
 
 def _step_of(line: str) -> float:

@@ -26,10 +26,10 @@ ENTRY_FIELD = b"treewise"
 READ_BYTES = 1 << 20
 
 
-def cache_folder(given: str | Path | None) -> Path:
+def cache_folder(folder: str | Path | None) -> Path:
     """The folder of the cache: as given, `$TREEWISE_CACHE`, or `~/.cache/treewise`."""
-    if given is not None:
-        return Path(given).expanduser()
+    if folder is not None:
+        return Path(folder).expanduser()
     return Path(os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise").expanduser()
 
 

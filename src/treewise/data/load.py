@@ -296,16 +296,16 @@ class _Builder:
             self.stream.write(json.dumps(line) + "\n")
 
 
-def _tokenizer(given: Any) -> Any:
-    if not isinstance(given, str | Path):
-        return given
+def _tokenizer(tokenizer: Any) -> Any:
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(given)
+        return AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"tokenizer {str(given)!r} cannot be loaded: {reason}") from error
+        raise ConfigError(f"tokenizer {str(tokenizer)!r} cannot be loaded: {reason}") from error
 
 
 def _read_cache(entry: Path, warnings: list[str]) -> tuple[pa.Table, dict[str, Any]] | None:

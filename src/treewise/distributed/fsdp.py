@@ -74,8 +74,8 @@ def shard_settings(fsdp: Any, config: Any) -> ShardSettings | None:
         ConfigError: FSDP1, hybrid sharding, or an unsupported key.
     """
     words = " ".join(map(str, fsdp)) if isinstance(fsdp, list | tuple) else str(fsdp or "")
-    given = {key.removeprefix("fsdp_"): value for key, value in dict(config or {}).items()}
-    unknown = set(given) - _KEYS - _MEANINGLESS
+    values = {key.removeprefix("fsdp_"): value for key, value in dict(config or {}).items()}
+    unknown = set(values) - _KEYS - _MEANINGLESS
     if unknown:
         raise ConfigError(f"fsdp_config has {', '.join(sorted(unknown))}; supported: {', '.join(sorted(_KEYS))}.")
     if words.lower() in ("", "false"):
@@ -83,15 +83,15 @@ def shard_settings(fsdp: Any, config: Any) -> ShardSettings | None:
     wrong = set(words.lower().split()) - {"true", "full_shard", "shard_grad_op", "offload", "auto_wrap"}
     if wrong:
         raise ConfigError(f"fsdp={words!r}: {', '.join(sorted(wrong))} is not supported; use full_shard.")
-    if str(given.get("version", 2)) != "2":
-        raise ConfigError(f"fsdp_config version={given['version']!r}: only FSDP2 is supported; use 2.")
-    if given.get("activation_checkpointing"):
+    if str(values.get("version", 2)) != "2":
+        raise ConfigError(f"fsdp_config version={values['version']!r}: only FSDP2 is supported; use 2.")
+    if values.get("activation_checkpointing"):
         raise ConfigError("fsdp_config activation_checkpointing: use the setting gradient_checkpointing instead.")
-    names = given.get("transformer_layer_cls_to_wrap")
+    names = values.get("transformer_layer_cls_to_wrap")
     return ShardSettings(
-        reshard_after_forward=_is_true(given.get("reshard_after_forward", "shard_grad_op" not in words)),
-        cpu_offload="offload" in words or _is_true(given.get("cpu_offload", given.get("offload_params", False))),
-        whole_checkpoints="FULL" in str(given.get("state_dict_type", "")).upper(),
+        reshard_after_forward=_is_true(values.get("reshard_after_forward", "shard_grad_op" not in words)),
+        cpu_offload="offload" in words or _is_true(values.get("cpu_offload", values.get("offload_params", False))),
+        whole_checkpoints="FULL" in str(values.get("state_dict_type", "")).upper(),
         layer_names=(names,) if isinstance(names, str) else tuple(names) if names else None,
     )
 
@@ -210,18 +210,18 @@ def find_layers(lm: DecoderAndHead, names: tuple[str, ...] | None) -> list[nn.Mo
         ConfigError: there are none.
     """
     wanted = set(names or getattr(base_model(lm.model), "_no_split_modules", None) or ())
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     below: set[nn.Module] = set()
     for module in lm.decoder.modules():
         if module not in below and type(module).__name__ in wanted and module is not lm.decoder:
-            found.append(module)
+            layers.append(module)
             below |= set(module.modules())
-    if not found:
+    if not layers:
         raise ConfigError(
             f"no layers of {type(lm.decoder).__name__} are known to shard; name their class in fsdp_config: "
             "{transformer_layer_cls_to_wrap: ...}."
         )
-    return found
+    return layers
 
 
 def inside_in_order(layers: list[nn.Module]) -> list[nn.Parameter]:
@@ -271,8 +271,8 @@ def gradient_norm(parameters: list[nn.Parameter], max_norm: float, device: torch
 
 def like_shard(whole: torch.Tensor, shard: DTensor) -> DTensor:
     """A tensor that every rank has whole, sharded like another one, without communication."""
-    made: Any = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None)
-    return cast(DTensor, made.to(shard.device))
+    sharded: Any = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None)
+    return cast(DTensor, sharded.to(shard.device))
 
 
 def _add_up(unit: Any) -> None:

@@ -20,9 +20,9 @@ def prefetched(items: Iterable[Given], make: Callable[[Given], Made]) -> Iterato
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="treewise-prefetch") as thread:
         waiting = _next(iterator, make, thread)
         while waiting is not None:
-            made = waiting.result()
+            result = waiting.result()
             waiting = _next(iterator, make, thread)
-            yield made
+            yield result
 
 
 def _next(iterator: Iterator[Given], make: Callable[[Given], Made], thread: ThreadPoolExecutor) -> Future[Made] | None:

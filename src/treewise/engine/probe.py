@@ -182,15 +182,15 @@ def _check_head(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
     Small logits hide a cap on them. Models that do not call their head as a module are left to `_check_logprobs`.
     """
     tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)
-    factor, given = 1.0, []
+    factor, head_inputs = 1.0, []
     precisions = []  # inside of the model's forward: an accelerator may have wrapped it in autocast
 
     def keep(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if len(args) != 1 or not isinstance(args[0], torch.Tensor):
             return None
-        given.append(args[0] * factor)
+        head_inputs.append(args[0] * factor)
         precisions.append(torch.finfo(_compute_dtype(args[0])).eps)
-        return (given[-1],)
+        return (head_inputs[-1],)
 
     own = _own_logits(lm, tokens)
     factor = _PROBED_LOGIT / max(own.abs().max().item(), 1e-6)
@@ -199,9 +199,9 @@ def _check_head(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
         own = _own_logits(lm, tokens)
     finally:
         hook.remove()
-    if len(given) != 1 or given[0].dim() != 3:
+    if len(head_inputs) != 1 or head_inputs[0].dim() != 3:
         return
-    ours = lm.head().logits(given[0][0, -len(tokens) :])
+    ours = lm.head().logits(head_inputs[0][0, -len(tokens) :])
     if ours.shape != own.shape:
         return
     gap = (ours - own).abs().max().item()

@@ -17,14 +17,14 @@ def adapters_stirred(model: nn.Module) -> Iterator[None]:
     The storage is exchanged, not written to: nothing that autograd saved before is invalid afterwards.
     """
     parameters = _adapter_parameters(model)
-    kept = [(each, each.data) for each in parameters]
+    originals = [(each, each.data) for each in parameters]
     try:
         with torch.inference_mode(mode=False):  # data of a parameter cannot be a tensor of inference mode
             for index, parameter in enumerate(parameters):
                 parameter.data = _stirred(parameter.data, index)
         yield
     finally:
-        for parameter, data in kept:
+        for parameter, data in originals:
             parameter.data = data
 
 
@@ -45,5 +45,5 @@ def _adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
         if isinstance(getattr(layer, "base_layer", None), nn.Module) and not hasattr(layer.base_layer, "base_layer")
         for parameter in layer.base_layer.parameters()
     }
-    found = {id(each): each for layer in layers for each in layer.parameters() if id(each) not in adapted}
-    return [each for each in found.values() if each.requires_grad and each.is_floating_point()]
+    of_adapters = {id(each): each for layer in layers for each in layer.parameters() if id(each) not in adapted}
+    return [each for each in of_adapters.values() if each.requires_grad and each.is_floating_point()]

@@ -63,17 +63,17 @@ def _segments_of(
     """The segments of one node, from its end to its begin, returned from its begin."""
     node, children = tree[index], tree.children(index)
     cuts = sorted({0, len(node), *(tree[child].cut for child in children)})
-    found: list[NodeValue] = []
+    values: list[NodeValue] = []
     for start, end in zip(cuts[-2::-1], cuts[:0:-1], strict=True):
         if end == len(node) and node.has_ended:
             reward = node.reward
             if reward is not None and success_at is not None:
                 reward = float(reward >= success_at)
-            found.append(NodeValue(index, start, end, reward, int(reward is not None), 0, estimator))
+            values.append(NodeValue(index, start, end, reward, int(reward is not None), 0, estimator))
             continue
-        going_on = found[-1:] + [segments[child][0] for child in children if tree[child].cut == end]
-        found.append(_value_of(index, start, end, going_on, estimator))
-    return found[::-1]
+        going_on = values[-1:] + [segments[child][0] for child in children if tree[child].cut == end]
+        values.append(_value_of(index, start, end, going_on, estimator))
+    return values[::-1]
 
 
 def _value_of(node: int, start: int, end: int, going_on: Sequence[NodeValue], estimator: str) -> NodeValue:

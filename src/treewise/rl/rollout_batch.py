@@ -164,20 +164,22 @@ def scored(engine: TreeEngine, trees: Trees, stream: str, batch_size: int) -> Tr
     is_training = engine.model.training
     engine.model.eval()  # dropout has no place in a measurement
     try:
-        for numbers in _batches(range(rank, len(trees), num_ranks), batch_size):
-            items = iter(engine.scored([item for number in numbers for item in trees[number]], stream=stream))
-            for number in numbers:
-                own[number] = [getattr(next(items), stream) for _ in trees[number]]
+        for tree_indices in _batches(range(rank, len(trees), num_ranks), batch_size):
+            items = iter(
+                engine.scored([item for tree_index in tree_indices for item in trees[tree_index]], stream=stream)
+            )
+            for tree_index in tree_indices:
+                own[tree_index] = [getattr(next(items), stream) for _ in trees[tree_index]]
     finally:
         engine.model.train(is_training)
     parts: list[Any] = [own]
     if num_ranks > 1:
         parts = [None] * num_ranks
         torch.distributed.all_gather_object(parts, own)
-    whole = {number: arrays for part in parts for number, arrays in part.items()}
+    whole = {tree_index: arrays for part in parts for tree_index, arrays in part.items()}
     return [
-        [replace(item, **{stream: array}) for item, array in zip(tree, whole[number], strict=True)]
-        for number, tree in enumerate(trees)
+        [replace(item, **{stream: array}) for item, array in zip(tree, whole[tree_index], strict=True)]
+        for tree_index, tree in enumerate(trees)
     ]
 
 
@@ -252,6 +254,6 @@ def _as_trees(items: Sequence[Trajectory], like: Trees) -> Trees:
     return [[next(source) for _ in tree] for tree in like]
 
 
-def _batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for start in range(0, len(numbers), size):
-        yield numbers[start : start + size]
+def _batches(tree_indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for start in range(0, len(tree_indices), size):
+        yield tree_indices[start : start + size]

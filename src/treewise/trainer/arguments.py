@@ -156,8 +156,9 @@ class TreeTrainingArguments(TrainingArguments):
         """Takes FSDP settings over from transformers and accelerate, which leaves parameters whole on a CPU."""
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
             known = {"reshard_after_forward", "offload_params", "state_dict_type", "version"}
-            given = {name: os.environ[f"FSDP_{name.upper()}"] for name in known if f"FSDP_{name.upper()}" in os.environ}
-            self.shard_config = {**given, **(self.shard_config or {})}
+            variables = {name: os.environ.get(f"FSDP_{name.upper()}") for name in known}
+            from_environment = {name: value for name, value in variables.items() if value is not None}
+            self.shard_config = {**from_environment, **(self.shard_config or {})}
             self.sharded = True
             os.environ["ACCELERATE_USE_FSDP"] = "false"
         fsdp: Any = getattr(self, "fsdp", None)

@@ -414,7 +414,7 @@ class _StepEnd(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_step(state.global_step)
         numbers = ranks.on_every_rank(lambda: self._signals.received)
-        received = next((number for number in numbers if number is not None), None)
+        received = next((signal_number for signal_number in numbers if signal_number is not None), None)
         if received is not None:
             self._signals.received = received
             control.should_save = control.should_training_stop = True

@@ -114,8 +114,8 @@ def lay_out_nodes(
         values["loss_weights"][first_tokens] = 0
     _check_weights(values["loss_weights"], first_tokens, lengths, location)
     if merge_siblings:
-        parent, end_nodes, kept = _merge_equal_siblings(parent, flat_ids, lengths, end_nodes, values, location)
-        flat_ids, lengths, values = _select(kept, flat_ids, lengths, values)
+        parent, end_nodes, is_kept = _merge_equal_siblings(parent, flat_ids, lengths, end_nodes, values, location)
+        flat_ids, lengths, values = _select(is_kept, flat_ids, lengths, values)
     offsets = np.cumsum(lengths) - lengths
     segments = prefix_merge.chain_nodes(parent, lengths, end_nodes, offsets)
     ids = flat_ids.astype(np.int32)[segments.token_source]
@@ -218,14 +218,14 @@ def _merge_equal_siblings(
                         f"{location}: nodes {first} and {node} are siblings with equal tokens but different {name}; "
                         "keep them apart (merge_siblings=False) or make them agree."
                     )
-    kept = canonical == np.arange(len(parent))
-    renumbered = np.cumsum(kept) - 1
-    new_parent = np.where(parent >= 0, renumbered[canonical[parent]], -1)[kept]
-    return new_parent, renumbered[canonical[end_nodes]], kept
+    is_kept = canonical == np.arange(len(parent))
+    renumbered = np.cumsum(is_kept) - 1
+    new_parent = np.where(parent >= 0, renumbered[canonical[parent]], -1)[is_kept]
+    return new_parent, renumbered[canonical[end_nodes]], is_kept
 
 
 def _select(
-    kept: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, values: Streams
+    is_kept: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, values: Streams
 ) -> tuple[np.ndarray, np.ndarray, Streams]:
-    tokens = np.repeat(kept, lengths)
-    return flat_ids[tokens], lengths[kept], {name: value[tokens] for name, value in values.items()}
+    tokens = np.repeat(is_kept, lengths)
+    return flat_ids[tokens], lengths[is_kept], {name: value[tokens] for name, value in values.items()}

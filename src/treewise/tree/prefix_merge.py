@@ -127,12 +127,12 @@ def chain_nodes(parents: np.ndarray, lengths: np.ndarray, ends: np.ndarray, offs
     return _heavy_first(start, parent, depth, segment_of_node[ends], offsets[by_position], num_tokens)
 
 
-def restrict(segments: Segments, kept: np.ndarray) -> Segments:
+def restrict(segments: Segments, trajectory_index: np.ndarray) -> Segments:
     """The segments on the paths of some trajectories ([n] int64, indices into `end_segment`), laid out anew.
 
     `token_source` is the tree position that each token had before.
     """
-    ends = np.bincount(segments.end_segment[kept], minlength=len(segments.start))
+    ends = np.bincount(segments.end_segment[trajectory_index], minlength=len(segments.start))
     total = np.concatenate([[0], np.cumsum(ends)])
     after = np.searchsorted(segments.start, segments.subtree_end)
     is_used = total[after] > total[:-1]
@@ -143,7 +143,7 @@ def restrict(segments: Segments, kept: np.ndarray) -> Segments:
         start=np.cumsum(length) - length,
         parent=np.where(parent >= 0, rank[parent], -1),
         depth=segments.depth[is_used],
-        end_segment=rank[segments.end_segment[kept]],
+        end_segment=rank[segments.end_segment[trajectory_index]],
         source=segments.start[is_used],
         num_tokens=int(length.sum()),
     )

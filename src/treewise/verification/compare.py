@@ -277,8 +277,8 @@ def _state_restored(model: nn.Module) -> Iterator[None]:
 
 def _lowest_dtype(model: nn.Module) -> torch.dtype:
     """The least precise floating dtype among the parameters: what limits the numerics."""
-    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    lowest = max(found, key=lambda dtype: torch.finfo(dtype).eps)
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     if lowest not in TOLERANCE and lowest not in LOW_PRECISION:
         raise ConfigError(f"the model has parameters in {lowest}; verify it in bfloat16 or float32.")
     return lowest

@@ -39,7 +39,7 @@ def test_a_clock_in_the_prompt_is_found_with_its_cost(tokenizer) -> None:
     assert found.before.endswith("The time is ")
     assert {found.heavy.different, found.light.different} == {"14:05:31", "09:44:02"}
     assert found.light.after.startswith(". You are an agent")
-    shown = {side.different: side.place for side in (found.heavy, found.light)}
+    shown = {side.different: side.location for side in (found.heavy, found.light)}
     assert shown == {"14:05:31": "rows.jsonl:clock-0", "09:44:02": "rows.jsonl:clock-1"}
     # All that follows the clock, up to the sampled answers, is computed twice.
     assert found.num_tokens_to_next == num_tokens(tokenizer, ". ") + num_tokens(tokenizer, POLICY) + num_tokens(

@@ -155,13 +155,13 @@ def _cut(items: list[Trajectory], max_flat_tokens: int | None) -> list[Trajector
     """The first trajectories that fit, at least one."""
     if max_flat_tokens is None:
         return items
-    kept, total = items[:1], len(items[0])
+    first, total = items[:1], len(items[0])
     for item in items[1:]:
         total += len(item)
         if total > max_flat_tokens:
             break
-        kept.append(item)
-    return kept
+        first.append(item)
+    return first
 
 
 def _verdict(rows: list[dict[str, Any]], baseline: dict[str, Any], args: argparse.Namespace, console: Console) -> int:

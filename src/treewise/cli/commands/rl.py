@@ -196,17 +196,17 @@ def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
     settings = config.more.get("objective_settings") or {}
     if settings.get("weighting") == "once":  # a token counts once per tree, so trees must stay apart
         config.training["merge_across_trees"] = False
-    given = config.training.get("per_device_train_batch_size")
+    batch = config.training.get("per_device_train_batch_size")
     count = config.more.get("mini_batches")
-    if count is None and given is None:
+    if count is None and batch is None:
         count = 1
     if count is not None:
         arguments = training_run.training_arguments(config)
         accumulated = arguments.gradient_accumulation_steps
         size = trees_per_batch(num_trees, count * accumulated, arguments.world_size)
-        if given not in (None, size):
+        if batch not in (None, size):
             raise ConfigError(
-                f"mini_batches={count} makes batches of {size} trees, but per_device_train_batch_size is {given}; "
+                f"mini_batches={count} makes batches of {size} trees, but per_device_train_batch_size is {batch}; "
                 "give one of them."
             )
         config.training["per_device_train_batch_size"] = size

@@ -28,22 +28,22 @@ def _trajectories(record: Placed, context: Context) -> Iterator[Record]:
     if not (isinstance(ids, list) and ids and isinstance(ids[0], list)):
         yield from _trajectory(value, location, context)
         return
-    for number in range(len(ids)):
-        one = {name: column[number] if isinstance(column, list) else column for name, column in value.items()}
-        yield from _trajectory(one, f"{location}: sample {number}", context)
+    for index in range(len(ids)):
+        one = {name: column[index] if isinstance(column, list) else column for name, column in value.items()}
+        yield from _trajectory(one, f"{location}: sample {index}", context)
 
 
 def _trajectory(value: Record, location: str, context: Context) -> Iterator[Record]:
     ids = integers(value["input_ids"], "input_ids", location)
     seen = value.get("attention_mask")
     seen = [1.0] * len(ids) if seen is None else numbers(seen, "attention_mask", len(ids), location)
-    kept = [position for position in range(len(ids)) if seen[position]]
+    positions = [position for position in range(len(ids)) if seen[position]]
 
     def column(name: str) -> list[float] | None:
         if value.get(name) is None:
             return None
         full = numbers(value[name], name, len(ids), location)
-        return [full[position] for position in kept]
+        return [full[position] for position in positions]
 
     mask = column("loss_mask")
     if mask is None:
@@ -52,7 +52,7 @@ def _trajectory(value: Record, location: str, context: Context) -> Iterator[Reco
     yield from token_row(
         context,
         location,
-        [ids[position] for position in kept],
+        [ids[position] for position in positions],
         mask,
         sampler_logprobs=column("logprobs"),
         old_logprobs=column("prox_logp"),

@@ -16,8 +16,10 @@ def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
     """Chat records of trajectories, in order."""
     for record in records:
         if "trajectories" in record.value:
-            for number, item in enumerate(only_dicts(record.value["trajectories"], "trajectories", record.location)):
-                yield from _trajectory(item, record.location, f"{record.location}: trajectories[{number}]", context)
+            for item_index, item in enumerate(
+                only_dicts(record.value["trajectories"], "trajectories", record.location)
+            ):
+                yield from _trajectory(item, record.location, f"{record.location}: trajectories[{item_index}]", context)
         else:
             index = record.value.get("group_index")
             file = record.location.rpartition(":")[0]
@@ -33,8 +35,8 @@ def _trajectory(value: Record, group: str | None, location: str, context: Contex
     named = {**(metrics or {}), "reward": value.get("reward")} if context.reward_field else value.get("reward")
     shared = {"group": group, "rollout": location, "reward": context.reward(named, location)}
     more = _decoded(value.get("additional_histories"), f"{location}: additional_histories")
-    for number, history in enumerate([value, *only_dicts(more or [], "additional_histories", location)]):
-        where = location if not number else f"{location}: additional_histories[{number - 1}]"
+    for item_index, history in enumerate([value, *only_dicts(more or [], "additional_histories", location)]):
+        where = location if not item_index else f"{location}: additional_histories[{item_index - 1}]"
         entries = history.get("messages_and_choices", history.get("messages"))
         talk = [_message(entry, where) for entry in messages(entries, "messages_and_choices", where)]
         if not any(each["role"] == "assistant" and each.get("weight", 1) for each in talk if "role" in each):

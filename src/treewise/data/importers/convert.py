@@ -61,8 +61,8 @@ class ImportReport:
 class RolloutImport:
     """An iterable of records; `report` is complete when it is exhausted. See `import_rollouts`."""
 
-    def __init__(self, files: Sequence[Path], given: str | None, context: Context, strict: bool, keep: bool) -> None:
-        self.files, self.given, self.context = files, given, context
+    def __init__(self, files: Sequence[Path], format: str | None, context: Context, strict: bool, keep: bool) -> None:
+        self.files, self.format, self.context = files, format, context
         self.strict, self.keep_messages = strict, keep
         self.report = ImportReport(left_out=context.left_out, warnings=context.warnings)
         self._reader = RecordReader(context.tokenizer, RenderOptions())
@@ -76,7 +76,7 @@ class RolloutImport:
             first = next(records, None)
             if first is None:
                 raise DataError(f"{path}: no record; the file is empty.")
-            name = self.given or required_format(first.value, first.location)
+            name = self.format or required_format(first.value, first.location)
             self.report.formats[str(path)] = name
             # Most stacks count groups anew in each dump; the calls of a log may go on in its next file.
             self._prefix = f"{path.name}: " if len(self.files) > 1 and name not in LOGS else ""
@@ -177,8 +177,8 @@ def import_rollouts(
         DataError: a file of no known format, or a record that its format does not allow.
         ConfigError: an unknown format name.
     """
-    given = None if format is None else check_format(format)
-    return RolloutImport(_files(paths), given, Context(reward_field, tokenizer), strict, keep_messages)
+    known_format = None if format is None else check_format(format)
+    return RolloutImport(_files(paths), known_format, Context(reward_field, tokenizer), strict, keep_messages)
 
 
 def _files(paths: PathLike | Sequence[PathLike]) -> list[Path]:

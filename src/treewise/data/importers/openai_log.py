@@ -243,8 +243,8 @@ def _calls(record: Placed, context: Context) -> Iterator[_Call]:
         return
     history = [_plain(each) for each in messages(request["messages"], "messages", location)]
     tools = openai_tools(request.get("tools"), location)
-    for number, choice in enumerate(messages(choices, "choices", location)):
-        where = location if len(choices) == 1 else f"{location}: choices[{number}]"
+    for choice_index, choice in enumerate(messages(choices, "choices", location)):
+        where = location if len(choices) == 1 else f"{location}: choices[{choice_index}]"
         if not isinstance(choice.get("message"), dict):
             raise DataError(f"{where}: a choice without a message; log assembled replies, not streamed chunks.")
         reply = {**_plain(choice["message"]), "role": "assistant"}

@@ -24,9 +24,9 @@ def _export(record: Placed, context: Context) -> Iterator[Record]:
     value, location = record.value, record.location
     ids = integers(value["token_ids"], "token_ids", location)
     weights = numbers(value.get("loss_mask"), "loss_mask", len(ids), location)
-    given = value.get("rl_weights")
-    if isinstance(given, list) and any(each is not None for each in given):
-        factors = numbers(given, "rl_weights", len(ids), location)
+    rl_weights = value.get("rl_weights")
+    if isinstance(rl_weights, list) and any(each is not None for each in rl_weights):
+        factors = numbers(rl_weights, "rl_weights", len(ids), location)
         weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
     streams = {"sampler_logprobs": "inference_logprobs", "advantages": "advantages"}
     fields = {

@@ -16,8 +16,8 @@ def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
     """Rows of samples, in order."""
     for record in records:
         if "samples" in record.value:
-            for number, sample in enumerate(only_dicts(record.value["samples"], "samples", record.location)):
-                yield from _sample(Placed(f"{record.location}: samples[{number}]", sample), context)
+            for index, sample in enumerate(only_dicts(record.value["samples"], "samples", record.location)):
+                yield from _sample(Placed(f"{record.location}: samples[{index}]", sample), context)
         else:
             yield from _sample(record, context)
 
@@ -34,8 +34,8 @@ def _sample(record: Placed, context: Context) -> Iterator[Record]:
     if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(ids):
         raise DataError(f"{location}: response_length {shown(length)} does not fit {len(ids)} tokens.")
     before = [0.0] * (len(ids) - length)
-    given = value.get("loss_mask")
-    mask = [1.0] * length if given is None else numbers(given, "loss_mask", length, location)
+    loss_mask = value.get("loss_mask")
+    mask = [1.0] * length if loss_mask is None else numbers(loss_mask, "loss_mask", length, location)
     streams = {}
     for ours, theirs in (("sampler_logprobs", "rollout_log_probs"), ("teacher_logprobs", "teacher_log_probs")):
         if value.get(theirs) is not None and len(value[theirs]):

@@ -44,9 +44,9 @@ def _columns(record: Placed, context: Context) -> Iterator[Record]:
     for name, column in record.value.items():
         if isinstance(column, list) and len(column) != count:
             raise DataError(f"{record.location}: {len(column)} {name} for {count} completions.")
-    for number in range(count):
-        one = {name: column[number] if isinstance(column, list) else column for name, column in record.value.items()}
-        yield from _sample(one, f"{record.location}: sample {number}", context)
+    for index in range(count):
+        one = {name: column[index] if isinstance(column, list) else column for name, column in record.value.items()}
+        yield from _sample(one, f"{record.location}: sample {index}", context)
 
 
 def _sample(value: Record, location: str, context: Context) -> Iterator[Record]:
@@ -76,10 +76,10 @@ def _sampled(value: Record, completion: list[int], location: str) -> Any:
     if not isinstance(names, list) or len(names) != len(logprobs) or len(logprobs) != len(completion):
         raise DataError(f"{location}: several logprobs per token need logprob_token_ids of the same shape.")
     matched = []
-    for position, (token, own, given) in enumerate(zip(completion, names, logprobs, strict=True)):
+    for position, (token, own, top_logprobs) in enumerate(zip(completion, names, logprobs, strict=True)):
         if token not in own:
             raise DataError(f"{location}: token {position} ({token}) is not among its logprob_token_ids.")
-        matched.append(given[own.index(token)])
+        matched.append(top_logprobs[own.index(token)])
     return matched
 
 

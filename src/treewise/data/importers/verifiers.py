@@ -46,8 +46,8 @@ def _episode(record: Placed, context: Context) -> Iterator[Record]:
     traces = only_dicts(episode["traces"], "traces", location)
     if not traces:
         context.leave_out(location, f"an episode without a trace{_first_error(episode)}")
-    given = episode.get("group")
-    group = given.get("id") if isinstance(given, dict) else None
+    group_record = episode.get("group")
+    group = group_record.get("id") if isinstance(group_record, dict) else None
     agents = {_agent(trace).get("name") for trace in traces}
     for index, trace in enumerate(traces):
         name = group or _task_name(trace.get("task")) or _task_name(episode.get("task"))

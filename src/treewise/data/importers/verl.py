@@ -69,9 +69,9 @@ def _batch(record: Placed, context: Context) -> Iterator[Record]:
     for name, column in value.items():
         if isinstance(column, list) and len(column) != count:
             raise DataError(f"{location}: {len(column)} {name} for {count} responses.")
-    for number in range(count):
-        one = {name: column[number] if isinstance(column, list) else column for name, column in value.items()}
-        yield from _row(one, f"{location}: sample {number}", context)
+    for index in range(count):
+        one = {name: column[index] if isinstance(column, list) else column for name, column in value.items()}
+        yield from _row(one, f"{location}: sample {index}", context)
 
 
 def _row(value: Record, location: str, context: Context) -> Iterator[Record]:
@@ -88,21 +88,21 @@ def _row(value: Record, location: str, context: Context) -> Iterator[Record]:
         seen = numbers(value["attention_mask"], "attention_mask", width, location)
     mask = seen[len(prompt) :]
     if value.get("response_mask") is not None:
-        given = numbers(value["response_mask"], "response_mask", len(response), location)
-        mask = [each * own for each, own in zip(given, mask, strict=True)]
-    kept = [position for position in range(width) if seen[position]]
+        response_mask = numbers(value["response_mask"], "response_mask", len(response), location)
+        mask = [each * own for each, own in zip(response_mask, mask, strict=True)]
+    positions = [position for position in range(width) if seen[position]]
     streams = {}
     for ours, names in STREAMS.items():
         for theirs in names:
             if value.get(theirs) is not None:
                 full = [0.0] * len(prompt) + numbers(value[theirs], theirs, len(response), location)
-                streams[ours] = [full[position] for position in kept]
+                streams[ours] = [full[position] for position in positions]
     whole = [*([0.0] * len(prompt)), *mask]
     yield from token_row(
         context,
         location,
-        [(*prompt, *response)[position] for position in kept],
-        [whole[position] for position in kept],
+        [(*prompt, *response)[position] for position in positions],
+        [whole[position] for position in positions],
         **streams,
         group=value.get("uid"),
         reward=_score(value, len(response), location, context),

@@ -46,12 +46,12 @@ def find_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
         DataError: no file, or a file of an unknown kind.
     """
     several: Any = paths
-    given = [paths] if isinstance(paths, str | Path) else list(several) if isinstance(several, list | tuple) else None
-    if given is None or not all(isinstance(path, str | Path) for path in given):
+    named = [paths] if isinstance(paths, str | Path) else list(several) if isinstance(several, list | tuple) else None
+    if named is None or not all(isinstance(path, str | Path) for path in named):
         raise DataError(f"data paths must be text, a Path or a list of these, found {shown(paths)}.")
-    if not given:
+    if not named:
         raise DataError("no data paths given; name at least one .jsonl, .jsonl.gz, .json or .parquet file.")
-    files = [file for path in given for file in _files_of(path)]
+    files = [file for path in named for file in _files_of(path)]
     unique = {file.resolve(): file for file in reversed(files)}
     return sorted(unique.values(), key=files.index)
 
@@ -118,8 +118,8 @@ def _files_of(path: PathLike) -> Iterable[Path]:
 
 def _expand(path: Path) -> Iterable[Path]:
     if path.is_dir():
-        kept = (file for file in path.iterdir() if file.name.endswith(FOLDER_SUFFIXES) and file.is_file())
-        files = sorted(file for file in kept if not file.name.startswith("."))
+        candidates = (file for file in path.iterdir() if file.name.endswith(FOLDER_SUFFIXES) and file.is_file())
+        files = sorted(file for file in candidates if not file.name.startswith("."))
         if not files:
             raise DataError(
                 f"{printable(path)}: the folder holds no {', '.join(FOLDER_SUFFIXES)} file; name the files."

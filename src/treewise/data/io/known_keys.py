@@ -81,8 +81,8 @@ def unused_keys(record: Mapping[str, Any], form: str, group_by: str | None, loca
             continue
         for index, part in enumerate(values):
             if isinstance(part, dict) and not keys.issuperset(part):
-                found = _unused(part, keys, hints, f"{location}: {name}[{index}]")
-                unused.update(dict.fromkeys(f"{name}[].{key}" for key in found))
+                names = _unused(part, keys, hints, f"{location}: {name}[{index}]")
+                unused.update(dict.fromkeys(f"{name}[].{key}" for key in names))
     return list(unused)
 
 

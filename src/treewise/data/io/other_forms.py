@@ -129,15 +129,15 @@ def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Rec
         DataError: two masks, a mask of another length, labels that are not the tokens, or padding between tokens.
     """
     ids = np.asarray(flat_list(record["token_ids"], ids_name, location))
-    given = [name for name in ("loss_weights", *OTHER_MASKS) if name in record]
-    if len(given) > 1:
-        raise DataError(f"{location}: {' and '.join(given)} both tell what is trained; give one of them.")
-    per_token = [name for name in record if name in ("attention_mask", "position_ids", *given)]
+    masks = [name for name in ("loss_weights", *OTHER_MASKS) if name in record]
+    if len(masks) > 1:
+        raise DataError(f"{location}: {' and '.join(masks)} both tell what is trained; give one of them.")
+    per_token = [name for name in record if name in ("attention_mask", "position_ids", *masks)]
     arrays = {name: np.asarray(flat_list(record[name], name, location)) for name in per_token}
     for name, values in arrays.items():
         if len(values) != len(ids):
             raise DataError(f"{location}: {len(values)} {name} for {len(ids)} {ids_name}; they must align.")
-    weights = _weights(given, arrays, ids, ids_name, location)
+    weights = _weights(masks, arrays, ids, ids_name, location)
     keep = _unpadded(arrays.get("attention_mask"), location)
     rest = {key: value for key, value in record.items() if key not in ("token_ids", *per_token)}
     if keep is not None:
@@ -151,11 +151,11 @@ def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Rec
 
 
 def _weights(
-    given: list[str], arrays: dict[str, np.ndarray], ids: np.ndarray, ids_name: str, location: str
+    masks: list[str], arrays: dict[str, np.ndarray], ids: np.ndarray, ids_name: str, location: str
 ) -> np.ndarray:
     """Loss weights of the tokens, from the labels or the mask that is given."""
     weights = np.ones(len(ids), dtype=np.float32)
-    if given == ["labels"]:
+    if masks == ["labels"]:
         weights = (arrays["labels"] != IGNORED_LABEL).astype(np.float32)
         differs = np.flatnonzero((weights > 0) & (arrays["labels"] != ids))
         if len(differs):
@@ -164,8 +164,8 @@ def _weights(
                 f"{location}: labels[{at}] is {arrays['labels'][at]} and {ids_name}[{at}] is {ids[at]}; a label is the "
                 "token at its own position (not shifted), or -100."
             )
-    elif given:
-        weights = arrays[given[0]]
+    elif masks:
+        weights = arrays[masks[0]]
     if len(weights) and weights.dtype.kind in "iufb":
         weights = weights.astype(np.float32)
         weights[:1] = 0  # nothing predicts a first token, and flat training does not count it
@@ -175,10 +175,10 @@ def _weights(
 def _unpadded(mask: np.ndarray | None, location: str) -> slice | None:
     if mask is None or mask.all():
         return None
-    kept = np.flatnonzero(mask)
-    if not len(kept) or len(kept) != kept[-1] - kept[0] + 1:
+    positions = np.flatnonzero(mask)
+    if not len(positions) or len(positions) != positions[-1] - positions[0] + 1:
         raise DataError(f"{location}: attention_mask has zeros between ones, which is no padding at the ends.")
-    return slice(int(kept[0]), int(kept[-1]) + 1)
+    return slice(int(positions[0]), int(positions[-1]) + 1)
 
 
 def split_pair(record: Record, location: str) -> tuple[Record, Record]:

@@ -78,7 +78,7 @@ def clean_message(value: Any, location: str) -> tuple[Message, float]:
         message.pop("tool_calls", None)
     else:
         message["tool_calls"] = [_tool_call(call, f"{location}.tool_calls") for call in _list(message, location)]
-    given = weight(value.get("weight"), location)
+    own_weight = weight(value.get("weight"), location)
     if message.get("train_detail") is not None:
         if message.get("tool_calls") or message.get("reasoning_content"):
             raise DataError(
@@ -87,7 +87,7 @@ def clean_message(value: Any, location: str) -> tuple[Message, float]:
             )
         if not detail_spans(message["train_detail"], message["content"], location):
             return message, 0.0
-    return message, 0.0 if trains is False else given
+    return message, 0.0 if trains is False else own_weight
 
 
 def clean_tools(value: Any, location: str) -> list[dict[str, Any]] | None:

@@ -73,7 +73,7 @@ def rows_to_forest(
     flat_ids = token_ids[is_real]
     starts = flat_of[is_first]
     last_F = np.append(starts[1:], len(flat_ids)) - 1 if keeps_all else source_F
-    kept, lengths = _kept_lengths(starts, last_F, len(flat_ids))
+    kept, lengths = _used_lengths(starts, last_F, len(flat_ids))
     first = starts[kept]
     forest = Forest.from_trajectories(
         [Trajectory(flat_ids[start : start + length]) for start, length in zip(first, lengths, strict=True)]
@@ -117,7 +117,7 @@ def _refuse_offsets(is_first: np.ndarray, position_ids: np.ndarray | None) -> No
         raise NotShareable("the model has absolute positions, and a row does not begin at position 0 (left padding)")
 
 
-def _kept_lengths(starts: np.ndarray, needed_F: np.ndarray, num_flat: int) -> tuple[np.ndarray, np.ndarray]:
+def _used_lengths(starts: np.ndarray, needed_F: np.ndarray, num_flat: int) -> tuple[np.ndarray, np.ndarray]:
     """Sequences with a needed token, and how many of their tokens are computed: up to the last needed one.
 
     starts: [sequences] int64, needed_F: int64, ascending; both count the batch's tokens without padding. Returns two
@@ -126,9 +126,9 @@ def _kept_lengths(starts: np.ndarray, needed_F: np.ndarray, num_flat: int) -> tu
     sequence = np.searchsorted(starts, needed_F, side="right") - 1
     last = np.full(len(starts), -1)
     last[sequence] = needed_F  # ascending, so the last one stays
-    kept = np.flatnonzero(last >= 0)
-    ends = np.append(starts[1:], num_flat)[kept]
-    lengths = np.maximum(last[kept] - starts[kept] + 1, 2)  # a trajectory has at least two tokens
-    if (starts[kept] + lengths > ends).any():
+    used = np.flatnonzero(last >= 0)
+    ends = np.append(starts[1:], num_flat)[used]
+    lengths = np.maximum(last[used] - starts[used] + 1, 2)  # a trajectory has at least two tokens
+    if (starts[used] + lengths > ends).any():
         raise NotShareable("a sequence has one token only")
-    return kept, lengths
+    return used, lengths

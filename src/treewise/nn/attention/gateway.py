@@ -43,8 +43,8 @@ class Gateway:
     def write(self, call: LayerCall, key: Float[Tensor, "1 Hkv n D"], value: Float[Tensor, "1 Hkv n Dv"]) -> None:
         """Keeps keys and values ([1, Hkv, n, D]) of one call of a layer; a recomputation changes nothing."""
         if call not in self.keys:
-            kept = torch.device("cpu") if self.is_offloaded else key.device
-            self.keys[call], self.values[call] = key.detach().to(kept), value.detach().to(kept)
+            device = torch.device("cpu") if self.is_offloaded else key.device
+            self.keys[call], self.values[call] = key.detach().to(device), value.detach().to(device)
 
     def add_gradients(self, call: LayerCall, rows: RowIndex, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
         """Adds gradients ([1, Hkv, rows, D]) of the rows that a micro-batch read."""

@@ -139,14 +139,14 @@ def tree_attention_forward(
 
 
 def context_of(
-    module: nn.Module, attention_mask: torch.Tensor | None, given: TreeContext | None = None
+    module: nn.Module, attention_mask: torch.Tensor | None, by_keyword: TreeContext | None = None
 ) -> TreeContext | None:
     """The tree of a layer's call: given by keyword, or carried by the empty mask; None for a forward without a tree.
 
     Raises:
         UnsupportedModelError: the empty mask came without its tree.
     """
-    context = given if given is not None else getattr(attention_mask, "treewise", None)
+    context = by_keyword if by_keyword is not None else getattr(attention_mask, "treewise", None)
     if context is None and attention_mask is not None and attention_mask.numel() == 0:
         raise UnsupportedModelError(
             f"{type(module).__name__} lost the tree that the model's forward was given. With gradient checkpointing "

@@ -90,8 +90,8 @@ class TreeRows:
 
         def on_axis(code: np.ndarray) -> np.ndarray:
             segment, entry = np.divmod(np.maximum(-2 - code, 0), max(tail, 1))
-            kept = num_rows + 1 + rank[segment] * tail + entry
-            return np.where(code >= 0, code, np.where(code == -1, num_rows, kept))
+            tail_row = num_rows + 1 + rank[segment] * tail + entry
+            return np.where(code >= 0, code, np.where(code == -1, num_rows, tail_row))
 
         # Segment s begins at start[s] + (s + 1) * tail, its tail right before it.
         shift = tail * np.repeat(np.arange(1, segments.num_segments + 1), segments.length)

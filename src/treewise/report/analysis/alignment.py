@@ -135,14 +135,14 @@ def _common_runs(
     searched = here
     while len(runs) < MAX_RUNS and searched + WINDOW <= light_end and there + WINDOW <= heavy_end:
         until = min(searched + LOOK_AHEAD, light_end - WINDOW + 1)
-        found = index.next_positions(hashes[searched:until], there)
-        candidates = np.flatnonzero(found >= 0)
+        next_match = index.next_positions(hashes[searched:until], there)
+        candidates = np.flatnonzero(next_match >= 0)
         if not len(candidates):
             searched = until
             continue
         # The nearest in both: a far match of some boilerplate must not skip all that lies before it.
-        best = candidates[np.argmin(candidates + found[candidates])]
-        begin, match = searched + int(best), int(found[best])
+        best = candidates[np.argmin(candidates + next_match[candidates])]
+        begin, match = searched + int(best), int(next_match[best])
         length = _common_length(ids, begin, match, min(light_end - begin, heavy_end - match))
         if length < WINDOW:  # two windows of equal hash and different tokens
             searched = begin + 1

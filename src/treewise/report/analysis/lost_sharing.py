@@ -69,11 +69,11 @@ _VOLATILE = re.compile(
 class Side:
     """One of two branches around their first difference, in text.
 
-    place: the record that it came from. different: the first tokens of the difference; num_hidden_tokens more follow
+    location: the record that it came from. different: the first tokens of the difference; num_hidden_tokens more follow
     before the tokens that both branches hold again (`after`).
     """
 
-    place: str
+    location: str
     token_id: int
     is_trained: bool
     num_different_tokens: int
@@ -186,8 +186,8 @@ def _lost(tree: TokenTree, text: TokenText) -> tuple[list[LostSharing], int]:
     for fork in forks:
         if fork.num_common_tokens >= MIN_LOST:
             groups[fork.first_heavy, _cause(tree, fork, text, trained_above)].append(fork)
-    found = [_shown(tree, cause, members, text) for (_, cause), members in groups.items()]
-    return sorted(found, key=lambda each: -each.num_lost_tokens), num_skipped
+    shown = [_shown(tree, cause, members, text) for (_, cause), members in groups.items()]
+    return sorted(shown, key=lambda each: -each.num_lost_tokens), num_skipped
 
 
 def _cause(tree: TokenTree, fork: Fork, text: TokenText, trained_above: list[bool]) -> str:
@@ -206,11 +206,11 @@ def _cause(tree: TokenTree, fork: Fork, text: TokenText, trained_above: list[boo
 
 def _trained_above(tree: TokenTree) -> list[bool]:
     """[S] whether a segment or one above it has a trained token; parents come first."""
-    found = np.logical_or.reduceat(tree.is_trained, tree.segments.start).tolist()
+    is_trained = np.logical_or.reduceat(tree.is_trained, tree.segments.start).tolist()
     for segment, above in enumerate(tree.segments.parent.tolist()):
         if above >= 0:
-            found[segment] = found[segment] or found[above]
-    return found
+            is_trained[segment] = is_trained[segment] or is_trained[above]
+    return is_trained
 
 
 def _shown(tree: TokenTree, cause: str, forks: list[Fork], text: TokenText) -> LostSharing:
@@ -240,7 +240,7 @@ def _before(tree: TokenTree, fork: Fork, limit: int = CONTEXT) -> np.ndarray:
 def _side(tree: TokenTree, first: int, common: int, text: TokenText) -> Side:
     different = tree.token_ids[first:common]
     return Side(
-        place=_place(tree, first),
+        location=_location(tree, first),
         token_id=int(tree.token_ids[first]),
         is_trained=bool(tree.is_trained[first]),
         num_different_tokens=len(different),
@@ -250,7 +250,7 @@ def _side(tree: TokenTree, first: int, common: int, text: TokenText) -> Side:
     )
 
 
-def _place(tree: TokenTree, position: int) -> str:
+def _location(tree: TokenTree, position: int) -> str:
     """The first trajectory through a tree position."""
     segment = int(np.searchsorted(tree.segments.start, position, side="right") - 1)
     ends = np.where(tree.segments.end_segment >= segment, tree.segments.end_segment, len(tree.segments.start))

@@ -80,10 +80,10 @@ class LostCollector:
 
     def add(self, name: str, forest: Forest) -> int:
         """Adds one tree; returns the number of its tokens that could likely be saved."""
-        found, num_skipped = lost_in_tree(name, forest, self._text)
+        in_tree, num_skipped = lost_in_tree(name, forest, self._text)
         self._num_trees += 1
         self._num_skipped += num_skipped
-        for each in found:
+        for each in in_tree:
             self._totals[each.cause][0] += 1
             self._totals[each.cause][1] += each.num_lost_tokens
             # Avoidable causes are shown first; forks that were sampled apart are many and cannot be avoided.
@@ -94,7 +94,7 @@ class LostCollector:
                 heapq.heappop(self._kept)
         if len(self._trunks) < MAX_COMPARED_TREES:
             self._trunks.append(trunk_of(name, forest))
-        return sum(each.num_lost_tokens for each in found if each.cause in AVOIDABLE)
+        return sum(each.num_lost_tokens for each in in_tree if each.cause in AVOIDABLE)
 
     def result(self) -> LostReport:
         """The report; compares the trees with one another."""

@@ -207,8 +207,8 @@ def _thinned(xs: np.ndarray, ys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if len(xs) <= MAX_POINTS:
         return xs, ys
     columns = np.array_split(np.arange(len(xs)), MAX_POINTS // 2)
-    kept = {int(column[extreme]) for column in columns for extreme in (ys[column].argmin(), ys[column].argmax())}
-    order = np.array(sorted(kept | {0, len(xs) - 1}))
+    extremes = {int(column[extreme]) for column in columns for extreme in (ys[column].argmin(), ys[column].argmax())}
+    order = np.array(sorted(extremes | {0, len(xs) - 1}))
     return xs[order], ys[order]
 
 

@@ -55,7 +55,7 @@ def most_uncertain_tokens(
         points = [point for point in points_of(tree, root, "tokens") if not _has_branch(tree, point)]
         scores = np.array([_uncertainty(tree, point, settings.definition) for point in points])
         chosen = np.argsort(-scores, kind="stable")[: -(-room // settings.repeats)]
-        counts = [min(settings.repeats, room - number * settings.repeats) for number in range(len(chosen))]
+        counts = [min(settings.repeats, room - rank * settings.repeats) for rank in range(len(chosen))]
         return [
             Branch(points[index].node, points[index].position, count)
             for index, count in zip(chosen, counts, strict=True)

@@ -28,18 +28,18 @@ def points_of(tree: RolloutTree, root: int, kind: str) -> list[Point]:
     `tokens`: before every generated token but a node's first. `turns`: at the ends of turns that were answered by
     another turn.
     """
-    found = []
+    points = []
     for index in tree.below(root):
         node = tree[index]
         if kind == "turns":
             before = num_turns_before(tree, index)
             ends = node.turn_ends[node.turn_ends < len(node)]
-            found += [Point(index, int(end), before + number + 1) for number, end in enumerate(ends)]
+            points += [Point(index, int(end), before + number + 1) for number, end in enumerate(ends)]
             continue
         before = tree.num_sampled_before(index, 0)
         depths = np.cumsum(node.is_sampled) - node.is_sampled + before
-        found += [Point(index, int(at), int(depths[at])) for at in np.flatnonzero(node.is_sampled) if at > 0]
-    return found
+        points += [Point(index, int(at), int(depths[at])) for at in np.flatnonzero(node.is_sampled) if at > 0]
+    return points
 
 
 def num_turns_before(tree: RolloutTree, index: int) -> int:
@@ -66,11 +66,11 @@ def disagreements(outcomes: Sequence[bool]) -> tuple[int, int]:
 def actions_at(tree: RolloutTree, point: Point, kind: str) -> list[tuple[int, ...]]:
     """What was done at a point so far: the next token of every continuation, or its next turn; repeats included."""
     node = tree[point.node]
-    found = [_action(node.token_ids, node.turn_ends, point.position, kind)]
+    actions = [_action(node.token_ids, node.turn_ends, point.position, kind)]
     for child in tree.children(point.node):
         if tree[child].cut == point.position:
-            found.append(_action(tree[child].token_ids, tree[child].turn_ends, 0, kind))
-    return [action for action in found if action]
+            actions.append(_action(tree[child].token_ids, tree[child].turn_ends, 0, kind))
+    return [action for action in actions if action]
 
 
 def _action(token_ids: np.ndarray, turn_ends: np.ndarray, start: int, kind: str) -> tuple[int, ...]:

@@ -71,19 +71,19 @@ def within_budget(branches: Sequence[Branch], tree: RolloutTree, signals: Signal
     """
     lengths = [tree.num_sampled_before(leaf, len(tree[leaf])) for leaf in tree.leaves]
     typical = float(np.mean(lengths)) if lengths else signals.expected_tokens
-    kept: list[Branch] = []
+    affordable: list[Branch] = []
     left = float(budget_left)
     for branch in branches:
         if typical is None:
-            kept.append(branch)
+            affordable.append(branch)
             continue
         cost = max(1.0, typical - tree.num_sampled_before(branch.node, branch.position))
         if branch.max_tokens is not None:
             cost = min(cost, branch.max_tokens)
-        count = min(branch.count, max(int(left // cost), 0 if kept else 1))
+        count = min(branch.count, max(int(left // cost), 0 if affordable else 1))
         if count:
-            kept.append(replace(branch, count=count))
+            affordable.append(replace(branch, count=count))
         left -= cost * count
         if count < branch.count:
             break
-    return kept
+    return affordable

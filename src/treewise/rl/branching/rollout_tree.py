@@ -129,12 +129,12 @@ class RolloutTree:
 
     def below(self, index: int) -> list[int]:
         """A node and all that continue it, ascending."""
-        found, stack = [], [index]
+        nodes, stack = [], [index]
         while stack:
             node = stack.pop()
-            found.append(node)
+            nodes.append(node)
             stack.extend(self._children[node])
-        return sorted(found)
+        return sorted(nodes)
 
     def root_of(self, index: int) -> int:
         """The root that a node hangs below."""
@@ -167,12 +167,12 @@ class RolloutTree:
 
     def pieces(self, index: int, position: int | None = None) -> list[Piece]:
         """The path from the prompt through the first `position` own tokens of a node (all where not given)."""
-        found: list[Piece] = []
+        reversed_pieces: list[Piece] = []
         while index != PROMPT:
             node = self._nodes[index]
-            found.append(Piece(index, 0, len(node) if position is None else position))
+            reversed_pieces.append(Piece(index, 0, len(node) if position is None else position))
             index, position = node.parent, node.cut
-        return [piece for piece in reversed(found) if piece.end]
+        return [piece for piece in reversed(reversed_pieces) if piece.end]
 
     def path(self, index: int, name: str, position: int | None = None) -> np.ndarray:
         """A stream of the nodes ("token_ids", "is_sampled", "logprobs", "entropies") along a path, without the prompt.

@@ -42,8 +42,8 @@ class ChatTokens:
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
         whole = self.template.render([talk], None, "chat template", generation=False)[0]
         tail = whole.partition(MARK)[2]
-        found = self.encoder.end_of_turn(tail)
-        ids = self.encoder.encode_continuations([tail[found[0] : found[1]].strip()])[0].tolist() if found else []
+        span = self.encoder.end_of_turn(tail)
+        ids = self.encoder.encode_continuations([tail[span[0] : span[1]].strip()])[0].tolist() if span else []
         eos = self.tokenizer.eos_token_id
         ids = ids if len(ids) == 1 else []
         return tuple(dict.fromkeys([*ids, *([eos] if eos is not None else [])]))
@@ -82,8 +82,8 @@ class ChatTokens:
                 "tokens of an episode would not be those that the model saw; take another chat_template, as 'chatml'."
             )
         end = self.tokenizer.decode([end_id], skip_special_tokens=False)
-        _, found, rest = tail.partition(end)
-        if not found:
+        _, mark_end, rest = tail.partition(end)
+        if not mark_end:
             raise DataError(
                 f"{location}: the chat template writes no {end!r} after a turn, which is where the turn ended."
             )

@@ -89,10 +89,10 @@ class ReasoningGymTask:
             except ImportError:
                 raise ConfigError(f"{self.name} needs reasoning-gym; pip install 'treewise[rl]'.") from None
             try:
-                made = reasoning_gym.create_dataset(self.task, seed=seed, size=ITEMS_PER_SEED, **dict(self.settings))
+                dataset = reasoning_gym.create_dataset(self.task, seed=seed, size=ITEMS_PER_SEED, **dict(self.settings))
             except (ValueError, TypeError, AssertionError) as error:
                 raise ConfigError(f"{self.name} with {dict(self.settings)}: {error}") from None
-            self._datasets = dict(list(self._datasets.items())[-3:]) | {seed: made}
+            self._datasets = dict(list(self._datasets.items())[-3:]) | {seed: dataset}
         return self._datasets[seed]
 
 
@@ -193,8 +193,8 @@ def math_reward(completions: Sequence[Any], answer: Sequence[str], **_columns: A
         gold = parse(str(expected), parsing_timeout=None)
         if not gold:
             raise ValueError(f"the answer {expected!r} cannot be read as mathematics")
-        found = parse(completion_text(completion), parsing_timeout=None)
-        rewards.append(float(verify(gold, found, timeout_seconds=None)))
+        parsed = parse(completion_text(completion), parsing_timeout=None)
+        rewards.append(float(verify(gold, parsed, timeout_seconds=None)))
     return rewards
 
 
@@ -260,14 +260,14 @@ def loaded_function(function: str | RewardFunction) -> RewardFunction:
     if not location or not name:
         raise ConfigError(f"reward function {function!r} must be written module:function.")
     try:
-        found = getattr(_module(location), name)
+        target = getattr(_module(location), name)
     except ImportError as error:
         raise ConfigError(f"reward function {function!r}: {error}") from error
     except AttributeError:
         raise ConfigError(f"reward function {function!r}: {location} has no {name!r}.") from None
-    if not callable(found) or inspect.iscoroutinefunction(found):
+    if not callable(target) or inspect.iscoroutinefunction(target):
         raise ConfigError(f"reward function {function!r} must be a plain function.")
-    return found
+    return target
 
 
 def _module(location: str) -> Any:

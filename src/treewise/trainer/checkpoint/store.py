@@ -33,8 +33,8 @@ _ASIDE = re.compile(r"\.checkpoint-(\d+)\.(saving|replaced)")
 def checkpoints(run_dir: str | Path) -> list[Path]:
     """Folders `checkpoint-N` of a run, with or without a manifest, by step."""
     folder = Path(run_dir)
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=step_of)
+    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted((path for path in paths if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -108,15 +108,15 @@ def prune(run_dir: str | Path, limit: int | None, keep: str | None) -> None:
     """
     if not limit or limit < 1:
         return
-    found = checkpoints(run_dir)
-    if len(found) <= limit:
+    folders = checkpoints(run_dir)
+    if len(folders) <= limit:
         return
     num_good = 0
-    while found and num_good < limit:
-        num_good += is_verified(found.pop())
-    kept = Path(keep).resolve() if keep else None
-    for path in found:
-        if path.resolve() != kept:
+    while folders and num_good < limit:
+        num_good += is_verified(folders.pop())
+    keep_path = Path(keep).resolve() if keep else None
+    for path in folders:
+        if path.resolve() != keep_path:
             with suppress(OSError):
                 (path / MANIFEST).unlink(missing_ok=True)  # first: a folder that is removed in part is not a checkpoint
                 shutil.rmtree(path)
