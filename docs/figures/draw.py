@@ -262,6 +262,7 @@ BESIDE = (
     ("start it", ("cli", "rl", "integrations")),
     ("check it", ("verification", "testing")),
     ("measure and show it", ("bench", "report")),
+    ("start from a larger model", ("grow",)),
 )
 
 
