@@ -3,21 +3,51 @@
 import os
 
 import torch
+from safetensors.torch import load_file
 
 from tests.trainer.forked_ranks import free_port
 from tests.trainer.helpers import in_child
 from treewise import Forest, Trajectory
-from treewise.distributed.fsdp import ShardSettings, shard
+from treewise.distributed.fsdp import ShardSettings, shard, whole_state
 from treewise.engine.walk import Walk
 from treewise.nn.model import split_model
 from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model
+from treewise.trainer.checkpoint.sharded_io import save_shards
+from treewise.trainer.checkpoint.weights import sharded_weights
+
+
+def sharded(work):
+    """Runs `work` in a process group of one."""
+
+    def run():
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        torch.distributed.init_process_group("gloo")
+        work()
+
+    assert os.waitstatus_to_exitcode(os.waitpid(in_child(run, 120), 0)[1]) == 0
+
+
+def test_a_tied_head_is_gathered_and_saved_once(tmp_path):
+    def work():
+        model = tiny_model("gemma")
+        shard(model, split_model(model), torch.device("cpu"), ShardSettings(), None)
+        state = whole_state(model)
+        assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
+        model.save_pretrained(tmp_path, state_dict=state)
+        saved = load_file(tmp_path / "model.safetensors")
+        assert "lm_head.weight" not in saved
+        loaded = type(model).from_pretrained(tmp_path)
+        assert torch.equal(loaded.lm_head.weight, saved["model.embed_tokens.weight"])
+        save_shards(tmp_path / "shards", sharded_weights(model))
+        (file,) = (tmp_path / "shards").glob("*.safetensors")
+        assert "lm_head.weight" not in load_file(file)
+
+    sharded(work)
 
 
 def test_a_sharded_mixture_of_experts_returns_its_router_logits():
     def work():
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        torch.distributed.init_process_group("gloo")
         model = tiny_model("mixtral")
         lm = split_model(model)
         chain = plan(Forest.from_trajectories([Trajectory(range(1, 9))]))
@@ -33,4 +63,4 @@ def test_a_sharded_mixture_of_experts_returns_its_router_logits():
         for left, right in zip(expected, found, strict=True):
             torch.testing.assert_close(left, right)
 
-    assert os.waitstatus_to_exitcode(os.waitpid(in_child(work, 120), 0)[1]) == 0
+    sharded(work)

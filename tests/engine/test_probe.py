@@ -70,7 +70,16 @@ def test_weights_that_are_not_finite_are_named_so() -> None:
     model = tiny_model()
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.fill_(torch.nan)
-    with pytest.raises(UnsupportedModelError, match="hidden rows that are not finite"):
+    message = r"hidden rows that are not finite, .*: weights of model\.layers\.0\.mlp\.down_proj\.weight are not finite"
+    with pytest.raises(UnsupportedModelError, match=message):
+        run_probes(model)
+
+
+def test_a_head_that_is_not_finite_is_named_so() -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[3, 2] = torch.inf
+    with pytest.raises(UnsupportedModelError, match=r"logits that are not finite: weights of lm_head\.weight"):
         run_probes(model)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from treewise.errors import ConfigError
+from treewise.errors import CheckpointError, ConfigError
 from treewise.objectives import GRPO, SFT
 from treewise.rl.rollout_batch import Streams
 from treewise.rl.update import SCORES, Update, credited, describe, load_scores, save_scores, with_streams
@@ -66,8 +66,19 @@ def test_scores_of_other_data_or_choices_are_not_used(update, tmp_path):
     save_scores(tmp_path, update, FACTS)
     assert load_scores(tmp_path, update, ["other", *FACTS[1:]]) is None
     assert load_scores(tmp_path, replace(update, num_dropped=1), FACTS) is None
-    (tmp_path / SCORES).write_bytes(b"damaged")
+
+
+@pytest.mark.parametrize("damage", [lambda raw: b"damaged", lambda raw: raw[:-1], lambda raw: raw[:-2] + b"??"])
+def test_damaged_scores_are_a_warning_and_are_not_used(update, tmp_path, caplog, damage):
+    save_scores(tmp_path, update, FACTS)
+    (tmp_path / SCORES).write_bytes(damage((tmp_path / SCORES).read_bytes()))
     assert load_scores(tmp_path, update, FACTS) is None
+    assert f"{SCORES} is damaged" in caplog.text
+
+
+def test_scores_that_cannot_be_written_are_an_error(update, tmp_path):
+    with pytest.raises(CheckpointError, match="the log-probs cannot be written"):
+        save_scores(tmp_path / "missing", update, FACTS)
 
 
 def test_what_needs_no_computing_is_not_saved(update, tmp_path):

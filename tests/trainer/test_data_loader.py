@@ -49,6 +49,32 @@ def test_batches_of_all_ranks_are_every_tree_once_per_epoch(num_ranks):
     assert orders[0] != orders[1]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_batches", [1, 4, 6, 11])
+def test_an_epoch_is_cut_into_exactly_so_many_batches(num_ranks, num_batches):
+    samplers = [TreeSampler(11, 1, 5, rank, num_ranks, num_batches) for rank in range(num_ranks)]
+    batches = [[tree for part in parts for tree in part] for parts in zip(*samplers, strict=True)]
+    assert len(batches) == len(samplers[0]) == num_batches
+    assert {len(batch) for batch in batches} <= {11 // num_batches, -(-11 // num_batches)}
+    assert sorted(tree for batch in batches for tree in batch) == list(range(11))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_epoch_of_seven_trees_in_six_steps(make_trainer, trees, accumulation):
+    settings = {"steps_per_epoch": 6, "gradient_accumulation_steps": accumulation, "num_train_epochs": 2}
+    trainer = make_trainer(trees, **settings)
+    trainer.train()
+    assert trainer.state.global_step == 12
+    sizes = [entry["tree_tokens"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(sizes) == 12
+    assert sum(sizes[:6]) == sum(sizes[6:])
+
+
+def test_more_steps_than_trees_are_an_error(make_trainer, trees):
+    with pytest.raises(ConfigError, match="steps_per_epoch=9: give 1 to 7, the number of trees"):
+        make_trainer(trees, steps_per_epoch=9).train()
+
+
 def test_the_order_depends_on_seed_and_epoch_alone():
     first, again = (TreeSampler(100, 4, seed=1) for _ in range(2))
     np.random.random(3)  # noqa: NPY002 - moves the global generator on

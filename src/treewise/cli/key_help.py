@@ -84,7 +84,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
         *("weighting", "normalization", "constant"),
     ),
     "Steps": (
-        *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
+        *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_epoch", "num_train_epochs"),
+        "max_steps",
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "bf16"),
         *("activation_checkpointing", "use_cpu", "seed", "data_seed", "full_determinism"),
     ),

@@ -289,10 +289,36 @@ def train(
             f"out of memory in step {trainer.state.global_step + 1} with max_tokens={arguments.max_tokens}; "
             "a lower max_tokens gives the same gradients in less memory."
         ) from error
-    trainer.save_model()
-    trainer.save_state()
+    _save_final(trainer, Path(arguments.output_dir), command)
     if is_first_rank():
         print(f"model saved to {arguments.output_dir}")
+
+
+def _save_final(trainer: Any, folder: Path, command: str) -> None:
+    """Saves the model and marks the run as finished.
+
+    Raises:
+        CheckpointError: there is no room; says how the model is saved later.
+    """
+    from treewise.trainer.checkpoint import store
+
+    try:
+        trainer.save_model()
+        try:
+            trainer.save_state()
+        except OSError as error:
+            (folder / FINISHED).unlink(missing_ok=True)
+            raise CheckpointError(f"{folder / FINISHED} could not be written ({error.strerror}).") from error
+    except CheckpointError as error:
+        saved, step = store.checkpoints(folder), trainer.state.global_step
+        if not saved:
+            raise CheckpointError(
+                f"{error} The run has no checkpoint (save_strategy), so its weights are lost."
+            ) from error
+        rest = "" if store.step_of(saved[-1]) == step else f", which trains the steps to {step} again"
+        raise CheckpointError(
+            f"{error} The run goes on from {saved[-1].name}: make room, then: {command} --resume{rest}"
+        ) from error
 
 
 # -- the run's folder -------------------------------------------------------------------------------------------------

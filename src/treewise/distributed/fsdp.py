@@ -230,12 +230,18 @@ def inside_in_order(layers: list[nn.Module]) -> list[nn.Parameter]:
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state, gathered into host memory on rank 0; empty on other ranks. Every rank calls this."""
+    """The model's state, gathered into host memory on rank 0; empty on other ranks. Every rank calls this.
+
+    A tied parameter is gathered once: its names share one tensor, so that `save_pretrained` writes it once.
+    """
     state = {}
-    for name, value in model.state_dict().items():
-        whole = whole_tensor(value) if isinstance(value, DTensor) else value
+    known: dict[Any, torch.Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if value not in known:
+            whole = whole_tensor(value) if isinstance(value, DTensor) else value
+            known[value] = whole.detach().cpu() if ranks.own() == 0 else torch.empty(0)
         if ranks.own() == 0:
-            state[name] = whole.detach().cpu()
+            state[name] = known[value]
     return state
 
 

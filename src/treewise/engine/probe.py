@@ -21,7 +21,7 @@ from torch import nn
 
 from treewise.engine.stirring import adapters_stirred
 from treewise.engine.walk import MicroBatchOutput, Walk
-from treewise.errors import TreewiseError, UnsupportedModelError
+from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.lm_head import edge_values
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead
@@ -110,9 +110,16 @@ def _hidden(
 def _check_finite(lm: DecoderAndHead, rows: torch.Tensor) -> None:
     if not rows.isfinite().all():
         raise UnsupportedModelError(
-            f"{type(lm.decoder).__name__} gives hidden rows that are not finite, on a tree of {len(rows)} tokens: its "
-            "weights diverged, or its precision is too low."
+            f"{type(lm.decoder).__name__} gives hidden rows that are not finite, on a tree of {len(rows)} tokens: "
+            f"{_why_not_finite(lm)}"
         )
+
+
+def _why_not_finite(lm: DecoderAndHead) -> str:
+    wrong = [name for name, each in lm.model.named_parameters() if not each.isfinite().all()]
+    if not wrong:
+        return "its weights diverged, or its precision is too low."
+    return f"weights of {', '.join(wrong[:3])} are not finite ({num(len(wrong), 'parameter')} in all); it diverged."
 
 
 def _spread(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> float:
@@ -237,6 +244,10 @@ def _check_logprobs(lm: DecoderAndHead, rows: torch.Tensor, token_ids: np.ndarra
     ours = edge_values(rows[: len(tokens)], lm.head(), source, tokens[1:])["log_probs"]
     with observe_masks() as observations:
         native = own_logprobs(lm, token_ids)
+    if not native.isfinite().all():
+        raise UnsupportedModelError(
+            f"{type(lm.model).__name__} gives logits that are not finite: {_why_not_finite(lm)}"
+        )
     modules = set(lm.decoder.modules())
     check_masks([each for each in observations if each.module in modules])
     gaps = (ours - native).abs()

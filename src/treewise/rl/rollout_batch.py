@@ -239,7 +239,7 @@ def without_groups(trees: Trees, groups: Sequence[Any]) -> Trees:
 
 
 def trees_per_batch(num_trees: int, num_mini_batches: int, num_ranks: int) -> int:
-    """Trees of one rank in each of `num_mini_batches` optimizer steps that together see every tree once.
+    """The most trees of one rank in each of `num_mini_batches` optimizer steps that together see every tree once.
 
     Raises:
         ConfigError: more mini-batches than trees.

@@ -7,7 +7,9 @@
 Computed log-probs are saved beside the run (`save_scores`), so that a resumed run trains against the same, bit for bit.
 """
 
+import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from safetensors.numpy import save_file
 
 from treewise.advantages import AdvantageReport
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, num
+from treewise.errors import CheckpointError, ConfigError, num
 from treewise.objectives import PolicyGradient, logprob_gap
 from treewise.rl.rollout_batch import (
     GIVEN,
@@ -35,7 +37,10 @@ from treewise.rl.rollout_batch import (
 )
 from treewise.tree.trajectory import Trajectory, number_rollouts
 
+logger = logging.getLogger("treewise")
+
 SCORES = "scored.safetensors"
+_DIGEST = "sha256"  # of the log-probs
 _NO_STREAMS = Streams(None, None)
 _OLD = {
     GIVEN: "the rows' own",
@@ -175,26 +180,40 @@ def scored(
 
 
 def save_scores(folder: Path, update: Update, facts: Sequence[object]) -> None:
-    """Saves the computed log-probs. facts: plain values that identify the data and the models."""
+    """Saves the computed log-probs. facts: plain values that identify the data and the models.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
     if not update.computed_streams:
         return
     items = [item for tree in update.trees for item in tree]
     arrays = {name: np.concatenate([getattr(item, name) for item in items]) for name in update.computed_streams}
     part = folder / f".{SCORES}.part"
-    save_file(arrays, part, metadata=_metadata(update, facts))
-    os.replace(part, folder / SCORES)
+    try:
+        save_file(arrays, part, metadata={**_metadata(update, facts), _DIGEST: _digest(arrays)})
+        os.replace(part, folder / SCORES)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder / SCORES}: the log-probs cannot be written ({error}).") from error
 
 
 def load_scores(folder: Path, update: Update, facts: Sequence[object]) -> Update | None:
-    """The update with the log-probs that the run began with; None where none of this data and models are saved."""
+    """The update with the log-probs that the run began with; None where none of this data and models are saved, or a
+    file that is damaged, which is a warning.
+    """
     if not update.computed_streams or not (folder / SCORES).is_file():
         return None
     try:
         with safe_open(folder / SCORES, "numpy") as file:
-            if file.metadata() != _metadata(update, facts):
-                return None
-            arrays = {name: file.get_tensor(name) for name in update.computed_streams}
-    except (SafetensorError, OSError):
+            metadata = dict(file.metadata() or {})
+            digest = metadata.pop(_DIGEST, None)
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        if digest != _digest(arrays):
+            raise SafetensorError("its checksum differs")
+    except (SafetensorError, OSError) as error:
+        logger.warning("%s is damaged (%s): the log-probs are computed again", folder / SCORES, error)
+        return None
+    if metadata != _metadata(update, facts):
         return None
     ends = np.cumsum([len(item) for tree in update.trees for item in tree])[:-1]
     parts: dict[str, Any] = {name: iter(np.split(array, ends)) for name, array in arrays.items()}
@@ -203,6 +222,14 @@ def load_scores(folder: Path, update: Update, facts: Sequence[object]) -> Update
         return replace(item, **{name: next(part) for name, part in parts.items()})
 
     return replace(update, trees=[[filled(item) for item in tree] for tree in update.trees])
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def _metadata(update: Update, facts: Sequence[object]) -> dict[str, str]:

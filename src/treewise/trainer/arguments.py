@@ -48,6 +48,8 @@ class TreeTrainingArguments(TrainingArguments):
     Parameters:
         max_tokens: the budget, the most tokens with live activations at a time. `auto`: as many as fit in the free
             memory, measured at the first step. None: a batch is one micro-batch.
+        steps_per_epoch: cut the trees of an epoch into so many optimizer steps, as equal as possible;
+            `per_device_train_batch_size` is then ignored. None: as many steps as batches of that size give.
         attention: `auto`, `reference`, `cascade` or `flex`.
         temperature: divides the logits, as the sampler of the data did.
         offload: gateways and the activations of held micro-batches are moved to host memory.
@@ -81,6 +83,7 @@ class TreeTrainingArguments(TrainingArguments):
     max_tokens: int | str | None = field(
         default="auto", metadata={"help": "The most tokens with live activations at a time; auto measures it."}
     )
+    steps_per_epoch: int | None = field(default=None, metadata={"help": "Cut an epoch into so many optimizer steps."})
     attention: str = field(default="auto", metadata={"help": "auto, reference, cascade or flex."})
     temperature: float = field(default=1.0, metadata={"help": "Divides the logits, as the sampler did."})
     offload: bool = field(default=False, metadata={"help": "Move gateways and held activations to host memory."})
@@ -124,6 +127,8 @@ class TreeTrainingArguments(TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1.")
+        if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
+            raise ConfigError(f"steps_per_epoch={self.steps_per_epoch!r} must be at least 1.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose {' or '.join(choices)}.")
@@ -207,7 +212,10 @@ class TreeTrainingArguments(TrainingArguments):
     def order_facts(self) -> dict[str, Any]:
         """The settings that determine, with the data, which trees a step trains."""
         seed = self.seed if self.data_seed is None else self.data_seed
-        return {"seed": seed, "trees_per_step": self.trees_per_step, "shuffle": self.shuffles}
+        size = {"trees_per_step": self.trees_per_step}
+        if self.steps_per_epoch is not None:
+            size = {"steps_per_epoch": self.steps_per_epoch}
+        return {"seed": seed, **size, "shuffle": self.shuffles}
 
     @property
     def shuffles(self) -> bool:

@@ -27,11 +27,22 @@ class TreeSampler(BatchSampler):
     """Indices of the trees in each batch of one rank. Batches together are every tree exactly once, never more.
 
     A batch of all ranks is `batch_size * num_ranks` trees in a row of the epoch's order; the last one may be smaller,
-    so that a rank may get fewer trees than others, or none.
+    so that a rank may get fewer trees than others, or none. With `num_steps` the order is cut into so many
+    optimizer steps instead, whose sizes differ by one at most, and each of them into `batches_per_step` batches.
     """
 
-    def __init__(self, num_trees: int, batch_size: int, seed: int | None, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        num_trees: int,
+        batch_size: int,
+        seed: int | None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        num_steps: int | None = None,
+        batches_per_step: int = 1,
+    ) -> None:
         self.num_trees, self.batch_size, self.seed = num_trees, batch_size, seed
+        self.num_steps, self.batches_per_step = num_steps, batches_per_step
         self.rank, self.num_ranks = rank, num_ranks
         self.drop_last = False
         self.epoch = 0
@@ -49,10 +60,17 @@ class TreeSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
         width = self.batch_size * self.num_ranks
-        for start in range(0, self.num_trees, width):
-            yield order[start : start + width][self.rank :: self.num_ranks].tolist()
+        if self.num_steps is None:
+            batches = [order[start : start + width] for start in range(0, self.num_trees, width)]
+        else:
+            steps = np.array_split(order, self.num_steps)
+            batches = [batch for step in steps for batch in np.array_split(step, self.batches_per_step)]
+        for batch in batches:
+            yield batch[self.rank :: self.num_ranks].tolist()
 
     def __len__(self) -> int:
+        if self.num_steps is not None:
+            return self.num_steps * self.batches_per_step
         return math.ceil(self.num_trees / (self.batch_size * self.num_ranks))
 
 
@@ -176,9 +194,13 @@ def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
     """The order of the training trees: of this rank, or of all ranks where trees are placed on ranks later."""
     facts = args.order_facts()
     seed = facts["seed"] if facts["shuffle"] else None
+    if args.steps_per_epoch is not None and args.steps_per_epoch > num_trees:
+        raise ConfigError(f"steps_per_epoch={args.steps_per_epoch}: give 1 to {num_trees}, the number of trees.")
+    steps = (args.steps_per_epoch, args.gradient_accumulation_steps)
+    size = args.per_device_train_batch_size
     if args.places_trees:
-        return TreeSampler(num_trees, args.per_device_train_batch_size * args.world_size, seed)
-    return TreeSampler(num_trees, args.per_device_train_batch_size, seed, args.process_index, args.world_size)
+        return TreeSampler(num_trees, size * args.world_size, seed, 0, 1, *steps)
+    return TreeSampler(num_trees, size, seed, args.process_index, args.world_size, *steps)
 
 
 def training_loader(args: TreeTrainingArguments, dataset: Any, epoch: int = 0) -> TreeLoader:

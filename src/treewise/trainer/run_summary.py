@@ -17,6 +17,8 @@ logger = logging.getLogger("treewise")
 
 def steps_per_epoch(args: TreeTrainingArguments, num_trees: int) -> int:
     """Optimizer steps in which every tree is trained once."""
+    if args.steps_per_epoch is not None:
+        return int(args.steps_per_epoch)
     batches = math.ceil(num_trees / (args.per_device_train_batch_size * args.world_size))
     return math.ceil(batches / args.gradient_accumulation_steps)
 
@@ -60,7 +62,13 @@ def summarize_run(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -
     rank = f" on rank {args.process_index} of {args.world_size}" if args.world_size > 1 else ""
     if args.places_trees:
         rank = f" on {args.world_size} ranks together"
+    per_epoch = steps_per_epoch(args, facts.num_trees)
+    trees = f"{args.trees_per_step:,}"
     per_step = facts.num_tree_tokens * min(args.trees_per_step, facts.num_trees) / facts.num_trees
+    if args.steps_per_epoch is not None:
+        least, most = facts.num_trees // per_epoch, math.ceil(facts.num_trees / per_epoch)
+        trees = f"{most:,}" if least == most else f"{least:,} or {most:,}"
+        per_step = facts.num_tree_tokens / per_epoch
     lines = [
         ("trees", f"{facts.num_trees:,}"),
         ("trajectories", f"{facts.num_trajectories:,}"),
@@ -68,7 +76,7 @@ def summarize_run(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -
         ("tree tokens", f"{facts.num_tree_tokens:,}"),
         ("share ratio", f"{facts.num_flat_tokens / facts.num_tree_tokens:.2f}"),
         ("leaf ratio", f"{facts.num_leaf_tokens / facts.num_tree_tokens:.2f}"),
-        ("optimizer steps", f"{steps:,} of {args.trees_per_step:,} trees, {per_step:,.0f} tree tokens"),
+        ("optimizer steps", f"{steps:,} of {trees} trees, {per_step:,.0f} tree tokens"),
         ("budget", budget),
         (
             "first step",

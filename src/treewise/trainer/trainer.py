@@ -318,8 +318,7 @@ class TreeTrainer(Trainer):
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        folder = Path(output_dir or self.args.output_dir)
-        contents.write_model(folder, self.model, self.processing_class, self.args, state_dict)
+        contents.save_model(Path(output_dir or self.args.output_dir), self.model, self.processing_class, self.args)
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -222,6 +222,13 @@ def test_a_resolved_configuration_is_the_same_run(rl, capsys):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_mini_batches_that_do_not_divide_the_groups_are_so_many_steps(rl):
+    code, out, _ = rl(make_rows(5), "--objective", "grpo", "--mini_batches", 3, *FAST)
+    assert code == 0
+    assert "3 of 1 or 2 trees" in out
+    assert len(logged("out", "loss")) == 3
+
+
 # -- what is said -----------------------------------------------------------------------------------------------------
 
 

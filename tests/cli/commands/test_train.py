@@ -3,15 +3,21 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.load_model import DEMO_MODEL, load_model, locate
 from treewise.cli.main import main
+from treewise.cli.training_run import FINISHED
 from treewise.errors import ConfigError
+from treewise.trainer import TreeTrainer
+from treewise.trainer.checkpoint import contents
 
 
 @pytest.fixture
@@ -124,6 +130,48 @@ def test_a_closed_pipe_does_not_end_training(folder):
     assert "code 0" in result.stderr
     assert len((folder / "run" / "log.jsonl").read_text().splitlines()) == 21
     AutoModelForCausalLM.from_pretrained(folder / "run")
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_a_disk_without_room_for_the_model_is_one_line_and_the_run_goes_on_later(folder, capsys, monkeypatch, strategy):
+    write = contents.write_model
+
+    def full(target, *args):
+        if target.name == ".model.saving":
+            (target / "model.safetensors").write_bytes(b"a part")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        write(target, *args)
+
+    monkeypatch.setattr(contents, "write_model", full)
+    assert main(["train", "run.yaml", "--save_strategy", strategy]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert "error: run: the model could not be saved (" in err
+    assert "No space left on device" in err
+    assert not list((folder / "run").glob("*.safetensors"))
+    assert not list((folder / "run").glob(".model*"))
+    if strategy == "no":
+        assert "The run has no checkpoint (save_strategy), so its weights are lost." in err
+        return
+    assert "goes on from checkpoint-4: make room, then: treewise train run.yaml --save_strategy steps --resume" in err
+    monkeypatch.setattr(contents, "write_model", write)
+    assert main(["train", "run.yaml", "--resume"]) == 0
+    saved = AutoModelForCausalLM.from_pretrained(folder / "run").state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained(folder / "run" / "checkpoint-4").state_dict().items():
+        assert torch.equal(saved[name], value)
+
+
+def test_a_state_that_cannot_be_written_leaves_the_run_open(folder, capsys, monkeypatch):
+    def full(self, path):
+        Path(path).write_text("{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TreeTrainer, "save_state", lambda self: full(self, Path(self.args.output_dir) / FINISHED))
+    assert main(["train", "run.yaml"]) == 2
+    assert "trainer_state.json could not be written (No space left on device)" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    assert main(["train", "run.yaml", "--resume"]) == 0
 
 
 def test_a_dry_run_leaves_no_file_anywhere(folder, monkeypatch):

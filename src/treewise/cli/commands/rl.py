@@ -197,7 +197,7 @@ def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
     if settings.get("weighting") == "once":  # a token counts once per tree, so trees must stay apart
         config.training["merge_across_trees"] = False
     batch = config.training.get("per_device_train_batch_size")
-    count = config.more.get("mini_batches")
+    count = config.more.get("mini_batches") or config.training.get("steps_per_epoch")
     if count is None and batch is None:
         count = 1
     if count is not None:
@@ -209,7 +209,8 @@ def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
                 f"mini_batches={count} makes batches of {size} trees, but per_device_train_batch_size is {batch}; "
                 "give one of them."
             )
-        config.training["per_device_train_batch_size"] = size
+        config.training["per_device_train_batch_size"] = size  # the most; where the trees do not divide, some have less
+        config.training["steps_per_epoch"] = count
     return training_run.training_arguments(config)
 
 

@@ -151,7 +151,7 @@ class OnlineTrainer:
                 if self._is_due(iteration, self.settings.save_every):
                     self._save(updater)
             parts.control = parts.callback_handler.on_train_end(self.args, parts.state, parts.control)
-            contents.write_model(self.folder, self.model, self._parts.processing_class, self.args)
+            contents.save_model(self.folder, self.model, self._parts.processing_class, self.args)
             parts.state.save_to_json(str(self.folder / contents.STATE))
         return logs
 

@@ -110,15 +110,30 @@ def _stages(run: RunState, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: _write_rest(run, folder)
 
 
+def save_model(folder: Path, model: Any, tokenizer: Any, args: TreeTrainingArguments) -> None:
+    """The model at the end of a run, whole or not at all; every rank calls this.
+
+    Raises:
+        CheckpointError: on all ranks, if any of them could not write. Files that were there are untouched.
+    """
+    state = whole_state(model) if is_sharded_model(model) else None
+    num_bytes = sum(each.numel() * each.element_size() for each in sharded_weights(model).values())
+
+    def write() -> None:
+        if args.should_save:
+            with store.moved_into(folder, num_bytes) as aside:
+                write_model(aside, model, tokenizer, args, state)
+
+    ranks.on_every_rank(write)
+
+
 def write_model(
     folder: Path, model: Any, tokenizer: Any, args: TreeTrainingArguments, state: dict[str, torch.Tensor] | None = None
 ) -> None:
     """The model as `from_pretrained` reads it, its tokenizer, and the settings of the run.
 
-    state: the weights; None: those of the model, gathered from all ranks where they are sharded.
+    state: the gathered weights of a sharded model (`whole_state`).
     """
-    if state is None and is_sharded_model(model):
-        state = whole_state(model)
     if args.should_save:
         folder.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(folder, state_dict=state)

@@ -167,6 +167,12 @@ def flush_folder(path: Path) -> None:
             os.close(folder)
 
 
+def flush_file(path: Path) -> None:
+    """Makes the content of a file durable."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
 def identity(path: Path, *, flush: bool = False) -> dict[str, Any]:
     """Size and SHA-256 of a file, which is flushed to the disk on request."""
     with path.open("rb") as stream:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from treewise.errors import CheckpointError, bytes_as_text
 from treewise.trainer.checkpoint.manifest import (
     MANIFEST,
+    flush_file,
     flush_folder,
     is_verified,
     read_manifest,
@@ -27,6 +28,7 @@ from treewise.trainer.checkpoint.manifest import (
 )
 
 _NAME = re.compile(r"checkpoint-(\d+)")
+_MODEL_ASIDE = ".model.saving"
 _ASIDE = re.compile(r"\.checkpoint-(\d+)\.(saving|replaced)")
 
 
@@ -87,6 +89,7 @@ def recover(run_dir: str | Path) -> list[str]:
     """
     folder = Path(run_dir)
     lines = []
+    shutil.rmtree(folder / _MODEL_ASIDE, ignore_errors=True)
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _ASIDE.fullmatch(path.name)
         if match is None:
@@ -126,15 +129,49 @@ def prune(run_dir: str | Path, limit: int | None, keep: str | None) -> None:
 def explained(folder: Path, num_bytes: int) -> Iterator[None]:
     """Turns the errors of a failed save into a `CheckpointError`.
 
-    num_bytes: size of the checkpoint, for the message.
+    folder: of `new_folder`. num_bytes: size of the checkpoint, for the message.
     """
+    with _explained(folder.parent, f"checkpoint of step {_aside_step(folder)}", num_bytes, "Earlier checkpoints"):
+        yield
+
+
+@contextmanager
+def moved_into(folder: Path, num_bytes: int) -> Iterator[Path]:
+    """A new folder whose files are moved into `folder` in the end; where any cannot be written, none is.
+
+    num_bytes: their size, for the message.
+
+    Raises:
+        CheckpointError: the disk is full or fails.
+    """
+    aside = folder / _MODEL_ASIDE
+    with _explained(folder, "model", num_bytes, "Checkpoints"):
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            yield aside
+            for path in sorted(aside.rglob("*")):
+                if path.is_file():
+                    flush_file(path)  # some disks report that they are full only now
+            for path in sorted(aside.rglob("*")):
+                target = folder / path.relative_to(aside)
+                if path.is_dir():
+                    target.mkdir(exist_ok=True)
+                else:
+                    os.replace(path, target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _explained(folder: Path, what: str, num_bytes: int, untouched: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, CheckpointError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise CheckpointError(
-            f"{folder.parent}: the checkpoint of step {_aside_step(folder)} could not be saved ({reason}); it takes "
-            f"{bytes_as_text(num_bytes)}, {_room(folder.parent)} free. Earlier checkpoints are untouched."
+            f"{folder}: the {what} could not be saved ({reason}); it takes {bytes_as_text(num_bytes)}, "
+            f"{_room(folder)} free. {untouched} are untouched."
         ) from error
 
 
