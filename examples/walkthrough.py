@@ -2,8 +2,7 @@
 # # A walk through treewise
 #
 # Real trees, a tiny random model, no download, a minute on two cores. Run it as a script, or cell by cell in an editor
-# that knows `# %%` (VS Code, PyCharm, Spyder; `jupytext --to notebook` makes a notebook of it). It writes to
-# `runs/walkthrough`.
+# that knows `# %%` (VS Code, PyCharm, Spyder), or as the notebook `walkthrough.ipynb`. It writes to `runs/walkthrough`.
 
 # %%
 import gzip
@@ -19,7 +18,8 @@ from treewise.data import load_trees
 from treewise.report.html.build import build_data_report
 from treewise.report.html.page import write_page
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path("examples")
+FOLDERS = [Path(__file__).parent] if "__file__" in globals() else [Path(), Path("examples")]
+HERE = next(folder for folder in FOLDERS if (folder / "data").is_dir())
 OUTPUT = Path("runs/walkthrough")
 OUTPUT.mkdir(parents=True, exist_ok=True)
 
@@ -130,8 +130,8 @@ for update in range(2):
 # %% [markdown]
 # ## A loss of your own
 #
-# Any function of the log-probs. `logprobs[i][j]` is that of token `j + 1` of trajectory `i`. Here the best record
-# should become likelier than the worst one, by the logistic loss of their mean log-probs.
+# Any function of the log-probs; `trained_only` leaves prompts out. `logprobs[i]` are those of trajectory `i`. Here the
+# best record should become likelier than the worst one, by the logistic loss of their mean log-probs.
 
 # %%
 best, worst = (int(pick([item.reward for item in items])) for pick in (np.argmax, np.argmin))
@@ -141,7 +141,7 @@ def preference(logprobs: list[torch.Tensor]) -> torch.Tensor:
     return -torch.nn.functional.logsigmoid(logprobs[best].mean() - logprobs[worst].mean())
 
 
-print(f"preference loss {engine.step(forest, preference).loss:.4f}")
+print(f"preference loss {engine.step(forest, preference, trained_only=True).loss:.4f}")
 optimizer.zero_grad()
 
 # %% [markdown]

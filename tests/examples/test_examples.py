@@ -1,11 +1,15 @@
 """The examples are listed, the walk-through runs as it stands, and configurations hold known keys."""
 
+import os
 import re
-import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.examples.notebook import as_notebook
 from treewise.cli.commands import rl
 from treewise.cli.config import read_config
 
@@ -14,20 +18,54 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_every_example_is_listed() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    files = [*EXAMPLES.glob("*.py"), *(EXAMPLES / "configs").iterdir(), *(EXAMPLES / "data").iterdir()]
+    files = [
+        *EXAMPLES.glob("*.py"),
+        *EXAMPLES.glob("*.ipynb"),
+        *(EXAMPLES / "configs").iterdir(),
+        *(EXAMPLES / "data").iterdir(),
+    ]
     assert not [path.name for path in files if f"{path.relative_to(EXAMPLES).as_posix()}" not in page]
 
 
-def test_the_walkthrough_runs_and_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    names = runpy.run_path(str(EXAMPLES / "walkthrough.py"))
-    assert names["report"].passed
-    assert names["losses"][-1] < names["losses"][0] - 0.5
-    assert names["forest"].share_ratio > 8
-    assert names["page"].is_file()
-    assert "share ratio" in capsys.readouterr().out
+CHECKS = """
+assert report.passed
+assert losses[-1] < losses[0] - 0.5
+assert forest.share_ratio > 8
+assert page.is_file()
+"""
+# In a process of its own: Jupyter's libraries warn, and start threads.
+EXECUTE = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], 4)
+notebook.cells.append(nbformat.v4.new_code_cell(sys.argv[2]))
+nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": sys.argv[3]}}).execute()
+print("".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", ())))
+"""
+
+
+def test_the_notebook_of_the_walkthrough_runs_and_learns(tmp_path: Path) -> None:
+    """Cell by cell in a Jupyter kernel; as the script that it is made from where there is no Jupyter."""
+    if find_spec("nbclient") is None or find_spec("ipykernel") is None:
+        (tmp_path / "run.py").write_text((EXAMPLES / "walkthrough.py").read_text(encoding="utf-8") + CHECKS)
+        (tmp_path / "data").symlink_to(EXAMPLES / "data")
+        command = [sys.executable, "run.py"]
+    else:
+        notebook = str(EXAMPLES / "walkthrough.ipynb")
+        (tmp_path / "examples").symlink_to(EXAMPLES)
+        command = [sys.executable, "-c", EXECUTE, notebook, CHECKS, str(tmp_path)]
+    folders = {name: str(tmp_path / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | folders, capture_output=True, text=True, check=False, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "share ratio" in done.stdout
+
+
+def test_the_notebook_is_made_of_the_script() -> None:
+    script = (EXAMPLES / "walkthrough.py").read_text(encoding="utf-8")
+    assert (EXAMPLES / "walkthrough.ipynb").read_text(encoding="utf-8") == as_notebook(script), (
+        "python tests/examples/notebook.py writes it again"
+    )
 
 
 def test_the_walkthrough_begins_every_cell_with_a_marker() -> None:
