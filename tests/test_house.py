@@ -48,6 +48,7 @@ WHOLE_PACKAGE = {
     "objectives/test_objectives_contract": "what every objective keeps",
     "objectives/test_objectives_trl": "losses against TRL's own",
     "rl/curriculum/test_rules": "each rule of a draw against its formula",
+    "rl/online/test_ranks": "several processes against one",
     "rl/branching/test_policies": "branching policies on simulated rollouts",
     "report/html/test_browser": "the page in a browser",
     "trainer/test_checkpoints": "interrupted and resumed runs",

@@ -98,7 +98,7 @@ class OnlinePlacer:
     ) -> Iterator[list[Forest]]:
         """This rank's part of each batch; the next batch is placed while the caller computes one."""
         with_steps = ((first_step + index // batches_per_step, batch) for index, batch in enumerate(batches))
-        return prefetched(with_steps, lambda item: self._rank_part(*item))
+        return prefetched(with_steps, lambda item: self.own_part(*item))
 
     def costs_at(self, step: int) -> CostModel:
         """The costs that step `step` (from 0) is placed with."""
@@ -151,7 +151,8 @@ class OnlinePlacer:
         """Sets the cost models from `state()`."""
         self._costs = [(int(start), CostModel(*costs)) for start, *costs in state]
 
-    def _rank_part(self, step: int, batch: list[Forest]) -> list[Forest]:
+    def own_part(self, step: int, batch: Sequence[Forest]) -> list[Forest]:
+        """This rank's part of the batch of step `step` (from 0)."""
         if not batch:
             return []
         placement = assign_ranks(

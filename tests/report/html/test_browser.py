@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.report.analysis.test_online_log import write_online_run
 from tests.report.analysis.test_run_log import HISTORY, write_run
 from tests.report.rows import HOSTILE, named_trees
 from treewise.data import LoadReport
@@ -71,6 +72,7 @@ def files(data_report: DataReport, tokenizer, tmp_path_factory: pytest.TempPathF
     load = LoadReport(num_files=1, num_records=2)
     reports = {
         "all": (data_report, run),
+        "online": (None, read_run(write_online_run(folder / "online", HOSTILE))),
         "simple": (build_data_report(One("simple", simple), load), None),
         "budgets": (build_data_report(One("budgets", Forest.from_trajectories(long)), load, max_tokens=100), None),
     }
@@ -454,3 +456,21 @@ def test_the_page_of_several_trees_changes_trees(open_page: Any, tokenizer) -> N
         page.select_option("#tree-choice", str(number))
         name = options[number].rpartition(" (")[0]
         assert f"{sizes[name]:,} tokens" in page.locator("#detail").inner_text()
+
+
+def test_an_online_run_shows_its_best_and_worst_trees(open_page: Any) -> None:
+    page = open_page("online")
+    figures = page.query_selector_all("#run figure.rewards")
+    assert [each.get_attribute("data-tree") for each in figures] == ["best-1", "worst-1", "best-2", "worst-2"]
+    worst = figures[1]
+    assert HOSTILE.partition("\u2028")[0] in worst.query_selector("figcaption").text_content()
+    assert sorted(each.text_content() for each in worst.query_selector_all(".leaf text")) == ["0", "0", "1"]
+    assert sorted(each.text_content() for each in worst.query_selector_all(".fork text")) == ["0.25", "0.5"]
+    box = worst.query_selector("svg").bounding_box()
+    for path in worst.query_selector_all("path"):
+        own = path.bounding_box()
+        assert own["x"] >= box["x"]
+        assert own["x"] + own["width"] <= box["x"] + box["width"]
+    titles = [each.text_content() for each in page.query_selector_all("#run .charts figcaption")]
+    assert titles[:2] == ["Reward over tokens", "Calibration of the book"]
+    assert page.title() != "owned"

@@ -30,14 +30,14 @@ class EvenBytes:
         return [float(sum(request.token_ids) % 2 == 0) for request in requests]
 
 
-def tiny_policy(seed=0):
+def tiny_policy(seed=0, **changes):
     return testing.tiny_model(
         seed=seed,
         vocab_size=len(TOKENIZER),
         num_hidden_layers=2,
         intermediate_size=64,
-        max_position_embeddings=256,
         eos_token_id=TOKENIZER.eos_token_id,
+        **{"max_position_embeddings": 256, **changes},
     )
 
 

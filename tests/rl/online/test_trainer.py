@@ -285,12 +285,13 @@ def test_a_gap_beyond_the_limit_is_a_warning(tmp_path, caplog):
     assert "sampler_correction" not in caplog.text
 
 
-def test_several_processes_and_a_lone_kl_are_refused(tmp_path, monkeypatch):
+def test_sharded_parameters_and_a_lone_kl_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="reference"):
         new_trainer(tmp_path / "run", objective=GRPO(beta=0.1))
     args = arguments(tmp_path / "run")
     monkeypatch.setattr(type(args), "world_size", property(lambda self: 2))
-    with pytest.raises(ConfigError, match="one process"):
+    monkeypatch.setattr(type(args), "shard_settings", lambda self: object())
+    with pytest.raises(ConfigError, match="whole on every process"):
         OnlineTrainer(tiny_policy(), EvenBytes(), TOKENIZER, settings(), args)
 
 

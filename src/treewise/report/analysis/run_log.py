@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treewise.errors import ConfigError
+from treewise.report.analysis.online_log import OnlineReport, read_online
 
 STATE = "trainer_state.json"
 RESOLVED = "resolved_config.yaml"
@@ -30,9 +31,22 @@ KNOWN = {
     "tree_tokens": ("tree tokens", "tree tokens", "tokens"),
     "grad_norm": ("gradient norm", "gradient norm", "norm"),
     "learning_rate": ("learning rate", "learning rate", "per step"),
+    # of an online run, by iteration
+    "reward": ("reward", "training", "mean of the rollouts"),
+    "eval_reward": ("reward", "held out", "mean of the rollouts"),
+    "success": ("success", "training", "share of the rollouts"),
+    "eval_pass@1": ("success", "held out, pass@1", "share of the rollouts"),
+    "rollout_length": ("length of a rollout", "training", "generated tokens"),
+    "eval_length": ("length of a rollout", "held out", "generated tokens"),
+    "branch_depth": ("branch depth", "branch depth", "generated tokens before a branch"),
+    "seconds_sampling": ("seconds", "sampling", "seconds of an iteration"),
+    "seconds_reward": ("seconds", "rewards", "seconds of an iteration"),
+    "seconds_update": ("seconds", "update", "seconds of an iteration"),
+    "logprob_gap": ("logprob gap", "sampler against engine", "mean of exp(|difference|), 1: none"),
 }
 _UNITS = {"bytes": "bytes", "gib": "GiB", "seconds": "seconds", "tokens": "tokens", "runtime": "seconds"}
-_NOT_DRAWN = re.compile("step|epoch|total_flos|.*_runtime|.*_(samples|steps)_per_second")
+_NOT_DRAWN = re.compile("step|epoch|iteration|total_flos|.*_runtime|.*_(samples|steps)_per_second")
+_FIRST_ONLINE = ("reward", "success", "share ratio", "branch depth", "entropy")
 _FIRST = ("loss", "speed", "share ratio", "efficiency", "memory", "arithmetic")
 
 
@@ -52,7 +66,8 @@ class Series:
 class RunReport:
     """A run, read from its folder. summary: totals that the trainer writes at the end.
 
-    absent: charts without values in this log. num_not_finite: logged values that are not finite; not drawn.
+    absent: charts without values in this log. num_not_finite: logged values that are not finite; not drawn. online: of
+    a run that sampled its rollouts itself.
     """
 
     folder: str
@@ -66,6 +81,7 @@ class RunReport:
     absent: tuple[str, ...]
     num_not_finite: int
     config: str | None
+    online: OnlineReport | None = None
 
     @property
     def charts(self) -> list[list[Series]]:
@@ -73,7 +89,8 @@ class RunReport:
         groups: dict[str, list[Series]] = {}
         for each in self.series:
             groups.setdefault(each.chart, []).append(each)
-        rank = {name: index for index, name in enumerate(_FIRST)}
+        order = _FIRST if self.online is None else (*_FIRST_ONLINE, *_FIRST)
+        rank = {name: index for index, name in reversed(list(enumerate(order)))}
         return [groups[name] for name in sorted(groups, key=lambda name: rank.get(name, len(rank)))]
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,6 +118,7 @@ def read_run(folder: str | Path) -> RunReport:
     steps = [entry for entry in history if "train_runtime" not in entry]
     series = _series(steps, _flops_per_token(state, steps))
     have = {each.chart for each in series}
+    online = read_online(run, state, steps)
     summary = {key: value for key, value in (totals[-1] if totals else {}).items() if _is_number(value)}
     return RunReport(
         folder=str(run),
@@ -111,9 +129,10 @@ def read_run(folder: str | Path) -> RunReport:
         is_finished=bool(totals) or (0 < max_steps <= num_steps),
         series=tuple(series),
         summary=summary,
-        absent=tuple(name for name in _FIRST[:5] if name not in have),
+        absent=tuple(name for name in (_FIRST[:5] if online is None else _FIRST_ONLINE) if name not in have),
         num_not_finite=sum(_is_not_finite(value) for entry in history for value in entry.values()),
         config=_config(run),
+        online=online,
     )
 
 

@@ -16,6 +16,7 @@ from treewise.planning.planner import Plan, plan
 from treewise.report.analysis.budget_costs import BudgetCosts, Cost
 from treewise.report.analysis.facts import InspectReport, TreeFacts, inspect_forests
 from treewise.report.analysis.lost_totals import LostCollector, LostReport
+from treewise.report.analysis.online_log import OnlineReport
 from treewise.report.analysis.plan_facts import PlanReport, report_plan
 from treewise.report.analysis.run_log import RunReport
 from treewise.report.analysis.token_text import TokenText
@@ -238,7 +239,21 @@ def run_charts(run: RunReport) -> list[Chart]:
     for group in run.charts:
         lines = [(each.label, each.steps, each.values) for each in group]
         from_zero = group[0].chart in FROM_ZERO  # else a change of one in a thousand looks like a cliff
-        charts.append(line_chart(lines, _title(group[0].chart), "step", group[0].unit, from_zero=from_zero))
+        axis = "step" if run.online is None else "iteration"
+        charts.append(line_chart(lines, _title(group[0].chart), axis, group[0].unit, from_zero=from_zero))
+    return charts if run.online is None else [*online_charts(run.online), *charts]
+
+
+def online_charts(online: OnlineReport) -> list[Chart]:
+    """Reward over generated tokens, and the book's predictions against what came."""
+    charts = []
+    if online.over_tokens:
+        lines = [(each.label, each.tokens, each.values) for each in online.over_tokens]
+        charts.append(line_chart(lines, "Reward over tokens", "generated tokens", "mean of the rollouts"))
+    if online.trials:
+        even: tuple[str, tuple[float, ...], tuple[float, ...]] = ("observed = predicted", (0.0, 1.0), (0.0, 1.0))
+        points = [even, ("success, by tenths of the prediction", online.predicted, online.observed)]
+        charts.append(line_chart(points, "Calibration of the book", "predicted success", "observed success"))
     return charts
 
 

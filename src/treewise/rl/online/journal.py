@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.distributed import ranks
 from treewise.rl.samplers import Completion, SampleRequest
 
 logger = logging.getLogger("treewise")
@@ -27,6 +28,18 @@ _ARRAYS = {
     "top_ids": np.int32,
     "top_logprobs": np.float32,
 }
+
+
+def journal_file(run_dir: Path, iteration: int) -> Path:
+    """The journal of an iteration; the first is 1. Each of several processes has one, of the trees that it grows."""
+    part = f"-rank-{ranks.own()}-of-{ranks.count()}" if ranks.count() > 1 else ""
+    return run_dir / "journal" / f"iteration-{iteration:05d}{part}.jsonl"
+
+
+def journals(run_dir: Path, last: int | None = None) -> list[Path]:
+    """The journals of all processes; those up to iteration `last`."""
+    found = sorted((run_dir / "journal").glob("iteration-*.jsonl"))
+    return [path for path in found if last is None or int(path.stem.split("-")[1]) <= last]
 
 
 class Journal:

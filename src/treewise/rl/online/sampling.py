@@ -2,16 +2,21 @@
 
 A round asks each tree's policy for branches, continues all of them turn by turn, gives the rollouts that ended their
 rewards, and goes on with the next round. Everything is a function of weights, settings, items and seed.
+
+Trees do not depend on one another, so each of several processes grows its own, and all get the whole: environments,
+samples and rewards of a tree are those of one process, and it does not matter which.
 """
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from treewise.distributed import ranks
 from treewise.errors import TaskError
 from treewise.rl.branching import PROMPT, Branch, Branching, RolloutTree
 from treewise.rl.online.continuation import Continuation, Limits
@@ -75,6 +80,17 @@ class GrowingTree:
         self.num_sampled += continuation.num_drawn
         return index
 
+    def grown(self) -> dict[str, Any]:
+        """What came of it, as plain JSON values."""
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {"tree": self.tree.to_json(), **counts}
+
+    def take_grown(self, values: dict[str, Any]) -> None:
+        """Becomes what another process has grown."""
+        self.tree = RolloutTree.from_json(values["tree"])
+        for name in _COUNTS:
+            setattr(self, name, values[name])
+
     def _conversation_at(self, branch: Branch) -> Conversation:
         num_tokens = len(self.tree.prefix_ids(branch.node, branch.position))
         source = self.first if branch.node == PROMPT else self.conversations[branch.node]
@@ -102,8 +118,38 @@ class Rounds:
     seconds: dict[str, float] = field(default_factory=lambda: {"sampling": 0.0, "reward": 0.0})
 
 
+_COUNTS = ("num_started", "num_sampled", "num_refused", "is_complete")
+
+
 def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
-    """Rounds until every tree has spent its budget, or its policy asks for nothing."""
+    """Rounds until every tree has spent its budget, or its policy asks for nothing. Every process calls this with the
+    same trees, grows those whose number is its own, and gets the others.
+
+    Raises:
+        TaskError: a reward failed on any process, and the runner raises.
+    """
+    if ranks.count() == 1:
+        return _grow(trees, rounds)
+    own = [each for each in trees if each.number % ranks.count() == ranks.own()]
+    before, seconds = rounds.rewards.failures.copy(), dict(rounds.seconds)
+
+    def work() -> Any:
+        _grow(own, rounds)
+        failures = rounds.rewards.failures - before
+        return [(each.number, each.grown()) for each in own], failures, rounds.seconds
+
+    parts = ranks.on_every_rank(work)
+    grown = {number: values for found, _, _ in parts for number, values in found}
+    mine = {each.number for each in own}
+    for each in trees:
+        if each.number not in mine:
+            each.take_grown(grown[each.number])
+    rounds.rewards.failures = sum((failures for _, failures, _ in parts), Counter(before))
+    for name in seconds:  # of the slowest process, which the others wait for
+        rounds.seconds[name] = max(times[name] for _, _, times in parts)
+
+
+def _grow(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
     while True:
         batch = [(tree, each) for tree in trees for each in _next_round(tree, rounds)]
         if not batch:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from treewise.distributed import ranks
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
@@ -35,8 +36,9 @@ from treewise.rl.online.curriculum_check import check_on_tasks, prepared
 from treewise.rl.online.draw_log import write_check, write_draws
 from treewise.rl.online.evaluation import evaluated
 from treewise.rl.online.items import book_key, pool_of
-from treewise.rl.online.journal import Journal
+from treewise.rl.online.journal import Journal, journal_file, journals
 from treewise.rl.online.practice import Practised, practise
+from treewise.rl.online.processes import entered, hand_over, same_weights
 from treewise.rl.online.progress import token_progress
 from treewise.rl.online.records import write_rollouts
 from treewise.rl.online.report import PrintedLine, figures
@@ -52,7 +54,6 @@ from treewise.rl.update import Update, scored
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.nonfinite import NonFiniteGuard
-from treewise.trainer.run_lock import RunLock
 from treewise.tree.trajectory import Trajectory
 
 logger = logging.getLogger("treewise")
@@ -77,7 +78,7 @@ class OnlineTrainer:
         callbacks: of transformers: trackers, or your own; `on_log` gets the figures of each iteration.
 
     Raises:
-        ConfigError: settings that contradict one another; several processes.
+        ConfigError: settings that contradict one another; sharded parameters.
         UnsupportedModelError: the model cannot follow a tree.
     """
 
@@ -96,10 +97,10 @@ class OnlineTrainer:
     ) -> None:
         self.task, self.settings = task, settings or OnlineSettings()
         args = TreeTrainingArguments() if args is None else args
-        if int(args.world_size) > 1:
+        if int(args.world_size) > 1 and args.shard_settings() is not None:
             raise ConfigError(
-                f"an online run has one process, and this is one of {args.world_size}; start it without torchrun. "
-                "Recorded rollouts train on several: treewise rl --data."
+                "an online run samples from the model in training, which is whole on every process; leave fsdp out. "
+                "Recorded rollouts train sharded models: treewise rl --data."
             )
         self.args = args
         self.objective_name = objective if isinstance(objective, str) else "grpo"
@@ -111,7 +112,8 @@ class OnlineTrainer:
         )
         for callback in (PrinterCallback, ProgressCallback):
             self._parts.remove_callback(callback)
-        self._parts.add_callback(PrintedLine(sys.stdout.write))
+        if args.process_index == 0:
+            self._parts.add_callback(PrintedLine(sys.stdout.write))
         self.model = self._parts.model
         self.folder = Path(args.output_dir)
         self.chat = ChatTokens(tokenizer, self.settings.chat_template)
@@ -139,7 +141,7 @@ class OnlineTrainer:
             CheckpointError: a checkpoint that is damaged, or of another run.
         """
         with ExitStack() as stack:
-            stack.enter_context(RunLock(self.folder))
+            stack.enter_context(entered(self.folder, self.args))
             stack.callback(self.sampler.close)
             updater = self._begin(resume_from_checkpoint)
             parts, logs = self._parts, {}
@@ -152,11 +154,13 @@ class OnlineTrainer:
                     self._save(updater)
             parts.control = parts.callback_handler.on_train_end(self.args, parts.state, parts.control)
             contents.save_model(self.folder, self.model, self._parts.processing_class, self.args)
-            parts.state.save_to_json(str(self.folder / contents.STATE))
+            if self.args.should_save:
+                parts.state.save_to_json(str(self.folder / contents.STATE))
         return logs
 
     def _begin(self, wanted: str | bool | None) -> Updater:
         parts = self._parts
+        same_weights(self.model)
         num_updates = self.settings.iterations * self.settings.updates_per_iteration
         parts.create_optimizer_and_scheduler(num_updates)
         guard = NonFiniteGuard(
@@ -164,16 +168,14 @@ class OnlineTrainer:
         )
         parts.state.max_steps = self.settings.iterations
         if wanted:
-            for line in store.recover(self.folder):
-                logger.warning("%s", line)
             self._resume(wanted)
-        elif store.checkpoints(self.folder) or self._journals():
+        elif ranks.on_first_rank(lambda: bool(store.checkpoints(self.folder) or journals(self.folder))):
             raise ConfigError(f"{self.folder} holds an online run; resume it, or choose another folder.")
         return Updater(parts.runner, parts.optimizer, parts.lr_scheduler, guard, self.args)
 
     def _resume(self, wanted: str | bool) -> None:
         parts = self._parts
-        found = states.find_checkpoint(self.folder, wanted, self._facts())
+        found = ranks.on_first_rank(lambda: states.find_checkpoint(self.folder, wanted, self._facts()))
         if found is None:
             return
         folder, manifest = found
@@ -182,7 +184,7 @@ class OnlineTrainer:
         parts.state.max_steps = self.settings.iterations
         self.rewards.failures.update(self.state.failures)
         self.items.load_state_dict(self.state.curriculum)
-        self.sampler.update(self.model)
+        hand_over(self.sampler, self.model)
 
     def _save(self, updater: Updater) -> None:
         """One checkpoint with all state; journals of the iterations before it are no longer needed."""
@@ -195,9 +197,9 @@ class OnlineTrainer:
         )
         facts = {"step": self.state.iteration, "max_tokens": parts.engine.max_tokens, **self._facts()}
         contents.save(run, self.folder, facts)
-        store.prune(self.folder, self.args.save_total_limit, None)
-        for path in self._journals():
-            if int(path.stem.rpartition("-")[2]) <= self.state.iteration:
+        if self.args.should_save:
+            store.prune(self.folder, self.args.save_total_limit, None)
+            for path in journals(self.folder, self.state.iteration):
                 path.unlink()
 
     def _facts(self) -> dict[str, Any]:
@@ -207,9 +209,6 @@ class OnlineTrainer:
             "seed": self.args.seed,
             "online_settings": states.facts_as_text(self.settings.sampling_facts()),
         }
-
-    def _journals(self) -> list[Path]:
-        return sorted((self.folder / "journal").glob("iteration-*.jsonl"))
 
     def _is_due(self, iteration: int, every: int) -> bool:
         return every > 0 and ((iteration + 1) % every == 0 or iteration + 1 == self.settings.iterations)
@@ -229,11 +228,12 @@ class OnlineTrainer:
         if curriculum.name not in SIGNAL_OF or not settings.check_items:
             return
         report, trees = self._checked(settings.check_items, settings.check_rollouts)
-        write_check(self.folder, curriculum.name, report)
-        sys.stdout.write(f"{report.text()}\n")
+        if self.args.should_save:
+            write_check(self.folder, curriculum.name, report)
+            sys.stdout.write(f"{report.text()}\n")
         reason = refusal(curriculum.name, report)
         if reason is not None and is_refusable(curriculum.name) and not curriculum.settings.force:
-            for path in self._journals():  # nothing to resume
+            for path in journals(self.folder) if self.args.should_save else ():  # nothing to resume
                 path.unlink()
             raise ConfigError(f"{reason} Choose another, or force it: curriculum_settings.force=true.")
         if reason is not None:
@@ -256,7 +256,7 @@ class OnlineTrainer:
         rng = np.random.default_rng([self.args.seed, _CHECK])
         chosen = np.arange(num_items) if size is None else rng.permutation(size)[:num_items]
         trees = self._new_trees((self.args.seed, 0, _CHECK), chosen.tolist(), 0, [0] * len(chosen))
-        rounds = self._rounds(Journal(self.folder / "journal" / "iteration-00000.jsonl"))
+        rounds = self._rounds(Journal(journal_file(self.folder, 0)))
         prepare = partial(
             prepared,
             settings=self.settings,
@@ -285,14 +285,14 @@ class OnlineTrainer:
     # -- an iteration -------------------------------------------------------------------------------------------------
 
     def _iteration(self, iteration: int, updater: Updater) -> dict[str, float]:
-        journal = Journal(self.folder / "journal" / f"iteration-{iteration + 1:05d}.jsonl")
-        rounds = self._rounds(journal)
+        rounds = self._rounds(Journal(journal_file(self.folder, iteration + 1)))
         if iteration == 0 and self.settings.eval_every:
             self._log({"iteration": 0.0, **self._evaluation(rounds)})
         practised = self._practise(iteration, rounds)
         trees = practised.trees
         rows = rows_of(trees, iteration + 1)
-        write_rollouts(self.folder, iteration + 1, rows)
+        if self.args.should_save:
+            write_rollouts(self.folder, iteration + 1, rows)
         update = self._credited([trees[kept] for kept in practised.kept], [rows[kept] for kept in practised.kept])
         account = account_of(trees, rows, update, iteration + 1)
         gap, report = {}, None
@@ -302,7 +302,7 @@ class OnlineTrainer:
             )
             gap = self._measured_gap(update)
             report = updater.run(update.trees, self._batches(iteration, len(update.trees)), self.state.num_updates + 1)
-            self.sampler.update(self.model)
+            hand_over(self.sampler, self.model)
         self._observe(practised)
         logs = {"iteration": float(iteration + 1)} | figures(
             trees, account, report, self.state.book, rounds.seconds, self.settings.success_at
@@ -406,7 +406,8 @@ class OnlineTrainer:
         """Takes a finished iteration into the state."""
         state, trees = self.state, practised.trees
         outcomes = practised.outcomes(state.book, self.settings.success_at)
-        write_draws(self.folder, state.iteration + 1, self.settings.curriculum, practised, outcomes)
+        if self.args.should_save:
+            write_draws(self.folder, state.iteration + 1, self.settings.curriculum, practised, outcomes)
         self.items.observe(outcomes, len(practised.kept))
         for each in trees:
             state.book.observe_tree(each.key, each.tree)

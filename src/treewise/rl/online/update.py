@@ -1,4 +1,8 @@
-"""The optimizer steps of one iteration: each trains some of its trees, all together every tree once per epoch."""
+"""The optimizer steps of one iteration: each trains some of its trees, all together every tree once per epoch.
+
+Of several processes each trains its part of a step, placed by predicted time as in training on recorded data, and
+gradients are added up; all take the same step.
+"""
 
 import math
 import time
@@ -8,13 +12,17 @@ from typing import Any
 
 import torch
 
+from treewise.distributed import ranks
+from treewise.distributed.online_placement import OnlinePlacer, prior_of
 from treewise.errors import DataError
+from treewise.nn.flops import flop_model
 from treewise.nn.gradients import clear_gradients
 from treewise.trainer import TreeTrainingArguments
 from treewise.trainer.data_loader import collate
 from treewise.trainer.metrics import MetricMeans
 from treewise.trainer.nonfinite import NonFiniteGuard
 from treewise.trainer.step import StepRunner
+from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 
@@ -41,6 +49,11 @@ class Updater:
     ) -> None:
         self.runner, self.optimizer, self.scheduler = runner, optimizer, scheduler
         self.guard, self.args = guard, args
+        self._placer = None
+        if args.places_trees:
+            budget = args.max_tokens if isinstance(args.max_tokens, int) else None
+            weighting = getattr(runner.objective, "weighting", "per_trajectory")
+            self._placer = OnlinePlacer(prior_of(flop_model(runner.model)), budget, weighting, fits=False)
 
     def run(self, trees: Sequence[list[Trajectory]], batches: Sequence[Sequence[int]], step: int) -> UpdateReport:
         """One optimizer step for each batch of tree numbers. step: the number of the first one.
@@ -61,30 +74,43 @@ class Updater:
                 flat_tokens += out.num_flat_tokens
             losses.append(math.fsum(out.loss for out in outs))
             norms.append(norm)
-        metrics = {"loss": math.fsum(losses) / len(losses), "grad_norm": math.fsum(norms) / len(norms)}
-        metrics |= means.take(lambda *values: list(values))
-        return UpdateReport(metrics, tree_tokens, flat_tokens, time.perf_counter() - started)
+        loss, trees_of_all, flat_of_all = self._sum(math.fsum(losses), tree_tokens, flat_tokens)
+        metrics = {"loss": loss / len(losses), "grad_norm": math.fsum(norms) / len(norms)}
+        metrics |= means.take(self._sum)
+        return UpdateReport(metrics, int(trees_of_all), int(flat_of_all), time.perf_counter() - started)
+
+    def _sum(self, *values: float) -> list[float]:
+        return ranks.sum_over(self.args.device, *values)
+
+    def _own_part(self, forests: list[Forest], step: int) -> list[Forest]:
+        if self._placer is not None:
+            return self._placer.own_part(step, forests)
+        return forests[ranks.own() :: ranks.count()]
 
     def _step(self, trees: Sequence[list[Trajectory]], step: int) -> tuple[list[Any], float]:
         objective = self.runner.objective
         merges = self.args.merge_across_trees and getattr(objective, "weighting", "once") != "once"
         forests = collate(trees, merges)
         _check_rows(trees, forests, step)
+        forests = self._own_part(forests, step)
         self.guard.begin_step(forests)
         self.runner.model.train()
         clear_gradients(self.runner.model.parameters())
-        out = self.runner.train_batch(forests, self.runner.denominator(forests, step), step)
-        assert out is not None  # every row has a trained token
-        self.guard.add_loss(out.loss)
+        denominator = self.runner.denominator(forests, step)
+        self.runner.count_experts([forests], step)
+        out = self.runner.train_batch(forests, denominator, step)
+        self.runner.sum_gradients()
+        self.guard.add_loss(0.0 if out is None else out.loss)
         limit = self.args.max_grad_norm or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(list(self.runner.model.parameters()), limit))
-        is_finite = self.guard.is_finite(norm)
+        (num_nonfinite,) = self._sum(float(not self.guard.is_finite(norm)))
+        is_finite = not num_nonfinite
         named = [] if is_finite else self.runner.nonfinite_trajectories(forests)
         if self.guard.check_step(step, norm, is_finite=is_finite, nonfinite=named):
             self.optimizer.step()
             self.scheduler.step()
         clear_gradients(self.runner.model.parameters())
-        return [out], norm
+        return [] if out is None else [out], norm
 
 
 def _check_rows(trees: Sequence[list[Trajectory]], forests: Sequence[Any], step: int) -> None:

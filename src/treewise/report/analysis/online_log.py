@@ -1,0 +1,200 @@
+"""What an online run adds to its log: reward over tokens, how good its predictions were, trees of rollouts."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treewise.errors import DataError
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+FOLDER = "rollouts"
+_OVER_TOKENS = {"reward": "reward, training", "eval_reward": "reward, held out", "eval_pass@1": "pass@1, held out"}
+_MAX_ROWS = 20_000  # of one iteration that is read for its trees
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSeries:
+    """A value by the generated tokens of the iterations up to it."""
+
+    label: str
+    tokens: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TreePiece:
+    """A piece of a tree without forks: tokens [start, end), its row in the picture (leaves are whole numbers, forks lie
+    in the middle of their children), the piece before it (-1: none), and its value: the mean over what goes on from
+    it, or the reward of the rollout that ends there (None: no rollout ends at a piece without children).
+    """
+
+    start: int
+    end: int
+    row: float
+    parent: int
+    value: float
+    is_leaf: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTree:
+    """A tree of rollouts. which: `best` or `worst` of its iteration by mean reward. prompt_tokens: before the first
+    trained one.
+    """
+
+    iteration: int
+    which: str
+    group: str
+    num_rollouts: int
+    mean_reward: float
+    prompt_tokens: int
+    pieces: tuple[TreePiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineReport:
+    """predicted, observed: success by the book and in fact, of each tenth that had trials; trials: their numbers."""
+
+    over_tokens: tuple[TokenSeries, ...]
+    predicted: tuple[float, ...]
+    observed: tuple[float, ...]
+    trials: tuple[float, ...]
+    trees: tuple[RewardTree, ...]
+
+
+def read_online(run: Path, state: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> OnlineReport | None:
+    """What an online run left in its folder; None for another kind of run.
+
+    Raises:
+        DataError: rollouts that are no rows.
+    """
+    if not any("sampled_tokens" in entry for entry in history):
+        return None
+    predicted, observed, trials = _calibration(state)
+    return OnlineReport(_over_tokens(history), predicted, observed, trials, _trees(run))
+
+
+def _over_tokens(history: Sequence[Mapping[str, Any]]) -> tuple[TokenSeries, ...]:
+    points: dict[str, list[tuple[int, float]]] = {name: [] for name in _OVER_TOKENS}
+    total = 0
+    for entry in history:
+        total += int(entry.get("sampled_tokens", 0))
+        for name, own in points.items():
+            if _is_finite(entry.get(name)):
+                own.append((total, float(entry[name])))
+    return tuple(
+        TokenSeries(label, tuple(at for at, _ in points[name]), tuple(value for _, value in points[name]))
+        for name, label in _OVER_TOKENS.items()
+        if points[name]
+    )
+
+
+def _calibration(state: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """From the book's bins: trials, sums of predictions, successes."""
+    try:
+        bins = np.asarray(state["stateful_callbacks"]["LoopState"]["book"]["bins"], dtype=np.float64)
+        trials, predicted, observed = bins[:, bins[0] > 0]
+    except (KeyError, TypeError, ValueError, IndexError):
+        return (), (), ()
+    return tuple((predicted / trials).tolist()), tuple((observed / trials).tolist()), tuple(trials.tolist())
+
+
+def _trees(run: Path) -> tuple[RewardTree, ...]:
+    """The best and the worst tree of the first and the last iteration."""
+    files = sorted(path for path in (run / FOLDER).glob("iteration-*.jsonl") if _iteration(path) is not None)
+    found: list[RewardTree] = []
+    for path in dict.fromkeys(files[:1] + files[-1:]):
+        groups = _groups(path)
+        ranked = sorted(groups, key=lambda name: (np.mean([row.reward or 0.0 for row in groups[name]]), name))
+        chosen = {"best": ranked[-1], "worst": ranked[0]} if ranked else {}
+        for which, name in chosen.items() if len(ranked) > 1 else list(chosen.items())[:1]:
+            found.append(reward_tree(groups[name], _iteration(path) or 0, which, name))
+    return tuple(found)
+
+
+def _iteration(path: Path) -> int | None:
+    match = re.fullmatch(r"iteration-(\d+)", path.stem)
+    return int(match.group(1)) if match else None
+
+
+def _groups(path: Path) -> dict[str, list[Trajectory]]:
+    groups: dict[str, list[Trajectory]] = {}
+    with path.open(encoding="utf-8") as lines:
+        for number, line in zip(range(1, _MAX_ROWS + 1), lines, strict=False):
+            try:
+                row = json.loads(line)
+                item = Trajectory(row["token_ids"], row["loss_weights"], reward=row["reward"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{path}:{number}: not a row of rollouts ({type(error).__name__}: {error}).") from None
+            groups.setdefault(str(row.get("group")), []).append(item)
+    return groups
+
+
+def reward_tree(rows: Sequence[Trajectory], iteration: int, which: str, group: str) -> RewardTree:
+    """The picture of one tree. Rollouts with equal tokens are one leaf, whose value is their mean."""
+    forest = Forest.from_trajectories(list(rows))
+    rewards: dict[int, list[float]] = {}  # by the tree position of a rollout's last token
+    for row, path in zip(rows, forest.paths, strict=True):
+        rewards.setdefault(int(path[-1]), []).append(float(row.reward or 0.0))
+    starts, ends, parents = _pieces(forest, rewards)
+    children: dict[int, list[int]] = {}
+    for index, parent in enumerate(parents):
+        children.setdefault(parent, []).append(index)
+    row_of, value_of = [0.0] * len(starts), [0.0] * len(starts)
+    leaves = iter(range(len(starts)))
+    for index in range(len(starts)):  # depth-first: leaves get their rows from top to bottom
+        if index not in children:
+            row_of[index] = float(next(leaves))
+    for index in reversed(range(len(starts))):
+        below = children.get(index, [])
+        own = rewards.get(ends[index], [])
+        values = [value_of[child] for child in below] + ([sum(own) / len(own)] if own else [])
+        value_of[index] = sum(values) / len(values)
+        if below:
+            row_of[index] = sum(row_of[child] for child in below) / len(below)
+    depth = forest.depth
+    pieces = [
+        TreePiece(
+            int(depth[starts[index]]),
+            int(depth[ends[index]]) + 1,
+            row_of[index],
+            parents[index],
+            value_of[index],
+            index not in children,
+        )
+        for index in range(len(starts))
+    ]
+    first = min(int(np.argmax(row.loss_weights > 0)) for row in rows)
+    mean = float(np.mean([row.reward or 0.0 for row in rows]))
+    return RewardTree(iteration, which, group, len(rows), mean, first, tuple(pieces))
+
+
+def _pieces(forest: Forest, rewards: Mapping[int, Any]) -> tuple[list[int], list[int], list[int]]:
+    """First and last tree position of each piece, in depth-first order, and the piece before it. A piece ends before a
+    fork and where a rollout ends.
+    """
+    parent = np.asarray(forest.parent)
+    num_children = np.bincount(parent[parent >= 0], minlength=forest.num_tokens)
+    starts, ends, parents = [], [], []
+    piece_of = np.zeros(forest.num_tokens, dtype=np.int64)
+    for position in range(forest.num_tokens):
+        above = int(parent[position])
+        if above < 0 or num_children[above] > 1 or above in rewards:
+            starts.append(position)
+            ends.append(position)
+            parents.append(-1 if above < 0 else int(piece_of[above]))
+            piece_of[position] = len(starts) - 1
+        else:
+            piece_of[position] = piece_of[above]
+            ends[piece_of[position]] = position
+    return starts, ends, parents
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))

@@ -1,0 +1,111 @@
+"""What the report reads of an online run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.analysis.test_run_log import write_run
+from treewise.errors import DataError
+from treewise.report import read_run
+from treewise.report.analysis.online_log import reward_tree
+from treewise.report.html.build import run_charts
+from treewise.report.html.reward_drawing import PROMPT, drawing
+from treewise.tree.trajectory import Trajectory
+
+HISTORY = [
+    {"iteration": 0.0, "eval_reward": 0.2, "eval_pass@1": 0.1, "step": 0},
+    {"iteration": 1.0, "reward": 0.3, "success": 0.25, "sampled_tokens": 100.0, "share_ratio": 2.0, "step": 1}
+    | {"branch_depth": 3.0, "entropy": 1.5, "logprob_gap": 1.0},
+    {"iteration": 2.0, "reward": 0.5, "success": 0.5, "sampled_tokens": 60.0, "share_ratio": 2.5, "step": 2}
+    | {"branch_depth": 4.0, "entropy": 1.2, "logprob_gap": 1.0, "eval_reward": 0.6, "eval_pass@1": 0.5},
+]
+# A fork after two tokens, of which the first way forks again: rewards 1, 0 and 0.
+FORKED = [([1, 2, 3, 4, 5], 1.0), ([1, 2, 3, 6], 0.0), ([1, 2, 7, 8], 0.0)]
+ALWAYS = [([1, 9, 9], 1.0), ([1, 9, 8], 1.0)]
+
+
+def row(ids: list[int], reward: float, group: str) -> dict[str, Any]:
+    return {"token_ids": ids, "loss_weights": [0.0, *[1.0] * (len(ids) - 1)], "reward": reward, "group": group}
+
+
+def write_online_run(folder: Path, name: str = "t/1") -> Path:
+    write_run(folder, HISTORY)
+    bins = [[0.0] * 10 for _ in range(3)]
+    bins[0][2], bins[1][2], bins[2][2] = 8.0, 2.0, 4.0  # eight trials, predicted 0.25 on average, four of them right
+    state = json.loads((folder / "trainer_state.json").read_text())
+    state["stateful_callbacks"] = {"LoopState": {"book": {"bins": bins}}}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    (folder / "rollouts").mkdir()
+    for iteration in (1, 2):
+        rows = [row(*each, name) for each in FORKED] + [row(*each, "t/2") for each in ALWAYS]
+        path = folder / "rollouts" / f"iteration-{iteration:05d}.jsonl"
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return folder
+
+
+def test_rewards_are_shown_over_generated_tokens(tmp_path: Path) -> None:
+    online = read_run(write_online_run(tmp_path / "run")).online
+    assert online is not None
+    series = {each.label: each for each in online.over_tokens}
+    assert series["reward, training"].tokens == (100, 160)
+    assert series["reward, held out"].tokens == (0, 160)
+    assert series["reward, held out"].values == (0.2, 0.6)
+    assert series["pass@1, held out"].values == (0.1, 0.5)
+    assert (online.predicted, online.observed, online.trials) == ((0.25,), (0.5,), (8.0,))
+
+
+def test_charts_of_an_online_run_begin_with_its_reward(tmp_path: Path) -> None:
+    run = read_run(write_online_run(tmp_path / "run"))
+    titles = [chart.title for chart in run_charts(run)]
+    expected = ["Reward over tokens", "Calibration of the book", "Reward", "Success", "Share ratio", "Branch depth"]
+    assert titles[:6] == expected
+    assert "Iteration" not in titles
+    assert not run.absent
+
+
+def test_values_of_a_tree_are_means_of_what_goes_on(tmp_path: Path) -> None:
+    online = read_run(write_online_run(tmp_path / "run")).online
+    assert online is not None
+    assert [(each.iteration, each.which, each.group) for each in online.trees] == [
+        (1, "best", "t/2"),
+        (1, "worst", "t/1"),
+        (2, "best", "t/2"),
+        (2, "worst", "t/1"),
+    ]
+    tree = online.trees[1]
+    shape = {(piece.start, piece.end): (piece.value, piece.is_leaf) for piece in tree.pieces}
+    assert shape == {
+        (0, 2): (0.25, False),
+        (2, 3): (0.5, False),
+        (3, 5): (1.0, True),
+        (3, 4): (0.0, True),
+        (2, 4): (0.0, True),
+    }
+    assert tree.mean_reward == pytest.approx(1 / 3)
+    assert tree.prompt_tokens == 1
+
+
+def test_a_tree_is_drawn_to_the_scale_of_its_tokens() -> None:
+    rows = [Trajectory(ids, [0.0, *[1.0] * (len(ids) - 1)], reward=reward) for ids, reward in FORKED]
+    drawn = drawing(reward_tree(rows, 1, "best", "t"))
+    texts = sorted(mark.text for mark in drawn.marks if mark.is_leaf)
+    assert texts == ["0", "0", "1"]
+    ends = {mark.text: mark.x for mark in drawn.marks}
+    per_token = (ends["1"] - 10 - PROMPT) / 4
+    assert ends["0.25"] == pytest.approx(10 + PROMPT + per_token, abs=0.1)
+    assert len(drawn.paths) == 5
+
+
+def test_a_rollout_that_ends_where_another_goes_on_is_a_way_of_its_own() -> None:
+    rows = [Trajectory([1, 2, 3], reward=0.0), Trajectory([1, 2, 3, 4], reward=1.0), Trajectory([1, 2, 3], reward=0.5)]
+    tree = reward_tree(rows, 1, "best", "t")
+    assert [(piece.value, piece.is_leaf) for piece in tree.pieces] == [(0.625, False), (1.0, True)]
+
+
+def test_rows_that_are_none_are_named(tmp_path: Path) -> None:
+    folder = write_online_run(tmp_path / "run")
+    (folder / "rollouts" / "iteration-00002.jsonl").write_text('{"token_ids": [1]}\n')
+    with pytest.raises(DataError, match=r"iteration-00002.jsonl:1: not a row"):
+        read_run(folder)
