@@ -13,7 +13,7 @@ from treewise import advantages
 from treewise.data import load_trees
 from treewise.errors import CheckpointError, ConfigError, TaskError
 from treewise.objectives import GRPO, objective_named
-from treewise.rl.online import OnlineTrainer, sampling, update
+from treewise.rl.online import OnlineTrainer, records, sampling, update
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.samplers import TransformersSampler
 from treewise.trainer.checkpoint import contents, store
@@ -77,7 +77,7 @@ def raise_at(monkeypatch, owner, name, call, *, after=False):
 
 KILLS = {
     "reward": (sampling, "judge", 3, False),
-    "rows are written": (store, "write_atomically", 1, False),
+    "rows are written": (records, "write_atomically", 1, False),
     "update": (update.Updater, "_step", 2, False),
     "after an update, before its checkpoint": (update.Updater, "_step", 1, True),
     "files of a checkpoint are written": (contents, "write_model", 1, True),
