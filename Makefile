@@ -1,7 +1,6 @@
 # Everything runs in .venv, which the first command makes. Needs Python 3.11 or later, and pip.
 #
 #   make demo     fine-tune a real model on real trees of trajectories, flat and tree side by side
-#   make rl       online RL: a real model samples trees of rollouts, and gets better at a task
 #   make test     everything that must hold before a commit: `make check`, then the tests
 #   make quick    `make check`, then the fast tests with few random examples: within a minute on two cores
 #   make check    lint, format, spelling, banned words, types, import layers
@@ -19,7 +18,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl test quick check bench bench-check bench-real bench-gpu bench-all docs models format clean
+.PHONY: help demo test quick check bench bench-check bench-real bench-gpu bench-all docs models format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -50,9 +49,6 @@ help:
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
-
-rl: $(VENV)/.demo
-	$(BIN)/python examples/online_rl.py
 
 test: check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
