@@ -153,3 +153,10 @@ def test_differences_name_old_and_new():
 def test_settings_that_transformers_refuses_are_configuration_errors(write):
     with pytest.raises(ConfigError, match="requires the save and eval strategy to match"):
         training_arguments(read_config(write(BASE + "load_best_model_at_end: true\nsave_strategy: steps\n")))
+
+
+def test_data_in_the_place_of_a_configuration_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"token_ids": [1, 2]}\n')
+    with pytest.raises(ConfigError, match=r"rows.jsonl holds data, not a configuration; give it as --data"):
+        read_config(path)

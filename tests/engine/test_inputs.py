@@ -67,3 +67,10 @@ def test_trained_only_leaves_out_what_no_trajectory_trains(budget):
 def test_trained_only_is_for_functions():
     with pytest.raises(ConfigError, match="loss function"):
         TreeEngine(MODEL).step(ITEMS, SFT(), trained_only=True)
+
+
+def test_objects_are_printed_in_a_line():
+    assert repr(TreeEngine(MODEL, 8)) == "TreeEngine(LlamaForCausalLM, max_tokens=8, attention='auto')"
+    assert repr(ITEMS[0]) == "Trajectory(5 tokens, 2 trained)"
+    full = Trajectory([1, 2, 3], old_logprobs=[0, -1, -1], group="g", reward=0.5)
+    assert repr(full) == "Trajectory(3 tokens, 2 trained, old_logprobs, group='g', reward=0.5)"

@@ -17,6 +17,8 @@ def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]
     Raises:
         ConfigError: a file that is missing, empty, not YAML or no mapping; a key that is given twice, at any depth.
     """
+    if path.name.endswith((".jsonl", ".jsonl.gz", ".parquet", ".arrow")):
+        raise ConfigError(f"{path} holds data, not a configuration; give it as --data {path}.")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -102,6 +102,9 @@ class TreeEngine:
         self._should_probe, self._is_probed, self._are_gradients_probed = check, False, False
         self._lockstep: Lockstep | None = None
 
+    def __repr__(self) -> str:
+        return f"TreeEngine({type(self.model).__name__}, max_tokens={self.max_tokens}, attention={self.attention!r})"
+
     @property
     def max_tokens(self) -> int | None:
         """The present budget in tokens; None if there is none, or before `auto` is measured."""

@@ -139,6 +139,13 @@ class Trajectory:
     teacher_logprobs: Stream = Stream(has_candidates=True, fill=-np.inf)
     rollout_weight: float | None = None
 
+    def __repr__(self) -> str:
+        labels = {"group": self.group, "reward": self.reward, "rollout": self.rollout, "source": self.source or None}
+        streams = [name for name in self.streams if name != "loss_weights"]
+        parts = [f"{len(self.token_ids)} tokens", f"{int((self.loss_weights > 0).sum())} trained", *streams]
+        parts += [f"{name}={value!r}" for name, value in labels.items() if value is not None]
+        return f"Trajectory({', '.join(parts)})"
+
     def __post_init__(self) -> None:
         location = self.source or "trajectory"
         values = vars(self)

@@ -1,5 +1,7 @@
 """What `{% generation %}` blocks and `train_detail` leave out of a turn is context; the rest is trained."""
 
+import logging
+
 import pytest
 
 from treewise.data import RenderOptions, load_trees
@@ -166,3 +168,10 @@ def test_masks_of_token_rows_are_read(write):
 def test_masks_that_cannot_be_read_are_errors(tokenizer, record, words):
     with pytest.raises(DataError, match=rf"records:0: .*{words}"):
         load_trees([record], tokenizer, num_workers=0)
+
+
+def test_a_history_longer_than_the_models_context_is_tokenised_without_a_warning(tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(tokenizer, "model_max_length", 8)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    trained(tokenizer, [USER, {"role": "assistant", "content": "It is a tree. " * 20}], NO_END)
+    assert "longer than" not in caplog.text

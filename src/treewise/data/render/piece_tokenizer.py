@@ -72,7 +72,7 @@ class Encoder:
                 "tokenizer: this one does not tell where its tokens stand in the text."
             )
         for before in ("\n", "") if self._adds_space else ("",):
-            found = self.tokenizer(before + text, add_special_tokens=False, return_offsets_mapping=True)
+            found = self.tokenizer(before + text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             skipped = len(self._newline) if before else 0
             if np.array_equal(found["input_ids"][skipped:], ids):
                 break
@@ -117,7 +117,9 @@ class Encoder:
     def _encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         if not texts:
             return []
-        ids = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        ids = self.tokenizer(  # not verbose: a history longer than the model's context is no mistake of one text
+            list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
         return [np.asarray(item, dtype=np.int32) for item in ids]
 
 

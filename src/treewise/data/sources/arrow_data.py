@@ -4,7 +4,6 @@ Neither `datasets` nor pandas is imported unless a data set is opened by its nam
 that the caller has imported already.
 """
 
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -72,7 +71,7 @@ def open_hub(text: str) -> Source:
         data = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # of many libraries: no connection, no such name or split, a loading script
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") or "onnect" in reason or "offline" in reason
+        offline = any(word in reason.lower() for word in ("connect", "offline", "reach", "timed out"))
         hint = " The hub cannot be reached: download the data set where there is a network, and give its files."
         raise DataError(f"{text}: the data set cannot be loaded: {reason}{hint if offline else ''}") from error
     if isinstance(data, dict) and len(data) > 1:
