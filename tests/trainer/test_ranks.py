@@ -45,6 +45,7 @@ TWO = {
     "adapters": ({**SGD, **LORA, **CHECKPOINTS}, {"sharded": True}, {}),
     "experts": ({**SGD, **EXPERTS}, {"sharded": True}, {}),
     "routers": ({**SGD, **ROUTERS}, {}, {}),
+    "routers sharded": ({**SGD, **ROUTERS}, {"sharded": True}, {}),
     "tied": ({**SGD, **TIED}, {"sharded": True, "shard_config": {"reshard_after_forward": False}}, {}),
     "uneven": ({**SGD, **UNEVEN}, {"fsdp": "full_shard"}, {}),
     "bfloat16": ({**SGD, **CUT, "bf16": True}, {"sharded": True}, {}),

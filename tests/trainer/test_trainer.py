@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.trainer.helpers import in_child, losses, tiny_model
 from treewise.cli.main import main
 from treewise.distributed.signals import StopSignals
 from treewise.errors import DataError, StoppedError
+from treewise.trainer import TreeTrainer
 from treewise.tree.trajectory import Trajectory
 
 
@@ -130,3 +132,23 @@ def test_the_command_ends_with_the_code_of_the_signal(tmp_path, monkeypatch, cap
     monkeypatch.setattr("treewise.cli.commands.train.run", stopped)
     assert main(["train", "run.yaml"]) == 143
     assert "saved in run/checkpoint-7" in capsys.readouterr().err
+
+
+def test_hyperparameters_are_searched(make_trainer, trees):
+    """transformers writes the result of a trial into `trainer.objective`; the loss must not be looked up there."""
+    pytest.importorskip("optuna")
+    args = make_trainer(trees, max_steps=1, max_tokens=40, eval_strategy="steps", eval_steps=1, eval_dataset=trees).args
+    trainer = TreeTrainer(
+        args=args, model_init=lambda _=None: tiny_model(), train_dataset=trees[:2], eval_dataset=trees[:2]
+    )
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-6, 0.03])},
+        backend="optuna",
+        n_trials=2,
+        direction="minimize",
+        sampler=sys.modules["optuna"].samplers.GridSampler({"learning_rate": [1e-6, 0.03]}),
+    )
+    assert best.hyperparameters == {"learning_rate": 0.03}
+    alone = make_trainer(trees[:2], folder="alone", max_steps=1, max_tokens=40, learning_rate=0.03)
+    alone.train()
+    assert best.objective == pytest.approx(alone.evaluate(trees[:2])["eval_loss"], rel=1e-6)

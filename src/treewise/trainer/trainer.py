@@ -95,9 +95,10 @@ class TreeTrainer(Trainer):
             raise ConfigError(f"args is a {type(args).__name__}; give tw.TreeTrainingArguments.")
         train_dataset = _as_trees("train_dataset", train_dataset, processing_class, render)
         eval_dataset = _as_trees("eval_dataset", eval_dataset, processing_class, render)
-        self.objective = objective or args.objective()
-        _check_preferences(train_dataset, self.objective)
-        if getattr(self.objective, "needs_whole_groups", False):
+        # transformers writes the result of a trial of hyperparameter_search into `objective`.
+        self._own_objective = objective
+        _check_preferences(train_dataset, objective or args.objective())
+        if getattr(objective or args.objective(), "needs_whole_groups", False):
             args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._means, self._throughput = MetricMeans(), Throughput()
@@ -116,7 +117,7 @@ class TreeTrainer(Trainer):
         )
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
-        self._placer = make_placer(args, self.model, self.objective)
+        self._placer = make_placer(args, self.model, self.loss_objective)
         self._batches = PlacedBatches(self._placer, args.gradient_accumulation_steps)
         model_fingerprint = contents.fingerprint(self.model)
         self._checkpoints = CheckpointManager(args, model_fingerprint, lambda: self.data_facts, self._placer)
@@ -135,7 +136,7 @@ class TreeTrainer(Trainer):
     def _new_runner(self) -> StepRunner:
         runner = StepRunner(
             self.model,
-            self.objective,
+            self.loss_objective,
             self.args,
             lambda: forest_of(self.train_dataset[0]),
             autocast=self.accelerator.autocast,
@@ -150,6 +151,11 @@ class TreeTrainer(Trainer):
     def engine(self) -> TreeEngine:
         """The engine of the present model."""
         return self.runner.engine
+
+    @property
+    def loss_objective(self) -> Objective:
+        """The loss of this run: the one that was given, or the one that `args` name."""
+        return self._own_objective or self.args.objective()
 
     @cached_property
     def data_facts(self) -> DataFacts:
@@ -285,7 +291,7 @@ class TreeTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """The loss over all trees of the loader: one mean, however they are cut into batches and ranks."""
-        objective: Any = self.objective
+        objective: Any = self.loss_objective
         if fixed_denominator(objective) is not None:  # a constant fits the size of a step, not of an evaluation set
             objective = replace(objective, normalization="token_mean", constant=None)
         self.model.eval()
@@ -366,6 +372,8 @@ class TreeTrainer(Trainer):
         """
         if self.train_dataset is None:
             raise ConfigError("training needs a train_dataset.")
+        if self.model is None:  # after a trial of hyperparameter_search
+            self.model = self.call_model_init(trial)
         with entered_run(self.args, self._signals):
             self._resumed = self._checkpoints.find(resume_from_checkpoint)
             if self._resumed is not None:
