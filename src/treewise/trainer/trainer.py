@@ -75,6 +75,7 @@ class TreeTrainer(Trainer):
     """
 
     args: TreeTrainingArguments
+    model: Any  # None after a trial of hyperparameter_search
 
     def __init__(
         self,
