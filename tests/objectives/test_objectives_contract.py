@@ -427,7 +427,7 @@ BAD_SETTINGS = [
     ("sft", {"beta": 1}, "unknown setting 'beta' of objective 'sft'"),
     ("distillation", {"tail": "none"}, "tail='none'"),
     ("distillation", {"divergence": "js"}, "divergence='js'"),
-    ("dpo", {}, "unknown objective 'dpo'"),
+    ("ddpo", {}, "unknown objective 'ddpo'"),
     ("gpo", {}, "Did you mean"),
 ]
 

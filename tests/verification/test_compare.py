@@ -56,7 +56,8 @@ def test_siblings_that_see_one_another_fail(monkeypatch: pytest.MonkeyPatch) -> 
         layout = lay_out(*args)
         return replace(layout, hi=np.full_like(layout.hi, layout.num_tokens))
 
-    monkeypatch.setattr(engine, "probe", lambda *args: None)  # it would notice first
+    for name in ("probe", "probe_gradients"):  # they would notice first
+        monkeypatch.setattr(engine, name, lambda *args: None)
     monkeypatch.setattr(walk, "lay_out", leaky)
     report = verify(tiny_llama(), branching())
     assert {line.split()[0] for line in report.failures} == {"loss", "max_logprob", "gradient", "worst_parameter"}
@@ -67,7 +68,8 @@ def test_positions_of_the_layout_instead_of_depths_fail(monkeypatch: pytest.Monk
         layout = lay_out(*args)
         return replace(layout, depth=np.arange(layout.num_tokens, dtype=np.int32))
 
-    monkeypatch.setattr(engine, "probe", lambda *args: None)  # it would notice first
+    for name in ("probe", "probe_gradients"):  # they would notice first
+        monkeypatch.setattr(engine, name, lambda *args: None)
     monkeypatch.setattr(walk, "lay_out", misplaced)
     assert not verify(tiny_llama(), branching()).passed
 

@@ -43,6 +43,11 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser(*names: str) -> argparse.ArgumentParser:
     """The parser of all commands, with the arguments of those named."""
+    return make_parsers(*names)[0]
+
+
+def make_parsers(*names: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of all commands, with the arguments of those named, and the parser of each command by its name."""
     parser = Parser(
         prog="treewise",
         description="Trains language models on trees of tokens: every shared prefix is computed once.",
@@ -50,13 +55,15 @@ def make_parser(*names: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"treewise {treewise.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    by_name: dict[str, argparse.ArgumentParser] = {}
     for each, summary in COMMANDS.items():
         command = commands.add_parser(each, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        by_name[each] = command
         command.allow_abbrev = False  # `--lear 1` would be a guess
         if each in names:
             module_of(each).add_arguments(command)
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser
+    return parser, by_name
 
 
 def parse(name: str, words: Sequence[str]) -> argparse.Namespace:

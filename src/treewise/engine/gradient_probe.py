@@ -44,7 +44,8 @@ def probe_gradients(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> Non
     ids = np.resize(token_ids, 12)
     rows = [Trajectory(ids[:8]), Trajectory(np.concatenate([ids[:4], ids[8:]]))]
     parameters = [each for _, each in trained]
-    with adapters_stirred(lm.model), widest_precision(lm), _without_checkpointing(lm.model):
+    with adapters_stirred(lm.model), widest_precision(lm, ids[:8]), _without_checkpointing(lm.model):
+        is_mixed = torch.is_autocast_enabled(lm.device.type)
         flat = _loss([own_logprobs(lm, row.token_ids) for row in rows])
         if not flat.requires_grad:
             return
@@ -54,9 +55,9 @@ def probe_gradients(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> Non
         if tree.requires_grad:
             reached = [grad is not None for grad in _gradients(tree, parameters)]
         gaps = [0.0 if grad is None else grad.float().norm().item() for grad in _gradients(tree - flat, parameters)]
-    is_exact = all(each.dtype.itemsize >= 4 for each in lm.model.parameters() if each.is_floating_point())
+    is_wide = all(each.dtype.itemsize >= 4 for each in lm.model.parameters() if each.is_floating_point())
     names = [name for name, _ in trained]
-    _check(lm, names, np.array(norms), np.array(gaps), np.array(reached), is_exact=is_exact)
+    _check(lm, names, np.array(norms), np.array(gaps), np.array(reached), is_exact=is_wide and not is_mixed)
 
 
 def _check(
@@ -69,6 +70,8 @@ def _check(
     is_exact: bool,
 ) -> None:
     """Compares P parameters: [P] norms of flat gradients, [P] norms of differences, [P] whether the tree reaches."""
+    if not np.isfinite(norms).all():
+        return  # flat training fails alike; the step reports it with its trees
     whole = float(np.sqrt(np.square(norms).sum()))
     is_routed = np.array([has_experts(lm) and any(word in name for word in _EXPERTS) for name in names])
     is_missed = ~reached & (norms > _UNREACHED * whole) & (is_exact | ~is_routed)

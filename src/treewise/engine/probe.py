@@ -6,9 +6,9 @@ must not depend on the budget. The head must turn the rows that the model gives 
 they are large. The log-probs of one branch must equal those of the model's own forward, whose masks must match the
 settings of its layers. This detects what no flag of a model shows: an ignored mask, a scale on the logits.
 
-A model with weights in float32 is probed in float32, also under autocast. In lower precision rows are compared with the
-model's own spread between two correct orders of computation. Adapters are stirred first, because a fresh one is the
-identity. Gradients are probed in `probe_gradients`.
+A model with weights in float32 is probed in float32, also under autocast, unless its own forward enters autocast. In
+lower precision rows are compared with the model's own spread between two correct orders of computation. Adapters are
+stirred first, because a fresh one is the identity. Gradients are probed in `probe_gradients`.
 """
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def probe(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> None:
     ids = np.resize(token_ids, 12)
     trunk, left, right = ids[:4], ids[4:8], ids[8:12]
     other = (right + 1) % lm.head().num_tokens
-    with torch.no_grad(), adapters_stirred(lm.model), widest_precision(lm):
+    with torch.no_grad(), adapters_stirred(lm.model), widest_precision(lm, ids):
         rows = _hidden(lm, impl, trunk, left, right)
         _check_finite(lm, rows)
         spread = 0.0 if _is_exact(rows) else _spread(lm, impl, np.concatenate([trunk, left]))
@@ -69,13 +69,36 @@ def probe(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> None:
 
 
 @contextmanager
-def widest_precision(lm: DecoderAndHead) -> Iterator[None]:
-    """Without autocast, if all weights are in float32 or wider: then rounding hides nothing and refuses nothing."""
+def widest_precision(lm: DecoderAndHead, token_ids: np.ndarray) -> Iterator[None]:
+    """Without autocast, if all weights are in float32 or wider: then rounding hides nothing and refuses nothing.
+
+    A model whose own forward enters autocast, as accelerate wraps it, is compared under the same. token_ids: [n].
+    """
     floats = [each for each in [*lm.model.parameters(), *lm.model.buffers()] if each.is_floating_point()]
     is_wide = all(torch.finfo(each.dtype).bits >= 32 for each in floats)
     device = lm.device.type
-    with torch.autocast(device, enabled=torch.is_autocast_enabled(device) and not is_wide):
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if is_wide:
+        dtype = _own_autocast(lm, token_ids)
+    with torch.autocast(device, dtype, enabled=dtype is not None):
         yield
+
+
+def _own_autocast(lm: DecoderAndHead, token_ids: np.ndarray) -> torch.dtype | None:
+    """The precision of the autocast that the model's own forward enters by itself; None: it enters none."""
+    device, entered = lm.device.type, []
+
+    def observe(*_: Any) -> None:
+        if torch.is_autocast_enabled(device):
+            entered.append(torch.get_autocast_dtype(device))
+
+    hook = lm.decoder.register_forward_pre_hook(observe)
+    try:
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            _own_logits(lm, torch.as_tensor(token_ids, dtype=torch.long, device=lm.device))
+    finally:
+        hook.remove()
+    return entered[0] if entered else None
 
 
 def _hidden(
@@ -184,31 +207,30 @@ def _check_budget(lm: DecoderAndHead, whole: torch.Tensor, in_pieces: torch.Tens
 
 
 def _check_head(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
-    """Compares the head with the model's own way from the head's rows to logits, where these are large.
+    """Compares the head with the model's own way from the decoder's rows to logits, where these are large.
 
-    Small logits hide a cap on them. Models that do not call their head as a module are left to `_check_logprobs`.
+    Small logits hide a cap on them. Models that do not call their decoder as a module are left to `_check_logprobs`.
     """
     tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)
-    factor, head_inputs = 1.0, []
+    factor, decoder_rows = 1.0, []
     precisions = []  # inside of the model's forward: an accelerator may have wrapped it in autocast
 
-    def keep(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if len(args) != 1 or not isinstance(args[0], torch.Tensor):
-            return None
-        head_inputs.append(args[0] * factor)
-        precisions.append(torch.finfo(_compute_dtype(args[0])).eps)
-        return (head_inputs[-1],)
+    def enlarge(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        if isinstance(getattr(output, "last_hidden_state", None), torch.Tensor):
+            output.last_hidden_state = output.last_hidden_state * factor
+            decoder_rows.append(output.last_hidden_state)
+            precisions.append(torch.finfo(_compute_dtype(output.last_hidden_state)).eps)
 
     own = _own_logits(lm, tokens)
     factor = _PROBED_LOGIT / max(own.abs().max().item(), 1e-6)
-    hook = lm.output.register_forward_pre_hook(keep)
+    hook = lm.decoder.register_forward_hook(enlarge)
     try:
         own = _own_logits(lm, tokens)
     finally:
         hook.remove()
-    if len(head_inputs) != 1 or head_inputs[0].dim() != 3:
+    if len(decoder_rows) != 1 or decoder_rows[0].dim() != 3:
         return
-    ours = lm.head().logits(head_inputs[0][0, -len(tokens) :])
+    ours = lm.head().logits(decoder_rows[0][0, -len(tokens) :])
     if ours.shape != own.shape:
         return
     gap = (ours - own).abs().max().item()

@@ -81,7 +81,11 @@ class RouterLoss:
         """Those of these trees, once every token is counted."""
         assert self.is_counted
         assert self._counts is not None
-        return RouterCounts(self._counts.sum(0).cpu().numpy(), len(self._counts) * float(self.multiplicity.sum()))
+        return RouterCounts(self._counts.sum(0).cpu().numpy(), self._num_rows())
+
+    def _num_rows(self) -> float:
+        assert self._counts is not None
+        return len(self._counts) * float(self.multiplicity.sum())
 
     def part(self, router_logits: tuple[torch.Tensor, ...], positions: np.ndarray) -> torch.Tensor:
         """A micro-batch's part of both losses with their factors: a scalar with a graph, float32 or wider.
@@ -133,8 +137,12 @@ class RouterLoss:
 
     def _terms(self, sums: torch.Tensor) -> torch.Tensor:
         """[2] the load-balancing loss and the z-loss, without factors, from sums over rows."""
-        counts = self.counts() if self.step_counts is None else self.step_counts
-        count_E, num_rows = to_device(counts.experts, sums.device, sums.dtype), counts.num_rows
+        if self.step_counts is None:  # these stay on the device, which the host need not wait for
+            assert self._counts is not None
+            count_E, num_rows = self._counts.sum(0).to(sums.device, sums.dtype), self._num_rows()
+        else:
+            count_E = to_device(self.step_counts.experts, sums.device, sums.dtype)
+            num_rows = self.step_counts.num_rows
         return torch.stack([len(count_E) * (count_E @ sums[:-1]) / num_rows**2, sums[-1] / num_rows])
 
     def _with_factors(self, terms: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,8 @@ def test_different_is_exit_code_1_and_names_the_worst_parameter(
         layout = lay_out(*args)
         return replace(layout, hi=np.full_like(layout.hi, layout.num_tokens))
 
-    monkeypatch.setattr(engine, "probe", lambda *args: None)  # it would notice first
+    for name in ("probe", "probe_gradients"):  # they would notice first
+        monkeypatch.setattr(engine, name, lambda *args: None)
     monkeypatch.setattr(walk, "lay_out", leaky)
     assert call("verify", rows, "--model", model) == 1
     out = capsys.readouterr().out

@@ -131,4 +131,4 @@ def test_dropout_is_left_as_it_was(build, conversations, caplog):
     flat, tree = Run(make, share=False), Run(make, share=True)
     assert tree.logs == flat.logs
     assert tree.sharings[0].counts.num_calls == 0
-    assert sum("drop out" in record.message for record in caplog.records) == 1
+    assert sum("dropout mask" in record.message for record in caplog.records) == 1

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+from typing import Any
 
 from treewise.cli import parser as parsers
 from treewise.errors import ConfigError
@@ -37,19 +38,21 @@ def complete_parser() -> argparse.ArgumentParser:
     from treewise.cli.commands import rl
     from treewise.cli.config import schema
 
-    parser = parsers.make_parser(*parsers.COMMANDS)
+    parser, by_name = parsers.make_parsers(*parsers.COMMANDS)
     keys = {"train": [*schema(), *ALIASES], "rl": [*schema(rl.KEYS), *ALIASES, *rl.aliases()]}
-    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
-    for name, command in commands.choices.items():
+    for name, command in by_name.items():
         command.formatter_class = argparse.HelpFormatter  # without the list of keys
         command.usage = command.epilog = None
-        have = set(command._option_string_actions)  # noqa: SLF001
         if name in keys:
-            command.add_argument("config", nargs="?").complete = shtab.FILE
+            config: Any = command.add_argument("config", nargs="?")  # shtab reads an attribute of it, `complete`
+            config.complete = shtab.FILE
         for key in dict.fromkeys(keys.get(name, ())):
-            if f"--{key}" in have or "." in key:
+            if "." in key:
                 continue
-            flag = command.add_argument(f"--{key}")
+            try:
+                flag: Any = command.add_argument(f"--{key}")
+            except argparse.ArgumentError:
+                continue  # the command has this flag already
             if key in _FILES:
                 flag.complete = shtab.FILE
             elif key == "output_dir":
