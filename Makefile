@@ -23,7 +23,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 # What `treewise bench` gets besides, as in: make bench-gpu GPU_MODELS=qwen3-8b BENCH_ARGS="--repetitions 1"
 BENCH_ARGS ?=
@@ -54,7 +54,7 @@ test: check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 quick: check
-	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n 2 -m "not slow and not cli and not processes"
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not cli and not processes"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check $(PATHS_TO_CHECK)

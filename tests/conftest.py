@@ -49,15 +49,26 @@ MARKED = {
     "processes": ("trainer", "distributed/test_watchdog.py", "distributed/test_signals.py"),
 }
 
+# Files whose fixtures run processes or whole commands for all of their tests: with `--dist loadgroup`, one worker runs
+# all tests of a file, so that they run once.
+SHARED_FIXTURES = (
+    *("bench/test_contestants.py", "bench/test_results.py", "cli/commands/test_rl.py", "cli/test_hostile.py"),
+    *("cli/test_online_run.py", "report/html/test_browser.py", "rl/online/test_ranks.py", "rl/online/test_trainer.py"),
+    *("test_wheel.py", "trainer/test_idle_ranks.py", "trainer/test_launchers.py", "trainer/test_ranks.py"),
+    "trainer/test_ranks_that_end.py",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `MARKED` lists; skips tests marked `gpu` where there is no CUDA device."""
+    """Marks what the tables list; skips tests marked `gpu` where there is no CUDA device."""
     for item in items:
         below = item.path.relative_to(Path(__file__).parent)
         name = f"{below.as_posix()}::{item.name.partition('[')[0]}"
         for marker, listed in MARKED.items():
             if name in listed or any(below.is_relative_to(path) for path in listed):
                 item.add_marker(marker)
+        if below.as_posix() in SHARED_FIXTURES:
+            item.add_marker(pytest.mark.xdist_group(below.as_posix()))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

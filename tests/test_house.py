@@ -141,9 +141,9 @@ def test_the_lists_of_cross_cutting_tests_are_current() -> None:
         assert (ROOT / "tests" / name).is_dir(), name
 
 
-def test_the_table_of_markers_is_current() -> None:
+def test_the_tables_of_markers_are_current() -> None:
     """Each folder, file and test that tests/conftest.py marks exists."""
-    for listed in conftest.MARKED.values():
+    for listed in (*conftest.MARKED.values(), conftest.SHARED_FIXTURES):
         for name in listed:
             path, _, test = name.partition("::")
             assert (ROOT / "tests" / path).exists(), name
