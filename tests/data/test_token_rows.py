@@ -98,7 +98,7 @@ BAD_ROWS = [
     ({"token_ids": [1, 2], "rollout": {}}, ("rollout must be",)),
     ({"token_ids": [1, 2], "seqs": []}, ("several forms",)),
     ({"tokens": [1, 2]}, ("fits no form", "token_row")),
-    ({"token_ids": [1, 2], "mask": [0, 1]}, ("loss_mask", "write it as loss_weights", "treewise import")),
+    ({"token_ids": [1, 2], "mask": [0, 1]}, ("mask is no key", "write it as loss_weights", "treewise import")),
     ({"nodes": [{"token_ids": [1, 2], "mask": [False, True]}]}, ("nodes[0]: mask", "loss_weights")),
     ({"tokens": [1], "response_length": 1, "reward": 1, "prompt": "x"}, ("without completion", "slime's")),
     ({"tokens": [1, 2], "response_length": 1, "reward": 1}, ("fits no form", "slime's", "treewise import")),
