@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from treewise.errors import ConfigError
+from treewise.nn.attention.cascade import cascade_attention
 from treewise.nn.attention.gateway import Gateway, extend
+from treewise.nn.recurrent.states import gather
 from treewise.objectives.formulas import weighted_logprob
 from treewise.testing.shape_checks import install
 
@@ -19,6 +21,17 @@ def test_sizes_that_differ() -> None:
 def test_axes_that_are_missing() -> None:
     with pytest.raises(jaxtyping.TypeCheckError):
         extend(torch.ones(2, 3, 4), torch.ones(2, 3, 4), (), "layer")
+
+
+def test_keys_and_values_of_other_lengths() -> None:
+    query = torch.ones(1, 2, 3, 8)
+    with pytest.raises(jaxtyping.TypeCheckError):
+        cascade_attention(query, torch.ones(1, 2, 4, 8), query, None, None)  # type: ignore[arg-type]
+
+
+def test_an_index_of_floats() -> None:
+    with pytest.raises(jaxtyping.TypeCheckError):
+        gather(torch.ones(3, 2), torch.ones(2))
 
 
 def test_methods_and_functions_without_shapes_are_as_they_were() -> None:

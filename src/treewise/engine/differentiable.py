@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treewise.engine.walk import LossOf, MicroBatchOutput, Walk
 from treewise.errors import ConfigError
 from treewise.nn.device import Autocast, to_device
+from treewise.shapes import Float
 from treewise.tree.forest import Forest
 
 # Of one micro-batch: [E] indices into the result, and by name their values ([E, ...]).
@@ -73,7 +75,7 @@ def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list
 
 def backward_through(
     new_walk: Callable[[], Walk], readers: Sequence[Reader], loss_of: Callable[[list[Values]], torch.Tensor]
-) -> torch.Tensor:
+) -> Float[Tensor, ""]:
     """Backward of a loss on values of the whole forest; returns the loss, a scalar that is detached.
 
     The walk with the loss's gradients runs after the backward of the loss and not inside of it, as it would with
@@ -99,7 +101,7 @@ def backward_through(
     return loss.detach()
 
 
-def restore(values_T: torch.Tensor, forest: Forest) -> list[torch.Tensor]:
+def restore(values_T: Float[Tensor, "T ..."], forest: Forest) -> list[Float[Tensor, "_ ..."]]:
     """Values of each trajectory's tokens, [length, ...], from those of the tree's ([T, ...]).
 
     The transpose of this gather is gradient restoration: gradients of a shared token add up.
@@ -191,7 +193,7 @@ def _visited(walk: Walk, readers: Sequence[Reader]) -> list[Values]:
     return [_joined(each, reader, hidden) for each, reader in zip(entries, readers, strict=True)]
 
 
-def _joined(entries: Sequence[Entries | None], reader: Reader, hidden: torch.Tensor) -> Values:
+def _joined(entries: Sequence[Entries | None], reader: Reader, hidden: Float[Tensor, "T M"]) -> Values:
     """A reader's result from the entries of all micro-batches. hidden: [T, M] of any of them."""
     present = [each for each in entries if each is not None]
     if not present:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treewise.engine.budget import Budget, gateway_token_bytes, state_bytes
 from treewise.engine.differentiable import Reader, Values, backward_through, hidden_reader, restore, tree_values
@@ -43,6 +43,7 @@ from treewise.nn.router_loss import RouterCounts, RouterLoss, check_router_loss,
 from treewise.objectives import SFT, Objective
 from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
+from treewise.shapes import Float
 from treewise.tree.forest import LOGPROB_STREAMS, Forest, one_forest
 from treewise.tree.trajectory import Trajectory
 
@@ -241,7 +242,7 @@ class TreeEngine:
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def logprobs(self, forests: Forests, *, trained_only: bool = False) -> list[torch.Tensor]:
+    def logprobs(self, forests: Forests, *, trained_only: bool = False) -> list[Float[Tensor, " _"]]:
         """Log-probs of every trajectory: `result[i][j]` belongs to token `j + 1` of trajectory `i`.
 
         trained_only: only those of tokens that the trajectory trains (its loss weight is not 0), in order; prompts cost
@@ -253,7 +254,7 @@ class TreeEngine:
         values = self.values(plan, [_logprob_reader(plan.forest, trained_only)])[0]
         return _restored_logprobs(values, plan.forest, trained_only)
 
-    def hidden_states(self, forests: Forests) -> list[torch.Tensor]:
+    def hidden_states(self, forests: Forests) -> list[Float[Tensor, "_ M"]]:
         """Final hidden states of every trajectory: `result[i][j]` ([M], the model's dtype) depends on its tokens 0..j.
 
         They are taken after the decoder's last norm, as a value head or a reward head reads them; differentiable at any

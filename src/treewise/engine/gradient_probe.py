@@ -20,6 +20,7 @@ from treewise.engine.walk import Walk
 from treewise.errors import UnsupportedModelError
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead
 from treewise.planning.planner import plan as make_plan
+from treewise.shapes import Int
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -30,7 +31,7 @@ _LOW_PRECISION, _LOW_PRECISION_EXPERTS = 0.2, 0.5  # of the whole gradient
 _EXPERTS = ("expert", "moe", "router", "gate")  # in paths of what tokens that are routed elsewhere reach
 
 
-def probe_gradients(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> None:
+def probe_gradients(lm: DecoderAndHead, impl: str, token_ids: Int[np.ndarray, " n"]) -> None:
     """Raises if the tree gives a trained parameter another gradient than flat training. Leaves `.grad` as it is.
 
     token_ids: [n] integers, a few of the user's own tokens. impl: `reference`, `cascade` or `flex`.

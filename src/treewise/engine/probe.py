@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treewise.engine.stirring import adapters_stirred
 from treewise.engine.walk import MicroBatchOutput, Walk
@@ -27,6 +27,7 @@ from treewise.nn.lm_head import edge_values
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.recurrent import kinds_of
 from treewise.planning.planner import plan as make_plan
+from treewise.shapes import Float, Int
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -41,7 +42,7 @@ _MAX_SPREADS, _MAX_ROUNDINGS = 8, 4
 _PROBED_LOGIT = 40.0  # the head is compared where its largest logit is about this, which shows a cap of 30
 
 
-def probe(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> None:
+def probe(lm: DecoderAndHead, impl: str, token_ids: Int[np.ndarray, " n"]) -> None:
     """Raises if the model leaks between branches, or if decoder and head do not give its logits.
 
     token_ids: [n] integers, a few of the user's own tokens; on tokens that a model never saw in training, low precision
@@ -160,7 +161,7 @@ def _spread(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> float:
     return max(_median_gap(alone, batched), _median_gap(alone, chain))
 
 
-def _median_gap(left: torch.Tensor, right: torch.Tensor) -> float:
+def _median_gap(left: Float[Tensor, "n M"], right: Float[Tensor, "n M"]) -> float:
     """The median over rows ([n, M]) of their difference relative to their norm."""
     left, right = left.float(), right.float()
     return ((left - right).norm(dim=1) / left.norm(dim=1)).median().item()
@@ -243,7 +244,7 @@ def _check_head(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
         )
 
 
-def _own_logits(lm: DecoderAndHead, tokens: torch.Tensor) -> torch.Tensor:
+def _own_logits(lm: DecoderAndHead, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
     """[n, V] in float32 or wider: those of the model's own forward. tokens: [n] int64."""
     try:
         logits = lm.model(input_ids=tokens[None], use_cache=False).logits[0]
@@ -254,7 +255,7 @@ def _own_logits(lm: DecoderAndHead, tokens: torch.Tensor) -> torch.Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def own_logprobs(lm: DecoderAndHead, token_ids: np.ndarray) -> torch.Tensor:
+def own_logprobs(lm: DecoderAndHead, token_ids: Int[np.ndarray, " n"]) -> Float[Tensor, " _"]:
     """[n - 1] log-probs of a row's tokens by the model's own forward, with a graph where gradients are enabled."""
     tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)
     return torch.log_softmax(_own_logits(lm, tokens)[:-1], dim=-1).gather(1, tokens[1:, None])[:, 0]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treewise.engine.differentiable import Entries, Reader, Values
 from treewise.engine.walk import LossOf, MicroBatchOutput
@@ -18,6 +19,7 @@ from treewise.nn.router_loss import RouterLoss, RoutingReport
 from treewise.objectives import Objective
 from treewise.planning.layout import edges_of
 from treewise.planning.planner import Plan
+from treewise.shapes import Bool, Float, Int
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import concatenated_ranges
 
@@ -33,11 +35,11 @@ class ScoredTokens:
     outputs: names out of `lm_head.OUTPUTS`.
     """
 
-    positions: np.ndarray
-    tokens: np.ndarray | None = None
+    positions: Int[np.ndarray, " P"]
+    tokens: Int[np.ndarray, " P"] | None = None
     outputs: tuple[str, ...] = ("log_probs",)
 
-    def entries(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def entries(self, targets: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " E"], Int[np.ndarray, " E"]]:
         """The scored tokens at some positions: for each, its index in `targets` and its index in `positions`.
 
         targets: [n] int64 tree positions, ascending. Returns two [E] int64 arrays.
@@ -80,7 +82,7 @@ def edge_reader(forest: Forest, scored: ScoredTokens) -> Reader:
 
 
 def token_reader(
-    forest: Forest, is_needed: np.ndarray | None = None, outputs: tuple[str, ...] = ("log_probs",)
+    forest: Forest, is_needed: Bool[np.ndarray, " T"] | None = None, outputs: tuple[str, ...] = ("log_probs",)
 ) -> Reader:
     """Reads [T] values of the tree's own tokens, by tree position.
 
@@ -121,12 +123,12 @@ class StepLoss:
         self.num_trained_tokens = len(np.unique(self.terms.positions))
         self._reported: list[Values] = []
 
-    def of_micro_batch(self, output: MicroBatchOutput) -> torch.Tensor | None:
+    def of_micro_batch(self, output: MicroBatchOutput) -> Float[Tensor, ""] | None:
         """The part of one micro-batch, a scalar, for separable objectives; None without a trained token."""
         entries = self.reader.read(output)
         return None if entries is None else self.of_terms(entries[1], entries[0])
 
-    def of_terms(self, values: Values, entries: np.ndarray | None = None) -> torch.Tensor:
+    def of_terms(self, values: Values, entries: Int[np.ndarray, " E"] | None = None) -> Float[Tensor, ""]:
         """The loss of some terms ([E] int64 `entries`), or of all, a scalar, from their [E] values by name."""
         like = values["log_probs"]
         streams = {
@@ -170,7 +172,7 @@ def router_loss_reader(router_loss: RouterLoss, plan: Plan) -> Reader:
     return Reader(read, ("router_loss",), plan.num_micro_batches, reads_routers=True)
 
 
-def router_loss_of(router_loss: RouterLoss, values: Values) -> torch.Tensor:
+def router_loss_of(router_loss: RouterLoss, values: Values) -> Float[Tensor, ""]:
     """The router losses of a forest, a differentiable scalar, from the values of `router_loss_reader`."""
     parts = values["router_loss"].sum()
     # The first walk counts, so the parts that it gave are incomplete; the backward's walk gives the right gradients.

@@ -11,6 +11,7 @@ from itertools import repeat
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treewise.engine.lockstep import Lockstep
 from treewise.engine.sparse_embedding import sparse_embedding_gradients
@@ -22,6 +23,7 @@ from treewise.nn.model import DecoderAndHead, run_decoder
 from treewise.nn.recurrent import TreeRows
 from treewise.planning.layout import Layout, lay_out
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Plan
+from treewise.shapes import Float, Int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,9 +36,9 @@ class MicroBatchOutput:
     """
 
     index: int
-    positions: np.ndarray
-    hidden: torch.Tensor
-    router_logits: tuple[torch.Tensor, ...]
+    positions: Int[np.ndarray, " T"]
+    hidden: Float[Tensor, "T M"]
+    router_logits: tuple[Float[Tensor, "T _"], ...]
     head: Callable[[], AnyHead]
 
 

@@ -14,27 +14,29 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from treewise.errors import ConfigError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, RowIndex, take
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.row_blocks import Block, Ranges, plan_blocks
 from treewise.nn.attention.softcap import Attended, Visibility, softcap_attention, softcap_attention_backward
+from treewise.shapes import Float
 
 _forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 _backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 
 def cascade_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 Hkv T D"],
+    value: Float[Tensor, "1 Hkv T Dv"],
     mask: TreeMask,
     rule: LayerRule,
-    sinks: torch.Tensor | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     reads: tuple[GatewayRead, ...] = (),
     call: LayerCall = 0,
-) -> torch.Tensor:
+) -> Float[Tensor, "1 H T Dv"]:
     """Attention of [1, H, T, D] queries over their own [1, Hkv, T, D] keys and values and those read from gateways.
 
     Returns [1, H, T, D of the values]. Windows, chunks, sinks ([H]) and score caps are exact.
@@ -140,8 +142,8 @@ def _parts(block: Block, tile: torch.Tensor | None) -> list[tuple[Ranges, Visibi
 
 
 def _attend(
-    query: torch.Tensor, sources: "_Sources", block: Block, tile: torch.Tensor | None, rule: LayerRule
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Float[Tensor, "1 H R D"], sources: "_Sources", block: Block, tile: torch.Tensor | None, rule: LayerRule
+) -> tuple[Float[Tensor, "1 H R D"], Float[Tensor, "1 H R"]]:
     """Output [1, H, R, D] and log-sum-exp [1, H, R] of one block's rows."""
     results = [_forward_part(query, *sources.read(ranges), visible, rule) for ranges, visible in _parts(block, tile)]
     if len(results) == 1:
@@ -154,8 +156,12 @@ def _attend(
 
 
 def _forward_part(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: Visibility, rule: LayerRule
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Float[Tensor, "1 H R D"],
+    key: Float[Tensor, "1 Hkv K D"],
+    value: Float[Tensor, "1 Hkv K D"],
+    visible: Visibility,
+    rule: LayerRule,
+) -> tuple[Float[Tensor, "1 H R D"], Float[Tensor, "1 H R"]]:
     """Output [1, H, R, D] and log-sum-exp [1, H, R] of some rows over some keys."""
     if rule.softcap is not None:
         return softcap_attention(query, key, value, visible, rule)
@@ -182,7 +188,7 @@ class _KeyAxis:
         for _, _, count in parts:
             self.bounds.append(self.bounds[-1] + count)
 
-    def read(self, ranges: Ranges) -> torch.Tensor:
+    def read(self, ranges: Ranges) -> Float[Tensor, "1 Hkv K D"]:
         """[1, Hkv, rows of the ranges, D]; a view where it is one range of one tensor."""
         pieces = [_padded(take(tensor, rows), self.width) for tensor, rows in self._pieces(ranges)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
@@ -196,7 +202,7 @@ class _KeyAxis:
             accumulators.append(torch.zeros(shape, dtype=dtype, device=tensor.device).transpose(1, 2))
         return accumulators
 
-    def add(self, accumulators: list[torch.Tensor], ranges: Ranges, grad: torch.Tensor) -> None:
+    def add(self, accumulators: list[torch.Tensor], ranges: Ranges, grad: Float[Tensor, "1 Hkv K D"]) -> None:
         """Adds the gradient [1, Hkv, rows of the ranges, D] of what `read` gave."""
         start = 0
         for part, low, high in self._split(ranges):
@@ -244,7 +250,7 @@ class _Sources:
         self.keys = _KeyAxis([*above_keys, (key, own, count)], self.width)
         self.values = _KeyAxis([*above_values, (value, own, count)], self.width)
 
-    def read(self, ranges: Ranges) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, ranges: Ranges) -> tuple[Float[Tensor, "1 Hkv K D"], Float[Tensor, "1 Hkv K D"]]:
         """Keys and values [1, Hkv, rows of the ranges, D]."""
         return self.keys.read(ranges), self.values.read(ranges)
 

@@ -17,10 +17,12 @@ from collections.abc import Callable
 from typing import cast, no_type_check
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
 from treewise.nn.attention.mask import LayerRule, TreeMask
+from treewise.shapes import Float
 
 BLOCK_SIZE = 128
 # Every combination of window or chunk, softcap, sinks, grad mode and "one block or more" is a kernel of its own. Beyond
@@ -35,15 +37,15 @@ Captured = tuple[torch.Tensor, torch.Tensor, MaybeTensor, MaybeTensor, MaybeTens
 
 
 def flex_attention_tree(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 Hkv K D"],
+    value: Float[Tensor, "1 Hkv K Dv"],
     mask: TreeMask,
     rule: LayerRule,
-    sinks: torch.Tensor | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     *,
     block_size: int = BLOCK_SIZE,
-) -> torch.Tensor:
+) -> Float[Tensor, "1 H T Dv"]:
     """Attention of [1, H, T, D] queries over [1, Hkv, K, D] keys and values; returns [1, H, T, D of the values].
 
     The contract of `reference_attention`.

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from treewise.nn.attention.mask import LayerRule
+from treewise.shapes import Float
 
 # Rows and keys of a tile: with 32 heads, 32 MiB of float32 scores.
 TILE_ROWS, TILE_KEYS = 256, 1024
@@ -38,8 +40,12 @@ class Visibility(NamedTuple):
 
 
 def softcap_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: Visibility, rule: LayerRule
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Float[Tensor, "1 H R D"],
+    key: Float[Tensor, "1 Hkv K D"],
+    value: Float[Tensor, "1 Hkv K Dv"],
+    visible: Visibility,
+    rule: LayerRule,
+) -> tuple[Float[Tensor, "1 H R Dv"], Float[Tensor, "1 H R"]]:
     """Attention of [1, H, R, D] queries over [1, H / G, K, D] keys and values, and its log-sum-exp ([1, H, R])."""
     query, key, value = _grouped(query, key, value)
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -63,8 +69,8 @@ def softcap_attention(
 
 
 def softcap_attention_backward(
-    grad: torch.Tensor, part: Attended, visible: Visibility, rule: LayerRule
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Float[Tensor, "1 H R Dv"], part: Attended, visible: Visibility, rule: LayerRule
+) -> tuple[Float[Tensor, "1 H R D"], Float[Tensor, "1 Hkv K D"], Float[Tensor, "1 Hkv K Dv"]]:
     """Gradients of queries, keys and values in float32 or wider; `grad`: that of the output."""
     num_heads = part.query.shape[1]
     query, key, value = _grouped(part.query, part.key, part.value)

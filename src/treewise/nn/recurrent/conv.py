@@ -3,15 +3,17 @@
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from treewise.nn.recurrent.layer_context import LayerContext
 from treewise.nn.recurrent.states import gather
+from treewise.shapes import Float
 
 # [1, C, L] to [1, C, L], causal, zeros before the first row.
 Conv = Callable[[torch.Tensor], torch.Tensor]
 
 
-def tree_conv(layer: LayerContext, inputs: torch.Tensor, width: int, conv: Conv) -> torch.Tensor:
+def tree_conv(layer: LayerContext, inputs: Float[Tensor, "1 C T"], width: int, conv: Conv) -> Float[Tensor, "1 C T"]:
     """A causal convolution over [1, C, T] inputs; row t sees itself and the `width - 1` tokens above it.
 
     Computes T + S * (width - 1) rows for S segments. Where the path above a segment is shorter, it is

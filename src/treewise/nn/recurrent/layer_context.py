@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from treewise.nn.attention.interface import TreeContext
 from treewise.nn.recurrent.rows import TreeRows
 from treewise.nn.recurrent.states import enter, gather, leave
+from treewise.shapes import Float
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class LayerContext:
         """Adds the micro-batch's tokens to those that this function has processed."""
         self.rows.computed[self.name] += self.rows.layout.num_tokens
 
-    def entering(self, anchors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def entering(self, anchors: Sequence[torch.Tensor]) -> Float[Tensor, "n ..."] | None:
         """[n, ...] states of the segments that begin below a gateway, in row order; None where there are none.
 
         anchors: the function's inputs; if one needs gradients, so do the states.
@@ -43,7 +45,7 @@ class LayerContext:
         states = enter(self.name, reads, device, anchors)
         return gather(states, rows.tensor("entering order", rows.entering_order, device)) if len(reads) > 1 else states
 
-    def leaving(self, out: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+    def leaving(self, out: Float[Tensor, "..."], states: Float[Tensor, "P ..."] | None) -> Float[Tensor, "..."]:
         """Writes the states after the cuts ([P, ...], or None) to the gateway; `out` carries their gradients."""
         if states is None:
             return out

@@ -6,12 +6,14 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treewise.nn.device import to_device
 from treewise.nn.recurrent.schedule import Schedule, make_schedule
 from treewise.nn.recurrent.segments import RowSegments, row_segments, rows_before, rows_up_to_end
 from treewise.planning.layout import Layout
 from treewise.planning.planner import Plan
+from treewise.shapes import Int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,13 @@ class TreeRows:
         """A single segment that begins with a first token: rows need no arrangement."""
         return self.segments.num_segments == 1 and self.segments.gateway[0] < 0
 
-    def tensor(self, name: object, array: np.ndarray, device: torch.device) -> torch.Tensor:
+    def tensor(self, name: object, array: Int[np.ndarray, "..."], device: torch.device) -> Int[Tensor, "..."]:
         """An index array as an int64 tensor, one for each device."""
         if (name, device) not in self._tensors:
             self._tensors[name, device] = to_device(array, device, torch.long)
         return self._tensors[name, device]
 
-    def entering(self, gateway: int, cut_rows: np.ndarray) -> np.ndarray:
+    def entering(self, gateway: int, cut_rows: Int[np.ndarray, " P"]) -> Int[np.ndarray, " n"]:
         """Which of a gateway's kept states (at `cut_rows`) the segments below it begin with, in segment order."""
         segments = self.segments
         rows = segments.gateway_row[segments.gateway == gateway]

@@ -6,17 +6,19 @@ Letters: T rows, B segments side by side, L their padded length, P cuts.
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from treewise.nn.recurrent.layer_context import LayerContext
 from treewise.nn.recurrent.schedule import GATEWAY, NOTHING, SegmentBatch
 from treewise.nn.recurrent.states import collect, spread
+from treewise.shapes import Float
 
 # [B, L, ...] inputs padded with zeros on the right, [B, ...] initial states or None for zeros, and whether end states
 # are wanted, to [B, L, ...] outputs and [B, ...] end states. A row of zeros must leave the state unchanged.
 Scan = Callable[[list[torch.Tensor], torch.Tensor | None, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def tree_scan(layer: LayerContext, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+def tree_scan(layer: LayerContext, inputs: Sequence[Float[Tensor, "1 T ..."]], scan: Scan) -> Float[Tensor, "1 T ..."]:
     """A recurrence over [1, T, ...] inputs; returns [1, T, ...]. States and their gradients follow the tree."""
     rows, device = layer.rows, inputs[0].device
     schedule = rows.schedule

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treewise.nn.attention.gateway import Gateway
+from treewise.shapes import Float, Int
 
 
 class _Spread(torch.autograd.Function):
@@ -88,29 +90,35 @@ class _Leave(torch.autograd.Function):
         return grad, None if states is None else states.to(ctx.device, ctx.dtype), None, None
 
 
-def spread(rows: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+def spread(
+    rows: Float[Tensor, "T ..."], order: Int[Tensor, " Z"], position: Int[Tensor, " T"]
+) -> Float[Tensor, "Z ..."]:
     """[Z, ...] rows at their padded positions, zeros elsewhere. Each row has one: gradients are copies."""
     return _Spread.apply(rows, order, position)
 
 
-def collect(padded: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+def collect(
+    padded: Float[Tensor, "Z ..."], order: Int[Tensor, " Z"], position: Int[Tensor, " T"]
+) -> Float[Tensor, "T ..."]:
     """[T, ...] rows from their padded positions."""
     return _Collect.apply(padded, order, position)
 
 
-def gather(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def gather(rows: Float[Tensor, "T ..."], index: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:
     """Rows by index; a row may be taken several times; its gradients are summed in float32 or wider."""
     return _Gather.apply(rows, index)
 
 
 def enter(
     name: str, reads: Sequence[tuple[Gateway, torch.Tensor]], device: torch.device, anchors: Sequence[torch.Tensor]
-) -> torch.Tensor:
+) -> Float[Tensor, "n ..."]:
     """[n, ...] states kept by gateways. anchors: what the layer computes with; if one needs gradients, so do states."""
     return _Enter.apply(name, tuple(reads), device, *anchors)
 
 
-def leave(out: torch.Tensor, states: torch.Tensor, gateway: Gateway, name: str) -> torch.Tensor:
+def leave(
+    out: Float[Tensor, "..."], states: Float[Tensor, "n ..."], gateway: Gateway, name: str
+) -> Float[Tensor, "..."]:
     """`out` unchanged; the backward adds the gradients collected in `gateway` to those of `states`."""
     return _Leave.apply(out, states, gateway, name)
 
