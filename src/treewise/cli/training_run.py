@@ -253,6 +253,7 @@ def train(
     command: str,
     objective: Any = None,
     callbacks: Any = (),
+    tree_order: Any = None,
 ) -> None:
     """Trains and saves the model. command: what the user typed, for the advice on resuming."""
 
@@ -268,6 +269,7 @@ def train(
             train_dataset=train_data,
             eval_dataset=eval_data,
             objective=objective,
+            tree_order=tree_order,
             processing_class=tokenizer,
         )
     except Exception as error:

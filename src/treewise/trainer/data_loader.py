@@ -19,6 +19,7 @@ from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model
 from treewise.objectives import Objective
 from treewise.trainer.arguments import TreeTrainingArguments
+from treewise.trainer.tree_order import TreeOrder
 from treewise.tree.forest import Forest, forest_of
 from treewise.tree.trajectory import Trajectory, update_with_content
 
@@ -40,9 +41,11 @@ class TreeSampler(BatchSampler):
         num_ranks: int = 1,
         num_steps: int | None = None,
         batches_per_step: int = 1,
+        tree_order: TreeOrder | None = None,
     ) -> None:
         self.num_trees, self.batch_size, self.seed = num_trees, batch_size, seed
         self.num_steps, self.batches_per_step = num_steps, batches_per_step
+        self.tree_order = tree_order
         self.rank, self.num_ranks = rank, num_ranks
         self.drop_last = False
         self.epoch = 0
@@ -52,7 +55,16 @@ class TreeSampler(BatchSampler):
         self.epoch = epoch
 
     def order(self) -> np.ndarray:
-        """[trees] int64, all trees in the order of this epoch. Without a seed: as they are."""
+        """[trees] int64, all trees in the order of this epoch: a curriculum's, by the seed, or without one as they are.
+
+        Raises:
+            ConfigError: a curriculum that leaves a tree out, or has one twice.
+        """
+        if self.tree_order is not None:
+            order = self.tree_order.order(self.epoch)
+            if not np.array_equal(np.sort(order), np.arange(self.num_trees)):
+                raise ConfigError(f"{self.tree_order.description} gives no permutation of {self.num_trees} trees.")
+            return order
         if self.seed is None:
             return np.arange(self.num_trees)
         return np.random.default_rng([self.seed, self.epoch]).permutation(self.num_trees)
@@ -190,7 +202,7 @@ def check_dataset(name: str, dataset: Any) -> None:
 # -- loaders of a run -------------------------------------------------------------------------------------------------
 
 
-def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
+def make_sampler(args: TreeTrainingArguments, num_trees: int, tree_order: TreeOrder | None = None) -> TreeSampler:
     """The order of the training trees: of this rank, or of all ranks where trees are placed on ranks later."""
     facts = args.order_facts()
     seed = facts["seed"] if facts["shuffle"] else None
@@ -199,11 +211,13 @@ def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
     steps = (args.steps_per_epoch, args.gradient_accumulation_steps)
     size = args.per_device_train_batch_size
     if args.places_trees:
-        return TreeSampler(num_trees, size * args.world_size, seed, 0, 1, *steps)
-    return TreeSampler(num_trees, size, seed, args.process_index, args.world_size, *steps)
+        return TreeSampler(num_trees, size * args.world_size, seed, 0, 1, *steps, tree_order)
+    return TreeSampler(num_trees, size, seed, args.process_index, args.world_size, *steps, tree_order)
 
 
-def training_loader(args: TreeTrainingArguments, dataset: Any, epoch: int = 0) -> TreeLoader:
+def training_loader(
+    args: TreeTrainingArguments, dataset: Any, epoch: int = 0, tree_order: TreeOrder | None = None
+) -> TreeLoader:
     """Batches of one epoch. transformers sets the epoch before each one, but earlier versions of it not in an epoch
     that is resumed in its middle; so the first one is given here.
 
@@ -212,7 +226,7 @@ def training_loader(args: TreeTrainingArguments, dataset: Any, epoch: int = 0) -
     """
     if dataset is None:
         raise ConfigError("training needs a train_dataset.")
-    sampler = make_sampler(args, len(dataset))
+    sampler = make_sampler(args, len(dataset), tree_order)
     sampler.set_epoch(epoch)
     return _loader(args, dataset, sampler)
 

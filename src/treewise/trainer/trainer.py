@@ -52,6 +52,7 @@ from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_path
 from treewise.trainer.run_context import entered_run
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
 from treewise.trainer.step import StepRunner, optimizer_bytes
+from treewise.trainer.tree_order import TreeOrder
 from treewise.tree.forest import Forest, forest_of
 
 logger = logging.getLogger("treewise")
@@ -67,6 +68,8 @@ class TreeTrainer(Trainer):
             `datasets`, data frames, mappings), which are then loaded with `processing_class` as the tokenizer.
         eval_dataset: the same, or a mapping of names to such.
         render: how records are rendered (`RenderOptions`, or a mapping of its fields).
+        tree_order: a curriculum that orders the trees of each epoch (`treewise.rl.curriculum.recorded_order`); None:
+            by chance, as `args` has it.
         objective: a loss (`tw.GRPO()`, ...), in place of the one that `args` names. Its metrics are logged.
 
     Raises:
@@ -85,6 +88,7 @@ class TreeTrainer(Trainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         objective: Objective | None = None,
+        tree_order: TreeOrder | None = None,
         processing_class: Any = None,
         render: Any = None,
         model_init: Any = None,
@@ -101,6 +105,7 @@ class TreeTrainer(Trainer):
         _check_preferences(train_dataset, objective or args.objective())
         if getattr(objective or args.objective(), "needs_whole_groups", False):
             args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
+        self._tree_order = tree_order
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._means, self._throughput = MetricMeans(), Throughput()
         rows_file = nonfinite_path(args.output_dir, args.process_index, args.world_size)
@@ -120,8 +125,8 @@ class TreeTrainer(Trainer):
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         self._placer = make_placer(args, self.model, self.loss_objective)
         self._batches = PlacedBatches(self._placer, args.gradient_accumulation_steps)
-        model_fingerprint = contents.fingerprint(self.model)
-        self._checkpoints = CheckpointManager(args, model_fingerprint, lambda: self.data_facts, self._placer)
+        fingerprint = contents.fingerprint(self.model)
+        self._checkpoints = CheckpointManager(args, fingerprint, lambda: self.data_facts, self._placer, tree_order)
         self._resumed: ResumePoint | None = None
         self._runner = self._new_runner()
 
@@ -169,7 +174,7 @@ class TreeTrainer(Trainer):
     def get_train_dataloader(self) -> TreeLoader:
         step = 0 if self._resumed is None else self._resumed.step
         return training_loader(
-            self.args, self.train_dataset, step // steps_per_epoch(self.args, len(self.train_dataset))
+            self.args, self.train_dataset, step // steps_per_epoch(self.args, len(self.train_dataset)), self._tree_order
         )
 
     @override
@@ -379,6 +384,8 @@ class TreeTrainer(Trainer):
             self._resumed = self._checkpoints.find(resume_from_checkpoint)
             if self._resumed is not None:
                 self.runner.resume_budget(self._resumed.max_tokens)
+            if self._tree_order is not None:
+                self._tree_order.begin()
             if self.is_world_process_zero():
                 resumed = self._resumed.folder if self._resumed else None
                 print_summary(self.args, self.train_dataset, self.data_facts, self.model.config, resumed)

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treewise.cli import online_run, training_run
+from treewise.cli import curriculum_order, online_run, training_run
 from treewise.cli.config import RunConfig, read_config, schema
 from treewise.cli.key_help import formatter_with
 from treewise.cli.objective import typed_settings
@@ -33,6 +33,7 @@ KEYS: dict[str, Any] = {
     "reference": str | None,
     "mini_batches": int | None,
     "drop_flat_groups": bool,
+    **curriculum_order.KEYS,
 }
 # Other defaults than those of supervised training: one epoch, small constant steps, no decay.
 DEFAULTS = {
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in DEFAULTS.items():
         config.training.setdefault(name, value)
     objective = _objective(config)
+    curriculum_order.check_curriculum(config)
     if not args.dry_run and training_run.is_first_rank():
         training_run.check_folder(Path(config.training["output_dir"]), args.resume, args.overwrite)
     from treewise.cli.epoch_means import EpochMeans, GapWarning
@@ -128,7 +130,10 @@ def run(args: argparse.Namespace) -> int:
         if training_run.is_first_rank():
             for line in rl_checks.warnings_of(update.trees, getattr(objective, "weighting", "per_trajectory")):
                 print(f"warning: {line}", file=sys.stderr)
-        training_run.train(arguments, model, tokenizer, update.trees, None, resume_from, command, objective, callbacks)
+        order = curriculum_order.order_of(config, arguments, model, update.trees, objective)
+        training_run.train(
+            arguments, model, tokenizer, update.trees, None, resume_from, command, objective, callbacks, order
+        )
     return 0
 
 

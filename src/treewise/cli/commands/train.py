@@ -6,11 +6,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from treewise.cli import preferences, training_run
+from treewise.cli import curriculum_order, preferences, training_run
 from treewise.cli.config import read_config, schema
 from treewise.cli.key_help import formatter_with
 
-KEYS = {"objective": str | None, "objective_settings": dict | None, "reference": str | None}
+KEYS = {
+    "objective": str | None,
+    "objective_settings": dict | None,
+    "reference": str | None,
+    **curriculum_order.KEYS,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
     config = read_config(*training_run.split_words(args), KEYS)
     objective = preferences.objective_of(config)
+    curriculum_order.check_curriculum(config)
     training_run.check_flags(args, config)
     arguments = training_run.training_arguments(config)
     if not args.dry_run and training_run.is_first_rank():
@@ -47,5 +53,8 @@ def run(args: argparse.Namespace) -> int:
         evaluation: Any = eval_data
         if objective is not None:
             train, evaluation = preferences.with_references(config, arguments, model, objective, train_data, eval_data)
-        training_run.train(arguments, model, tokenizer, train, evaluation, resume_from, command, objective)
+        order = curriculum_order.order_of(config, arguments, model, train, objective)
+        training_run.train(
+            arguments, model, tokenizer, train, evaluation, resume_from, command, objective, tree_order=order
+        )
     return 0

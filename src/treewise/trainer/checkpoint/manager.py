@@ -16,6 +16,7 @@ from treewise.trainer.checkpoint.changed_settings import check_settings
 from treewise.trainer.checkpoint.contents import RunState
 from treewise.trainer.checkpoint.manifest import check_same_run, read_manifest
 from treewise.trainer.data_loader import DataFacts
+from treewise.trainer.tree_order import TreeOrder
 
 logger = logging.getLogger("treewise")
 
@@ -33,12 +34,19 @@ class CheckpointManager:
     """The checkpoints in the folder of a run. Every rank calls each method.
 
     model: `contents.fingerprint` of the model. data: sizes and fingerprint of the training data, read when needed.
-    placer: its costs are kept in checkpoints, so that a resumed run places as before.
+    placer: its costs are kept in checkpoints, so that a resumed run places as before. tree_order: its measurements
+    are, too, so that it orders as before.
     """
 
     def __init__(
-        self, args: TreeTrainingArguments, model: str, data: Callable[[], DataFacts], placer: OnlinePlacer | None = None
+        self,
+        args: TreeTrainingArguments,
+        model: str,
+        data: Callable[[], DataFacts],
+        placer: OnlinePlacer | None = None,
+        tree_order: TreeOrder | None = None,
     ) -> None:
+        self._tree_order = tree_order
         self.args, self.model = args, model
         self._data, self._placer = data, placer
         self.last_step = 0  # of the newest checkpoint that was written or resumed from
@@ -57,6 +65,8 @@ class CheckpointManager:
         folder, manifest = ranks.on_first_rank(lambda: self._verified(wanted))
         if self._placer is not None and manifest.get("costs"):
             self._placer.restore(manifest["costs"])
+        if self._tree_order is not None:
+            self._tree_order.restore(manifest.get("tree_order") or {})
         self.last_step = int(manifest["step"])
         budget = manifest.get("max_tokens")
         return ResumePoint(Path(folder), self.last_step, int(budget) if budget else None)
@@ -72,6 +82,8 @@ class CheckpointManager:
         if best and (best == step or (run_dir / f"checkpoint-{best}").is_dir()):
             run.loop.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         facts = {"step": step, "max_tokens": max_tokens, **self._run_facts()}
+        if self._tree_order is not None:
+            facts |= {"tree_order": self._tree_order.state()}
         if self._placer is not None:
             self._placer.before_save(step)
             facts |= {"costs": self._placer.state(), "num_ranks": ranks.count()}
@@ -105,4 +117,5 @@ class CheckpointManager:
 
     def _run_facts(self) -> dict[str, Any]:
         data = self._data()
-        return {"data": data.fingerprint, "num_trees": data.num_trees, "model": self.model, **self.args.order_facts()}
+        own = {"data": data.fingerprint, "num_trees": data.num_trees, "model": self.model, **self.args.order_facts()}
+        return own | {"curriculum": None if self._tree_order is None else self._tree_order.description}

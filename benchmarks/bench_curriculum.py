@@ -1,0 +1,317 @@
+"""Curricula at equal generated tokens: held-out reward of a tiny model on a mixture from trivial to impossible tasks.
+
+The model (a Llama of 2 layers, some 100,000 parameters, characters as tokens) starts from random weights and imitates
+answers of half of the kinds of tasks for a short while, so that some are nearly solved, some have a small rate of
+success, and some are out of reach. Then each curriculum continues from the same weights with GRPO, on the same pool of
+items, with the same budget. All tasks and verifiers are reasoning_gym's; questions are shortened to their numbers or
+letters. Held-out items have other seeds; kinds with few questions repeat some.
+
+    python benchmarks/bench_curriculum.py [--seeds 5] [--iterations 16] [--trees 16] [--arms uniform gain ...]
+
+Compared are the mean held-out reward over the budget (area under the curve) and the last one, paired by seed with
+`uniform`; intervals are bootstrap over seeds. The self-check of each seed's model is recorded beside them.
+"""
+
+import argparse
+import contextlib
+import io
+import re
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import reasoning_gym
+import torch
+from common import save
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import treewise as tw
+from treewise.rl.tasks import TaskItem
+from treewise.rl.tasks.protocol import RewardRequest, Split
+
+ARMS = (
+    *("uniform", "dynamic", "learnability", "mopps", "vcrl", "speed"),
+    *("gain", "gain_x_learnability", "gain_shuffled"),
+)
+POOL = 160
+HELD_OUT = 120
+TOKENS_PER_TREE = 32  # generated
+ROLLOUTS = 8
+MAX_NEW_TOKENS = 7
+LEARNING_RATE = 5e-4
+CHECK_ITEMS = 64
+END, PAD = "<|end|>", "<|pad|>"
+LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*,=?"
+TEMPLATE = "?{% for message in messages %}{{ message['content'] }}{% endfor %}"
+_DIGITS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A task of reasoning_gym at one difficulty. mark: begins its questions. is_taught: whether the model imitates it
+    before.
+    """
+
+    name: str
+    task: str
+    mark: str
+    settings: dict[str, Any]
+    is_taught: bool = False
+
+    def short(self, question: str) -> str:
+        """The question without its words."""
+        body = question.rpartition(":")[2].replace(" ", "").replace("=", "").lower()
+        if self.task not in ("chain_sum", "spell_backward"):
+            body = ",".join(re.findall(r"\d+", question.replace("1 bits", "")))
+        return f"{self.mark}{body}="
+
+
+KINDS = (
+    Kind("sums of two digits", "chain_sum", "s", _DIGITS, is_taught=True),
+    Kind("products of two digits", "products", "p", _DIGITS, is_taught=True),
+    Kind("words of 3 letters, backward", "spell_backward", "w", {"min_word_len": 3, "max_word_len": 3}, is_taught=True),
+    Kind("divisors of numbers to 20", "gcd", "g", {"max_value": 20}, is_taught=True),
+    Kind("sums of three digits", "chain_sum", "s", {**_DIGITS, "min_terms": 3, "max_terms": 3}),
+    Kind("products of 3-digit numbers", "products", "p", {**_DIGITS, "min_digits": 3, "max_digits": 3}),
+    Kind("bits of 30-bit numbers", "count_bits", "b", {}),
+    Kind("counts of primes", "count_primes", "c", {}),
+)
+
+
+@cache
+def entries(number: int, split: Split) -> Any:
+    """The package's items of one kind; other seeds for what is held out."""
+    seed = (1 << 29 if split == "held_out" else 0) + (number << 20)
+    return reasoning_gym.create_dataset(KINDS[number].task, seed=seed, size=1 << 14, **KINDS[number].settings)
+
+
+class Mixture:
+    """All kinds in turn."""
+
+    name = "mixture"
+
+    def num_items(self, split: Split) -> int | None:
+        return HELD_OUT if split == "held_out" else POOL
+
+    def item(self, split: Split, index: int) -> TaskItem:
+        number = index % len(KINDS)
+        entry = entries(number, split)[index // len(KINDS)]
+        prompt = ({"role": "user", "content": KINDS[number].short(entry["question"])},)
+        return TaskItem(f"{KINDS[number].name}/{split}/{index}", prompt, {"entry": entry, "kind": number})
+
+    def rewards(self, requests: list[RewardRequest]) -> list[float]:
+        found = []
+        for request in requests:
+            entry = request.item.extra["entry"]
+            answer = request.text.strip()
+            found.append(float(answer.lower() == str(entry["answer"]).lower()))
+        return found
+
+
+def new_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    raw = Tokenizer(
+        models.WordLevel({letter: number for number, letter in enumerate([*LETTERS, PAD, END])}, unk_token=PAD)
+    )
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    raw.decoder = decoders.Fuse()
+    raw.add_special_tokens([END, PAD])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=END, pad_token=PAD)
+
+
+def new_model(tokenizer: Any, seed: int) -> LlamaForCausalLM:
+    """A tiny Llama with random weights."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def pretrain(model: LlamaForCausalLM, tokenizer: Any, seed: int, steps: int) -> None:
+    """Imitates the answers of the kinds that are taught, from items beyond the pool."""
+    rng = np.random.default_rng(seed)
+    taught = [number for number, kind in enumerate(KINDS) if kind.is_taught]
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=3e-3, weight_decay=0.0)
+    for _ in range(steps):
+        rows, num_prompt = [], []
+        for number in rng.choice(taught, 64):
+            entry = entries(int(number), "train")[int(rng.integers(POOL, 1 << 14))]
+            prompt = tokenizer.encode("?" + KINDS[number].short(entry["question"]), add_special_tokens=False)
+            answer = tokenizer.encode(str(entry["answer"]).lower(), add_special_tokens=False)
+            rows.append([*prompt, *answer, tokenizer.eos_token_id])
+            num_prompt.append(len(prompt))
+        width = max(map(len, rows))
+        ids = torch.tensor([[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in rows])
+        labels = torch.where(ids == tokenizer.pad_token_id, -100, ids)
+        labels[torch.arange(width) < torch.tensor(num_prompt)[:, None]] = -100
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def new_trainer(
+    model: Any, tokenizer: Any, folder: Path, arm: str, args: argparse.Namespace, seed: int
+) -> tw.OnlineTrainer:
+    """An online run that leaves the self-check out: it is measured apart."""
+    settings = tw.OnlineSettings(
+        iterations=args.iterations,
+        trees_per_iteration=args.trees,
+        tokens_per_iteration=args.trees * TOKENS_PER_TREE,
+        max_new_tokens=MAX_NEW_TOKENS,
+        branching="none",
+        branching_settings={"roots": ROLLOUTS},
+        curriculum=arm,
+        curriculum_settings={"force": True} if arm.startswith("gain") else {},
+        check_items=0,
+        eval_every=args.eval_every,
+        eval_items=HELD_OUT,
+        save_every=args.iterations,
+        chat_template=TEMPLATE,
+    )
+    arguments = tw.TreeTrainingArguments(
+        output_dir=str(folder),
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_tokens=None,
+        seed=seed,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    return tw.OnlineTrainer(model, Mixture(), tokenizer, settings, arguments)
+
+
+def curve_of(log: list[dict[str, float]]) -> list[tuple[float, float]]:
+    """Generated tokens so far and held-out reward, at each evaluation."""
+    tokens, curve = 0.0, []
+    for entry in log:
+        tokens += entry.get("sampled_tokens", 0.0)
+        if "eval_reward" in entry:
+            curve.append((tokens, entry["eval_reward"]))
+    return curve
+
+
+def run_arm(start: Any, tokenizer: Any, arm: str, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """One arm from the weights that all of a seed begin with."""
+    model = new_model(tokenizer, seed)
+    model.load_state_dict(start)
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        trainer = new_trainer(model, tokenizer, Path(folder), arm, args, seed)
+        trainer.train()
+    tasks = trainer.state.book.state_dict()["tasks"]
+    kinds = {
+        kind.name: sum(int(key.rpartition("/")[2]) % len(KINDS) == n for key in tasks) for n, kind in enumerate(KINDS)
+    }
+    return {
+        "arm": arm,
+        "seed": seed,
+        "curve": curve_of(trainer.log_history),
+        "different_items_by_kind": kinds,
+        "mean_reward": float(np.mean([entry["reward"] for entry in trainer.log_history if "reward" in entry])),
+        "cpu_seconds": time.process_time() - began,
+    }
+
+
+def check_of(start: Any, tokenizer: Any, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """The self-check of a seed's model, as `treewise curriculum` makes it."""
+    model = new_model(tokenizer, seed)
+    model.load_state_dict(start)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        report = new_trainer(model, tokenizer, Path(folder), "uniform", args, seed).check_curriculum(CHECK_ITEMS, 16)
+    return report.to_dict()
+
+
+def score(curve: list[tuple[float, float]], budget: float) -> tuple[float, float]:
+    """Mean reward over the budget, and the reward at its end, both by linear interpolation."""
+    tokens, rewards = np.array(curve).T
+    grid = np.linspace(0, budget, 201)
+    values = np.interp(grid, tokens, rewards)
+    return float(values.mean()), float(values[-1])
+
+
+def interval(differences: np.ndarray, num_samples: int = 10_000) -> list[float]:
+    """The mean of paired differences and its bootstrap interval of 95 % over seeds."""
+    drawn = np.random.default_rng(0).integers(0, len(differences), (num_samples, len(differences)))
+    low, high = np.quantile(differences[drawn].mean(1), [0.025, 0.975])
+    return [round(float(value), 4) for value in (differences.mean(), low, high)]
+
+
+def compared(runs: list[dict[str, Any]], budget: float) -> list[dict[str, Any]]:
+    """Each arm against `uniform`, paired by seed."""
+    scores = {(run["arm"], run["seed"]): score(run["curve"], budget) for run in runs}
+    seeds = sorted({seed for _, seed in scores})
+    table = []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        own = np.array([scores[arm, seed] for seed in seeds])
+        base = np.array([scores["uniform", seed] for seed in seeds])
+        row: dict[str, Any] = {
+            "arm": arm,
+            "mean": round(float(own[:, 0].mean()), 4),
+            "last": round(float(own[:, 1].mean()), 4),
+        }
+        if arm != "uniform":
+            row |= {
+                "mean_minus_uniform": interval(own[:, 0] - base[:, 0]),
+                "last_minus_uniform": interval(own[:, 1] - base[:, 1]),
+            }
+        table.append(row)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--iterations", type=int, default=16)
+    parser.add_argument("--trees", type=int, default=16, help="of an iteration, 8 rollouts each")
+    parser.add_argument("--eval_every", type=int, default=4, help="iterations between evaluations")
+    parser.add_argument("--pretraining_steps", type=int, default=200)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    tokenizer, runs, checks = new_tokenizer(), [], []
+    for seed in range(args.seeds):
+        model = new_model(tokenizer, seed)
+        pretrain(model, tokenizer, seed, args.pretraining_steps)
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        checks.append({"seed": seed, "self_check": check_of(start, tokenizer, args, seed)})
+        for arm in args.arms:
+            runs.append(run_arm(start, tokenizer, arm, args, seed))
+            print(
+                arm,
+                seed,
+                [round(reward, 3) for _, reward in runs[-1]["curve"]],
+                round(runs[-1]["cpu_seconds"], 1),
+                flush=True,
+            )
+        path = write(runs, checks, args)  # after every seed, so that an interrupted benchmark is not lost
+    print("written to", path)
+
+
+def write(runs: list[dict[str, Any]], checks: list[dict[str, Any]], args: argparse.Namespace) -> Path:
+    """Saves and prints the comparison of the seeds so far."""
+    budget = min(run["curve"][-1][0] for run in runs)
+    table = compared(runs, budget)
+    for row in table:
+        print(row, flush=True)
+    setting = {"kinds": [kind.name for kind in KINDS], "budget_tokens": budget, **vars(args)}
+    return save("curriculum", [{"setting": setting, "table": table}, *checks, *runs])
+
+
+if __name__ == "__main__":
+    main()

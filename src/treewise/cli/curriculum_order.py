@@ -1,0 +1,97 @@
+"""`--curriculum` of commands that train on recorded trees: their order, from signals that are measured and checked."""
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treewise.cli.config import RunConfig, coerce
+from treewise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treewise.rl.curriculum.recorded_order import RecordedOrder
+    from treewise.trainer import TreeTrainingArguments
+
+KEYS: dict[str, Any] = {"curriculum": str, "curriculum_settings": dict | None}
+NUM_CHECKED = 48  # trees of the self-check
+
+
+def check_curriculum(config: RunConfig) -> None:
+    """Raises `ConfigError` for a curriculum that is unknown or orders nothing, before anything is loaded."""
+    _curriculum(config)
+
+
+def order_of(
+    config: RunConfig, arguments: "TreeTrainingArguments", model: Any, trees: Any, objective: Any
+) -> "RecordedOrder | None":
+    """The order that the configuration asks for; None for `uniform`. Nothing is measured yet.
+
+    trees: as the trainer gets them. objective: whose gradient a self-check measures; None for SFT.
+    """
+    from treewise.rl.curriculum.recorded_order import RecordedOrder
+
+    curriculum = _curriculum(config)
+    if curriculum is None:
+        return None
+    measure = partial(_measured, curriculum, arguments, model, trees, objective)
+    return RecordedOrder(curriculum, len(trees), int(arguments.order_facts()["seed"]), measure)
+
+
+def _curriculum(config: RunConfig) -> Any:
+    from treewise.rl.curriculum import curriculum_named
+    from treewise.rl.curriculum.recorded_order import check_orders
+
+    name = config.more.get("curriculum", "uniform")
+    settings = config.more.get("curriculum_settings") or {}
+    typed = {key: coerce(key, value, bool if key == "force" else Any) for key, value in settings.items()}
+    curriculum = curriculum_named(name, **typed)
+    if curriculum.name == "uniform":
+        return None
+    check_orders(curriculum.name)
+    return curriculum
+
+
+def _measured(
+    curriculum: Any, arguments: "TreeTrainingArguments", model: Any, trees: Any, objective: Any
+) -> Mapping[str, np.ndarray]:
+    """What the curriculum orders by, of all trees; a curriculum of angles is checked on some of them first."""
+    from treewise.engine.engine import TreeEngine
+    from treewise.rl.curriculum.angles import angles_of
+    from treewise.rl.curriculum.recorded import learnabilities, prompt_of
+    from treewise.rl.curriculum.recorded_order import NEEDS
+
+    needs = NEEDS[curriculum.name]
+    rows = [_rows(trees[index]) for index in range(len(trees))] if needs else []
+    found: dict[str, np.ndarray] = {}
+    if "angle" in needs:
+        engine = TreeEngine(model, arguments.max_tokens, arguments.attention, temperature=arguments.temperature)
+        _check(curriculum, arguments, engine, rows, objective)
+        found["angle"] = angles_of(engine, [prompt_of(tree) for tree in rows]).total
+    if "learnability" in needs:
+        found["learnability"] = learnabilities(rows, 0.5)
+    return found
+
+
+def _check(curriculum: Any, arguments: "TreeTrainingArguments", engine: Any, rows: list[Any], objective: Any) -> None:
+    from treewise.rl.curriculum.recorded import check_on_trees
+    from treewise.rl.curriculum.self_check import refusal
+    from treewise.rl.online.draw_log import write_check
+
+    rng = np.random.default_rng(int(arguments.order_facts()["seed"]))
+    sample = [rows[index] for index in np.sort(rng.permutation(len(rows))[:NUM_CHECKED])]
+    report = check_on_trees(sample, engine, objective, list)
+    write_check(Path(arguments.output_dir), curriculum.name, report)
+    print(report.text())
+    reason = refusal(curriculum.name, report)
+    if reason is None:
+        return
+    if not curriculum.settings.force:
+        raise ConfigError(f"{reason} Choose another, or force it: --curriculum_settings.force true.")
+    print(f"warning: {reason}", file=sys.stderr)
+
+
+def _rows(tree: Any) -> list[Any]:
+    return list(tree.labelled_trajectories() if hasattr(tree, "labelled_trajectories") else tree)
