@@ -1,8 +1,9 @@
 # Everything runs in .venv, which the first command makes. Needs Python 3.11 or later, and pip.
 #
 #   make demo     fine-tune a real model on real trees of trajectories, flat and tree side by side
-#   make test     everything that must hold before a commit: `make check`, then the tests
-#   make quick    `make check`, then the fast tests with few random examples: within a minute on two cores
+#   make test     what must hold before a commit: `make check`, then the tests
+#   make test-all also the exhaustive tests: every family, optimizer and number of processes; before a release
+#   make quick    `make check`, then the fast tests with few random examples
 #   make check    lint, format, spelling, banned words, types, import layers
 #   make bench    treewise against flat training and tree rows on this machine's CPU, about six minutes
 #   make bench-check   the same, held against the committed results by ratio
@@ -18,12 +19,12 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick check bench bench-check bench-real bench-gpu bench-all docs models format clean
+.PHONY: help demo test test-all quick check bench bench-check bench-real bench-gpu bench-all docs models format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+PYTEST_ARGS ?= -n 2 --dist loadgroup -m "not exhaustive"
 
 # What `treewise bench` gets besides, as in: make bench-gpu GPU_MODELS=qwen3-8b BENCH_ARGS="--repetitions 1"
 BENCH_ARGS ?=
@@ -52,6 +53,9 @@ demo: $(VENV)/.demo
 
 test: check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: check
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 quick: check
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not cli and not processes"

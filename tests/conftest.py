@@ -46,6 +46,21 @@ MARKED = {
         "nn/test_model.py::test_layers_from_before_the_attention_interface",
     ),
     "cli": ("cli",),
+    "exhaustive": (
+        *("bench/test_results.py", "integrations/trl/test_preferences.py", "rl/online/test_ranks.py"),
+        *("trainer/test_ranks_that_end.py",),
+        "cli/commands/test_bench.py::test_a_run_is_printed_written_and_checked",
+        "cli/commands/test_train.py::test_a_closed_pipe_does_not_end_training",
+        "nn/recurrent/test_hybrids.py::test_against_a_float64_oracle",
+        "nn/recurrent/test_hybrids.py::test_compiled_layers",
+        "trainer/test_checkpoints.py::test_every_optimizer_resumes_bit_for_bit",
+        "trainer/test_idle_ranks.py::test_micro_batches_with_router_losses_alone_train_sharded",
+        "trainer/test_ranks.py::test_four_processes_go_on_where_two_stopped",
+        "trainer/test_ranks.py::test_four_processes_train_like_one",
+        "trainer/test_torn.py::test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one",
+        "tree/test_forest.py::test_100_000_leaves_of_one_fork",
+        "tree/test_forest.py::test_100_000_short_trajectories",
+    ),
     "processes": ("trainer", "distributed/test_watchdog.py", "distributed/test_signals.py"),
 }
 

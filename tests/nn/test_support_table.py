@@ -1,6 +1,7 @@
 """Every family of transformers is as the capability table says: supported and equal to flat training, or refused."""
 
 import re
+from functools import cache
 
 import pytest
 import transformers
@@ -22,9 +23,21 @@ def without_numbers(reason: str) -> str:
     return re.sub(r"\d[\d.e-]*", "", reason)
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in FAMILIES]
-)
+@cache
+def representatives() -> set[str]:
+    """The first family of each combination of layers, and of each reason to refuse one: `make test` tries these."""
+    first: dict[tuple[str, ...], str] = {}
+    for row in TABLE.rows:
+        if row.family not in SLOW:
+            first.setdefault((row.status, *row.layers, without_numbers(row.reason).partition(" ")[2]), row.family)
+    return {*first.values(), *VISION}
+
+
+def marks_of(family: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if family in representatives() else [pytest.mark.slow, pytest.mark.exhaustive]
+
+
+@pytest.mark.parametrize("family", [pytest.param(each, marks=marks_of(each)) for each in FAMILIES])
 @pytest.mark.filterwarnings("default")  # of building models: transformers' own
 def test_family_is_as_the_table_says(family: str) -> None:
     found = examine(family)

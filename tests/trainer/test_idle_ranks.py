@@ -22,6 +22,8 @@ OBJECTIVES = {
 BUDGETS = {"whole": None, "cut": 14}
 CASES = [(objective, budget) for objective in OBJECTIVES for budget in BUDGETS]
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
 
 def settings_of(objective, budget, num_ranks):
     """Two steps, of which the second has one tree; balanced ranks would share it."""
@@ -35,7 +37,7 @@ def settings_of(objective, budget, num_ranks):
     }
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=EXHAUSTIVE), 3, pytest.param(4, marks=EXHAUSTIVE)])
 def of_ranks(request, tmp_path_factory):
     """The number of processes, and the outcomes of the first of them."""
     several = {"sharded": True, "balance_ranks": False, "per_device_train_batch_size": 1}

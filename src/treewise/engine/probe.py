@@ -12,7 +12,7 @@ stirred first, because a fresh one is the identity. Gradients are probed in `pro
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,8 @@ def _own_autocast(lm: DecoderAndHead, token_ids: np.ndarray) -> torch.dtype | No
 
     hook = lm.decoder.register_forward_pre_hook(observe)
     try:
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        # What a model cannot compute is reported by the comparisons that follow.
+        with suppress(UnsupportedModelError, RuntimeError), torch.no_grad(), torch.autocast(device, enabled=False):
             _own_logits(lm, torch.as_tensor(token_ids, dtype=torch.long, device=lm.device))
     finally:
         hook.remove()
