@@ -76,6 +76,14 @@ def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str
     return f" {otherwise}" if otherwise else ""
 
 
+def check_choice(name: str, value: object, known: Iterable[Any], error: type[TreewiseError] = ConfigError) -> None:
+    """Raises `error` where a setting's value is none of the known ones; None is one of them only where it is listed."""
+    choices = list(known)
+    if value not in choices:
+        listed = ", ".join(str(choice) for choice in choices)
+        raise error(f"{name}={value!r} is unknown; choose one of {listed}.{did_you_mean(value, map(str, choices))}")
+
+
 def num(count: int, noun: str, plural: str | None = None) -> str:
     """A number with its noun: `1 tree`, `2 trees`, `3 batches` (with `plural`)."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from treewise.advantages.rollout_table import Credited, Rollouts, credited, read_rollouts
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, check_choice
 from treewise.tree.trajectory import Trajectory
 
 SCALES = ("group", "batch", "none")
@@ -24,8 +24,7 @@ def group_normalized(trajectories: Sequence[Trajectory], *, scale: str = "group"
         ConfigError: an unknown scale, or a negative epsilon.
         DataError: see `read_rollouts`.
     """
-    if scale not in SCALES:
-        raise ConfigError(f"scale={scale!r} is unknown; choose one of {', '.join(SCALES)}.")
+    check_choice("scale", scale, SCALES)
     if not epsilon >= 0:
         raise ConfigError(f"epsilon={epsilon} must not be negative.")
     rollouts = read_rollouts(trajectories)

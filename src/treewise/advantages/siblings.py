@@ -12,7 +12,7 @@ import numpy as np
 
 from treewise.advantages.group_tree import GroupTree, exact_mean, is_equal, on_segments
 from treewise.advantages.rollout_table import Credited, credited, read_rollouts
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, check_choice
 from treewise.tree.trajectory import Trajectory
 
 VALUES = ("rollouts", "children")
@@ -40,8 +40,7 @@ def sibling_relative(
         ConfigError: an unknown `values` or `scale`, or a negative epsilon.
         DataError: see `read_rollouts`.
     """
-    if scale not in SCALES:
-        raise ConfigError(f"scale={scale!r} is unknown; choose one of {', '.join(SCALES)}.")
+    check_choice("scale", scale, SCALES)
     if not epsilon >= 0:
         raise ConfigError(f"epsilon={epsilon} must not be negative.")
     rollouts = read_rollouts(trajectories)
@@ -71,8 +70,7 @@ def segment_values(trajectories: Sequence[Trajectory], values: str = "rollouts")
 
 def _members(tree: GroupTree, values: str) -> list[np.ndarray]:
     """For every state the numbers that its value is the mean of."""
-    if values not in VALUES:
-        raise ConfigError(f"values={values!r} is unknown; choose one of {', '.join(VALUES)}.")
+    check_choice("values", values, VALUES)
     if values == "children":
         return tree.over_children(tree.rewards)[1]
     return [tree.rewards[rollouts] for rollouts in tree.through]

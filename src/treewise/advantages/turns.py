@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from treewise.advantages.rollout_table import Credited, Rollouts, credited, read_rollouts
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, check_choice
 from treewise.tree.trajectory import Trajectory
 
 BASELINES = ("turn", "group", "none")
@@ -62,8 +62,7 @@ def per_turn(
         ConfigError: an unknown baseline, a discount outside 0..1, or scaling without a baseline.
         DataError: see `read_rollouts`; turn rewards that do not fit the turns or are not finite.
     """
-    if baseline not in BASELINES:
-        raise ConfigError(f"baseline={baseline!r} is unknown; choose one of {', '.join(BASELINES)}.")
+    check_choice("baseline", baseline, BASELINES)
     if not 0 <= discount <= 1:
         raise ConfigError(f"discount={discount} must lie in 0..1.")
     if scale and baseline == "none":

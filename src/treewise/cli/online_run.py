@@ -12,7 +12,7 @@ from typing import Any
 from treewise.cli import training_run
 from treewise.cli.config import RunConfig, parse_flags
 from treewise.cli.yaml_file import read_file
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, check_choice
 
 REQUIRED = ("model", "tasks", "output_dir")
 SAMPLERS = ("transformers", "vllm")
@@ -55,8 +55,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
         raise ConfigError("tasks and data are both given: a run makes its rollouts, or trains on recorded ones.")
     settings = _settings(config)
     task = _task(config)
-    if config.more.get("sampler", "transformers") not in SAMPLERS:
-        raise ConfigError(f"sampler={config.more['sampler']!r} is unknown; choose one of {', '.join(SAMPLERS)}.")
+    check_choice("sampler", config.more.get("sampler", "transformers"), SAMPLERS)
     folder = Path(config.training["output_dir"])
     if not args.dry_run:
         training_run.check_folder(folder, args.resume, args.overwrite)

@@ -27,7 +27,7 @@ from treewise.engine.scoring import (
     with_router_loss,
 )
 from treewise.engine.walk import Walk
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
 from treewise.nn.device import to_device
 from treewise.nn.model import base_model, is_current, split_model
@@ -278,8 +278,7 @@ class TreeEngine:
         Raises:
             ConfigError: another stream.
         """
-        if stream not in LOGPROB_STREAMS:
-            raise ConfigError(f"stream={stream!r} is unknown; choose one of {', '.join(LOGPROB_STREAMS)}.")
+        check_choice("stream", stream, LOGPROB_STREAMS)
         items = list(trajectories)
         plan = self.plan(Forest.from_trajectories(items))
         is_needed = None if all_tokens else plan.forest.token_weights() > 0

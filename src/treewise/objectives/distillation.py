@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treewise.errors import ConfigError, DataError
+from treewise.errors import DataError, check_choice
 from treewise.objectives.normalization import check_settings, denominator, normalized_weights
 from treewise.objectives.protocol import Streams, Terms, Values
 from treewise.shapes import Float
@@ -49,8 +49,7 @@ class Distillation:
 
     def __post_init__(self) -> None:
         for name, choices in (("tail", TAILS), ("divergence", DIVERGENCES)):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}.")
+            check_choice(name, getattr(self, name), choices)
         check_settings(self.weighting, self.normalization, self.constant)
 
     @property

@@ -16,7 +16,7 @@ Letters: F flat tokens, T tree tokens, N trajectories, R rollouts of the forest.
 
 import numpy as np
 
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, check_choice
 from treewise.tree.forest import Forest
 from treewise.tree.weights import check_weighting
 
@@ -28,8 +28,7 @@ _ROUNDING = 1e-6
 def check_settings(weighting: str, normalization: str, constant: float | None) -> None:
     """Raises `ConfigError` for an unknown name, or a constant that is missing, not positive, or without use."""
     check_weighting(weighting)
-    if normalization not in NORMALIZATIONS:
-        raise ConfigError(f"normalization={normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}.")
+    check_choice("normalization", normalization, NORMALIZATIONS)
     if constant is None and normalization == "constant":
         raise ConfigError("normalization='constant' needs constant=<a positive number>.")
     if constant is not None and normalization not in ("rollout_sum", "constant"):

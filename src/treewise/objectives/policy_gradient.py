@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, check_choice
 from treewise.objectives import formulas
 from treewise.objectives.normalization import (
     check_settings,
@@ -91,8 +91,7 @@ class PolicyGradient:
             ("sampler_correction", (None, *CORRECTIONS)),
             ("sampler_level", LEVELS),
         ):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose one of {choices}.")
+            check_choice(name, getattr(self, name), choices)
         check_settings(self.weighting, self.normalization, self.constant)
         self._check_bounds()
 

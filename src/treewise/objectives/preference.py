@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, check_choice
 from treewise.objectives.normalization import require_whole_rollouts, rollout_of_tokens
 from treewise.objectives.protocol import Streams, Terms, Values
 from treewise.shapes import Float
@@ -24,8 +24,31 @@ PAIR_LOSSES = ("sigmoid", "ipo", "hinge")
 BASELINES = ("mismatched", "zero")
 
 
+class _OfWholeRollouts:
+    """What the engine reads of every loss on scores of rollouts."""
+
+    __slots__ = ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("log_probs",)
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether all rollouts of a group must be in one call of the engine."""
+        return True
+
+    @property
+    def has_sequence_ratios(self) -> bool:
+        """A token that several rows of a rollout train counts once."""
+        return True
+
+    def is_separable(self, forest: Forest) -> bool:
+        return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DPO:
+class DPO(_OfWholeRollouts):
     """A loss of the difference of two scores, averaged over pairs. Needs `reward`, `group` and `ref_logprobs`.
 
     Every two rollouts of a group with different rewards are a pair, of which the one with the higher reward is chosen.
@@ -49,29 +72,12 @@ class DPO:
     reference_free: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("loss", self.loss, PAIR_LOSSES)
+        check_choice("loss", self.loss, PAIR_LOSSES)
         _check_beta(self.beta)
         if not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 0.5.")
         if self.label_smoothing and self.loss != "sigmoid":
             raise ConfigError(f"label_smoothing belongs to loss='sigmoid', not {self.loss!r}.")
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("log_probs",)
-
-    @property
-    def needs_whole_groups(self) -> bool:
-        """Whether all rollouts of a group must be in one call of the engine."""
-        return True
-
-    @property
-    def has_sequence_ratios(self) -> bool:
-        """A token that several rows of a rollout train counts once."""
-        return True
-
-    def is_separable(self, forest: Forest) -> bool:
-        return False
 
     def denominator(self, forest: Forest) -> float:
         """The number of pairs."""
@@ -136,7 +142,7 @@ def IPO(*, beta: float = 0.1, reference_free: bool = False) -> DPO:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KTO:
+class KTO(_OfWholeRollouts):
     """A loss of labelled completions, averaged over them (arXiv 2402.01306, eq. 8). Needs `ref_logprobs` and `reward`.
 
     With s the score of a rollout and z a baseline, `w (1 - sigmoid(beta (s - z)))` where it is desirable (its reward
@@ -160,28 +166,11 @@ class KTO:
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        _check_choice("baseline", self.baseline, BASELINES)
+        check_choice("baseline", self.baseline, BASELINES)
         _check_beta(self.beta)
         for name in ("desirable_weight", "undesirable_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)} must be a number of at least 0.")
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("log_probs",)
-
-    @property
-    def needs_whole_groups(self) -> bool:
-        """Whether all rollouts of a group must be in one call of the engine."""
-        return True
-
-    @property
-    def has_sequence_ratios(self) -> bool:
-        """A token that several rows of a rollout train counts once."""
-        return True
-
-    def is_separable(self, forest: Forest) -> bool:
-        return False
 
     def denominator(self, forest: Forest) -> float:
         """The number of labelled rollouts."""
@@ -234,11 +223,6 @@ class KTO:
             return score_P.new_zeros(())
         is_counted = ((streams["is_first"] > 0) & (streams["label"] == 0)).to(score_P.dtype)
         return ((is_counted * score_P).sum() / is_counted.sum()).clamp(min=0)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}.")
 
 
 def _check_beta(beta: float) -> None:

@@ -10,7 +10,7 @@ far more: it weighs each part by how often it was sampled.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treewise.errors import ConfigError
+from treewise.errors import check_choice
 from treewise.rl.branching.rollout_node import PROMPT
 from treewise.rl.branching.rollout_tree import RolloutTree
 
@@ -47,8 +47,7 @@ def node_values(tree: RolloutTree, estimator: str = "children", success_at: floa
         ConfigError: an unknown estimator.
     """
     estimator = _ALIASES.get(estimator, estimator)
-    if estimator not in ESTIMATORS:
-        raise ConfigError(f"estimator={estimator!r} is unknown; choose one of {', '.join([*ESTIMATORS, *_ALIASES])}.")
+    check_choice("estimator", estimator, [*ESTIMATORS, *_ALIASES])
     segments: list[list[NodeValue]] = [[] for _ in range(len(tree))]
     for index in reversed(range(len(tree))):  # whatever continues a node comes after it
         segments[index] = _segments_of(tree, index, segments, estimator, success_at)

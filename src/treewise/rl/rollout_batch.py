@@ -18,7 +18,7 @@ import torch
 from treewise import advantages
 from treewise.advantages import AdvantageReport, Credited, with_rollout_weights
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, check_choice
 from treewise.objectives import PolicyGradient
 from treewise.tree.trajectory import Trajectory
 
@@ -90,8 +90,7 @@ def choose_streams(objective: Any, trees: Trees, old: str, num_updates: int) -> 
         ConfigError: an unknown choice.
         DataError: `given` or `sampler` without the stream on every row.
     """
-    if old not in OLD_LOGPROBS:
-        raise ConfigError(f"old_logprobs={old!r} is unknown; choose one of {', '.join(OLD_LOGPROBS)}.")
+    check_choice("old_logprobs", old, OLD_LOGPROBS)
     if not isinstance(objective, PolicyGradient):
         return Streams(None, None)
     source: str | None
@@ -218,8 +217,7 @@ def credit(
                 f"advantages={', '.join(ADVANTAGES)}."
             )
         return _as_trees(with_rollout_weights(items), trees), None
-    if method not in ADVANTAGES:
-        raise ConfigError(f"advantages={method!r} is unknown; choose one of {', '.join([*ADVANTAGES, GIVEN])}.")
+    check_choice("advantages", method, [*ADVANTAGES, GIVEN])
     function = ADVANTAGES[method]
     known = [name for name in inspect.signature(function).parameters if name not in NOT_SETTINGS]
     for name in settings:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, check_choice
 from treewise.rl.branching.points import KINDS, points_of
 from treewise.rl.branching.protocol import Signals
 from treewise.rl.branching.rollout_tree import RolloutTree
@@ -117,8 +117,7 @@ class SuccessBook:
         Parameters:
             points: `turns` or `tokens`, the branch points that are looked up.
         """
-        if points not in KINDS:
-            raise ConfigError(f"points={points!r} is unknown; choose one of {', '.join(KINDS)}.")
+        check_choice("points", points, KINDS)
         known = {}
         for root in tree.roots if self._nodes else ():
             for node, position, _ in points_of(tree, root, points):

@@ -10,15 +10,14 @@ Letters: F flat tokens.
 
 import numpy as np
 
-from treewise.errors import ConfigError
+from treewise.errors import check_choice
 
 WEIGHTINGS = ("per_trajectory", "once", "per_rollout")
 
 
 def check_weighting(weighting: str) -> None:
     """Raises `ConfigError` for an unknown weighting."""
-    if weighting not in WEIGHTINGS:
-        raise ConfigError(f"weighting={weighting!r} is unknown; choose one of {', '.join(WEIGHTINGS)}.")
+    check_choice("weighting", weighting, WEIGHTINGS)
 
 
 def divided_by_counts(weights_F: np.ndarray, key_F: np.ndarray) -> np.ndarray:

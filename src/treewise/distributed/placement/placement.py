@@ -15,7 +15,7 @@ from treewise.distributed.placement.local_search import GOOD_ENOUGH, best_owners
 from treewise.distributed.placement.lower_bound import least_load
 from treewise.distributed.placement.part_costs import part_costs
 from treewise.distributed.placement.plan_refinement import NUM_PLANNED_LEAVES, PlannedCosts, refine
-from treewise.errors import DataError, PlanError
+from treewise.errors import DataError, PlanError, check_choice
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import Segments
 
@@ -70,8 +70,7 @@ def assign_ranks(
         PlanError: no rank, a budget below one token, or an unknown `split`.
         DataError: no forest.
     """
-    if split not in SPLITS:
-        raise PlanError(f"split={split!r} is unknown; choose one of {', '.join(SPLITS)}.")
+    check_choice("split", split, SPLITS, PlanError)
     if num_ranks < 1:
         raise PlanError(f"num_ranks is {num_ranks}; a step needs at least 1.")
     if max_tokens is not None and max_tokens < 1:

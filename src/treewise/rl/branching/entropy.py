@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treewise.errors import DataError
+from treewise.errors import DataError, check_choice
 from treewise.rl.branching.points import Point, points_of
 from treewise.rl.branching.protocol import Branch, Signals, require
 from treewise.rl.branching.rollout_tree import RolloutTree
@@ -35,8 +35,7 @@ class EntropyBranching:
     def __post_init__(self) -> None:
         for name in ("roots", "variations", "per_round", "repeats"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
-        known = ", ".join(DEFINITIONS)
-        require(self.definition in DEFINITIONS, f"definition={self.definition!r} is unknown; choose one of {known}.")
+        check_choice("definition", self.definition, DEFINITIONS)
 
 
 def most_uncertain_tokens(

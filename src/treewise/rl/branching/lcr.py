@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treewise.errors import check_choice
 from treewise.rl.branching.points import KINDS, Point, actions_at, disagreements, outcomes_below, points_of
 from treewise.rl.branching.protocol import Branch, Signals, require
 from treewise.rl.branching.rollout_tree import RolloutTree
@@ -48,7 +49,7 @@ class LcrBranching:
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
         require(0 <= self.threshold <= 1, f"threshold={self.threshold} must lie in 0..1; above 0.5 takes many pairs.")
         require(self.strength >= 0, f"strength={self.strength} must not be negative.")
-        require(self.points in KINDS, f"points={self.points!r} is unknown; choose one of {', '.join(KINDS)}.")
+        check_choice("points", self.points, KINDS)
 
 
 def label_change_rate(success: float, num_changes: int, num_pairs: int, strength: float = 10.0) -> float:

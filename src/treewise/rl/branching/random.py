@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treewise.errors import check_choice
 from treewise.rl.branching.points import KINDS, points_of
 from treewise.rl.branching.protocol import Branch, Signals, require
 from treewise.rl.branching.rollout_tree import RolloutTree
@@ -24,7 +25,7 @@ class RandomBranching:
     def __post_init__(self) -> None:
         for name in ("roots", "variations", "per_round"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
-        require(self.points in KINDS, f"points={self.points!r} is unknown; choose one of {', '.join(KINDS)}.")
+        check_choice("points", self.points, KINDS)
 
 
 def random_points(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treewise.errors import check_choice
 from treewise.rl.branching.points import Point, points_of
 from treewise.rl.branching.protocol import Branch, Signals, require
 from treewise.rl.branching.rollout_tree import RolloutTree
@@ -32,7 +33,7 @@ class TurnBranching:
     def __post_init__(self) -> None:
         for name in ("roots", "variations", "per_round"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
-        require(self.order in ORDERS, f"order={self.order!r} is unknown; choose one of {', '.join(ORDERS)}.")
+        check_choice("order", self.order, ORDERS)
         require(self.penalty >= 0, f"penalty={self.penalty} must not be negative.")
 
 
