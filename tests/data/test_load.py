@@ -88,9 +88,9 @@ def test_quarantined_records_are_written_with_place_and_reason(write, tokenizer,
     dataset = load_trees(path, tokenizer, on_bad_record="quarantine", quarantine_path=out)
     assert (len(dataset), dataset.report.num_records) == (2, 4)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["place"] for line in lines] == [f"{path}:2", f"{path}:3"]
+    assert [line["location"] for line in lines] == [f"{path}:2", f"{path}:3"]
     assert json.loads(lines[0]["record"]) == BAD
-    assert [(line["place"], line["reason"]) for line in lines] == dataset.report.dropped
+    assert [(line["location"], line["reason"]) for line in lines] == dataset.report.dropped
 
 
 def test_bad_trees_given_by_line_are_quarantined_whole(write, tmp_path):

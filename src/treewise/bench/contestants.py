@@ -112,10 +112,10 @@ def twin(model: nn.Module) -> Any:
 def plain_parts(model: nn.Module) -> DecoderAndHead:
     """Decoder and head of a twin on which nothing of treewise is installed."""
     touched, plain = twin(model), twin(model)
-    parts = split_model(touched)
+    lm = split_model(touched)
     path_of = {id(module): path for path, module in touched.named_modules()}
-    decoder, output = (plain.get_submodule(path_of[id(module)]) for module in (parts.decoder, parts.output))
-    return DecoderAndHead(plain, decoder, output, parts.scale, parts.softcap)
+    decoder, output = (plain.get_submodule(path_of[id(module)]) for module in (lm.decoder, lm.output))
+    return DecoderAndHead(plain, decoder, output, lm.scale, lm.softcap)
 
 
 def prepare(build: Callable[[], Contestant]) -> Contestant | str:
@@ -129,22 +129,20 @@ def prepare(build: Callable[[], Contestant]) -> Contestant | str:
 # -- one function for each --------------------------------------------------------------------------------------------
 
 
-def _flat(
-    parts: DecoderAndHead, items: Sequence[Trajectory], row_tokens: int | None, is_checkpointed: bool
-) -> Contestant:
+def _flat(lm: DecoderAndHead, items: Sequence[Trajectory], row_tokens: int | None, is_checkpointed: bool) -> Contestant:
     longest = max(len(item) for item in items)
-    room = _room(parts, is_checkpointed)
-    limit = row_tokens or max(longest, min(ROW_TOKENS.get(parts.device.type, ROW_TOKENS["cpu"]), room))
-    _refuse_beyond(room, longest, parts)
+    room = _room(lm, is_checkpointed)
+    limit = row_tokens or max(longest, min(ROW_TOKENS.get(lm.device.type, ROW_TOKENS["cpu"]), room))
+    _refuse_beyond(room, longest, lm)
     started = time.perf_counter()
-    packs = can_pack(parts.model)
-    rows = FlatRows(parts, items, max_row_tokens=limit, packs=packs, is_checkpointed=is_checkpointed)
+    packs = can_pack(lm.model)
+    rows = FlatRows(lm, items, max_row_tokens=limit, packs=packs, is_checkpointed=is_checkpointed)
     seconds = time.perf_counter() - started
     return Contestant(rows.step, rows.num_computed_tokens, seconds, 1.0, len(rows.rows))
 
 
 def _trl(
-    parts: DecoderAndHead,
+    lm: DecoderAndHead,
     items: Sequence[Trajectory],
     max_tokens: int | None = None,
     *,
@@ -153,10 +151,10 @@ def _trl(
 ) -> Contestant:
     packing_module()  # the import is not timed
     started = time.perf_counter()
-    rows = TrlRows(parts, items, max_tokens, is_checkpointed=is_checkpointed, follows_states=follows_states)
+    rows = TrlRows(lm, items, max_tokens, is_checkpointed=is_checkpointed, follows_states=follows_states)
     seconds = time.perf_counter() - started
     largest = max(len(row["input_ids"]) for row in rows.rows)
-    _refuse_beyond(_room(parts, is_checkpointed), largest, parts)
+    _refuse_beyond(_room(lm, is_checkpointed), largest, lm)
     key_rows = rows.num_key_rows / rows.num_computed_tokens
     return Contestant(rows.step, rows.num_computed_tokens, seconds, key_rows, len(rows.rows))
 
@@ -233,14 +231,14 @@ def values_per_token(model: nn.Module, is_checkpointed: bool) -> int:
     return values // num_layers + num_layers * config.hidden_size if is_checkpointed else values
 
 
-def _room(parts: DecoderAndHead, is_checkpointed: bool) -> int:
+def _room(lm: DecoderAndHead, is_checkpointed: bool) -> int:
     """Tokens whose activations fit in the free memory."""
-    size = next(parts.model.parameters()).element_size()
-    token = max(1, values_per_token(parts.model, is_checkpointed) * size)
-    return int(ACTIVATION_FRACTION * free_bytes(parts.device) / token)
+    size = next(lm.model.parameters()).element_size()
+    token = max(1, values_per_token(lm.model, is_checkpointed) * size)
+    return int(ACTIVATION_FRACTION * free_bytes(lm.device) / token)
 
 
-def _refuse_beyond(room: int, num_tokens: int, parts: DecoderAndHead) -> None:
+def _refuse_beyond(room: int, num_tokens: int, lm: DecoderAndHead) -> None:
     """Raises on a CPU; on a GPU the error of the allocator can be caught."""
-    if parts.device.type == "cpu" and num_tokens > room:
+    if lm.device.type == "cpu" and num_tokens > room:
         raise OutOfMemoryError(f"does not fit: activations of {num_tokens:,} tokens, room for about {room:,}")

@@ -292,7 +292,7 @@ class _Builder:
             raise DataError(result.error)
         self.report.dropped.append((result.location, result.error))
         if self.stream is not None:
-            line = {"place": result.location, "reason": result.error, "record": result.raw}
+            line = {"location": result.location, "reason": result.error, "record": result.raw}
             self.stream.write(json.dumps(line) + "\n")
 
 

@@ -273,31 +273,31 @@ def plan(forest: Forest | Sequence[Forest], max_tokens: int | None = None, *, ho
     if max_tokens is None or whole.num_tokens <= max_tokens:
         everything = MicroBatch(np.array([[0, whole.num_tokens]]), (), is_open=False, is_held=False)
         return Plan(whole, max_tokens, (everything,), (Pass(TRAIN, 0),))
-    parts = partition(whole, int(max_tokens), hold)
-    fewest = _assemble(whole, int(max_tokens), parts, best_fit)
-    if not parts.trunks:
+    cut = partition(whole, int(max_tokens), hold)
+    fewest = _assemble(whole, int(max_tokens), cut, best_fit)
+    if not cut.trunks:
         return fewest
     # Mixing far-apart pieces keeps more gateways alive than one path needs: beyond a few budgets, pieces stay in
     # order if that adds at most 2 % of the micro-batches, or at most one to the lower bound of any packing.
-    if fewest.peak_gateway_tokens <= _longest_open_path(parts) + 4 * int(max_tokens):
+    if fewest.peak_gateway_tokens <= _longest_open_path(cut) + 4 * int(max_tokens):
         return fewest
     num_fewest = fewest.num_closed_micro_batches
-    at_most = max(num_fewest + num_fewest // 50, 1 - int(-parts.piece_size.sum() // int(max_tokens)))
+    at_most = max(num_fewest + num_fewest // 50, 1 - int(-cut.piece_size.sum() // int(max_tokens)))
     for num_open_bins in NUM_OPEN_BINS:
-        near = _assemble(whole, int(max_tokens), parts, partial(in_order, num_open_bins=num_open_bins))
+        near = _assemble(whole, int(max_tokens), cut, partial(in_order, num_open_bins=num_open_bins))
         if near.num_closed_micro_batches <= at_most:
             return min((fewest, near), key=lambda candidate: candidate.peak_gateway_tokens)
     return fewest
 
 
-def _longest_open_path(parts: Partition) -> int:
+def _longest_open_path(cut: Partition) -> int:
     total: list[int] = []
-    for trunk in parts.trunks:
+    for trunk in cut.trunks:
         total.append(trunk.num_tokens + (total[trunk.parent] if trunk.parent >= 0 else 0))
     return max(total)
 
 
-def _assemble(forest: Forest, budget: int, parts: Partition, pack: Pack) -> Plan:
+def _assemble(forest: Forest, budget: int, cut: Partition, pack: Pack) -> Plan:
     """Micro-batches: trunks first, parents before children, then the bins of pieces."""
     batches = [
         MicroBatch(
@@ -306,23 +306,23 @@ def _assemble(forest: Forest, budget: int, parts: Partition, pack: Pack) -> Plan
             is_open=True,
             is_held=trunk.is_held,
         )
-        for trunk in parts.trunks
+        for trunk in cut.trunks
     ]
-    is_below_held = np.array([trunk.is_held for trunk in parts.trunks] + [False])[parts.piece_trunk]
+    is_below_held = np.array([trunk.is_held for trunk in cut.trunks] + [False])[cut.piece_trunk]
     groups = [(np.flatnonzero(~is_below_held), budget)]
-    by_trunk = np.argsort(parts.piece_trunk, kind="stable")
-    bounds = np.searchsorted(parts.piece_trunk[by_trunk], np.arange(len(parts.trunks) + 1))
-    for index, trunk in enumerate(parts.trunks):
+    by_trunk = np.argsort(cut.piece_trunk, kind="stable")
+    bounds = np.searchsorted(cut.piece_trunk[by_trunk], np.arange(len(cut.trunks) + 1))
+    for index, trunk in enumerate(cut.trunks):
         if trunk.is_held:
             groups.append((by_trunk[bounds[index] : bounds[index + 1]], trunk.room))
     for members, capacity in groups:
-        for chosen in pack(parts.piece_size[members].tolist(), capacity):
+        for chosen in pack(cut.piece_size[members].tolist(), capacity):
             pieces = members[chosen]
-            ranges = np.stack([parts.piece_start[pieces], (parts.piece_start + parts.piece_size)[pieces]], axis=1)
-            above = np.unique(parts.piece_trunk[pieces])
+            ranges = np.stack([cut.piece_start[pieces], (cut.piece_start + cut.piece_size)[pieces]], axis=1)
+            above = np.unique(cut.piece_trunk[pieces])
             parents = tuple(above[above >= 0].tolist())
             batches.append(MicroBatch(ranges, parents, is_open=False, is_held=False))
-    return Plan(forest, budget, tuple(batches), _schedule(batches, len(parts.trunks)))
+    return Plan(forest, budget, tuple(batches), _schedule(batches, len(cut.trunks)))
 
 
 def _schedule(batches: list[MicroBatch], num_open: int) -> tuple[Pass, ...]:

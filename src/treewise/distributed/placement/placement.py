@@ -101,19 +101,19 @@ def _assign(step: StepCosts, may_cut: np.ndarray, num_ranks: int, bound: int) ->
         rank_N = np.zeros(len(leaves.of_trajectory), dtype=np.int64)
         return rank_N, part_costs(step, rank_N, 1).loads
     owners = best_owners(leaves, num_ranks)
-    parts = part_costs(step, owners[leaves.of_trajectory], num_ranks)
-    best, loads = owners, parts.loads
+    costs = part_costs(step, owners[leaves.of_trajectory], num_ranks)
+    best, loads = owners, costs.loads
     at_most = bound + int(bound * GOOD_ENOUGH)
     for _ in range(NUM_ROUNDS):
-        if (parts.recompute == step.recompute).all() or loads.max() <= at_most or is_even(loads):
+        if (costs.recompute == step.recompute).all() or loads.max() <= at_most or is_even(loads):
             break
-        leaves = step.leaves(parts.recompute).joined(may_cut)
+        leaves = step.leaves(costs.recompute).joined(may_cut)
         # Leaves have the mean cost of open tokens over ranks; each rank's difference from that stays constant.
-        extra_load = parts.loads - loads_of(leaves, owners, num_ranks)
+        extra_load = costs.loads - loads_of(leaves, owners, num_ranks)
         owners = improve_owners(leaves, owners, extra_load, at_most)
-        parts = part_costs(step, owners[leaves.of_trajectory], num_ranks)
-        if parts.loads.max() < loads.max():
-            best, loads = owners, parts.loads
+        costs = part_costs(step, owners[leaves.of_trajectory], num_ranks)
+        if costs.loads.max() < loads.max():
+            best, loads = owners, costs.loads
     if step.max_tokens is not None and len(best) <= NUM_PLANNED_LEAVES:
         best, loads = refine(PlannedCosts(step, leaves.of_trajectory), best, num_ranks)
     return best[leaves.of_trajectory], loads

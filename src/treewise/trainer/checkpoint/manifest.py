@@ -195,9 +195,9 @@ def _parsed(checkpoint: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); use an earlier checkpoint.") from None
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != _FORMAT:
-        raise CheckpointError(f"{path}: format {found!r}; this treewise reads {_FORMAT}.")
+    format_number = content.get("format") if isinstance(content, dict) else None
+    if format_number != _FORMAT:
+        raise CheckpointError(f"{path}: format {format_number!r}; this treewise reads {_FORMAT}.")
     rest = {key: value for key, value in content.items() if key != _CHECKSUM}
     if sealed_text(rest) != text:
         raise CheckpointError(f"{path}: damaged (its checksum differs); use an earlier checkpoint.")
@@ -221,13 +221,13 @@ def _check_readable(path: Path) -> None:
 
 
 def _files(checkpoint: Path) -> list[Path]:
-    found = sorted(path for path in checkpoint.rglob("*") if path.is_file() or path.is_symlink())
-    return [path for path in found if path != checkpoint / MANIFEST]
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() or path.is_symlink())
+    return [path for path in files if path != checkpoint / MANIFEST]
 
 
 def _state(checkpoint: Path) -> list[tuple[str, int, int, int]]:
-    found = []
+    files = []
     for path in [checkpoint / MANIFEST, *_files(checkpoint)]:
         stat = path.lstat()
-        found.append((path.relative_to(checkpoint).as_posix(), stat.st_size, stat.st_mtime_ns, stat.st_ino))
-    return found
+        files.append((path.relative_to(checkpoint).as_posix(), stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    return files
