@@ -51,6 +51,7 @@ MARKED = {
         *("trainer/test_ranks_that_end.py",),
         "cli/commands/test_bench.py::test_a_run_is_printed_written_and_checked",
         "cli/commands/test_train.py::test_a_closed_pipe_does_not_end_training",
+        "engine/test_vision.py::test_every_family_trains_as_flat",
         "nn/recurrent/test_hybrids.py::test_against_a_float64_oracle",
         "nn/recurrent/test_hybrids.py::test_compiled_layers",
         "trainer/test_checkpoints.py::test_every_optimizer_resumes_bit_for_bit",

@@ -36,6 +36,7 @@ from treewise.rl.trl_rollouts import tree_rollouts as tree_rollouts
 from treewise.trainer import TreeTrainer as TreeTrainer
 from treewise.trainer import TreeTrainingArguments as TreeTrainingArguments
 from treewise.tree.forest import Forest as Forest
+from treewise.tree.images import ImageSpan as ImageSpan
 from treewise.tree.trajectory import Trajectory as Trajectory
 from treewise.verification import verify as verify
 

@@ -1,7 +1,10 @@
 """Loading: files to training trees, through the cache and the workers, with nothing dropped in silence."""
 
+import atexit
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,12 +17,13 @@ import pyarrow as pa
 from treewise.data import cache, workers
 from treewise.data.dataset import TreeDataset
 from treewise.data.declared_nodes import PlacedNode
+from treewise.data.images import ImageReader
 from treewise.data.io.files import PathLike
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.io.printable import printable, shown
 from treewise.data.io.row_store import RowStore
 from treewise.data.io.rows import RecordResult, Row
-from treewise.data.io.table import content_hash
+from treewise.data.io.table import content_hash, has_images
 from treewise.data.records import RecordReader
 from treewise.data.render.tools import find_tools
 from treewise.data.selection import Trees, mix
@@ -28,6 +32,7 @@ from treewise.data.sources.foreign import read_sources
 from treewise.errors import ConfigError, DataError
 
 MAX_WARNINGS = 1000
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 MIXTURE_KEYS = {"data", "path", "weight"}
 
 
@@ -51,7 +56,8 @@ def load_trees(
             `save_to_disk` wrote (`folder[split]`); `hf:org/name[split]`; a `datasets.Dataset` or `IterableDataset`; a
             pandas data frame; a list or iterator of mappings; a list of several of these, which groups may reach over.
             A list of `{"data": ..., "weight": 2}` is a mixture (see `treewise.data.selection.mix`).
-        tokenizer: a transformers tokenizer or the path of one; needed by records that hold text.
+        tokenizer: a transformers tokenizer or the path of one; needed by records that hold text. For images
+            the model's processor, or the path of one.
         options: how records are rendered and grouped; a mapping is taken as `RenderOptions(**options)`.
         num_workers: processes; 0 for none, by default all cores where the data is large enough.
         progress: show a progress bar, where there is a terminal or a notebook.
@@ -70,10 +76,12 @@ def load_trees(
     if on_bad_record not in ("error", "quarantine"):
         raise ConfigError(f"on_bad_record is {on_bad_record!r}; choose 'error' or 'quarantine'.")
     tokenizer = _tokenizer(tokenizer)
+    processor = tokenizer if hasattr(tokenizer, "image_processor") else None
+    tokenizer = tokenizer if processor is None else processor.tokenizer
     quarantine = Path(os.devnull if read_only else quarantine_path or "quarantine.jsonl")
     load = _Load(
         *(tokenizer, options, num_workers, progress, cache_dir),
-        *(on_bad_record, quarantine, allow_partial_tail, read_only),
+        *(on_bad_record, quarantine, allow_partial_tail, read_only, processor),
     )
     parts = _mixture(data)
     if parts is None:
@@ -120,6 +128,7 @@ class _Load:
     quarantine: Path
     allow_partial_tail: bool
     read_only: bool
+    processor: Any = None
 
     def run(self, sources: Sequence[Source]) -> TreeDataset:
         """The trees of all sources."""
@@ -134,22 +143,32 @@ class _Load:
             if stored is not None:
                 table, facts = stored
                 return TreeDataset(table, facts, LoadReport(**facts["report"]), merge)
-        reader = RecordReader(self.tokenizer, self.options)
+        images = None if self.processor is None else ImageReader(self.processor, self._image_folder(folder))
+        reader = RecordReader(self.tokenizer, self.options, images)
         builder = _Builder(reader, self.on_bad_record, self.allow_partial_tail, self.quarantine, RowStore(folder))
         processes = workers.choose_num_workers(self.num_workers, sum(source.num_bytes for source in sources))
         with builder, _bar(self.progress) as advance:
             jobs = read_sources(sources, builder.report)
-            for num_bytes, results in workers.read_all(jobs, self.tokenizer, self.options, processes):
+            for num_bytes, results in workers.read_all(jobs, reader, processes):
                 for result in results:
                     builder.add(result)
                 advance(num_bytes, len(results))
             builder.finish_node_trees()
             table, facts, report = builder.result(len(sources))
-        if entry is not None and not report.dropped and not self.read_only:
+        # An image's file may change without the record, so records with images are read each time.
+        if entry is not None and not report.dropped and not self.read_only and not has_images(table):
             path = entry.with_suffix(cache.MAPPED) if builder.store.is_mapped else entry
             _write_cache(path, table, facts, report, warnings)
         report.warnings += warnings
         return TreeDataset(table, facts, report, merge)
+
+    def _image_folder(self, folder: Path) -> Path:
+        """Where images that come as bytes are kept: in the cache, or until the process ends."""
+        if not self.read_only:
+            return folder / "images"
+        temporary = tempfile.mkdtemp(prefix="treewise-images-")
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        return Path(temporary)
 
 
 @dataclass(slots=True)
@@ -299,10 +318,11 @@ class _Builder:
 def _tokenizer(tokenizer: Any) -> Any:
     if not isinstance(tokenizer, str | Path):
         return tokenizer
-    from transformers import AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer
 
+    has_processor = any((Path(tokenizer) / name).is_file() for name in PROCESSOR_FILES)
     try:
-        return AutoTokenizer.from_pretrained(tokenizer)
+        return (AutoProcessor if has_processor else AutoTokenizer).from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"tokenizer {str(tokenizer)!r} cannot be loaded: {reason}") from error

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from treewise.data import declared_nodes, token_rows
+from treewise.data.images import ImageReader
 from treewise.data.io.field_checks import label, number
 from treewise.data.io.files import RawRecord
 from treewise.data.io.known_keys import unused_keys
@@ -30,11 +31,12 @@ NEEDS_TOKENIZER = "holds text, which needs a tokenizer; give one (--tokenizer, o
 
 
 class RecordReader:
-    """Reads records under one tokenizer and one set of options."""
+    """Reads records under one tokenizer and one set of options. images: reads those of records."""
 
-    def __init__(self, tokenizer: Any, options: RenderOptions) -> None:
+    def __init__(self, tokenizer: Any, options: RenderOptions, images: ImageReader | None = None) -> None:
         self.tokenizer = tokenizer
         self.options = options
+        self.images = images
 
     def read(self, raw: RawRecord, data_file: Path | None) -> RecordResult:
         """The rows of a record, or its error."""
@@ -84,9 +86,8 @@ class RecordReader:
             result.node = (json.dumps(label(record["tree"], "tree", location)), record)
             return
         if form == "token_row":
-            [row] = result.rows = [
-                token_rows.token_row(record, group, location if rollout is None else rollout, location)
-            ]
+            own = location if rollout is None else rollout
+            [row] = result.rows = [token_rows.token_row(record, group, own, location, self.images, data_file)]
             if group is None:
                 row.group = group = token_rows.prompt_group(row)
                 result.is_grouped_by_prompt, result.rollout = True, rollout

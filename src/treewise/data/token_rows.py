@@ -1,28 +1,46 @@
 """Rows that hold token ids already: never tokenised again, only checked, and compared with their text where given."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from treewise.data.images import ImageReader
 from treewise.data.io.field_checks import check_names, flat_list, number_list
 from treewise.data.io.printable import shown
 from treewise.data.io.record_forms import Record
 from treewise.data.io.rows import Row, row_from_trajectory
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.errors import DataError
+from treewise.tree import checks
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS, Trajectory
 
 MAX_LOGPROB = 0.01  # engines round
 
 
-def token_row(record: Record, group: Any, rollout: Any, location: str) -> Row:
-    """A row of `token_ids` and streams.
+NEEDS_PROCESSOR = (
+    "holds images, which need the model's processor: give its folder as --tokenizer, or load_trees(..., processor)."
+)
 
-    Log-probs may be null where the loss weight is 0 (context has none).
+
+def token_row(
+    record: Record,
+    group: Any,
+    rollout: Any,
+    location: str,
+    reader: ImageReader | None = None,
+    data_file: Path | None = None,
+) -> Row:
+    """A row of `token_ids`, streams and images.
+
+    Log-probs may be null where the loss weight is 0 (context has none). reader: reads images; paths are relative to
+    data_file.
 
     Raises:
-        DataError: values that are invalid in a `Trajectory`; a missing log-prob of a trained token.
+        DataError: values that are invalid in a `Trajectory`; a missing log-prob of a trained token; an image that
+            cannot be read or placed.
     """
     check_names(record, location)
     ids = flat_list(record["token_ids"], "token_ids", location)
@@ -35,9 +53,15 @@ def token_row(record: Record, group: Any, rollout: Any, location: str) -> Row:
     for name in streams:
         if STREAMS[name].is_logprob:
             streams[name] = _without_null_context(streams[name], weights, name, location)
+    images: list[ImageSpan] = []
+    if "images" in record:
+        if reader is None:
+            raise DataError(f"{location}: the record {NEEDS_PROCESSOR}")
+        images = reader.spans(record["images"], checks.token_ids(ids, location), data_file, location)
     trajectory = Trajectory(
         token_ids=ids,
         **{**streams, "loss_weights": weights},
+        images=tuple(images),
         group=group,
         reward=record.get("reward"),
         rollout=rollout,
@@ -66,7 +90,11 @@ def prompt_group(row: Row) -> str | None:
     start = int(np.flatnonzero(row.streams["loss_weights"])[0])
     if start < 2:
         return None
-    return "prompt-" + hashlib.sha256(np.ascontiguousarray(row.token_ids[:start]).tobytes()).hexdigest()[:16]
+    digest = hashlib.sha256(np.ascontiguousarray(row.token_ids[:start]).tobytes())
+    for image in row.images:
+        if image.start < start:
+            digest.update(f"{image.start} {image.digest}".encode())
+    return "prompt-" + digest.hexdigest()[:16]
 
 
 def grouped_rows(record: Record, group: Any, location: str) -> list[Row]:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from treewise.data.io.files import RawRecord
 from treewise.data.io.options import RenderOptions
@@ -39,13 +38,10 @@ def choose_num_workers(num_workers: int | None, num_bytes: int) -> int:
     return min(cores, MAX_WORKERS) if num_bytes >= MIN_BYTES_FOR_POOL and cores > 1 else 0
 
 
-def read_all(
-    jobs: Iterable[Job], tokenizer: Any, options: RenderOptions, num_workers: int
-) -> Iterator[tuple[int, list[RecordResult]]]:
+def read_all(jobs: Iterable[Job], reader: RecordReader, num_workers: int) -> Iterator[tuple[int, list[RecordResult]]]:
     """Batches of results in the order of the jobs, each with the bytes it came from."""
     batches = _batches(jobs)
     if num_workers == 0:
-        reader = RecordReader(tokenizer, options)
         for batch in batches:
             yield _num_bytes(batch), [reader.read(raw, path) for raw, path in batch]
         return
@@ -53,7 +49,7 @@ def read_all(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start,
-        initargs=(pickle.dumps(tokenizer), options),
+        initargs=(pickle.dumps((reader.tokenizer, reader.images)), reader.options),
     )
     try:
         yield from _through_pool(pool, batches, 2 * num_workers + 2)
@@ -94,10 +90,11 @@ def _main_left_alone() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _start(tokenizer: bytes, options: RenderOptions) -> None:
+def _start(tokenizer_and_images: bytes, options: RenderOptions) -> None:
     global _reader
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _reader = RecordReader(pickle.loads(tokenizer), options)  # bytes of our own parent process
+    tokenizer, images = pickle.loads(tokenizer_and_images)  # bytes of our own parent process
+    _reader = RecordReader(tokenizer, options, images)
 
 
 def _work(batch: list[Job]) -> list[RecordResult]:

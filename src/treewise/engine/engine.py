@@ -26,8 +26,9 @@ from treewise.engine.scoring import (
     token_reader,
     with_router_loss,
 )
+from treewise.engine.vision import ForestVision
 from treewise.engine.walk import Walk
-from treewise.errors import ConfigError, check_choice
+from treewise.errors import ConfigError, UnsupportedModelError, check_choice
 from treewise.nn.attention import choose
 from treewise.nn.device import to_device
 from treewise.nn.model import base_model, is_current, split_model
@@ -69,6 +70,7 @@ class TreeEngine:
         router_aux_loss: whether steps add the load-balancing loss of a mixture of experts, with the model's factor
             (`router_aux_loss_coef`); None: as its configuration says (`output_router_logits`).
         router_z_coefficient: the factor of a z-loss on router logits; 0: none.
+        processor: the model's processor (`transformers.AutoProcessor`), for trajectories with images.
 
     Raises:
         UnsupportedModelError: the model cannot follow a tree; names the layer or setting.
@@ -88,12 +90,13 @@ class TreeEngine:
         reserve_bytes: int = 0,
         router_aux_loss: bool | None = None,
         router_z_coefficient: float = 0.0,
+        processor: Any = None,
     ) -> None:
         if not temperature > 0:
             raise ConfigError(f"temperature={temperature} must be positive.")
         self.model, self.attention = model, attention
         self.hold, self.temperature = hold, temperature
-        self.offload, self.reserve_bytes = offload, reserve_bytes
+        self.offload, self.reserve_bytes, self.processor = offload, reserve_bytes, processor
         self.budget = Budget(max_tokens)
         self.lm = split_model(model)
         choose(attention, self.lm.device.type)  # raises for an unknown name
@@ -288,8 +291,8 @@ class TreeEngine:
 
     def values(self, plan: Plan, readers: Sequence[Reader]) -> list[Values]:
         """Each reader's values over the plan's forest, by name; differentiable at any budget (see `tree_values`)."""
-        reads_routers = any(reader.reads_routers for reader in readers)
-        return tree_values(lambda: self.new_walk(plan, with_router_logits=reads_routers), readers)
+        reads_routers, vision = any(reader.reads_routers for reader in readers), self._vision(plan)
+        return tree_values(lambda: self.new_walk(plan, with_router_logits=reads_routers, vision=vision), readers)
 
     def _backward_through(
         self, plan: Plan, reader: Reader, router_loss: RouterLoss | None, loss_of: Callable[[Values], torch.Tensor]
@@ -302,13 +305,14 @@ class TreeEngine:
             return losses[0] if router_loss is None else losses[0] + router_loss_of(router_loss, values[1])
 
         readers = [reader] if router_loss is None else [reader, router_loss_reader(router_loss, plan)]
-        backward_through(lambda: self.new_walk(plan, with_router_logits=router_loss is not None), readers, total)
+        reads_routers, vision = router_loss is not None, self._vision(plan)
+        backward_through(lambda: self.new_walk(plan, with_router_logits=reads_routers, vision=vision), readers, total)
         return losses[0].detach()
 
     # -- walks --------------------------------------------------------------------------------------------------------
 
-    def new_walk(self, plan: Plan, *, with_router_logits: bool = False) -> Walk:
-        """A walk over a plan, after `check`."""
+    def new_walk(self, plan: Plan, *, with_router_logits: bool = False, vision: ForestVision | None = None) -> Walk:
+        """A walk over a plan, after `check`. vision: the plan's images, where several walks share them."""
         self.check(plan.forest)
         return Walk(
             self.lm,
@@ -318,7 +322,16 @@ class TreeEngine:
             offload=self.offload,
             lockstep=self._lockstep,
             with_router_logits=with_router_logits,
+            vision=self._vision(plan) if vision is None else vision,
         )
+
+    def _vision(self, plan: Plan) -> ForestVision | None:
+        """The images of a plan's forest, for walks with the present weights; None if it has none."""
+        if not len(plan.forest.images):
+            return None
+        if self._lockstep is not None:
+            raise UnsupportedModelError("images are not supported yet where parameters are sharded (fsdp); use ddp.")
+        return ForestVision(self.lm, plan.forest, self.processor, plan.max_tokens)
 
     def check(self, forest: Forest) -> None:
         """Checks whether model and tokens can be trained, as the first step does.
@@ -331,18 +344,19 @@ class TreeEngine:
         if not is_current(self.lm):
             self.lm = split_model(self.model)
             self._is_probed = self._are_gradients_probed = False
+        text_ids = _text_ids(forest)
         refuse_dropout(self.model)
         refuse_tokens(self.lm, forest)
-        refuse_placeholders(self.lm, forest.token_ids)
+        refuse_placeholders(self.lm, np.where(forest.images.covers(forest.num_tokens), -1, forest.token_ids))
         refuse_lengths(self.lm, int(forest.depth.max()) + 1)
         if self._should_probe and not self._is_probed:
-            probe(self.lm, self.implementation, forest.token_ids)
+            probe(self.lm, self.implementation, text_ids)
             if self.router_loss_rule is not None and self.router_loss_rule.aux_coefficient:
-                some = to_device(forest.token_ids[:12], self.lm.device, torch.long)
+                some = to_device(text_ids[:12], self.lm.device, torch.long)
                 check_router_loss(self.lm.model, self.router_loss_rule, some)
             self._is_probed = True
         if self._should_probe and not self._are_gradients_probed and torch.is_grad_enabled():
-            probe_gradients(self.lm, self.implementation, forest.token_ids)
+            probe_gradients(self.lm, self.implementation, text_ids)
             self._are_gradients_probed = True
 
     def enable_lockstep(self, exchange: Exchange) -> None:
@@ -388,7 +402,7 @@ class TreeEngine:
 
         @torch.enable_grad()
         def train(num_tokens: int) -> None:
-            chain = Forest.from_trajectories([Trajectory(np.resize(forest.token_ids[:2], num_tokens))])
+            chain = Forest.from_trajectories([Trajectory(np.resize(_text_ids(forest)[:2], num_tokens))])
             self.new_walk(make_plan(chain)).train(StepLoss(chain, SFT(), None).of_micro_batch)
 
         self.check(forest)
@@ -409,6 +423,12 @@ class TreeEngine:
             )
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ConfigError("no parameter of the model requires a gradient, so a step would do nothing.")
+
+
+def _text_ids(forest: Forest) -> np.ndarray:
+    """[t] int32, the tokens that stand for no image."""
+    text_ids: np.ndarray = forest.token_ids[~forest.images.covers(forest.num_tokens)]
+    return text_ids
 
 
 def _logprob_reader(forest: Forest, trained_only: bool) -> Reader:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from treewise.engine.lockstep import Lockstep
 from treewise.engine.sparse_embedding import sparse_embedding_gradients
+from treewise.engine.vision import ForestVision
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.device import to_device
@@ -54,6 +55,7 @@ class Walk:
         offload: gateways and the graphs of held micro-batches wait in host memory.
         lockstep: runs the same passes as other ranks; None on one rank.
         with_router_logits: whether outputs hold the router logits.
+        vision: the forest's images; None: it has none.
     """
 
     def __init__(
@@ -66,10 +68,11 @@ class Walk:
         offload: bool = False,
         lockstep: Lockstep | None = None,
         with_router_logits: bool = False,
+        vision: ForestVision | None = None,
     ) -> None:
         self.lm, self.plan, self.impl = lm, plan, impl
         self.temperature, self.offload, self.lockstep = temperature, offload, lockstep
-        self.with_router_logits = with_router_logits
+        self.with_router_logits, self.vision = with_router_logits, vision
         self._layouts: dict[int, tuple[Layout, TreeMask]] = {}
         self._tree_rows: dict[int, TreeRows] = {}
         self._gateways: dict[int, Gateway] = {}
@@ -99,6 +102,8 @@ class Walk:
         self._is_collecting = True
         with sparse_embedding_gradients(self.lm):
             self._train(loss_of)
+            if self.vision is not None:
+                self.vision.backward()
         if self._head is not None and self._head.gradients is not None:
             self._head.gradients.join()
         self._head, self._is_collecting = None, False
@@ -172,7 +177,12 @@ class Walk:
         tree_rows = self._tree_rows.setdefault(index, TreeRows(self.plan, index, layout))
         context = TreeContext(mask, self.impl, reads, writes, injects, tree_rows)
         hidden, router_logits = run_decoder(
-            self.lm, layout.token_ids, layout.depth, context, with_router_logits=self.with_router_logits
+            self.lm,
+            layout.token_ids,
+            layout.depth,
+            context,
+            with_router_logits=self.with_router_logits,
+            inside=None if self.vision is None else self.vision.inside(layout.positions, in_graph=self.plan.is_whole),
         )
         return MicroBatchOutput(index, layout.positions, hidden, router_logits, self._make_head)
 

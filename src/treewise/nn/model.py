@@ -114,24 +114,27 @@ def run_decoder(
     context: TreeContext,
     *,
     with_router_logits: bool = False,
+    inside: tuple[PreTrainedModel, dict[str, Any]] | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Forward of one micro-batch: [T, M] hidden rows, and the router logits of each layer with a router ([T, E]).
 
-    token_ids, depth: [T] integers. with_router_logits: without it the second result is empty.
+    token_ids, depth: [T] integers. with_router_logits: without it the second result is empty. inside: a part of the
+    model that calls the decoder, and further arguments of it (images).
 
     Raises:
         UnsupportedModelError: router logits of a model that returns none.
     """
     device = lm.device
-    arguments: dict[str, Any] = {"treewise": context} if takes_any_argument(lm.decoder) else {}
-    if "position_ids" in _parameters_of(type(lm.decoder)):  # others have no attention, so no positions
+    module, further = (lm.decoder, {}) if inside is None else inside
+    arguments: dict[str, Any] = {"treewise": context} if takes_any_argument(module) else {}
+    if "position_ids" in _parameters_of(type(module)):  # others have no attention, so no positions
         arguments["position_ids"] = to_device(depth, device, torch.long)[None]
-    if "attention_mask" in _parameters_of(type(lm.decoder)):
+    if "attention_mask" in _parameters_of(type(module)):
         arguments["attention_mask"] = context.empty_mask(device, lm.decoder.dtype)
     if with_router_logits:
         arguments["output_router_logits"] = True
     input_ids = to_device(token_ids, device, torch.long)[None]
-    output = lm.decoder(input_ids=input_ids, use_cache=False, **arguments)
+    output = module(input_ids=input_ids, use_cache=False, **{**arguments, **further})
     context.is_done = True
     return output.last_hidden_state[0], _router_logits(lm, output) if with_router_logits else ()
 

@@ -1,4 +1,4 @@
-"""What a model and its tokens must satisfy before a step: no dropout, token ids in range, text only, fixed positions.
+"""What a model and its tokens must satisfy before a step: no dropout, token ids in range, known placeholders.
 
 Each function raises an error that names the module, token or length; `nn.model.split_model` checks the architecture.
 """
@@ -82,8 +82,8 @@ def refuse_placeholders(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
         positions = np.flatnonzero(token_ids == token) if isinstance(token, int) else np.zeros(0)
         if len(positions) > 0:
             raise UnsupportedModelError(
-                f"tree position {positions[0]} holds token {token}, the {name} of {type(lm.model).__name__}; rows with "
-                f"images, videos or sounds are not supported, text alone is. {SUPPORTED_MODELS}"
+                f"tree position {positions[0]} holds token {token}, the {name} of {type(lm.model).__name__}. "
+                f"An image needs its file (images=); videos and sounds are not supported. {SUPPORTED_MODELS}"
             )
 
 

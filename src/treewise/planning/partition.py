@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from treewise.errors import PlanError
 from treewise.planning.bin_packing import best_fit
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import Segments
@@ -53,34 +54,64 @@ class Partition:
 
 
 def partition(forest: Forest, budget: int, hold: str) -> Partition:
-    """Cuts a forest for a budget of tokens. hold: `auto`, `never` or `always` (wherever it is possible)."""
-    cut = _Cut(forest.segments, budget, hold)
+    """Cuts a forest for a budget of tokens. hold: `auto`, `never` or `always` (wherever it is possible).
+
+    Raises:
+        PlanError: an image that has more tokens than the budget.
+    """
+    largest = int(max(forest.images.end - forest.images.start, default=0))
+    if largest > budget:
+        raise PlanError(f"an image has {largest} tokens, and none is cut: max_tokens={budget} must be at least that.")
+    cut = _Cut(forest.segments, budget, hold, forest.images.start, forest.images.end)
     cut.cut_trunks()
     return Partition(cut.piece_start, cut.piece_size, cut.trunk_of_pieces(), cut.trunks)
 
 
 def cut_trunks(segments: Segments, budget: int, hold: str) -> list[Trunk]:
-    """Only the trunks, from a forest's segments."""
+    """Only the trunks, from a forest's segments; images are not regarded."""
     cut = _Cut(segments, budget, hold)
     cut.cut_trunks()
     return cut.trunks
 
 
 class _Cut:
-    """Cuts one forest; `trunks` grows in depth-first order."""
+    """Cuts one forest; `trunks` grows in depth-first order.
 
-    def __init__(self, segments: Segments, budget: int, hold: str) -> None:
+    image_start, image_end: [I] int64 tree positions of images, ascending; no cut is inside of one.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        budget: int,
+        hold: str,
+        image_start: np.ndarray | None = None,
+        image_end: np.ndarray | None = None,
+    ) -> None:
         self.segments, self.budget, self.hold = segments, budget, hold
+        none = np.zeros(0, dtype=np.int64)
+        self.image_start = none if image_start is None else image_start
+        self.image_end = none if image_end is None else image_end
         self.start = segments.start
         self.length = segments.lengths
         self.subtree_end = segments.subtree_end
         self.after = np.searchsorted(self.start, self.subtree_end)
         # A token is open when more than `budget` tokens lie from it to the end of its subtree.
         self.num_open = np.clip(self.subtree_end - budget - self.start, 0, self.length)
+        if len(self.image_start):  # an image that is open in part is open as a whole
+            boundary = self.start + self.num_open
+            image = self._image_around(boundary)
+            self.num_open = np.where(image >= 0, self.image_end[image] - self.start, self.num_open)
         self.open_before = np.concatenate([[0], np.cumsum(self.num_open)])
         self.trunks: list[Trunk] = []
         self._find_pieces(segments.parent)
         self._children = self._open_children(segments.parent)
+
+    def _image_around(self, boundary: np.ndarray) -> np.ndarray:
+        """[n] int64, the image that a cut before each tree position ([n] int64) would be inside of; -1: none."""
+        image = np.searchsorted(self.image_start, boundary, side="left") - 1
+        is_inside = (image >= 0) & (boundary < self.image_end[image])
+        return np.where(is_inside, image, -1)
 
     def _find_pieces(self, parent: np.ndarray) -> None:
         is_full = self.num_open == self.length
@@ -149,8 +180,11 @@ class _Cut:
                 continue
             count = min(int(self.num_open[current]) - skip, room)
             begin = int(self.start[current]) + skip
-            ranges.append((begin, begin + count))
             room -= count
+            if len(self.image_start) and (image := int(self._image_around(np.array([begin + count]))[0])) >= 0:
+                count, room = int(self.image_start[image]) - begin, 0  # the image begins the next trunk
+            if count:
+                ranges.append((begin, begin + count))
             if skip + count < self.num_open[current]:
                 below.append((current, skip + count))
             else:

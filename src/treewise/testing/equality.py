@@ -6,6 +6,7 @@ a family whose norms are torch's own (`tiny_model("gpt_neox", torch.float64)`) a
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ def assert_equals_flat(
     max_tokens: int | Sequence[int | None] | None = None,
     attention: str = "auto",
     tolerance: float | None = None,
+    processor: Any = None,
 ) -> VerificationReport:
     """Asserts that trees give the loss, the log-probs and the gradients of training every trajectory alone.
 
@@ -37,6 +39,7 @@ def assert_equals_flat(
         attention: an implementation, or `auto`.
         tolerance: relative error allowed in the whole gradient; None for the one of the model's dtype
             (`treewise.verify`: 1e-6 in float64, 1e-5 in float32).
+        processor: the model's processor, for trajectories with images.
 
     Returns:
         The report of the last budget.
@@ -51,6 +54,14 @@ def assert_equals_flat(
     if not budgets:
         raise ConfigError("max_tokens is an empty list; give at least one budget, or None for whole trees.")
     for budget in budgets:
-        report = verify(model, trajectories, budget, attention=attention, objective=objective, tolerance=tolerance)
+        report = verify(
+            model,
+            trajectories,
+            budget,
+            attention=attention,
+            objective=objective,
+            tolerance=tolerance,
+            processor=processor,
+        )
         report.raise_if_failed()
     return report

@@ -41,6 +41,7 @@ class StepRunner:
         autocast: the context of forwards.
         placer: is given the time of each batch while it fits its costs.
         reserve_bytes: memory that the optimizer is still going to take.
+        processor: the model's processor, for trees with images.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class StepRunner:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         placer: OnlinePlacer | None = None,
         reserve_bytes: int = 0,
+        processor: Any = None,
     ) -> None:
         self.model, self.objective, self.args = model, objective, args
         self._first_tree, self._autocast, self._placer = first_tree, autocast, placer
         self._max_tokens = args.max_tokens
-        self._reserve_bytes = reserve_bytes
+        self._reserve_bytes, self._processor = reserve_bytes, processor
         self._ends: Ends | None = None  # of a sharded model
         self._router_counts: RouterCounts | None = None  # of the present optimizer step
         self.engine = self._new_engine()
@@ -76,6 +78,7 @@ class StepRunner:
             router_z_coefficient=self.args.router_z_coefficient,
             reserve_bytes=self._reserve_bytes,
             check=not self.is_sharded,  # a sharded model was probed when it was whole
+            processor=self._processor,
         )
         if self.is_sharded:
             engine.enable_lockstep(ranks.gather_texts)

@@ -65,7 +65,8 @@ class TreeTrainer(Trainer):
         model: any transformers causal language model that `TreeEngine` takes, PEFT-wrapped or not.
         train_dataset: anything with a length and indices whose items are `Forest`, one `Trajectory`, a list of them,
             or training trees (what `load_trees` returns); or records, in anything that `load_trees` reads (paths,
-            `datasets`, data frames, mappings), which are then loaded with `processing_class` as the tokenizer.
+            `datasets`, data frames, mappings), which are then loaded with `processing_class` as the tokenizer
+            (the model's processor, if they hold images).
         eval_dataset: the same, or a mapping of names to such.
         render: how records are rendered (`RenderOptions`, or a mapping of its fields).
         tree_order: a curriculum that orders the trees of each epoch (`treewise.rl.curriculum.recorded_order`); None:
@@ -148,6 +149,7 @@ class TreeTrainer(Trainer):
             autocast=self.accelerator.autocast,
             placer=self._placer,
             reserve_bytes=optimizer_bytes(self.model, self.optimizer),
+            processor=self.processing_class,
         )
         if self._resumed is not None:
             runner.resume_budget(self._resumed.max_tokens)

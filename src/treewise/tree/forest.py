@@ -13,6 +13,7 @@ from treewise.errors import ConfigError, DataError, num
 from treewise.tree import prefix_merge
 from treewise.tree.declared import DeclaredTrajectories, LazySequence, Streams, lay_out_nodes, spread_over_nodes
 from treewise.tree.geometry import TreeShape
+from treewise.tree.images import NO_IMAGES, ForestImages, images_of, merge_keys
 from treewise.tree.trajectory import STREAMS, Trajectory, number_rollouts
 from treewise.tree.weights import check_weighting, divided_by_counts
 
@@ -56,6 +57,8 @@ class Forest(TreeShape):
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "Forest":
         """Merges shared prefixes exactly, token by token; any order, duplicates and contained prefixes included.
 
+        Tokens that stand for an image are equal only where the image is.
+
         Time is linear in the flat tokens, but for a logarithmic factor in the number of trajectories that is spent
         in memory comparison.
 
@@ -72,7 +75,7 @@ class Forest(TreeShape):
                 raise DataError(f"trajectory {index} is a {type(item).__name__}; wrap its tokens in tw.Trajectory.")
         flat_ids = np.concatenate([item.token_ids for item in items])
         offsets = np.concatenate([[0], np.cumsum([len(item.token_ids) for item in items])])
-        segments = prefix_merge.merge_sequences(flat_ids, offsets)
+        segments = prefix_merge.merge_sequences(merge_keys(items, flat_ids, offsets), offsets)
         return cls(segments, flat_ids[segments.token_source], items)
 
     @classmethod
@@ -169,6 +172,11 @@ class Forest(TreeShape):
     def path_offsets(self) -> np.ndarray:
         """[N + 1] int64, where each trajectory begins in `path_index`."""
         return self._flat_paths[1]
+
+    @cached_property
+    def images(self) -> ForestImages:
+        """Where the images of its trajectories are. Declared nodes have none."""
+        return NO_IMAGES if isinstance(self.trajectories, DeclaredTrajectories) else images_of(self)
 
     def has_stream(self, name: str) -> bool:
         """Whether every trajectory carries this stream."""

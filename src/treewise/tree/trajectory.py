@@ -16,8 +16,9 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from treewise.errors import DataError
+from treewise.errors import DataError, num
 from treewise.tree import checks
+from treewise.tree.images import ImageSpan, check_spans
 
 MAX_TEACHER_LOGPROB = 0.02  # bfloat16 teachers round to a little more than certainty
 
@@ -114,11 +115,13 @@ class Trajectory:
         teacher_logprobs: [n, k], the teacher's log-probs of these candidates; `-inf` marks an unused entry.
         rollout_weight: the loss weight of the whole rollout, all its trajectories together. Needed only where the
             trajectories of one rollout are spread over several forests; `treewise.advantages` fills it.
+        images: the images that it shows, each with the tokens that stand for it, in order. Without `loss_weights` these
+            tokens have weight 0.
 
     Raises:
         DataError: an empty or non-integer sequence, a negative id, a stream of another length, a value that is not
-            finite, a negative weight, a weight on the first token, no trained token at all, or teacher streams that
-            do not fit one another.
+            finite, a negative weight, a weight on the first token, no trained token at all, teacher streams that
+            do not fit one another, or images that overlap.
     """
 
     token_ids: _TokenIds = _TokenIds()
@@ -138,12 +141,14 @@ class Trajectory:
     teacher_ids: Stream = Stream(np.int32, has_candidates=True)
     teacher_logprobs: Stream = Stream(has_candidates=True, fill=-np.inf)
     rollout_weight: float | None = None
+    images: tuple[ImageSpan, ...] = ()
 
     def __repr__(self) -> str:
         labels = {"group": self.group, "reward": self.reward, "rollout": self.rollout, "source": self.source or None}
         streams = [name for name in self.streams if name != "loss_weights"]
         parts = [f"{len(self.token_ids)} tokens", f"{int((self.loss_weights > 0).sum())} trained", *streams]
         parts += [f"{name}={value!r}" for name, value in labels.items() if value is not None]
+        parts += [num(len(self.images), "image")] if self.images else []
         return f"Trajectory({', '.join(parts)})"
 
     def __post_init__(self) -> None:
@@ -152,8 +157,12 @@ class Trajectory:
         ids = values["token_ids"] = checks.token_ids(self.token_ids, location)
         if len(ids) == 1:
             raise DataError(f"{location}: one token only, so no token is predicted; a trajectory needs at least two.")
+        if self.images:
+            values["images"] = check_spans(self.images, len(ids), location)
         if values["loss_weights"] is None:
-            values["loss_weights"] = np.concatenate([[0], np.ones(len(ids) - 1)])
+            weights = values["loss_weights"] = np.concatenate([[0], np.ones(len(ids) - 1)])
+            for image in self.images:
+                weights[image.start : image.end] = 0
         for name, stream in STREAMS.items():
             if values[name] is not None:
                 values[name] = stream.checked(values[name], len(ids), location)
@@ -212,7 +221,9 @@ def update_with_content(digest: Any, trajectories: Sequence[Trajectory]) -> None
         streams = {"token_ids": item.token_ids, **item.streams}
         group = groups.setdefault(item.group, len(groups))
         shapes = {name: [str(array.dtype), *array.shape] for name, array in streams.items()}
-        digest.update(json.dumps([shapes, group, rollout, item.reward, item.rollout_weight]).encode())
+        labels = [shapes, group, rollout, item.reward, item.rollout_weight]
+        labels += [[image.start, image.end, image.digest] for image in item.images]
+        digest.update(json.dumps(labels).encode())
         for array in streams.values():
             digest.update(np.ascontiguousarray(array).data)
 

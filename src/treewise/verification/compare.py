@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,6 +55,7 @@ def verify(
     attention: str = "auto",
     objective: Objective | Loss | None = None,
     tolerance: float | None = None,
+    processor: Any = None,
 ) -> VerificationReport:
     """Compares loss, log-probs and gradients of every trajectory alone with those of all of them as trees.
 
@@ -68,6 +70,7 @@ def verify(
             `TreeEngine.step`. Losses that are no sum over tokens take two flat passes.
         tolerance: relative error allowed in the whole gradient, in place of that for the model's dtype. Low-precision
             models are then compared with flat training in their own dtype.
+        processor: the model's processor (`transformers.AutoProcessor`), for trajectories with images.
 
     Raises:
         ConfigError: an objective that flat rows cannot express, or a tolerance that is not positive.
@@ -81,8 +84,9 @@ def verify(
         raise ConfigError(f"{type(model).__name__} has no trained parameter; nothing to compare.")
     objective = SFT() if objective is None else objective
     forest = Forest.from_trajectories(items)
-    loss = FlatLoss(items, objective)
-    engine = TreeEngine(model, max_tokens, attention, router_aux_loss=False)  # the flat side has the tokens' loss alone
+    loss = FlatLoss(items, objective, processor)
+    # The flat side has the tokens' loss alone.
+    engine = TreeEngine(model, max_tokens, attention, router_aux_loss=False, processor=processor)
     dtype = _lowest_dtype(model)
     with _state_restored(model):
         flat = _run_flat(model, loss)

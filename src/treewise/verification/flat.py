@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from treewise.engine.vision import flat_images
 from treewise.errors import ConfigError
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT
@@ -48,14 +49,14 @@ class FlatRun:
 
 
 class FlatLoss:
-    """A loss on trajectories that are computed one after the other.
+    """A loss on trajectories that are computed one after the other. processor: the model's, for images.
 
     Raises:
         ConfigError: an objective that has no flat form, or neither an objective nor a function.
     """
 
-    def __init__(self, trajectories: Sequence[Trajectory], objective: Objective | Loss) -> None:
-        self.items, self.objective = list(trajectories), objective
+    def __init__(self, trajectories: Sequence[Trajectory], objective: Objective | Loss, processor: Any = None) -> None:
+        self.items, self.objective, self.processor = list(trajectories), objective, processor
         if isinstance(objective, SFT):
             self.terms, self.denominator, self.is_separable = _sft_terms(self.items, objective), 1.0, True
         elif isinstance(objective, Objective):
@@ -106,7 +107,8 @@ class FlatLoss:
     def _values(self, model: nn.Module, device: torch.device, index: int) -> tuple[Values, torch.Tensor]:
         """[P] values of a trajectory's terms by name, and the [L - 1] log-probs of its own tokens without a graph."""
         ids = torch.tensor(self.items[index].token_ids, dtype=torch.long, device=device)
-        logits_LV = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        seen = flat_images(model, self.processor, self.items[index], ids)
+        logits_LV = model(input_ids=ids[None], use_cache=False, **seen).logits[0, :-1]
         logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
         # Not log_softmax: on CPU in float32 it is biased for large vocabularies (torch 2.13: 5e-6 at 150,000 tokens,
         # where logsumexp is at 4e-8), which alone put SmolLM2's flat gradient 5e-5 away from float64, 3e-6 without it.
@@ -214,7 +216,7 @@ def _refuse_joint_tokens(items: Sequence[Trajectory], objective: Any) -> None:
         return
     seen: set[tuple[int, bytes]] = set()
     for rollout, item in zip(number_rollouts(items).tolist(), items, strict=True):
-        keys = _prefix_keys(item.token_ids)
+        keys = _prefix_keys(item)
         trained = {(rollout, keys[position]) for position in np.flatnonzero(np.asarray(item.loss_weights)).tolist()}
         if trained & seen:
             raise ConfigError(
@@ -232,7 +234,7 @@ def _counted_weights(trajectories: Sequence[Trajectory], weighting: str) -> list
     rollouts = number_rollouts(trajectories)
     of_rollout = rollouts if weighting == "per_rollout" else np.zeros_like(rollouts)
     keys = [
-        [(rollout, key) for key in _prefix_keys(item.token_ids)]
+        [(rollout, key) for key in _prefix_keys(item)]
         for rollout, item in zip(of_rollout.tolist(), trajectories, strict=True)
     ]
     trains = Counter(
@@ -241,11 +243,12 @@ def _counted_weights(trajectories: Sequence[Trajectory], weighting: str) -> list
     return [weight / [max(1, trains[key]) for key in each] for each, weight in zip(keys, weights, strict=True)]
 
 
-def _prefix_keys(token_ids: np.ndarray) -> list[bytes]:
-    """[L] hashes, each of the path to a token."""
+def _prefix_keys(item: Trajectory) -> list[bytes]:
+    """[L] hashes, each of the path to a token and the images on it."""
     state, keys = blake2b(digest_size=16), []
-    for token in token_ids.astype("<i4"):
-        state.update(token.tobytes())
+    image_at = {image.start: image.digest for image in item.images}
+    for position, token in enumerate(item.token_ids.astype("<i4")):
+        state.update(token.tobytes() + image_at.get(position, "").encode())
         keys.append(state.digest())
     return keys
 

@@ -16,7 +16,9 @@ from treewise.tree.trajectory import STREAMS
 
 LABELS = ("group", "task_id", "reward", "rollout", "advantages")
 CHAT = frozenset({"messages", "tools", "tools_ref", "functions", *LABELS})
-ROW = frozenset({"token_ids", "messages", "text", "prompt", "completion", "tools", "tools_ref", *LABELS, *STREAMS})
+ROW = frozenset(
+    {"token_ids", "images", "messages", "text", "prompt", "completion", "tools", "tools_ref", *LABELS, *STREAMS}
+)
 PAIR = frozenset({"prompt", "completion", "tools", "tools_ref", "functions", *LABELS})
 NODE = frozenset({"id", "parent", "token_ids", "message", "reward", "rollout", "end", *STREAMS})
 RECORD_KEYS: dict[str, frozenset[str]] = {

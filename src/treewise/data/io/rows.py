@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS, Trajectory
 
 
@@ -20,7 +21,8 @@ class Row:
 
     `token_ids` are the tokens after the first `shared` tokens of the row before. `streams` hold the values of the whole
     trajectory, those with k candidates per token flat. Without `loss_weights` among them, `spans` ([start, end, start,
-    end, ...]) are the trained tokens, each span with its weight in `span_weights`.
+    end, ...]) are the trained tokens, each span with its weight in `span_weights`. `images` are those of the whole
+    trajectory.
     """
 
     token_ids: np.ndarray
@@ -34,6 +36,7 @@ class Row:
     source: str = ""
     parent: int | None = None
     is_end: bool | None = None
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +75,7 @@ def row_from_trajectory(trajectory: Trajectory) -> Row:
         reward=trajectory.reward,
         rollout=trajectory.rollout,
         source=trajectory.source,
+        images=trajectory.images,
     )
 
 
@@ -91,6 +95,7 @@ def trajectories_from_rows(rows: Sequence[Row]) -> list[Trajectory]:
                 reward=row.reward,
                 rollout=row.rollout,
                 source=row.source,
+                images=row.images,
             )
         )
     return result

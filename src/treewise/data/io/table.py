@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from treewise.data.io.rows import Row
 from treewise.errors import DataError
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS
 
 IDS, FLOATS = pa.large_list(pa.int32()), pa.large_list(pa.float32())
@@ -27,8 +28,11 @@ SCHEMA = pa.schema(
         "source": pa.string(),
         "parent": pa.int64(),
         "is_end": pa.bool_(),
+        "images": pa.string(),
+        "image_sources": pa.string(),
     }
 )
+NOT_HASHED = ("source", "image_sources")  # where it came from
 LABELS = ("group", "rollout")  # stored as JSON: text and numbers stay apart
 
 
@@ -38,8 +42,13 @@ def rows_to_table(trees: Iterable[int], rows: Sequence[Row]) -> pa.Table:
     for field in SCHEMA:
         if field.name == "tree":
             continue
+        values: list[Any]
         if field.name in STREAMS:
-            values: list[Any] = [row.streams.get(field.name) for row in rows]
+            values = [row.streams.get(field.name) for row in rows]
+        elif field.name == "images":
+            values = [_as_json([(each.start, each.end, each.digest) for each in row.images]) for row in rows]
+        elif field.name == "image_sources":
+            values = [_as_json([each.source for each in row.images]) for row in rows]
         else:
             values = [getattr(row, field.name) for row in rows]
         if pa.types.is_large_list(field.type):
@@ -70,6 +79,8 @@ def table_rows(table: pa.Table, low: int, high: int) -> list[Row]:
             values[name] = None if values[name] is None else json.loads(values[name])
         values["spans"] = values["spans"].tolist()
         values["span_weights"] = values["span_weights"].tolist()
+        sources, images = (json.loads(values.pop(name) or "[]") for name in ("image_sources", "images"))
+        values["images"] = tuple(ImageSpan(source, *image) for source, image in zip(sources, images, strict=True))
         rows.append(Row(**values))
     return rows
 
@@ -79,9 +90,11 @@ def content_hash(table: pa.Table, names: Sequence[str]) -> str:
 
     Rollouts count as a partition of the rows, because a row without a rollout id is named after its file and line.
     """
-    digest = hashlib.sha256(json.dumps([SCHEMA.names, len(table), len(names)]).encode())
+    unhashed = {*NOT_HASHED, *(() if has_images(table) else ("images",))}
+    columns = [name for name in SCHEMA.names if name not in unhashed or name == "source"]
+    digest = hashlib.sha256(json.dumps([columns, len(table), len(names)]).encode())
     for field in SCHEMA:
-        if field.name == "source":
+        if field.name in unhashed:
             continue
         digest.update(field.name.encode())
         chunks = table.column(field.name).chunks  # lists stay in their chunks: a mapped file may exceed the memory
@@ -100,6 +113,17 @@ def content_hash(table: pa.Table, names: Sequence[str]) -> str:
             zero = False if pa.types.is_boolean(field.type) else 0
             digest.update(_whole(table.column(field.name)).fill_null(zero).to_numpy(zero_copy_only=False).tobytes())
     return digest.hexdigest()
+
+
+def has_images(table: pa.Table) -> bool:
+    """Whether a row holds an image."""
+    column = table.column("images")
+    return bool(column.null_count < len(column))
+
+
+def _as_json(values: list[Any]) -> str | None:
+    """JSON text; None for an empty list."""
+    return json.dumps(values) if values else None
 
 
 def _rollout_indices(table: pa.Table) -> np.ndarray:

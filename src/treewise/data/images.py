@@ -1,0 +1,213 @@
+"""Images of records: checked, decoded, and counted in tokens, before training.
+
+Pillow decodes them (`pip install 'treewise[images]'`).
+"""
+
+import base64
+import hashlib
+import io
+import os
+import tempfile
+import warnings
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treewise.data.io.printable import shown
+from treewise.errors import ConfigError, DataError, num
+from treewise.tree.images import ImageSpan
+
+MAX_PIXELS = 100_000_000  # of one image; more is a decompression bomb or a mistake
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+
+def decoded(data: bytes, location: str) -> Any:
+    """The image as PIL reads it, upright and in RGB, as transformers' `load_image` gives it to processors.
+
+    Raises:
+        DataError: bytes that are no image, an image that is cut off, moves, or has another type or too many pixels.
+        ConfigError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError:
+        raise ConfigError("images need Pillow; install it: pip install 'treewise[images]'.") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # too many pixels are counted here, exactly
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise DataError(
+                    f"{location}: {width} x {height} pixels are more than {MAX_PIXELS:,}; shrink the image."
+                )
+            if (num_frames := getattr(image, "n_frames", 1)) > 1:
+                raise DataError(f"{location}: an animation of {num_frames} frames; videos are not supported.")
+            image.load()
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError:
+        kinds = ", ".join(FORMATS)
+        raise DataError(f"{location}: {len(data):,} bytes that are no image of a known type ({kinds}).") from None
+    except Image.DecompressionBombError:
+        raise DataError(f"{location}: more than {MAX_PIXELS:,} pixels; shrink the image.") from None
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise DataError(f"{location}: the image cannot be decoded ({error}); is the file complete?") from None
+
+
+class ImageReader:
+    """Reads the images of records and finds the tokens that stand for them.
+
+    Parameters:
+        processor: the model's processor (`transformers.AutoProcessor`).
+        folder: where images that come as bytes are kept, by their digest, so that none stays in memory.
+    """
+
+    def __init__(self, processor: Any, folder: Path) -> None:
+        self.processor, self.folder = processor, folder
+        self._size_of: dict[str, tuple[int, int]] = {}  # by digest: height and width
+        self._expansion_of: dict[tuple[int, int], np.ndarray] = {}
+
+    @cached_property
+    def token(self) -> int:
+        """The placeholder token.
+
+        Raises:
+            ConfigError: a processor that names none.
+        """
+        token = getattr(self.processor, "image_token_id", None)
+        if token is None and isinstance(name := getattr(self.processor, "image_token", None), str):
+            token = self.processor.tokenizer.convert_tokens_to_ids(name)
+        if not isinstance(token, int):
+            raise ConfigError(f"{type(self.processor).__name__} names no image token, so its images cannot be placed.")
+        return token
+
+    def spans(self, images: Any, token_ids: np.ndarray, data_file: Path | None, location: str) -> list[ImageSpan]:
+        """The images of a row of tokens, each with the placeholders that the processor makes of it, in order.
+
+        images: a list of paths (relative to the record's file), bytes, data addresses, or {path or bytes: ...} of each.
+        token_ids: [n] integers.
+
+        Raises:
+            DataError: an image that cannot be read, or another number of placeholders than the images have.
+        """
+        if not isinstance(images, list):
+            raise DataError(f"{location}: images must be a list, one entry for each image, found {shown(images)}.")
+        positions = np.flatnonzero(token_ids == self.token)
+        spans, used = [], 0
+        for index, image in enumerate(images):
+            span, count = self._placed(image, positions[used:], data_file, f"{location}: images[{index}]")
+            spans.append(span)
+            used += count
+        if used != len(positions):
+            raise DataError(
+                f"{location}: {len(positions)} image tokens ({self.token}) for {num(len(images), 'image')} of {used} "
+                "together; were the ids made with another processor?"
+            )
+        return spans
+
+    def _placed(
+        self, image: Any, positions: np.ndarray, data_file: Path | None, location: str
+    ) -> tuple[ImageSpan, int]:
+        """An image at the first of some placeholders ([n] int64), and how many it takes."""
+        source, digest = self.source(image, data_file, location)
+        count = int((self.expansion(self._size_of[digest], location) == self.token).sum())
+        if count > len(positions):
+            raise DataError(
+                f"{location}: the image has {count} tokens, but {len(positions)} image tokens ({self.token}) are "
+                "left in the row; one is missing, or the ids were made with another processor."
+            )
+        return ImageSpan(source, int(positions[0]), int(positions[count - 1]) + 1, digest), count
+
+    def source(self, image: Any, data_file: Path | None, location: str) -> tuple[str, str]:
+        """The path of an image's file and its digest; the image was decoded once, so it is sound.
+
+        Raises:
+            DataError: an image that cannot be read.
+        """
+        value = _value_of(image, location)
+        if isinstance(value, str):
+            path = Path(value).expanduser()
+            path = path if path.is_absolute() or data_file is None else data_file.parent / path
+            data = _file_bytes(path, location)
+        else:
+            data, path = value, None
+        digest = hashlib.sha256(data).hexdigest()
+        if digest not in self._size_of:
+            decoded_image = decoded(data, location if path is None else f"{location}: {path}")
+            self._size_of[digest] = decoded_image.height, decoded_image.width
+        return str(self._kept(data, digest, location) if path is None else path.absolute()), digest
+
+    def expansion(self, size: tuple[int, int], location: str) -> np.ndarray:
+        """[n] int32, the tokens that the processor writes in place of one placeholder for an image of (height, width).
+
+        Raises:
+            DataError: the processor fails on an image of this size.
+        """
+        if size not in self._expansion_of:
+            from PIL import Image
+
+            try:
+                made = self.processor(
+                    text=[self.processor.tokenizer.decode([self.token])],
+                    images=[Image.new("RGB", size[::-1])],
+                    add_special_tokens=False,
+                )
+            except Exception as error:  # of many processors
+                raise DataError(
+                    f"{location}: {type(self.processor).__name__} fails on an image of {size[1]} x {size[0]} pixels "
+                    f"({shown(str(error), 200)})."
+                ) from error
+            self._expansion_of[size] = np.asarray(made["input_ids"][0], dtype=np.int32)
+        return self._expansion_of[size]
+
+    def _kept(self, data: bytes, digest: str, location: str) -> Path:
+        """The file of an image that came as bytes."""
+        path = self.folder / digest
+        try:
+            if not path.is_file() or path.stat().st_size != len(data):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                handle, name = tempfile.mkstemp(dir=self.folder, prefix=".write-")
+                with os.fdopen(handle, "wb") as stream:
+                    stream.write(data)
+                os.replace(name, path)
+        except OSError as error:
+            raise DataError(
+                f"{location}: {path} cannot be written ({error.strerror}); name another cache_dir."
+            ) from None
+        return path
+
+
+def _value_of(image: Any, location: str) -> str | bytes:
+    """The path or the bytes of one entry of `images`."""
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path") or image.get("url") or image.get("image")
+    if hasattr(image, "save") and hasattr(image, "convert"):  # decoded by `datasets`: PIL
+        stream = io.BytesIO()
+        image.save(stream, "PNG")
+        return stream.getvalue()
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if not isinstance(image, str) or not image:
+        raise DataError(
+            f"{location}: an image is a path, bytes, or {{path: ...}} or {{bytes: ...}}, found {shown(image)}."
+        )
+    if image.startswith("data:"):
+        head, comma, text = image.partition(",")
+        try:
+            if not comma or not head.endswith(";base64"):
+                raise ValueError("no ';base64,' in it")
+            return base64.b64decode(text, validate=True)
+        except ValueError as error:
+            raise DataError(f"{location}: a data address that cannot be read ({error}).") from None
+    if image.startswith(("http:", "https:", "ftp:")):
+        raise DataError(f"{location}: {shown(image)} is a network address, which is not read; download the image.")
+    return image.removeprefix("file://")
+
+
+def _file_bytes(path: Path, location: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{location}: {path} cannot be read ({getattr(error, 'strerror', None) or error}).") from None

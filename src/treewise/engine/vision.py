@@ -1,0 +1,172 @@
+"""The images of a forest: one pass of the vision tower for each distinct one, however many micro-batches see it.
+
+With one micro-batch the features are part of its graph. With several they are kept like a gateway: the tower runs
+first, without a graph, in batches under the budget; every micro-batch adds gradients into the rows that it read, in
+float32; at the end the tower runs again with a graph, and its backward starts from these gradients. A tower and
+projector without trained parameters run once.
+
+Letters: P placeholder tokens of the forest, R feature rows of its distinct images, M model width.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from treewise.errors import ConfigError, DataError
+from treewise.nn.device import to_device
+from treewise.nn.model import DecoderAndHead, base_model
+from treewise.nn.vision import Features, PixelInputs, pixel_inputs, row_arguments, vision_model
+from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
+from treewise.tree.trajectory import Trajectory
+
+NEEDS_PROCESSOR = "the trajectories hold images, for which the model's processor (AutoProcessor) is needed: {}."
+
+
+class ForestVision:
+    """The features of a forest's images, on its placeholder tokens.
+
+    Parameters:
+        processor: the model's processor, or its image processor.
+        max_tokens: the most feature rows that one pass of the tower computes; None: all.
+
+    Raises:
+        ConfigError: no processor.
+        DataError: placeholders without an image, or an image with other numbers of placeholders in two places.
+        UnsupportedModelError: a model whose images cannot be shared.
+    """
+
+    def __init__(self, lm: DecoderAndHead, forest: Forest, processor: Any, max_tokens: int | None) -> None:
+        if processor is None:
+            raise ConfigError(NEEDS_PROCESSOR.format("TreeEngine(model, processor=...)"))
+        self.vision = vision_model(lm)
+        self._sources, self._processor, self._max_tokens = forest.images.sources, processor, max_tokens
+        self._positions, self._rows, self._num_rows = _placeholders(forest, self.vision.image_token)
+        self._bounds = np.concatenate([[0], np.cumsum(self._num_rows)])
+        self._pixels: dict[int, PixelInputs] = {}
+        self._kept: Features | None = None  # leaves, to which micro-batches add gradients
+
+    def inside(self, positions: np.ndarray, *, in_graph: bool) -> tuple[Any, dict[str, Any]] | None:
+        """The part of the model that a micro-batch runs, and its arguments; None if it has no placeholder.
+
+        positions: [T] int64 tree positions, ascending. in_graph: features are computed in the caller's graph, for a
+        forest of one micro-batch; otherwise the kept ones are read.
+        """
+        rows = self._rows[np.isin(self._positions, positions, assume_unique=True)]
+        if len(rows) == 0:
+            return None
+        features = self._all_features() if in_graph else self._keep()
+        index = to_device(rows, features[0].device)
+        seen = tuple(each.index_select(0, index) for each in features)
+        if not in_graph:
+            seen = tuple(each.to(self.vision.module.dtype) for each in seen)
+        return self.vision.module, self.vision.arguments(seen)
+
+    def backward(self) -> None:
+        """Backward of the tower, from the gradients that micro-batches added to the kept features."""
+        kept = self._kept
+        if kept is None or all(each.grad is None for each in kept):
+            return
+        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in kept]
+        for first, last in self._batches():
+            part = slice(self._bounds[first], self._bounds[last])
+            with torch.enable_grad():
+                features = self._encode(first, last)
+            torch.autograd.backward(
+                features, [grad[part].to(each.dtype) for grad, each in zip(grads, features, strict=True)]
+            )
+        for each in kept:
+            each.grad = None
+
+    def _keep(self) -> Features:
+        """Features without a graph, in float32 or wider, computed once."""
+        if self._kept is None:
+            with torch.no_grad():
+                features = self._all_features()
+            wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in features]
+            self._kept = tuple(each.detach().requires_grad_(self.vision.is_trained) for each in wide)
+        return self._kept
+
+    def _all_features(self) -> Features:
+        parts = [self._encode(first, last) for first, last in self._batches()]
+        return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+
+    def _encode(self, first: int, last: int) -> Features:
+        """Features of the images `first` to `last`."""
+        pixels = [self._pixels_of(index) for index in range(first, last)]
+        names = [each.name for each in self._sources[first:last]]
+        return self.vision.encode(pixels, self._num_rows[first:last].tolist(), names)
+
+    def _batches(self) -> Iterator[tuple[int, int]]:
+        """Ranges of images for one pass of the tower each: equal in shape, and of at most the budget's rows."""
+        first = 0
+        for last in range(1, len(self._sources) + 1):
+            is_over = last < len(self._sources) and (
+                (self._max_tokens is not None and self._bounds[last + 1] - self._bounds[first] > self._max_tokens)
+                or _shapes(self._pixels_of(last)) != _shapes(self._pixels_of(first))
+            )
+            if is_over or last == len(self._sources):
+                yield first, last
+                first = last
+
+    def _pixels_of(self, index: int) -> PixelInputs:
+        if index not in self._pixels:
+            self._pixels[index] = pixel_inputs(self._processor, [opened(self._sources[index])])
+        return self._pixels[index]
+
+
+def flat_images(model: nn.Module, processor: Any, item: Trajectory, token_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a flat row of a trajectory gives to the model's own forward for its images; nothing where it has none.
+
+    token_ids: [n] int64, its tokens on the model's device. Raises `ConfigError` without a processor.
+    """
+    if not item.images:
+        return {}
+    if processor is None:
+        raise ConfigError(NEEDS_PROCESSOR.format("verify(model, trajectories, processor=...)"))
+    base = base_model(model)
+    return row_arguments(base, processor, [opened(each) for each in item.images], token_ids)
+
+
+def opened(image: ImageSpan) -> Any:
+    """The image as a PIL image in RGB. Raises `DataError`."""
+    from treewise.data.images import decoded
+
+    return decoded(image.read(), image.name)
+
+
+def _shapes(pixels: PixelInputs) -> list[tuple[str, tuple[int, ...]]]:
+    """What images of one batch have in common: all but the first axis."""
+    return [(name, tuple(value.shape[1:])) for name, value in pixels.items()]
+
+
+def _placeholders(forest: Forest, token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[P] int64 tree positions of placeholders, ascending; [P] int64, the feature row of each; [images] int64, rows of
+    each distinct image.
+    """
+    images = forest.images
+    positions = np.flatnonzero(forest.token_ids == token)
+    span = np.searchsorted(images.start, positions, side="right") - 1
+    is_outside = (span < 0) | (positions >= images.end[span])
+    if is_outside.any():
+        at = int(positions[np.argmax(is_outside)])
+        raise DataError(
+            f"tree position {at} (depth {forest.depth[at]}) holds token {token}, which stands for an image, outside of "
+            "the images of its trajectory."
+        )
+    count = np.bincount(span, minlength=len(images))
+    num_rows = np.zeros(len(images.sources), dtype=np.int64)
+    num_rows[images.index] = count
+    if (num_rows[images.index] != count).any() or (count == 0).any():
+        wrong = int(np.argmax((num_rows[images.index] != count) | (count == 0)))
+        name = images.sources[images.index[wrong]].name
+        raise DataError(
+            f"{name}: {count[wrong]} placeholder tokens ({token}) at tree position {images.start[wrong]}, where "
+            f"another place has {num_rows[images.index[wrong]]}; it has one number, at least 1, everywhere."
+        )
+    first = np.concatenate([[0], np.cumsum(num_rows)])[images.index]
+    within = np.arange(len(positions)) - (np.cumsum(count) - count)[span]
+    return positions, first[span] + within, num_rows

@@ -1,0 +1,13 @@
+"""Images in a model: one pass of the vision tower for each, and the arguments that put its features on tokens."""
+
+from treewise.nn.vision.pixels import PixelInputs, pixel_inputs, row_arguments
+from treewise.nn.vision.tower import Features, VisionModel, vision_model
+
+__all__ = [
+    "Features",
+    "PixelInputs",
+    "VisionModel",
+    "pixel_inputs",
+    "row_arguments",
+    "vision_model",
+]

@@ -1,0 +1,121 @@
+"""The vision tower of a model, and how its own forward takes features that were computed before.
+
+A model of images and text embeds its tokens, replaces the placeholders by the features of images, and calls its
+decoder. transformers' models take these features as `mm_encoder_outputs`, so tower and decoder run apart: the tower
+once for each image, the decoder for each micro-batch, both by the model's own code.
+
+Letters: R feature rows, one for each placeholder token of an image; M model width; T tokens of a micro-batch.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from treewise.errors import UnsupportedModelError
+from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
+from treewise.nn.vision.pixels import PixelInputs, image_token_of
+from treewise.shapes import Float
+
+# [R, M] rows for the embeddings, then those for each decoder layer that takes some (Qwen3-VL's deepstack).
+Features = tuple[torch.Tensor, ...]
+
+
+@dataclass(eq=False)
+class VisionModel:
+    """The part of a model that sees.
+
+    module: has `get_image_features`, and a forward that takes `mm_encoder_outputs`. image_token: the placeholder.
+    parameters: those outside of the decoder.
+    """
+
+    module: Any
+    image_token: int
+    parameters: tuple[nn.Parameter, ...]
+    _is_joined: bool = False  # whether the model has the features of all images as one tensor
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a tower or a projector has a trained parameter."""
+        return any(each.requires_grad for each in self.parameters)
+
+    def encode(self, images: Sequence[PixelInputs], num_rows: Sequence[int], names: Sequence[str]) -> Features:
+        """The features of some images, one after the other, in the present grad mode.
+
+        images: of equal shapes but for the first axis. num_rows: placeholder tokens of each. names: for messages.
+
+        Raises:
+            UnsupportedModelError: the tower gives another number of rows than there are placeholders.
+        """
+        device = self.module.device
+        joined = {name: torch.cat([each[name] for each in images]).to(device) for name in images[0]}
+        known = inspect.signature(self.module.get_image_features).parameters
+        output = self.module.get_image_features(
+            **{name: value for name, value in joined.items() if name in known}, return_dict=True
+        )
+        rows = output.pooler_output
+        self._is_joined = isinstance(rows, torch.Tensor)
+        features = (_rows_of(rows), *(_rows_of(each) for each in getattr(output, "deepstack_features", None) or ()))
+        if any(len(each) != sum(num_rows) for each in features):
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} gives {len(features[0])} feature rows for {', '.join(names[:3])}, whose "
+                f"placeholders (token {self.image_token}) are {sum(num_rows)}. Was another processor used for the data?"
+            )
+        return features
+
+    def arguments(self, features: Features) -> dict[str, Any]:
+        """How the module's forward takes these rows, in the order of a micro-batch's placeholders."""
+        first, deep = features[0], features[1:]
+        output = SimpleNamespace(
+            pooler_output=first[None] if self._is_joined else [first],
+            deepstack_features=[(each,) for each in deep],
+        )
+        return {"mm_encoder_outputs": {"image": output}}
+
+
+def vision_model(lm: DecoderAndHead) -> VisionModel:
+    """The part of a model that sees.
+
+    Raises:
+        UnsupportedModelError: the model takes no images, or none whose features were computed before.
+    """
+    base: Any = base_model(lm.model)
+    module, token = base.base_model, image_token_of(base.config)
+    name = type(base).__name__
+    if token is None or not hasattr(module, "get_image_features"):
+        raise UnsupportedModelError(f"{name} takes no images. {SUPPORTED_MODELS}")
+    if "mm_encoder_outputs" not in inspect.signature(type(module).forward).parameters:
+        raise UnsupportedModelError(
+            f"{name} takes images only as pixels, so their features cannot be shared by branches. {SUPPORTED_MODELS}"
+        )
+    refuse_unsupported(base)
+    in_decoder = {id(each) for each in lm.decoder.parameters()}
+    outside = tuple(each for each in module.parameters() if id(each) not in in_decoder)
+    return VisionModel(module, token, outside)
+
+
+# Families whose images are computed exactly, each tried against flat training (tests/engine/test_vision.py).
+WITH_IMAGES = ("idefics3", "internvl", "llava", "mistral3", "smolvlm")
+
+
+def refuse_unsupported(base: Any) -> None:
+    """Raises if a family's images were not tried against flat training.
+
+    Raises:
+        UnsupportedModelError: with the families that were.
+    """
+    if base.config.model_type not in WITH_IMAGES:
+        raise UnsupportedModelError(
+            f"{type(base).__name__}: images of {base.config.model_type!r} are not supported, only text. With images: "
+            f"{', '.join(WITH_IMAGES)}. {SUPPORTED_MODELS}"
+        )
+
+
+def _rows_of(parts: Any) -> Float[Tensor, "R M"]:
+    if isinstance(parts, torch.Tensor):
+        return parts.reshape(-1, parts.shape[-1])
+    return torch.cat([each.reshape(-1, each.shape[-1]) for each in parts])

@@ -1,0 +1,122 @@
+"""Token rows with images: where each stands, and what is wrong with bad ones."""
+
+import base64
+import json
+import struct
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.vision_models import IMAGE_TOKEN, png, tiny_processor
+from treewise.data import load_trees
+from treewise.data.images import decoded
+from treewise.errors import ConfigError, DataError
+
+FOUR = [IMAGE_TOKEN] * 4  # what LLaVA's processor makes of any picture
+
+
+@pytest.fixture(scope="module")
+def llava():
+    return tiny_processor("llava")
+
+
+def row(*images, ids=(5, *FOUR, 6, 7), **more):
+    return {"token_ids": list(ids), "images": list(images), **more}
+
+
+def test_paths_bytes_and_addresses_of_data_are_one_image(tmp_path, write, llava):
+    (tmp_path / "shot.png").write_bytes(png(1))
+    text = "data:image/png;base64," + base64.b64encode(png(1)).decode()
+    records = [row(each, group="g") for each in ("shot.png", {"path": "shot.png"}, text, {"url": text})]
+    records.append(row("shot.png", "shot.png", ids=(5, *FOUR, *FOUR, 6), group="g"))
+    (tree,) = load_trees(write(*records), llava)
+    spans = [item.images for item in tree.trajectories]
+    assert [(each.start, each.end) for each in spans[4]] == [(1, 5), (5, 9)]
+    assert {each.digest for images in spans for each in images} == {spans[0][0].digest}
+    assert all(each.read() == png(1) for images in spans for each in images)
+    assert all(isinstance(each.source, str) for images in spans for each in images)  # files, read when needed
+    assert tree.forest().num_tokens == 7 + 5
+
+
+def test_columns_of_parquet_and_lists_of_pil(tmp_path, llava):
+    records = [row({"bytes": png(seed), "path": None}) for seed in (1, 2)]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "rows.parquet")
+    trees = load_trees(tmp_path / "rows.parquet", llava, num_workers=0)
+    assert [tree.trajectories[0].images[0].read() for tree in trees] == [png(1), png(2)]
+    (tree,) = load_trees([row(decoded(png(1), "test"))], llava)
+    pixels = np.asarray(decoded(tree.trajectories[0].images[0].read(), "test"))
+    assert np.array_equal(pixels, np.asarray(decoded(png(1), "test")))
+
+
+def test_images_count_in_fingerprints_and_prompt_groups(write, tmp_path, llava):
+    for seed in (1, 2):
+        (tmp_path / f"{seed}.png").write_bytes(png(seed))
+    names = ["1.png", "2.png"]
+    both = [load_trees(write(row(name, loss_weights=[0] * 6 + [1])), llava, read_only=True) for name in names]
+    assert both[0].fingerprint != both[1].fingerprint
+    assert len(load_trees(write(*(row(name, loss_weights=[0] * 6 + [1]) for name in names)), llava)) == 2
+
+
+def test_a_processor_with_rows_of_tiles(tmp_path, llava):
+    """Idefics3 writes other tokens between the tiles of one image."""
+    processor = tiny_processor("idefics3")
+    ids = [5, *processor(text=["<image>"], images=[decoded(png(1), "t")])["input_ids"][0], 6]
+    (tree,) = load_trees([row({"bytes": png(1)}, ids=ids)], processor)
+    (span,) = tree.trajectories[0].images
+    assert (ids[span.start], ids[span.end - 1]) == (IMAGE_TOKEN, IMAGE_TOKEN)
+    assert IMAGE_TOKEN not in ids[: span.start] + ids[span.end :]
+    assert (tree.trajectories[0].loss_weights[span.start : span.end] == 0).all()
+
+
+def bomb() -> bytes:
+    """The head of a PNG of 30,000 x 30,000 pixels."""
+    head = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + head
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (["none.png"], r"images\[0\]: .*none.png cannot be read \(No such file"),
+        ([{"bytes": png(1)[:-40]}], r"images\[0\]: the image cannot be decoded"),
+        ([{"bytes": b"%PDF-1.4"}], "8 bytes that are no image of a known type"),
+        ([{"bytes": bomb()}], "more than 100,000,000"),
+        (["https://example.com/a.png"], "is a network address, which is not read"),
+        (["data:image/png;base64,%%%"], "a data address that cannot be read"),
+        ([7], "an image is a path, bytes"),
+        ([], r"4 image tokens \(60\) for 0 images"),
+        ([{"bytes": png(1)}] * 2, r"images\[1\]: the image has 4 tokens, but 0 image tokens \(60\) are left"),
+    ],
+)
+def test_bad_images_are_errors_with_their_record(write, llava, images, message):
+    if not any(isinstance(each, dict) for each in images):  # bytes are no JSON
+        with pytest.raises(DataError, match=f"data.jsonl:1: .*{message}"):
+            load_trees(write(row(*images)), llava)
+    with pytest.raises(DataError, match=f"records:0: .*{message}"):
+        load_trees([row(*images)], llava)
+
+
+def test_images_need_a_processor_and_other_records_refuse_them(write, llava):
+    with pytest.raises(DataError, match=r"data.jsonl:1: the record holds images, which need the model's processor"):
+        load_trees(write(row("shot.png")))
+    with pytest.raises(DataError, match="images must be a list"):
+        load_trees(write({"token_ids": [5, 6], "images": "shot.png"}), llava)
+    with pytest.raises(ConfigError, match="names no image token"):
+        load_trees([row({"bytes": png(1)})], _NoToken())
+
+
+class _NoToken:
+    image_processor = tokenizer = None
+
+
+def test_rows_keep_their_images_in_the_table(write, tmp_path, llava):
+    (tmp_path / "a.png").write_bytes(png(1))
+    path = write(row("a.png"), {"token_ids": [5, 6]})
+    first, second = load_trees(path, llava), load_trees(path, llava)
+    assert first.fingerprint == second.fingerprint
+    assert [len(tree.trajectories[0].images) for tree in second] == [1, 0]
+    assert json.loads(first._table.column("images")[0].as_py())[0][:2] == [1, 5]

@@ -1,0 +1,176 @@
+"""Trees of images against flat training: each trajectory alone, by the model's own forward, on real small pictures."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import treewise as tw
+from tests.vision_models import FAMILIES, IMAGE_TOKEN, png, seeing_model
+from treewise.data.images import decoded
+from treewise.nn.model import split_model
+from treewise.nn.vision import pixel_inputs, vision_model
+from treewise.testing import gradient_error, gradients_of, tiny_model
+from treewise.tree.images import ImageSpan
+from treewise.tree.trajectory import Trajectory
+
+A, B, C = png(1), png(2, 30, 20), png(3, 16, 40)
+# Text ((seed, number of tokens)) and images: forks before, between and after images, one image at two places, one
+# twice in a row, a trajectory that ends behind an image, the last of two images alone, and no image at all.
+HISTORIES = (
+    [(1, 5), A, (2, 4), B, (3, 3)],
+    [(1, 5), A, (2, 4), B, (4, 5)],
+    [(1, 5), A, (2, 4), C, (3, 3)],
+    [(1, 5), B, (2, 4), (5, 3)],
+    [(1, 5), A, (6, 4), A, (7, 2)],
+    [(1, 5), A, A, (8, 3)],
+    [(1, 5), A, (2, 2)],
+    [(9, 6), (10, 3)],
+)
+
+
+def num_rows(model: Any, images: Any, data: bytes) -> int:
+    """Placeholder tokens of a picture, as the model's own tower gives them."""
+    vision = vision_model(split_model(model))
+    pixels = pixel_inputs(images, [decoded(data, "test")])
+    known = {name: value for name, value in pixels.items() if name in ("pixel_values", "image_sizes", "image_grid_thw")}
+    with torch.no_grad():
+        rows = vision.module.get_image_features(**known, return_dict=True).pooler_output
+    parts = [rows] if isinstance(rows, torch.Tensor) else rows
+    return sum(each.reshape(-1, each.shape[-1]).shape[0] for each in parts)
+
+
+def trajectories(model: Any, images: Any, histories: Sequence[Any] = HISTORIES) -> list[Trajectory]:
+    rows_of = {
+        data: num_rows(model, images, data)
+        for data in {each for h in histories for each in h if isinstance(each, bytes)}
+    }
+    result = []
+    for history in histories:
+        ids: list[int] = []
+        spans = []
+        for part in history:
+            if isinstance(part, bytes):
+                spans.append(ImageSpan(part, len(ids), len(ids) + rows_of[part]))
+                ids += [IMAGE_TOKEN] * rows_of[part]
+            else:
+                ids += np.random.default_rng(part[0]).integers(3, 50, part[1]).tolist()
+        result.append(Trajectory(ids, images=tuple(spans)))
+    return result
+
+
+def flat_gradients(model: Any, images: Any, items: Sequence[Trajectory]) -> tuple[float, list[torch.Tensor], Any]:
+    """Loss, log-probs and gradients of the mean over trained tokens, one trajectory after the other."""
+    total = sum(float(item.loss_weights.sum()) for item in items)
+    model.zero_grad()
+    loss, logprobs = 0.0, []
+    for item in items:
+        ids = torch.from_numpy(item.token_ids.astype(np.int64))[None]
+        seen = {}
+        if item.images:
+            seen = dict(images(images=[decoded(each.read(), "test") for each in item.images], return_tensors="pt"))
+            seen = {
+                name: value for name, value in seen.items() if name in ("pixel_values", "image_sizes", "image_grid_thw")
+            }
+            if "image_grid_thw" in seen:
+                seen["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+        logits = model(input_ids=ids, use_cache=False, **seen).logits[0, :-1]
+        values = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
+        part = -(values * torch.from_numpy(item.loss_weights[1:])).sum() / total
+        part.backward()
+        loss, logprobs = loss + part.item(), [*logprobs, values.detach()]
+    return loss, logprobs, gradients_of(model)
+
+
+def assert_equals(model: Any, images: Any, items: Sequence[Trajectory], budgets: Sequence[int | None]) -> None:
+    loss, logprobs, gradients = flat_gradients(model, images, items)
+    for budget in budgets:
+        engine = tw.TreeEngine(model, budget, processor=images)
+        for ours, flat in zip(engine.logprobs(items), logprobs, strict=True):
+            assert torch.allclose(ours, flat, atol=1e-5)
+        model.zero_grad()
+        assert engine.step(items).loss == pytest.approx(loss, rel=1e-5)
+        found = gradients_of(model)
+        assert gradient_error(found, gradients) < 1e-5
+        for part in ("vision", "visual", "projector", "connector", "merger"):  # each alone: a tower's gradient is small
+            own = {name: each for name, each in gradients.items() if part in name}
+            if own:
+                assert gradient_error({name: each for name, each in found.items() if part in name}, own) < 1e-5
+
+
+def test_loss_logprobs_and_gradients_are_those_of_flat_training():
+    model, images = seeing_model("llava"), FAMILIES["llava"].images()
+    items = trajectories(model, images)
+    assert len(tw.Forest.from_trajectories(items).images.sources) == 3
+    assert_equals(model, images, items, (None, 11))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llava"])
+def test_every_family_trains_as_flat(family):
+    model, images = seeing_model(family), FAMILIES[family].images()
+    items = trajectories(model, images)
+    spans = tw.Forest.from_trajectories(items).images
+    assert_equals(model, images, items, (None, int((spans.end - spans.start).max()) + 3))
+
+
+def test_the_tower_runs_once_for_each_distinct_image():
+    model, images = seeing_model("llava"), FAMILIES["llava"].images()
+    items = trajectories(model, images)
+    seen = []
+    hook = model.model.vision_tower.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    counts = []
+    for budget, is_frozen in ((None, False), (12, False), (12, True)):
+        for parameter in (*model.model.vision_tower.parameters(), *model.model.multi_modal_projector.parameters()):
+            parameter.requires_grad_(not is_frozen)
+        seen.clear()
+        tw.TreeEngine(model, budget, processor=images, check=False).step(items)
+        counts.append(sum(seen))
+    hook.remove()
+    assert counts == [3, 6, 3]  # with the graph; without it and again with it; without it
+
+
+def test_a_frozen_tower_and_the_loss_of_a_function():
+    model, images = seeing_model("llava"), FAMILIES["llava"].images()
+    items = trajectories(model, images, HISTORIES[:3])
+    for parameter in model.model.vision_tower.parameters():
+        parameter.requires_grad_(False)
+    loss, logprobs, _ = flat_gradients(model, images, items)
+    engine = tw.TreeEngine(model, 12, processor=images)
+    assert engine.evaluate(items).loss == pytest.approx(loss, rel=1e-5)
+    tw.verify(model, items, 12, objective=_squares, processor=images).raise_if_failed()
+    model.zero_grad()
+    assert engine.step(items, _squares).loss == pytest.approx(float(_squares(logprobs)), rel=1e-5)
+
+
+def _squares(logprobs: list[torch.Tensor]) -> torch.Tensor:
+    return -torch.stack([each.square().mean() for each in logprobs]).sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft's use of transformers
+def test_adapters_on_either_side():
+    base, images = seeing_model("llava"), FAMILIES["llava"].images()
+    items = trajectories(base, images, HISTORIES[:3])
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "linear_1"], r=4, init_lora_weights=False))
+    tw.verify(model, items, 12, processor=images).raise_if_failed()
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert any("vision_tower" in name for name in trained)
+    assert any("language_model" in name for name in trained)
+
+
+def test_what_cannot_be_computed_is_named():
+    model, images = seeing_model("llava"), FAMILIES["llava"].images()
+    items = trajectories(model, images, HISTORIES[:1])
+    with pytest.raises(tw.ConfigError, match="processor"):
+        tw.TreeEngine(model).step(items)
+    with pytest.raises(tw.PlanError, match="an image has 4 tokens"):
+        tw.TreeEngine(model, 3, processor=images).step(items)
+    with pytest.raises(tw.UnsupportedModelError, match="holds token 60"):
+        tw.TreeEngine(model, processor=images).step([*items, Trajectory([5, IMAGE_TOKEN, 6])])
+    wrong = Trajectory([5, *[IMAGE_TOKEN] * 3, 6], images=(ImageSpan(A, 1, 4),))
+    with pytest.raises(tw.UnsupportedModelError, match=r"4 feature rows .* are 3"):
+        tw.TreeEngine(model, processor=images).step([wrong])
+    with pytest.raises(tw.UnsupportedModelError, match="takes no images"):
+        tw.TreeEngine(tiny_model("llama"), processor=images).step([wrong])

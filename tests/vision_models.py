@@ -1,0 +1,106 @@
+"""Tiny models that see, their processors, and small images, for tests of images."""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from treewise.testing import tiny_model
+
+IMAGE_TOKEN = 60  # of 64
+WORDS = 40  # plain ones; what follows is special
+CLOSED = {"height": 16, "width": 16}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a tiny model of a family needs beyond `tiny_model`, its image processor, and the names of special tokens."""
+
+    images: Callable[[], Any]
+    changes: dict[str, Any] = field(default_factory=dict)
+    processor: Callable[[Any, Any], Any] | None = None
+    image_token: str = "<image>"
+    special: tuple[str, ...] = ()
+    names: dict[str, str] = field(default_factory=dict)
+
+
+FAMILIES = {
+    "llava": Family(
+        lambda: CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=CLOSED),
+        {},
+        lambda images, tokenizer: LlavaProcessor(
+            images, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1
+        ),
+    ),
+    "idefics3": Family(
+        lambda: Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
+        {"scale_factor": 2},
+        lambda images, tokenizer: Idefics3Processor(images, tokenizer, image_seq_len=1),
+        special=("<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>"),
+    ),
+    "smolvlm": Family(
+        lambda: SmolVLMImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
+        {"scale_factor": 2},
+    ),
+    "internvl": Family(
+        lambda: GotOcr2ImageProcessorPil(size=CLOSED, crop_to_patches=True, min_patches=1, max_patches=4),
+        {"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}},
+        lambda images, tokenizer: InternVLProcessor(images, tokenizer, None, image_seq_length=4),
+        "<IMG_CONTEXT>",
+        ("<img>", "</img>"),
+        {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
+    ),
+    "mistral3": Family(
+        lambda: PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=16),
+        {"image_token_index": IMAGE_TOKEN, "spatial_merge_size": 2, "vision_config": {"head_dim": 8}},
+    ),
+}
+
+
+def seeing_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny random model of a family, with a tower that is small, too."""
+    return tiny_model(family, dtype, image_token_id=IMAGE_TOKEN, **FAMILIES[family].changes).eval()
+
+
+def tiny_processor(family: str) -> Any:
+    """The processor of `seeing_model`, with a tokenizer of 40 words `w0` to `w39`."""
+    own = FAMILIES[family]
+    assert own.processor is not None
+    return own.processor(own.images(), _tokenizer(own))
+
+
+def png(seed: int, width: int = 20, height: int = 16, kind: str = "PNG") -> bytes:
+    """A picture of random pixels, as the bytes of a file."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, kind)
+    return stream.getvalue()
+
+
+def _tokenizer(own: Family) -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(WORDS))]
+    special = [*own.special, *(f"<unused{index}>" for index in range(IMAGE_TOKEN - len(words) - len(own.special)))]
+    raw = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.add_special_tokens([AddedToken(name, special=True) for name in [*special, own.image_token]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        extra_special_tokens=own.names or None,
+    )
