@@ -74,8 +74,10 @@ def test_a_processor_with_rows_of_tiles(tmp_path, llava):
 def bomb() -> bytes:
     """The head of a PNG of 30,000 x 30,000 pixels."""
     head = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
-    chunk = b"IHDR" + head
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    chunks = [b"IHDR" + head, b"IDAT"]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each)) for each in chunks
+    )
 
 
 @pytest.mark.parametrize(
