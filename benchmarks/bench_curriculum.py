@@ -27,8 +27,7 @@ import numpy as np
 import reasoning_gym
 import torch
 from common import save
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_policy import END, Parts, curve_of, imitate, interval, new_model, new_tokenizer, score
 
 import treewise as tw
 from treewise.rl.tasks import TaskItem
@@ -45,8 +44,6 @@ ROLLOUTS = 8
 MAX_NEW_TOKENS = 7
 LEARNING_RATE = 5e-4
 CHECK_ITEMS = 64
-END, PAD = "<|end|>", "<|pad|>"
-LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*,=?"
 TEMPLATE = "?{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _DIGITS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -113,55 +110,19 @@ class Mixture:
         return found
 
 
-def new_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
-    raw = Tokenizer(
-        models.WordLevel({letter: number for number, letter in enumerate([*LETTERS, PAD, END])}, unk_token=PAD)
-    )
-    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    raw.decoder = decoders.Fuse()
-    raw.add_special_tokens([END, PAD])
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=END, pad_token=PAD)
-
-
-def new_model(tokenizer: Any, seed: int) -> LlamaForCausalLM:
-    """A tiny Llama with random weights."""
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=64,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-
-
-def pretrain(model: LlamaForCausalLM, tokenizer: Any, seed: int, steps: int) -> None:
+def pretrain(model: Any, tokenizer: Any, seed: int, steps: int) -> None:
     """Imitates the answers of the kinds that are taught, from items beyond the pool."""
-    rng = np.random.default_rng(seed)
     taught = [number for number, kind in enumerate(KINDS) if kind.is_taught]
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=3e-3, weight_decay=0.0)
-    for _ in range(steps):
-        rows, num_prompt = [], []
+
+    def texts(rng: np.random.Generator) -> list[Parts]:
+        found: list[Parts] = []
         for number in rng.choice(taught, 64):
             entry = entries(int(number), "train")[int(rng.integers(POOL, 1 << 14))]
-            prompt = tokenizer.encode("?" + KINDS[number].short(entry["question"]), add_special_tokens=False)
-            answer = tokenizer.encode(str(entry["answer"]).lower(), add_special_tokens=False)
-            rows.append([*prompt, *answer, tokenizer.eos_token_id])
-            num_prompt.append(len(prompt))
-        width = max(map(len, rows))
-        ids = torch.tensor([[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in rows])
-        labels = torch.where(ids == tokenizer.pad_token_id, -100, ids)
-        labels[torch.arange(width) < torch.tensor(num_prompt)[:, None]] = -100
-        model(input_ids=ids, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            question = "?" + KINDS[number].short(entry["question"])
+            found.append([(question, False), (str(entry["answer"]).lower() + END, True)])
+        return found
+
+    imitate(model, tokenizer, texts, seed, steps)
 
 
 def new_trainer(
@@ -196,16 +157,6 @@ def new_trainer(
     return tw.OnlineTrainer(model, Mixture(), tokenizer, settings, arguments)
 
 
-def curve_of(log: list[dict[str, float]]) -> list[tuple[float, float]]:
-    """Generated tokens so far and held-out reward, at each evaluation."""
-    tokens, curve = 0.0, []
-    for entry in log:
-        tokens += entry.get("sampled_tokens", 0.0)
-        if "eval_reward" in entry:
-            curve.append((tokens, entry["eval_reward"]))
-    return curve
-
-
 def run_arm(start: Any, tokenizer: Any, arm: str, args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """One arm from the weights that all of a seed begin with."""
     model = new_model(tokenizer, seed)
@@ -235,21 +186,6 @@ def check_of(start: Any, tokenizer: Any, args: argparse.Namespace, seed: int) ->
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         report = new_trainer(model, tokenizer, Path(folder), "uniform", args, seed).check_curriculum(CHECK_ITEMS, 16)
     return report.to_dict()
-
-
-def score(curve: list[tuple[float, float]], budget: float) -> tuple[float, float]:
-    """Mean reward over the budget, and the reward at its end, both by linear interpolation."""
-    tokens, rewards = np.array(curve).T
-    grid = np.linspace(0, budget, 201)
-    values = np.interp(grid, tokens, rewards)
-    return float(values.mean()), float(values[-1])
-
-
-def interval(differences: np.ndarray, num_samples: int = 10_000) -> list[float]:
-    """The mean of paired differences and its bootstrap interval of 95 % over seeds."""
-    drawn = np.random.default_rng(0).integers(0, len(differences), (num_samples, len(differences)))
-    low, high = np.quantile(differences[drawn].mean(1), [0.025, 0.975])
-    return [round(float(value), 4) for value in (differences.mean(), low, high)]
 
 
 def compared(runs: list[dict[str, Any]], budget: float) -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ MARKED = {
         "engine/test_vision.py::test_every_family_trains_as_flat",
         "nn/recurrent/test_hybrids.py::test_against_a_float64_oracle",
         "nn/recurrent/test_hybrids.py::test_compiled_layers",
+        "rl/online/test_trainer.py::test_a_run_killed_at_random_moments_again_and_again",
         "trainer/test_checkpoints.py::test_every_optimizer_resumes_bit_for_bit",
         "trainer/test_idle_ranks.py::test_micro_batches_with_router_losses_alone_train_sharded",
         "trainer/test_ranks.py::test_four_processes_go_on_where_two_stopped",

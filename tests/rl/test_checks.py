@@ -36,6 +36,8 @@ def test_positions_that_rows_of_one_rollout_train_twice_are_counted():
 
 def test_a_wide_gap_warns():
     assert gap_warning(1.01) is None
+    assert gap_warning(1.03, limit=1.05) is None
+    assert "sampler_correction" in (gap_warning(1.01, limit=1.005) or "")
     assert "8,144" in (gap_warning(8144.0) or "")
 
 

@@ -36,9 +36,10 @@ class EpochMeans(TrainerCallback):
 
 
 class GapWarning(TrainerCallback):
-    """Warns at the first step where the policy is far from the sampler."""
+    """Warns at the first step where the gap between policy and sampler is beyond a limit."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
         self._is_done = False
 
     @override
@@ -46,6 +47,6 @@ class GapWarning(TrainerCallback):
         if self._is_done or not logs or "logprob_gap" not in logs:
             return
         self._is_done = True
-        line = gap_warning(float(logs["logprob_gap"]))
+        line = gap_warning(float(logs["logprob_gap"]), self._limit)
         if line is not None and state.is_world_process_zero:
             print(f"warning: {line}", file=sys.stderr)

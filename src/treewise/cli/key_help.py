@@ -63,6 +63,7 @@ HELP: Mapping[str, str] = {
     "old_logprobs": "auto, recompute, sampler or given",
     "reference": "the model of the KL term; the starting policy where not given",
     "mini_batches": "optimizer steps that an epoch is cut into",
+    "logprob_gap_limit": "a run warns where sampler and policy differ by more (1: no gap)",
     "drop_flat_groups": "leave out groups whose rewards are all equal, and groups of one rollout",
 }
 GROUPS: Mapping[str, Sequence[str]] = {
@@ -77,7 +78,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ),
     "Reinforcement learning": (
         *("objective", "objective_settings", "advantages", "advantages_settings", "old_logprobs", "reference"),
-        *("mini_batches", "drop_flat_groups"),
+        *("mini_batches", "drop_flat_groups", "logprob_gap_limit"),
     ),
     "Trees": (
         *("max_tokens", "attention", "merge_across_trees", "temperature", "offload", "router_z_coefficient"),

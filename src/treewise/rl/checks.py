@@ -58,11 +58,12 @@ def warnings_of(trees: Sequence[Sequence[Trajectory]], weighting: str) -> list[s
     ]
 
 
-def gap_warning(gap: float) -> str | None:
-    """A warning where the policy's log-probs are far from the sampler's."""
-    if not gap > MAX_GAP:
+def gap_warning(gap: float, limit: float = MAX_GAP) -> str | None:
+    """A warning where the policy's log-probs are farther from the sampler's than a limit."""
+    if not gap > limit:
         return None
     return (
-        f"logprob_gap is {gap:,.4g} (1: none; usual below {MAX_GAP}): the policy gives the sampled tokens other "
-        "probabilities than the sampler did. Check that model, temperature, chat template and tokens are the sampler's."
+        f"logprob_gap is {gap:,.4g} (1: none; limit {limit:g}): the policy gives the sampled tokens other "
+        "probabilities than the sampler did. Check that model, dtype, temperature, chat template and tokens are the "
+        "sampler's, or correct for the difference: sampler_correction=truncate."
     )

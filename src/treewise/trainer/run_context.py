@@ -1,12 +1,14 @@
 """What holds around a whole training run: the lock of its folder, signals, the watch over other processes."""
 
 import logging
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from treewise.distributed import ranks
 from treewise.distributed.signals import StopSignals
 from treewise.distributed.watchdog import Watchdog
+from treewise.errors import StoppedError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
 from treewise.trainer.run_lock import RunLock
@@ -34,3 +36,18 @@ def entered_run(args: TreeTrainingArguments, signals: StopSignals) -> Iterator[N
         stack.enter_context(watch.explaining(args.ddp_timeout))
         stack.enter_context(signals)
         yield
+
+
+def stop_of_all(signals: StopSignals) -> bool:
+    """Whether any rank has received a signal to stop; all ranks call this at the same step, and know of it then."""
+    numbers = ranks.on_every_rank(lambda: signals.received)
+    signals.received = next((number for number in numbers if number is not None), None)
+    return signals.received is not None
+
+
+def stopped_error(signals: StopSignals, what: str) -> StoppedError:
+    """The error that ends a run after a signal. what: where the run stopped, and what of it is saved."""
+    number = signals.received or signal.SIGINT
+    error = StoppedError(f"{signal.Signals(number).name}: {what}")
+    error.exit_code = 128 + number
+    return error

@@ -8,7 +8,6 @@ are transformers' own.
 
 import logging
 import math
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -49,7 +48,7 @@ from treewise.trainer.data_loader import (
 )
 from treewise.trainer.metrics import MetricMeans, Throughput
 from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_path
-from treewise.trainer.run_context import entered_run
+from treewise.trainer.run_context import entered_run, stop_of_all, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
 from treewise.trainer.step import StepRunner, optimizer_bytes
 from treewise.trainer.tree_order import TreeOrder
@@ -407,11 +406,9 @@ class TreeTrainer(Trainer):
             raise self._stopped()
 
     def _stopped(self) -> StoppedError:
-        number, step = self._signals.received or signal.SIGINT, self._checkpoints.last_step
+        step = self._checkpoints.last_step
         where = f"; saved in {Path(self.args.output_dir) / f'checkpoint-{step}'}" if step else "; nothing to save yet"
-        error = StoppedError(f"{signal.Signals(number).name}: stopped after step {self.state.global_step}{where}.")
-        error.exit_code = 128 + number
-        return error
+        return stopped_error(self._signals, f"stopped after step {self.state.global_step}{where}.")
 
     def _already_trained(self, checkpoint: Path) -> TrainOutput:
         """The result of a run that has no step left: its last weights and its log."""
@@ -430,10 +427,7 @@ class _StepEnd(TrainerCallback):
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_step(state.global_step)
-        numbers = ranks.on_every_rank(lambda: self._signals.received)
-        received = next((signal_number for signal_number in numbers if signal_number is not None), None)
-        if received is not None:
-            self._signals.received = received
+        if stop_of_all(self._signals):
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 

@@ -48,6 +48,7 @@ def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["attention"]["auto"] == "cascade"
     assert facts["self-check"]["passed"]
     assert facts["self-check"]["max_tokens=6"] < 1e-5
+    assert facts["self-check"]["logprob_gap"] == pytest.approx(1, abs=1e-5)
     assert main(["doctor", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.endswith("ready\n")
 
@@ -59,6 +60,15 @@ def test_doctor_fails_where_gradients_are_wrong(
     monkeypatch.setattr(doctor, "_flat_gradient", lambda *args: 1.001 * own(*args))
     assert main(["doctor", "--device", "cpu"]) == 1
     assert "FAILED" in capsys.readouterr().out
+
+
+def test_doctor_fails_where_the_sampler_is_not_the_engine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = doctor.logprob_gap
+    monkeypatch.setattr(doctor, "logprob_gap", lambda rows: 1.001 * own(rows))
+    assert main(["doctor", "--device", "cpu"]) == 1
+    assert "logprob_gap        1.001000 (1: none)" in capsys.readouterr().out
 
 
 def test_doctor_shows_what_a_broken_installation_raises(

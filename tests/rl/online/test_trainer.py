@@ -1,7 +1,12 @@
 """Nothing is lost when a run is killed, every token is accounted for, and updates equal flat training of the rows."""
 
+import json
 import logging
 import os
+import random
+import signal
+import threading
+import traceback
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +16,13 @@ import torch
 from tests.rl.online.helpers import TOKENIZER, EvenBytes, arguments, digest, new_trainer, settings, tiny_policy
 from treewise import advantages
 from treewise.data import load_trees
-from treewise.errors import CheckpointError, ConfigError, TaskError
+from treewise.errors import CheckpointError, ConfigError, StoppedError, TaskError
 from treewise.objectives import GRPO, objective_named
 from treewise.rl.online import OnlineTrainer, records, sampling, update
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.samplers import TransformersSampler
+from treewise.rl.tasks import ReasoningGymTask
+from treewise.rl.tasks.single_turn import extracted_answer
 from treewise.trainer.checkpoint import contents, store
 
 
@@ -137,6 +144,62 @@ def test_a_process_that_ends_at_once_is_resumed(undisturbed, tmp_path, monkeypat
     assert digest(second.model) == undisturbed[0]
 
 
+def test_a_run_killed_at_random_moments_again_and_again(undisturbed, tmp_path):
+    draw = random.Random(0)
+    for _ in range(40):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                counted(tmp_path / "run").train(resume_from_checkpoint=True)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        timer = threading.Timer(draw.uniform(0.0, 1.0), os.kill, (pid, signal.SIGKILL))
+        timer.start()
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        timer.cancel()
+        assert code in (0, -signal.SIGKILL)
+        if code == 0:
+            break
+    again = counted(tmp_path / "run")
+    again.train(resume_from_checkpoint=True)  # nothing is left; it loads the end
+    assert digest(again.model) == undisturbed[0]
+    assert [rollouts_file(again.folder, iteration).read_bytes() for iteration in (1, 2)] == undisturbed[2]
+
+
+SIGNALLED = {"reward": ("judge", sampling, 5), "update": ("_step", update.Updater, 2), "saving": ("save", contents, 1)}
+
+
+@pytest.mark.parametrize("stage", SIGNALLED)
+def test_a_signal_ends_a_run_that_can_be_resumed(stage, undisturbed, tmp_path, monkeypatch):
+    weights, num_tokens, rows = undisturbed
+    name, owner, call = SIGNALLED[stage]
+    original, calls = getattr(owner, name), []
+
+    def signalled(*args, **kwargs):
+        calls.append(name)
+        result = original(*args, **kwargs)
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        return result
+
+    first = counted(tmp_path / "run", save_every=2 if stage == "reward" else 1)
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(owner, name, signalled)
+    with pytest.raises(StoppedError, match="SIGTERM: stopped after") as stopped:
+        first.train()
+    monkeypatch.undo()
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (first.folder / "checkpoint-1").is_dir()  # saved, also where it was not due
+    second = counted(tmp_path / "run")
+    second.train(resume_from_checkpoint=True)
+    assert digest(second.model) == weights
+    assert first.sampler.num_tokens + second.sampler.num_tokens == num_tokens
+    assert [rollouts_file(second.folder, iteration).read_bytes() for iteration in (1, 2)] == rows
+
+
 def test_a_run_of_other_settings_is_not_resumed(tmp_path):
     new_trainer(tmp_path / "run", iterations=1, eval_every=0).train()
     with pytest.raises(CheckpointError, match="online_settings"):
@@ -194,6 +257,21 @@ def test_the_recorded_rows_hold_every_sampled_token_once_below_its_node(tmp_path
     assert logs[0]["share_ratio"] > 1.5
     assert trainer.state.overshoot == trainer.sampler.num_tokens - 2 * trainer.settings.tokens_per_iteration
     assert trainer.state.overshoot < 2 * trainer.settings.max_new_tokens
+
+
+@pytest.mark.parametrize("branching", ["none", "random"])
+def test_sampled_tokens_recounted_from_the_rows_alone(branching, tmp_path):
+    own = {"none": {"roots": 4}, "random": {"variations": 4}}[branching]
+    trainer = counted(tmp_path / "run", branching=branching, branching_settings=own, iterations=1, eval_every=0)
+    logs = trainer.train()
+    rows = [json.loads(line) for line in rollouts_file(trainer.folder, 1).read_text().splitlines()]
+    ends = [  # a sampled token is the prefix that it ends; prompts differ from task to task
+        tuple(row["token_ids"][: end + 1]) for row in rows for end, weight in enumerate(row["loss_weights"]) if weight
+    ]
+    logprobs = [value for row in rows for value in row["sampler_logprobs"]]
+    assert sum(value is not None for value in logprobs) == len(ends)
+    assert len(set(ends)) == trainer.sampler.num_tokens == logs["sampled_tokens"] == logs["trained_tokens"]
+    assert (len(ends) > len(set(ends))) is (branching == "random")
 
 
 def test_a_token_that_is_lost_is_an_error(tmp_path, monkeypatch):
@@ -310,3 +388,53 @@ def test_a_kl_is_measured_against_the_reference(tmp_path):
     logs = [entry for entry in trainer.log_history if "kl" in entry]
     assert logs[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert logs[1]["kl"] > 1e-6
+
+
+# -- adapters, tasks of a package -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")  # peft asks by the old name
+def test_adapters_train_alone_against_the_model_without_them_and_resume(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+
+    def trainer_of(name):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, lora_dropout=0.0)
+        objective = GRPO(beta=0.1, weighting="per_rollout")
+        return new_trainer(tmp_path / name, model=peft.get_peft_model(tiny_policy(), config), objective=objective)
+
+    whole = trainer_of("whole")
+    before = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    whole.train()
+    changed = {name for name, value in whole.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed
+    assert all("lora_" in name for name in changed)
+    logs = [entry for entry in whole.log_history if "kl" in entry]
+    assert logs[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert logs[1]["kl"] > 1e-6
+    first = trainer_of("run")
+    with monkeypatch.context() as patch:
+        raise_at(patch, update.Updater, "_step", 2)
+        with pytest.raises(Killed):
+            first.train()
+    second = trainer_of("run")
+    second.train(resume_from_checkpoint=True)
+    assert digest(second.model) == digest(whole.model)
+
+
+def test_recorded_rewards_of_reasoning_gym_are_those_of_its_verifier(tmp_path):
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    settings_of_task = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+    task = ReasoningGymTask("chain_sum", settings_of_task, seed=3, instruction="")
+    trainer = new_trainer(tmp_path / "run", task, tokens_per_iteration=96, max_new_tokens=4)
+    logs = trainer.train()
+    assert logs["sampled_tokens"] == logs["trained_tokens"]
+    scorer = reasoning_gym.create_dataset("chain_sum", seed=0, size=1, **settings_of_task)
+    items = {task.item("train", index).key: task.item("train", index) for index in range(4)}
+    rows = [json.loads(line) for line in rollouts_file(trainer.folder, 2).read_text().splitlines()]
+    assert {row["group"] for row in rows} <= set(items)
+    for row in rows:
+        sampled = [token for token, weight in zip(row["token_ids"], row["loss_weights"], strict=True) if weight]
+        text = TOKENIZER.decode(sampled, skip_special_tokens=True)
+        expected = scorer.score_answer(extracted_answer(text), items[row["group"]].extra["entry"])
+        assert row["reward"] == pytest.approx(expected)

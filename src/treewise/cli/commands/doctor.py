@@ -1,4 +1,5 @@
-"""`treewise doctor`: what this machine has, which attention and kernels will run, and one check that they are right.
+"""`treewise doctor`: what this machine has, which attention and kernels will run, and one check that they are right:
+gradients against flat training, and the sampler's log-probs against the engine's.
 
 Exit code 1 where the check fails; what is missing but optional is only shown.
 """
@@ -23,6 +24,8 @@ from treewise.errors import bytes_as_text
 from treewise.nn.attention import AUTO, choose
 from treewise.nn.device import free_bytes
 from treewise.nn.support_table import CapabilityTable
+from treewise.objectives import logprob_gap
+from treewise.rl.samplers import SampleRequest, TransformersSampler
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -109,17 +112,7 @@ def _attention(device: torch.device) -> dict[str, str]:
 
 def _self_check(device: torch.device) -> dict[str, Any]:
     """A tiny model: loss and gradients of a tree against flat training, whole and in parts."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    model = AutoModelForCausalLM.from_config(config).to(device)
+    model = _tiny_model(device)
     base = [3, 1, 4, 1, 5, 9, 2, 6]
     rollouts = [Trajectory(np.array([*base, *rest])) for rest in ([5, 3, 5], [8, 9, 7, 9], [5, 3, 8])]
     try:
@@ -130,9 +123,37 @@ def _self_check(device: torch.device) -> dict[str, Any]:
             TreeEngine(model, budget).step(Forest.from_trajectories(rollouts))
             gap = torch.linalg.vector_norm(_gradient(model) - expected) / torch.linalg.vector_norm(expected)
             errors["whole" if budget is None else f"max_tokens={budget}"] = float(gap)
+        sampler = _sampler_gap(model, base)
     except Exception as error:  # whatever a broken installation raises is what this command is to show
         return {"passed": False, "error": f"{type(error).__name__}: {error}"}
-    return {"passed": all(gap <= _LIMIT for gap in errors.values()), "limit": _LIMIT, **errors}
+    passed = all(gap <= _LIMIT for gap in errors.values()) and sampler - 1 <= _LIMIT
+    return {"passed": passed, "limit": _LIMIT, **errors, "logprob_gap": sampler}
+
+
+def _tiny_model(device: torch.device) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    return AutoModelForCausalLM.from_config(config).to(device)
+
+
+def _sampler_gap(model: Any, base: list[int]) -> float:
+    """`logprob_gap` of rollouts of the embedded sampler: mean of exp(|engine - sampler|); 1 is none."""
+    request = SampleRequest(tuple(base), num_continuations=4, max_new_tokens=12)
+    rows = []
+    for completion in TransformersSampler(model).sample([request])[0]:
+        logprobs = np.concatenate([np.zeros(len(base)), completion.logprobs])
+        weights = np.repeat([0.0, 1.0], [len(base), completion.num_tokens])
+        ids = np.concatenate([base, completion.token_ids])
+        rows.append(Trajectory(ids, weights, sampler_logprobs=logprobs))
+    return logprob_gap(TreeEngine(model).scored(rows, stream="old_logprobs"))
 
 
 def _flat_gradient(model: nn.Module, rollouts: list[Trajectory], device: torch.device) -> torch.Tensor:
@@ -154,6 +175,8 @@ def _print(facts: dict[str, dict[str, Any]]) -> None:
             continue
         print(title)
         for name, line in lines.items():
-            text = f"{line:.1e}" if isinstance(line, float) else line
+            text = line
+            if isinstance(line, float):
+                text = f"{line:.6f} (1: none)" if name == "logprob_gap" else f"{line:.1e}"
             print(f"  {name:18} {text}")
     print("ready" if facts["self-check"]["passed"] else "the self-check FAILED")

@@ -33,6 +33,7 @@ KEYS: dict[str, Any] = {
     "reference": str | None,
     "mini_batches": int | None,
     "drop_flat_groups": bool,
+    "logprob_gap_limit": float,
     **curriculum_order.KEYS,
 }
 # Other defaults than those of supervised training: one epoch, small constant steps, no decay.
@@ -126,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         _print_update(config, update)
         if training_run.is_first_rank():
             rl_update.save_scores(folder, update, facts)
-        callbacks = [EpochMeans(SHOWN), GapWarning()]
+        callbacks = [EpochMeans(SHOWN), GapWarning(config.more.get("logprob_gap_limit", rl_checks.MAX_GAP))]
         if training_run.is_first_rank():
             for line in rl_checks.warnings_of(update.trees, getattr(objective, "weighting", "per_trajectory")):
                 print(f"warning: {line}", file=sys.stderr)

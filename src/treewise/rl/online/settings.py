@@ -6,6 +6,7 @@ from typing import Any
 
 from treewise.errors import ConfigError, check_setting_types
 from treewise.rl.branching import Branching, branching_named
+from treewise.rl.checks import MAX_GAP
 from treewise.rl.curriculum import Curriculum, curriculum_named
 from treewise.rl.curriculum.self_check import is_refusable
 from treewise.rl.success_book import BookSettings
@@ -78,7 +79,7 @@ class OnlineSettings:
     save_every: int = 5
     reward_timeout: float | None = 30.0
     on_reward_error: str = "quarantine"
-    logprob_gap_limit: float = 1.02
+    logprob_gap_limit: float = MAX_GAP
     chat_template: str | None = None
 
     def __post_init__(self) -> None:

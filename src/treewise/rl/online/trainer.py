@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,25 +21,28 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from treewise.distributed import ranks
+from treewise.distributed.signals import StepAbandoned, StopSignals
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, StoppedError
+from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.objectives.registry import objective_named
 from treewise.rl.branching import RolloutTree
+from treewise.rl.checks import gap_warning
 from treewise.rl.curriculum import TaskSampler
 from treewise.rl.curriculum.angles import angles_of
-from treewise.rl.curriculum.self_check import SIGNAL_OF, CheckReport, is_refusable, refusal
+from treewise.rl.curriculum.self_check import CheckReport
 from treewise.rl.online import state as states
 from treewise.rl.online.continuation import Limits
 from treewise.rl.online.conversations import start
 from treewise.rl.online.crediting import account_of, credited_rows, rows_of
-from treewise.rl.online.curriculum_check import check_on_tasks, prepared
-from treewise.rl.online.draw_log import write_check, write_draws
+from treewise.rl.online.curriculum import CurriculumCheck
+from treewise.rl.online.draw_log import write_draws
 from treewise.rl.online.evaluation import evaluated
 from treewise.rl.online.items import book_key, pool_of
 from treewise.rl.online.journal import Journal, journal_file, journals
 from treewise.rl.online.practice import Practised, practise
-from treewise.rl.online.processes import entered, hand_over, same_weights
+from treewise.rl.online.processes import hand_over, same_weights
 from treewise.rl.online.progress import token_progress
 from treewise.rl.online.records import write_rollouts
 from treewise.rl.online.report import PrintedLine, figures
@@ -54,6 +58,7 @@ from treewise.rl.update import Update, scored
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.nonfinite import NonFiniteGuard
+from treewise.trainer.run_context import entered_run, stop_of_all, stopped_error
 from treewise.tree.trajectory import Trajectory
 
 logger = logging.getLogger("treewise")
@@ -120,6 +125,7 @@ class OnlineTrainer:
         self.sampler: Sampler = TransformersSampler(self.model) if sampler is None else sampler
         self.rewards = RewardRunner(self.settings.reward_timeout, self.settings.on_reward_error)  # type: ignore[arg-type]
         self.state = LoopState(SuccessBook(self.settings.settings_of_book()))
+        self._last_saved = 0  # iteration of the newest checkpoint
         self.items = TaskSampler(self.settings.chosen_curriculum(), pool_of(task, self.settings), args.seed)
 
     @property
@@ -139,24 +145,56 @@ class OnlineTrainer:
         Raises:
             ConfigError: the folder holds a run, and no resuming was asked for.
             CheckpointError: a checkpoint that is damaged, or of another run.
+            StoppedError: a signal ended the run, which can be resumed.
         """
+        signals = StopSignals(may_abandon=ranks.count() == 1)
         with ExitStack() as stack:
-            stack.enter_context(entered(self.folder, self.args))
+            stack.enter_context(entered_run(self.args, signals))
             stack.callback(self.sampler.close)
             updater = self._begin(resume_from_checkpoint)
-            parts, logs = self._parts, {}
+            parts = self._parts
             parts.control = parts.callback_handler.on_train_begin(self.args, parts.state, parts.control)
-            if self.state.iteration == 0:
-                self._begin_curriculum()
-            for iteration in range(self.state.iteration, self.settings.iterations):
-                logs = self._iteration(iteration, updater)
-                if self._is_due(iteration, self.settings.save_every):
-                    self._save(updater)
+            logs = self._iterations(updater, signals)
             parts.control = parts.callback_handler.on_train_end(self.args, parts.state, parts.control)
             contents.save_model(self.folder, self.model, self._parts.processing_class, self.args)
             if self.args.should_save:
                 parts.state.save_to_json(str(self.folder / contents.STATE))
         return logs
+
+    def _iterations(self, updater: Updater, signals: StopSignals) -> dict[str, float]:
+        """All iterations that are left, each saved where it is due; the figures of the last one.
+
+        A signal abandons the iteration of a lone process, and several finish theirs. Either way the run is saved as it
+        is between two iterations, unless an optimizer step of the abandoned one was taken: then the journals since the
+        checkpoint before hold what was sampled.
+        """
+        logs: dict[str, float] = {}
+        for iteration in range(self.state.iteration, self.settings.iterations):
+            before = deepcopy(self.items.state_dict()), self.rewards.failures.copy(), updater.num_begun
+            try:
+                with signals.computing():
+                    if iteration == 0:
+                        self._begin_curriculum()
+                    logs = self._iteration(iteration, updater)
+            except StepAbandoned:
+                clear_gradients(self.model.parameters())
+                items, self.rewards.failures, num_begun = before
+                self.items.load_state_dict(items)
+                if (self.state.iteration, updater.num_begun) == (iteration, num_begun):
+                    self._save(updater)
+                raise self._stopped(signals) from None
+            is_last = iteration + 1 == self.settings.iterations
+            has_to_stop = not is_last and stop_of_all(signals)
+            if has_to_stop or self._is_due(iteration, self.settings.save_every):
+                self._save(updater)
+            if has_to_stop:
+                raise self._stopped(signals)
+        return logs
+
+    def _stopped(self, signals: StopSignals) -> StoppedError:
+        checkpoints = store.checkpoints(self.folder)
+        where = f"saved in {checkpoints[-1]} and the journal" if checkpoints else "the journal holds what was sampled"
+        return stopped_error(signals, f"stopped after iteration {self.state.iteration}; {where}.")
 
     def _begin(self, wanted: str | bool | None) -> Updater:
         parts = self._parts
@@ -182,12 +220,15 @@ class OnlineTrainer:
         parts.runner.resume_budget(manifest.get("max_tokens"))
         parts.state, self.state = states.load(folder, self.model, parts.optimizer, parts.lr_scheduler)
         parts.state.max_steps = self.settings.iterations
+        self._last_saved = self.state.iteration
         self.rewards.failures.update(self.state.failures)
         self.items.load_state_dict(self.state.curriculum)
         hand_over(self.sampler, self.model)
 
     def _save(self, updater: Updater) -> None:
         """One checkpoint with all state; journals of the iterations before it are no longer needed."""
+        if self.state.iteration == self._last_saved:
+            return
         parts = self._parts
         self.state.failures = dict(self.rewards.failures)
         self.state.curriculum = self.items.state_dict()
@@ -197,6 +238,7 @@ class OnlineTrainer:
         )
         facts = {"step": self.state.iteration, "max_tokens": parts.engine.max_tokens, **self._facts()}
         contents.save(run, self.folder, facts)
+        self._last_saved = self.state.iteration
         if self.args.should_save:
             store.prune(self.folder, self.args.save_total_limit, None)
             for path in journals(self.folder, self.state.iteration):
@@ -215,67 +257,37 @@ class OnlineTrainer:
 
     # -- the curriculum -----------------------------------------------------------------------------------------------
 
-    def _begin_curriculum(self) -> None:
-        """Before the first iteration: the angles of all items, and the self-check of a curriculum that predicts.
-
-        Raises:
-            ConfigError: a signal that is useless here, of a curriculum that is then refused.
-        """
-        settings, curriculum = self.settings, self.items.curriculum
-        if curriculum.kind.measures_angles:
-            found = angles_of(self._parts.engine, [self._prompt(index) for index in range(self.items.pool.size or 0)])
-            self.items.begin(found.total.tolist(), found.num_shared)
-        if curriculum.name not in SIGNAL_OF or not settings.check_items:
-            return
-        report, trees = self._checked(settings.check_items, settings.check_rollouts)
-        if self.args.should_save:
-            write_check(self.folder, curriculum.name, report)
-            sys.stdout.write(f"{report.text()}\n")
-        reason = refusal(curriculum.name, report)
-        if reason is not None and is_refusable(curriculum.name) and not curriculum.settings.force:
-            for path in journals(self.folder) if self.args.should_save else ():  # nothing to resume
-                path.unlink()
-            raise ConfigError(f"{reason} Choose another, or force it: curriculum_settings.force=true.")
-        if reason is not None:
-            logger.warning("%s", reason)
-        for each in trees:
-            self.state.book.observe_tree(each.key, each.tree)
-        self.state.num_sampled += report.num_tokens
-        self._log({"check_tokens": float(report.num_tokens)})
-
     def check_curriculum(self, num_items: int, num_rollouts: int) -> CheckReport:
         """The self-check on a sample of the items: which signal predicts what, under the model as it is.
 
         Raises:
             DataError: fewer than 3 items have rewards.
         """
-        return self._checked(num_items, num_rollouts)[0]
+        return self._curriculum_check().run(num_items, num_rollouts)[0]
 
-    def _checked(self, num_items: int, num_rollouts: int) -> tuple[CheckReport, list[GrowingTree]]:
-        size = self.items.pool.size
-        rng = np.random.default_rng([self.args.seed, _CHECK])
-        chosen = np.arange(num_items) if size is None else rng.permutation(size)[:num_items]
-        trees = self._new_trees((self.args.seed, 0, _CHECK), chosen.tolist(), 0, [0] * len(chosen))
-        rounds = self._rounds(Journal(journal_file(self.folder, 0)))
-        prepare = partial(
-            prepared,
+    def _curriculum_check(self) -> CurriculumCheck:
+        return CurriculumCheck(
+            items=self.items,
             settings=self.settings,
-            objective=self.objective,
-            name=self.objective_name,
             engine=self._parts.engine,
+            objective=self.objective,
+            objective_name=self.objective_name,
             reference=self._reference_engine(),
+            new_trees=partial(self._new_trees, (self.args.seed, 0, _CHECK)),
+            prompt_of=self._prompt,
+            rounds=self._rounds(Journal(journal_file(self.folder, 0))),
+            rng=np.random.default_rng([self.args.seed, _CHECK]),
         )
-        report = check_on_tasks(
-            trees,
-            num_rollouts,
-            rounds,
-            self._parts.engine,
-            self.objective,
-            prepare,
-            self.settings.success_at,
-            self.items.memory.get("num_shared"),
-        )
-        return report, trees
+
+    def _begin_curriculum(self) -> None:
+        checked = self._curriculum_check().begin(self.folder, is_writer=bool(self.args.should_save))
+        if checked is None:
+            return
+        report, trees = checked
+        for each in trees:
+            self.state.book.observe_tree(each.key, each.tree)
+        self.state.num_sampled += report.num_tokens
+        self._log({"check_tokens": float(report.num_tokens)})
 
     def _prompt(self, index: int) -> list[int]:
         """Token ids of an item's prompt."""
@@ -460,16 +472,10 @@ class OnlineTrainer:
         return {"logprob_gap": logprob_gap(items)}
 
     def _check_gap(self, logs: dict[str, float]) -> None:
-        gap, limit = logs.get("logprob_gap"), self.settings.logprob_gap_limit
-        if gap is not None and gap > limit and getattr(self.objective, "sampler_correction", None) is None:
-            logger.warning(
-                "iteration %d: the logprob gap between sampler and engine is %.4f, beyond %.4f: the policy that "
-                "sampled is not quite the one that is trained. Set sampler_correction='truncate' in the objective, or "
-                "compare dtype, temperature and attention of both.",
-                int(logs["iteration"]),
-                gap,
-                limit,
-            )
+        is_corrected = getattr(self.objective, "sampler_correction", None) is not None
+        line = gap_warning(logs.get("logprob_gap", 1.0), self.settings.logprob_gap_limit)
+        if line is not None and not is_corrected:
+            logger.warning("iteration %d: %s", int(logs["iteration"]), line)
 
     def _log(self, logs: dict[str, float]) -> None:
         parts = self._parts

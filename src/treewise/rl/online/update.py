@@ -42,6 +42,9 @@ class Updater:
     Parameters:
         args: gradient clipping, and whether trees are merged.
         guard: decides whether a gradient may be applied.
+
+    Attributes:
+        num_begun: optimizer steps that were begun; parameters may have changed with the first.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Updater:
     ) -> None:
         self.runner, self.optimizer, self.scheduler = runner, optimizer, scheduler
         self.guard, self.args = guard, args
+        self.num_begun = 0
         self._placer = None
         if args.places_trees:
             budget = args.max_tokens if isinstance(args.max_tokens, int) else None
@@ -107,6 +111,7 @@ class Updater:
         is_finite = not num_nonfinite
         named = [] if is_finite else self.runner.nonfinite_trajectories(forests)
         if self.guard.check_step(step, norm, is_finite=is_finite, nonfinite=named):
+            self.num_begun += 1
             self.optimizer.step()
             self.scheduler.step()
         clear_gradients(self.runner.model.parameters())

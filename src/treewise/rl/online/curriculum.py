@@ -1,24 +1,114 @@
-"""The self-check of a curriculum on tasks: rollouts of a few items, half of them to predict the other half."""
+"""What a curriculum of an online run does before the first iteration: angles of the items, and its self-check.
 
+The self-check samples rollouts of a few items; half of them predict the other half.
+"""
+
+import logging
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from treewise.engine.engine import TreeEngine
+from treewise.errors import ConfigError
+from treewise.rl.curriculum import TaskSampler
 from treewise.rl.curriculum.angles import Angles, angles_of
 from treewise.rl.curriculum.gradient_norms import gradient_norms
-from treewise.rl.curriculum.self_check import CheckReport, check_signals
-from treewise.rl.online.practice import FixedRollouts
+from treewise.rl.curriculum.self_check import SIGNAL_OF, CheckReport, check_signals, is_refusable, refusal
+from treewise.rl.online.draw_log import write_check
+from treewise.rl.online.journal import journals
+from treewise.rl.online.practice import FixedRollouts, NewTrees
 from treewise.rl.online.sampling import GrowingTree, Rounds, grow_trees
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.update import credited, scored, with_streams
 from treewise.tree.trajectory import Trajectory
 
+logger = logging.getLogger("treewise")
+
 # Rows of one tree with everything that the objective needs; None where there are none.
 Prepared = Callable[[list[Trajectory]], list[Trajectory] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumCheck:
+    """The parts of a run that its curriculum is checked with.
+
+    new_trees: trees of items. prompt_of: token ids of an item's prompt. reference: makes the engine of a KL term.
+    rng: draws the items of the check.
+    """
+
+    items: TaskSampler
+    settings: OnlineSettings
+    engine: TreeEngine
+    objective: Any
+    objective_name: str
+    reference: Callable[[], TreeEngine] | None
+    new_trees: NewTrees
+    prompt_of: Callable[[int], list[int]]
+    rounds: Rounds
+    rng: np.random.Generator
+
+    def begin(self, folder: Path, *, is_writer: bool) -> tuple[CheckReport, list[GrowingTree]] | None:
+        """Before the first iteration: the angles of all items, and the self-check of a curriculum that predicts.
+
+        Parameters:
+            is_writer: whether this process writes the report into the run's folder, and prints it.
+
+        Raises:
+            ConfigError: a signal that is useless here, of a curriculum that is then refused.
+        """
+        settings, curriculum = self.settings, self.items.curriculum
+        if curriculum.kind.measures_angles:
+            found = angles_of(self.engine, [self.prompt_of(index) for index in range(self.items.pool.size or 0)])
+            self.items.begin(found.total.tolist(), found.num_shared)
+        if curriculum.name not in SIGNAL_OF or not settings.check_items:
+            return None
+        report, trees = self.run(settings.check_items, settings.check_rollouts)
+        if is_writer:
+            write_check(folder, curriculum.name, report)
+            sys.stdout.write(f"{report.text()}\n")
+        reason = refusal(curriculum.name, report)
+        if reason is not None and is_refusable(curriculum.name) and not curriculum.settings.force:
+            for path in journals(folder) if is_writer else ():  # nothing to resume
+                path.unlink()
+            raise ConfigError(f"{reason} Choose another, or force it: curriculum_settings.force=true.")
+        if reason is not None:
+            logger.warning("%s", reason)
+        return report, trees
+
+    def run(self, num_items: int, num_rollouts: int) -> tuple[CheckReport, list[GrowingTree]]:
+        """The self-check on a sample of the items, and the trees that it grew.
+
+        Raises:
+            DataError: fewer than 3 items have rewards.
+        """
+        size = self.items.pool.size
+        chosen = np.arange(num_items) if size is None else self.rng.permutation(size)[:num_items]
+        trees = self.new_trees(chosen.tolist(), 0, [0] * len(chosen))
+        prepare = partial(
+            prepared,
+            settings=self.settings,
+            objective=self.objective,
+            name=self.objective_name,
+            engine=self.engine,
+            reference=self.reference,
+        )
+        report = check_on_tasks(
+            trees,
+            num_rollouts,
+            self.rounds,
+            self.engine,
+            self.objective,
+            prepare,
+            self.settings.success_at,
+            self.items.memory.get("num_shared"),
+        )
+        return report, trees
 
 
 def check_on_tasks(
