@@ -39,7 +39,7 @@ def entered_run(args: TreeTrainingArguments, signals: StopSignals) -> Iterator[N
 
 
 def stop_of_all(signals: StopSignals) -> bool:
-    """Whether any rank has received a signal to stop; all ranks call this at the same step, and know of it then."""
+    """Whether any rank has received a signal to stop; all ranks call this at the same step; then all hold it."""
     numbers = ranks.on_every_rank(lambda: signals.received)
     signals.received = next((number for number in numbers if number is not None), None)
     return signals.received is not None
