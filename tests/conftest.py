@@ -76,6 +76,7 @@ SHARED_FIXTURES = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what the tables list; skips tests marked `gpu` where there is no CUDA device."""
     for item in items:
