@@ -60,7 +60,7 @@ test: check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-all: check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 quick: check
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not cli and not processes"

@@ -14,6 +14,14 @@ from treewise.distributed.signals import SIGNALS, StepAbandoned, StopSignals
 PARENT, OTHER = 4711, 1
 
 
+@pytest.fixture(autouse=True)
+def _hangups_are_not_ignored():
+    """They are where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def launched(monkeypatch):
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
