@@ -151,7 +151,7 @@ def contiguous(leaves: Leaves, num_ranks: int) -> np.ndarray:
     return owners
 
 
-def planned(forests: Sequence[Forest], owners: Owners, rank: int) -> Plan | None:
+def planned(forests: Sequence[Forest], owners: Owners, rank: int, max_tokens: int | None = MAX_TOKENS) -> Plan | None:
     """One rank's plan."""
     bounds = np.cumsum([forest.num_trajectories for forest in forests])[:-1]
     parts = [
@@ -159,7 +159,7 @@ def planned(forests: Sequence[Forest], owners: Owners, rank: int) -> Plan | None
         for forest, own in zip(forests, np.split(owners, bounds), strict=True)
         if (own == rank).any()
     ]
-    return plan(parts, MAX_TOKENS) if parts else None
+    return plan(parts, max_tokens) if parts else None
 
 
 def print_placements(row: dict[str, Any]) -> None:
@@ -264,7 +264,7 @@ def flat_figures(by_rank: list[list[list[int]]], limit: int, is_padded: bool) ->
 
 def tree_figures(lengths: np.ndarray, limit: int, in_step: bool) -> dict[str, float]:
     """The same for plans: each step of the common sequence takes as long as its slowest rank."""
-    samples = [forest_of(chain_nodes(np.array([-1]), np.array([n]), np.array([0]), np.array([0]))[0]) for n in lengths]
+    samples = [forest_of(chain_nodes(np.array([-1]), np.array([n]), np.array([0]), np.array([0]))) for n in lengths]
     found = assign_ranks(samples, MIXED_RANKS, COST, max_tokens=limit, in_lockstep=in_step)
     plans = []
     for rank in range(MIXED_RANKS):

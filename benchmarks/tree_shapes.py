@@ -65,7 +65,7 @@ def forest_of(segments: Segments) -> Forest:
 
 def _segments(shape: dict[str, Any]) -> Segments:
     length = np.array(shape["length"])
-    return chain_nodes(np.array(shape["parent"]), length, np.array(shape["ends"]), np.cumsum(length) - length)[0]
+    return chain_nodes(np.array(shape["parent"]), length, np.array(shape["ends"]), np.cumsum(length) - length)
 
 
 if __name__ == "__main__":

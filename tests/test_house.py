@@ -52,6 +52,7 @@ WHOLE_PACKAGE = {
     "rl/branching/test_policies": "branching policies on simulated rollouts",
     "report/html/test_browser": "the page in a browser",
     "trainer/test_checkpoints": "interrupted and resumed runs",
+    "trainer/test_hybrid_shards": "several sharded copies of a model, on several processes",
     "trainer/test_launchers": "torchrun and accelerate",
     "trainer/test_idle_ranks": "processes without work",
     "trainer/test_ranks": "several processes against one",

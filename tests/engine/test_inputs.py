@@ -74,3 +74,6 @@ def test_objects_are_printed_in_a_line():
     assert repr(ITEMS[0]) == "Trajectory(5 tokens, 2 trained)"
     full = Trajectory([1, 2, 3], old_logprobs=[0, -1, -1], group="g", reward=0.5)
     assert repr(full) == "Trajectory(3 tokens, 2 trained, old_logprobs, group='g', reward=0.5)"
+    out = TreeEngine(MODEL).step(ITEMS, SFT())
+    assert repr(out).startswith(f"StepOutput(loss {out.loss:.6g}, {out.num_trained_tokens} trained tokens, ")
+    assert repr(out).endswith(" flat tokens, 1 micro-batch)")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from treewise import SFT, Forest, Trajectory, TreeEngine
 from treewise.distributed.lockstep import forward_passes, training_passes
 from treewise.engine.lockstep import DONE
+from treewise.errors import ConfigError
 from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
@@ -67,3 +68,10 @@ def test_a_rank_without_work_runs_empty_passes_and_gets_no_gradient():
     engine.drain()
     assert sent == [DONE, DONE]
     assert all(float(each.abs().max()) == 0 for each in gradients_of(MODEL).values())
+
+
+def test_values_with_gradients_in_lockstep_are_an_error_that_names_the_way_out():
+    engine, _ = in_lockstep(None, DONE)
+    forest = Forest.from_trajectories([Trajectory(range(1, 9))])
+    with pytest.raises(ConfigError, match=r"give the loss to engine\.step as a function, or use torch\.no_grad"):
+        engine.logprobs(forest)

@@ -71,9 +71,9 @@ class Fault:
             raise RuntimeError("the moon is full" if self.how == "raise" else "can't allocate memory: 7 bytes")
 
 
-def join(rank, port):
+def join(rank, port, num_ranks=NUM_RANKS):
     """Makes this process one of a run, as a launcher would."""
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in (here | {"MASTER_PORT": port}).items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
 

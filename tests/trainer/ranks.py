@@ -46,8 +46,8 @@ def model_of(family="llama", lora=False, **changes):
 
 class Trouble(TrainerCallback):
     """What goes wrong on rank 1 alone, and is survived: `signal` before a step; in the save of the third step
-    `signal in save`, `full disk` (no file over a thousand bytes) and `late` (only the last of its files); `small`
-    memory from the start.
+    `signal in save`, `full disk` (no file over a thousand bytes) and `late` (only the last of its files); `late in
+    threads` is that in all saves from the third step on; `small` memory from the start.
     """
 
     def __init__(self, how):
@@ -55,15 +55,19 @@ class Trouble(TrainerCallback):
         self._save_random_state = optimizer_state.save_random_state
         self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         self._choose_budget = budget.choose_budget
+        if how == "late in threads" and os.environ["RANK"] == "1":
+            optimizer_state.save_random_state = self.save
         if how == "small":
             budget.choose_budget = lambda *_: 14 if os.environ["RANK"] == "1" else 40
 
     def on_train_end(self, args, state, control, **kwargs):
         budget.choose_budget = self._choose_budget
+        optimizer_state.save_random_state = self._save_random_state
 
     def on_step_begin(self, args, state, control, **kwargs):
         if args.process_index == 1:
-            optimizer_state.save_random_state = self._save_random_state
+            if self.how != "late in threads":
+                optimizer_state.save_random_state = self._save_random_state
             resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
             if self.how == "signal" and state.global_step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -72,14 +76,15 @@ class Trouble(TrainerCallback):
         if args.process_index == 1 and state.global_step == 3:
             if self.how == "full disk":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, self._limits[1]))
-            elif self.how != "signal":
+            elif self.how in ("signal in save", "late"):
                 optimizer_state.save_random_state = self.save
 
-    def save(self, *args):
-        if self.how == "late":
+    def save(self, folder, *args):
+        if self.how == "late" or (self.how == "late in threads" and folder.name >= ".checkpoint-3"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.kill(os.getpid(), signal.SIGTERM)
-        self._save_random_state(*args)
+        if self.how == "signal in save":
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._save_random_state(folder, *args)
 
 
 def with_advantages(trees):

@@ -23,6 +23,7 @@ pytestmark = [
 SGD = {"optim": "sgd", "learning_rate": 0.5}
 EVALUATED = {"evaluates": True, "eval_strategy": "steps", "eval_steps": 5}
 CUT = {"max_tokens": 14}  # trunks that are computed twice, trunks that are held, and pieces
+THREADS = {"async_checkpoints": True}
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 3}
 RECOMPUTE = "activation_checkpointing"
 if RECOMPUTE not in TreeTrainingArguments.__dataclass_fields__:  # its name in earlier versions of transformers
@@ -42,6 +43,12 @@ NESTED = {"weighting": "once", "merge_across_trees": False, **CUT}
 TWO = {
     "ddp": ({**SGD, **CUT, **EVALUATED, **CHECKPOINTS}, {}, {}),
     "sharded": ({**SGD, **CUT, **EVALUATED, **CHECKPOINTS}, {"sharded": True}, {}),
+    "in threads": ({**SGD, **CUT, **EVALUATED, **CHECKPOINTS}, {"async_checkpoints": True}, {}),
+    "sharded in threads": (
+        {**SGD, **CUT, **EVALUATED, **CHECKPOINTS},
+        {"sharded": True, "async_checkpoints": True},
+        {},
+    ),
     "adapters": ({**SGD, **LORA, **CHECKPOINTS}, {"sharded": True}, {}),
     "experts": ({**SGD, **EXPERTS}, {"sharded": True}, {}),
     "routers": ({**SGD, **ROUTERS}, {}, {}),
@@ -62,6 +69,7 @@ FOUR = {
     "whole sharded": ({**SGD, "max_tokens": None}, {"sharded": True}, {}),
     "cut ddp": ({**SGD, **CUT}, {}, {}),
     "cut sharded": ({**SGD, **CUT}, {"sharded": True}, {}),
+    "copies of shards": ({**SGD, **CUT}, {"sharded": True, "shard_config": {"dp_replicate_size": 2}}, {}),
 }
 
 
@@ -71,6 +79,11 @@ DISKS = {
     "full ddp": (SURVIVED, {"on_save_failure": "continue", "trouble": "full disk"}, {}),
     "full sharded": (SURVIVED, {"on_save_failure": "continue", "trouble": "full disk", "sharded": True}, {}),
     "late sharded": (SURVIVED, {"on_save_failure": "continue", "trouble": "late", "sharded": True}, {}),
+    "late in threads": (
+        SURVIVED,
+        {"on_save_failure": "continue", "trouble": "late in threads", "sharded": True, **THREADS},
+        {},
+    ),
 }
 # Prices that are fitted at a save, or without one; a low rate, as there are more steps.
 FITTED = {**CUT, "optim": "sgd", "learning_rate": 0.1, "balance_costs": "measured"}
@@ -133,7 +146,7 @@ def test_two_processes_train_like_one(of_two, of_one, name):
     assert first["budget"] == second["budget"]
     for key, value in first["model"].items():
         assert torch.equal(value, second["model"][key])
-    assert first["kinds"] == (["Tensor"] if name in ("ddp", "small", "routers") else ["DTensor"])
+    assert first["kinds"] == (["Tensor"] if name in ("ddp", "in threads", "small", "routers") else ["DTensor"])
 
 
 def deviation(found, expected):
@@ -185,7 +198,7 @@ def test_four_processes_go_on_where_two_stopped(of_four, of_one, name):
     assert of_four[1][name]["kinds"] == (["Tensor"] if name in ("ddp", "to ddp") else ["DTensor"])
 
 
-@pytest.mark.parametrize("name", ["ddp", "sharded", "adapters"])
+@pytest.mark.parametrize("name", ["ddp", "sharded", "in threads", "sharded in threads", "adapters"])
 def test_one_process_goes_on_where_two_stopped(of_two, of_one, tmp_path, name):
     both = TWO[name][0]
     expected = of_one({**both, **batch_of(4, 1, both), "save_strategy": "no"})
@@ -228,7 +241,8 @@ def test_a_disk_that_refuses_one_process_harms_neither_the_run_nor_other_checkpo
     for outcomes in of_two[1]:
         assert_same({**outcomes[name], "eval": []}, {**expected, "eval": []})
     folder = of_two[0] / name
-    assert sorted(path.name for path in folder.glob("*checkpoint*")) == [f"checkpoint-{step}" for step in (2, 4, 5)]
+    steps = (1, 2) if name == "late in threads" else (2, 4, 5)
+    assert sorted(path.name for path in folder.glob("*checkpoint*")) == [f"checkpoint-{step}" for step in steps]
     for checkpoint in store.checkpoints(folder):
         read_manifest(checkpoint)
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -24,7 +24,7 @@ from treewise.distributed import ranks
 from treewise.errors import ConfigError
 from treewise.nn.model import DecoderAndHead, base_model
 
-# Keys of transformers' `fsdp_config` that `ShardSettings` follows.
+# Keys of transformers' `fsdp_config`, and one of accelerate's `ParallelismConfig`, that `ShardSettings` follows.
 _KEYS = {
     "reshard_after_forward",
     "cpu_offload",
@@ -33,6 +33,7 @@ _KEYS = {
     "version",
     "transformer_layer_cls_to_wrap",
     "activation_checkpointing",
+    "dp_replicate_size",
 }
 # Keys of older configurations that have no meaning in FSDP2, or only one possible value here.
 _MEANINGLESS = {
@@ -48,13 +49,15 @@ class ShardSettings:
     reshard_after_forward: layers are whole only during their own forward and backward; False keeps them whole from
     forward to backward. cpu_offload: shards of the layers, their gradients and the optimizer's state stay in host
     memory. whole_checkpoints: every checkpoint also holds the whole model, as `from_pretrained` reads it. layer_names:
-    classes of the modules that are sharded as units; None: the model's `_no_split_modules`.
+    classes of the modules that are sharded as units; None: the model's `_no_split_modules`. dp_replicate_size: hybrid
+    sharding (HSDP): as many copies of the model, each sharded over equally many ranks that follow one another.
     """
 
     reshard_after_forward: bool = True
     cpu_offload: bool = False
     whole_checkpoints: bool = False
     layer_names: tuple[str, ...] | None = None
+    dp_replicate_size: int = 1
 
     def as_config(self) -> dict[str, Any]:
         """The mapping that `shard_settings` reads these from."""
@@ -63,6 +66,7 @@ class ShardSettings:
             "reshard_after_forward": self.reshard_after_forward,
             "cpu_offload": self.cpu_offload,
             "state_dict_type": "FULL_STATE_DICT" if self.whole_checkpoints else "SHARDED_STATE_DICT",
+            **({} if self.dp_replicate_size == 1 else {"dp_replicate_size": self.dp_replicate_size}),
             **names,
         }
 
@@ -71,7 +75,7 @@ def shard_settings(fsdp: Any, config: Any) -> ShardSettings | None:
     """The settings that transformers' `fsdp` and `fsdp_config` (a mapping) stand for; None without sharding.
 
     Raises:
-        ConfigError: FSDP1, hybrid sharding, or an unsupported key.
+        ConfigError: FSDP1, an unsupported key, or hybrid sharding without the number of copies.
     """
     words = " ".join(map(str, fsdp)) if isinstance(fsdp, list | tuple) else str(fsdp or "")
     values = {key.removeprefix("fsdp_"): value for key, value in dict(config or {}).items()}
@@ -80,19 +84,28 @@ def shard_settings(fsdp: Any, config: Any) -> ShardSettings | None:
         raise ConfigError(f"fsdp_config has {', '.join(sorted(unknown))}; supported: {', '.join(sorted(_KEYS))}.")
     if words.lower() in ("", "false"):
         return None
-    wrong = set(words.lower().split()) - {"true", "full_shard", "shard_grad_op", "offload", "auto_wrap"}
+    wrong = set(words.lower().split()) - {"true", "full_shard", "hybrid_shard", "shard_grad_op", "offload", "auto_wrap"}
     if wrong:
         raise ConfigError(f"fsdp={words!r}: {', '.join(sorted(wrong))} is not supported; use full_shard.")
     if str(values.get("version", 2)) != "2":
         raise ConfigError(f"fsdp_config version={values['version']!r}: only FSDP2 is supported; use 2.")
     if values.get("activation_checkpointing"):
         raise ConfigError("fsdp_config activation_checkpointing: use the setting gradient_checkpointing instead.")
+    num_copies = values.get("dp_replicate_size", 1)
+    if not str(num_copies).isdigit() or int(num_copies) < 1:
+        raise ConfigError(f"dp_replicate_size={num_copies!r} must be a whole number of copies of the model.")
+    if "hybrid_shard" in words and int(num_copies) == 1:
+        raise ConfigError(
+            "hybrid_shard shards the model inside groups of processes and copies it between them; give the number of "
+            "copies (of machines, usually) in fsdp_config: {dp_replicate_size: 2}."
+        )
     names = values.get("transformer_layer_cls_to_wrap")
     return ShardSettings(
         reshard_after_forward=_is_true(values.get("reshard_after_forward", "shard_grad_op" not in words)),
         cpu_offload="offload" in words or _is_true(values.get("cpu_offload", values.get("offload_params", False))),
         whole_checkpoints="FULL" in str(values.get("state_dict_type", "")).upper(),
         layer_names=(names,) if isinstance(names, str) else tuple(names) if names else None,
+        dp_replicate_size=int(num_copies),
     )
 
 
@@ -121,7 +134,8 @@ class Ends:
         for parameter, owners in outside.items():
             placement = Shard(0) if parameter.dim() else Replicate()
             # From rank 0: its parameters win, as under DistributedDataParallel.
-            data = distribute_tensor(parameter.data.to(device), mesh, [placement], src_data_rank=0)
+            placements = [*[Replicate()] * (mesh.ndim - 1), placement]
+            data = distribute_tensor(parameter.data.to(device), mesh, placements, src_data_rank=0)
             shard = nn.Parameter(data, requires_grad=parameter.requires_grad)
             self._owners[shard] = owners
             _put(owners, shard)
@@ -159,11 +173,12 @@ def shard(
     dtype: of the layers' computation, where it is not that of their parameters; gradients are added up in float32.
 
     Raises:
-        ConfigError: no process group, no layers found, or parameters that are not sharded in the end.
+        ConfigError: no process group, one that cannot hold so many copies, no layers found, or parameters that are not
+            sharded in the end.
     """
     if not distributed.is_initialized():
         raise ConfigError("fsdp needs a process group; start the run with torchrun or accelerate launch.")
-    mesh = init_device_mesh(device.type, (ranks.count(),))
+    mesh = _mesh(device, settings.dp_replicate_size)
     layers = find_layers(lm, settings.layer_names)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     outside = {parameter for parameter in lm.decoder.parameters() if parameter not in inside}
@@ -194,6 +209,20 @@ def shard(
     ends = Ends(model, {parameter for layer in layers for parameter in layer.parameters()}, mesh, device)
     check_sharded(model)
     return ends
+
+
+def _mesh(device: torch.device, num_copies: int) -> DeviceMesh:
+    """All ranks in one row, or hybrid sharding: a row for each copy of the model, over which that copy is sharded."""
+    num_ranks = ranks.count()
+    if num_copies == 1:
+        return init_device_mesh(device.type, (num_ranks,))
+    if num_ranks % num_copies or num_ranks == num_copies:
+        raise ConfigError(
+            f"dp_replicate_size={num_copies}: {num_ranks} processes cannot hold so many sharded copies of the model; "
+            "give a divisor, less than all."
+        )
+    names = ("dp_replicate", "dp_shard")
+    return init_device_mesh(device.type, (num_copies, num_ranks // num_copies), mesh_dim_names=names)
 
 
 def check_sharded(model: nn.Module) -> None:
@@ -230,7 +259,8 @@ def inside_in_order(layers: list[nn.Module]) -> list[nn.Parameter]:
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state, gathered into host memory on rank 0; empty on other ranks. Every rank calls this.
+    """The model's state on rank 0; empty on other ranks. Every rank calls this. Shards are gathered, and what training
+    changes is copied, into host memory.
 
     A tied parameter is gathered once: its names share one tensor, so that `save_pretrained` writes it once.
     """
@@ -239,10 +269,17 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         if value not in known:
             whole = whole_tensor(value) if isinstance(value, DTensor) else value
-            known[value] = whole.detach().cpu() if ranks.own() == 0 else torch.empty(0)
+            known[value] = copy_of_changing(whole) if ranks.own() == 0 else torch.empty(0)
         if ranks.own() == 0:
             state[name] = known[value]
     return state
+
+
+def copy_of_changing(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory (of a shard, a shard) where training may change the tensor; a frozen parameter itself."""
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        return tensor.detach()
+    return tensor.detach().to("cpu", copy=True)
 
 
 def whole_tensor(shard: DTensor) -> torch.Tensor:
@@ -261,10 +298,11 @@ def gradient_norm(parameters: list[nn.Parameter], max_norm: float, device: torch
     norms: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
         is_mine = ranks.own() == 0
-        if isinstance(grad, DTensor):
-            is_mine = is_mine or not all(placement.is_replicate() for placement in grad.placements)
+        if isinstance(grad, DTensor):  # what is replicated along a dimension of the mesh counts on its first ranks
+            indices = zip(grad.placements, grad.device_mesh.get_coordinate() or (), strict=True)
+            is_mine = all(index == 0 for placement, index in indices if placement.is_replicate())
             grad = grad.to_local()
-        if is_mine:  # a tensor that is replicated on all ranks counts once
+        if is_mine:
             wide = torch.promote_types(grad.dtype, torch.float32)
             norms.setdefault(grad.device, []).append(torch.linalg.vector_norm(grad, dtype=wide))
     own = sum(float(torch.stack(each).double().square().sum()) for each in norms.values())
@@ -297,7 +335,7 @@ def _add_gradient(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
     held = shard.data
     assert isinstance(held, DTensor)
     own = torch.zeros(held.shape, dtype=held.dtype, device=held.to_local().device) if grad is None else grad
-    total = DTensor.from_local(own, held.device_mesh, [Partial()], run_check=False)
+    total = DTensor.from_local(own, held.device_mesh, [Partial()] * held.device_mesh.ndim, run_check=False)
     summed = total.redistribute(held.device_mesh, held.placements)
     shard.grad = summed if shard.grad is None else shard.grad + summed
 

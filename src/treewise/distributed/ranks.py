@@ -4,6 +4,7 @@ An error on one rank must not leave the others waiting in a collective operation
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -25,22 +26,34 @@ def own() -> int:
     return distributed.get_rank() if _is_started() else 0
 
 
-def on_first_rank(work: Callable[[], T]) -> T:
-    """Runs `work` on rank 0 alone. Every rank returns its result, which must pickle, or raises its error."""
+def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
+    """Runs `work` on rank 0 alone. Every rank returns its result, which must pickle, or raises its error.
+
+    group: of all ranks (`group_for_threads`); None: the default one.
+    """
     if count() == 1:
         return work()
     box: list[Any] = [_outcome(work) if own() == 0 else None]
-    distributed.broadcast_object_list(box, src=0)
+    distributed.broadcast_object_list(box, src=0, group=group)
     return _unpack([box[0]])[0]
 
 
-def on_every_rank(work: Callable[[], T]) -> list[T]:
+def on_every_rank(work: Callable[[], T], group: Any = None) -> list[T]:
     """Runs `work` on each rank and returns the results of all; if it failed on any, every rank raises that error."""
     if count() == 1:
         return [work()]
     outcomes: list[Any] = [None] * count()
-    distributed.all_gather_object(outcomes, _outcome(work))
+    distributed.all_gather_object(outcomes, _outcome(work), group=group)
     return _unpack(outcomes)
+
+
+def group_for_threads(timeout_seconds: float) -> Any:
+    """A second group of all ranks, on the CPU: for collective operations of a thread beside those of the main one.
+    None without a process group. Every rank calls this.
+    """
+    if count() == 1:
+        return None
+    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
 
 def gather_texts(own_text: str) -> list[str]:

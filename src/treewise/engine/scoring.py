@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treewise.engine.differentiable import Entries, Reader, Values
 from treewise.engine.walk import LossOf, MicroBatchOutput
-from treewise.errors import DataError
+from treewise.errors import DataError, num
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import edge_values
 from treewise.nn.router_loss import RouterLoss, RoutingReport
@@ -201,6 +201,18 @@ class StepOutput:
     metrics: Mapping[str, float] = field(default_factory=dict)
     weight: float = 0.0
     routing: RoutingReport | None = None
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(
+            (
+                num(self.num_trained_tokens, "trained token"),
+                num(self.num_tree_tokens, "tree token"),
+                num(self.num_flat_tokens, "flat token"),
+                num(self.num_micro_batches, "micro-batch", "micro-batches"),
+            )
+        )
+        metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+        return f"StepOutput(loss {self.loss:.6g}, {sizes}{metrics})"
 
 
 def step_output(

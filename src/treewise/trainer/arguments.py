@@ -75,6 +75,7 @@ class TreeTrainingArguments(TrainingArguments):
         spike_factor: log a warning with the trees when the gradient norm exceeds this many medians of the last 50
             steps; 0: off.
         on_save_failure: `stop`, or `continue` without the checkpoint, when it cannot be written.
+        async_checkpoints: copy what a checkpoint holds to host memory, and write it in a thread while training goes on.
 
     Raises:
         ConfigError: an unknown value, or a setting of transformers that cannot hold on trees.
@@ -95,6 +96,7 @@ class TreeTrainingArguments(TrainingArguments):
     max_skipped_steps: int = field(default=5, metadata={"help": "nonfinite=skip: stop after so many in a row."})
     spike_factor: float = field(default=10.0, metadata={"help": "Warn of gradient norms beyond n medians; 0: off."})
     on_save_failure: str = field(default="stop", metadata={"help": "stop or continue when a save fails."})
+    async_checkpoints: bool = field(default=False, metadata={"help": "Write checkpoints in a thread."})
     sharded: bool = field(default=False, metadata={"help": "Shard parameters over the processes, by FSDP2."})
     shard_config: dict[str, Any] | None = field(default=None, metadata={"help": "How; as transformers' fsdp_config."})
     balance_ranks: bool = field(default=True, metadata={"help": "Place trees on processes by predicted time."})

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from treewise.data import load_trees
+from treewise.data.sources import is_raw_data
 from treewise.distributed.online_placement import OnlinePlacer, measures_costs, prior_of
 from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model
-from treewise.objectives import Objective
+from treewise.objectives import SFT, Objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.tree_order import TreeOrder
 from treewise.tree.forest import Forest, forest_of
@@ -154,6 +156,28 @@ class DataFacts:
     num_leaf_tokens: int
     num_longest_tokens: int = 0
     longest_source: str = ""
+
+
+def as_trees(name: str, dataset: Any, tokenizer: Any, render: Any) -> Any:
+    """A data set of trees, loaded where records are given. Raises `ConfigError` for an empty one, or something else."""
+    if dataset is None:
+        return None
+    if is_raw_data(dataset) and not (name == "eval_dataset" and isinstance(dataset, dict)):
+        return load_trees(dataset, tokenizer, options=render)
+    if name == "eval_dataset" and isinstance(dataset, dict):
+        return {key: as_trees(f"eval_dataset[{key!r}]", value, tokenizer, render) for key, value in dataset.items()}
+    check_dataset(name, dataset)
+    return dataset
+
+
+def check_preferences(dataset: Any, objective: Objective) -> None:
+    """Raises `ConfigError` where SFT would imitate the rejected completions of preference data."""
+    num_preferences = getattr(getattr(dataset, "report", None), "num_preferences", 0)
+    if num_preferences and isinstance(objective, SFT):
+        raise ConfigError(
+            f"{num_preferences} records are preference pairs or labelled completions, and SFT would imitate the "
+            "rejected ones, too; give objective dpo, ipo or kto, or data of chosen completions alone."
+        )
 
 
 def survey(dataset: Any) -> DataFacts:

@@ -20,27 +20,27 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
 
-from treewise.data import load_trees
-from treewise.data.sources import is_raw_data
 from treewise.distributed import ranks
 from treewise.distributed.fsdp import ShardedModel
 from treewise.distributed.signals import StepAbandoned, StopSignals
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
-from treewise.objectives import SFT, Objective
+from treewise.objectives import Objective
 from treewise.objectives.normalization import fixed_denominator
+from treewise.trainer import hub
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents
 from treewise.trainer.checkpoint.changed_settings import saved_intervals_ignored
 from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
 from treewise.trainer.checkpoint.manifest import read_manifest
-from treewise.trainer.checkpoint.weights import load_weights
+from treewise.trainer.checkpoint.weights import load_weights, refuse_unsaved
 from treewise.trainer.data_loader import (
     DataFacts,
     PlacedBatches,
     TreeLoader,
-    check_dataset,
+    as_trees,
+    check_preferences,
     evaluation_loader,
     make_placer,
     survey,
@@ -73,7 +73,8 @@ class TreeTrainer(Trainer):
         objective: a loss (`tw.GRPO()`, ...), in place of the one that `args` names. Its metrics are logged.
 
     Raises:
-        ConfigError: settings that contradict one another, or an empty data set.
+        ConfigError: settings that contradict one another, an empty data set, or parameters trained beside adapters,
+            which no file would hold.
         UnsupportedModelError: the model cannot follow a tree.
     """
 
@@ -98,11 +99,11 @@ class TreeTrainer(Trainer):
         args = TreeTrainingArguments() if args is None else args
         if not isinstance(args, TreeTrainingArguments):
             raise ConfigError(f"args is a {type(args).__name__}; give tw.TreeTrainingArguments.")
-        train_dataset = _as_trees("train_dataset", train_dataset, processing_class, render)
-        eval_dataset = _as_trees("eval_dataset", eval_dataset, processing_class, render)
+        train_dataset = as_trees("train_dataset", train_dataset, processing_class, render)
+        eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)
         # transformers writes the result of a trial of hyperparameter_search into `objective`.
         self._own_objective = objective
-        _check_preferences(train_dataset, objective or args.objective())
+        check_preferences(train_dataset, objective or args.objective())
         if getattr(objective or args.objective(), "needs_whole_groups", False):
             args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
         self._tree_order = tree_order
@@ -123,11 +124,13 @@ class TreeTrainer(Trainer):
         )
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
+        refuse_unsaved(self.model)
         self._placer = make_placer(args, self.model, self.loss_objective)
         self._batches = PlacedBatches(self._placer, args.gradient_accumulation_steps)
         fingerprint = contents.fingerprint(self.model)
         self._checkpoints = CheckpointManager(args, fingerprint, lambda: self.data_facts, self._placer, tree_order)
         self._resumed: ResumePoint | None = None
+        self.uploads, self._model_files = hub.HubUploads(args), list[str]()
         self._runner = self._new_runner()
 
     # -- objects ------------------------------------------------------------------------------------------------------
@@ -278,6 +281,7 @@ class TreeTrainer(Trainer):
         self._throughput.end_step()
         if self._placer is not None:
             self._placer.on_step_end(step)
+        self._collect_checkpoint(wait=False)
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -321,17 +325,73 @@ class TreeTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
+        self._collect_checkpoint(wait=True)
         exporters = [*self.callback_handler.callbacks, self.control]
         run = contents.RunState(
             self.args, self.model, self.optimizer, self.lr_scheduler, self.state, exporters, self.processing_class
         )
-        checkpoint = self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
-        if checkpoint is not None and self.args.push_to_hub:
-            self._push_from_checkpoint(str(checkpoint))
+        self._push(self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens))
+
+    def _collect_checkpoint(self, *, wait: bool) -> None:
+        """Takes note of a checkpoint that a thread has written, or raises its error."""
+        self._push(self._checkpoints.collect(wait=wait))
+
+    def _push(self, checkpoint: Path | None) -> None:
+        if checkpoint is not None and self.args.push_to_hub and self.is_world_process_zero():
+            self.uploads.checkpoint(self.hub_model_id, checkpoint)
+
+    @override
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads the best model, which may be in the checkpoint that a thread still writes."""
+        self._collect_checkpoint(wait=True)
+        return super()._finalize_training(*args, **kwargs)
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        contents.save_model(Path(output_dir or self.args.output_dir), self.model, self.processing_class, self.args)
+        folder = Path(output_dir or self.args.output_dir)
+        names = contents.save_model(folder, self.model, self.processing_class, self.args)
+        if folder == Path(self.args.output_dir):
+            self._model_files = names
+
+    @override
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model, and with `push_to_hub` uploads it; an upload that fails is a warning."""
+        super().save_model(output_dir, _internal_call=True)
+        if self.args.push_to_hub and not _internal_call:
+            later = f"hf upload {self.hub_model_id} {self.args.output_dir}, with --include for its files"
+            with hub.warning(f"the model was not uploaded; later: {later}"):
+                self._upload_model("Model save")
+
+    @override
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Saves and uploads the model with a card; the commit, or with `blocking=False` its future. kwargs: of
+        `create_model_card`.
+        """
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        options = {"run_as_future": not blocking, "token": token, "revision": revision}
+        given = {name: value for name, value in options.items() if value is not None}
+        return self._upload_model(commit_message or "End of training", given, **kwargs)
+
+    def _upload_model(self, message: str, options: dict[str, Any] | None = None, **card: Any) -> Any:
+        if not self.is_world_process_zero():
+            return None
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.create_model_card(**{"model_name": str(self.hub_model_id).split("/")[-1], **card})
+        return self.uploads.model(self.hub_model_id, [*self._model_files, "README.md"], message, **(options or {}))
+
+    @override
+    def _finish_current_push(self) -> None:
+        self.uploads.finish()
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -394,15 +454,18 @@ class TreeTrainer(Trainer):
                 return self._already_trained(self._resumed.folder)
             dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
             self._throughput.begin_run(self.args.device, dtype)
-            try:
-                result = super().train(self._resumed and str(self._resumed.folder), trial, ignore_keys_for_eval)
-            except StepAbandoned:
-                clear_gradients(self.model.parameters())
-                if self.state.global_step > self._checkpoints.last_step:
-                    self._save_checkpoint(self.model_wrapped, trial)
-            else:
-                if self._signals.received is None or self.state.global_step >= self.state.max_steps:
-                    return result
+            with self._checkpoints.flight_ended():
+                try:
+                    result = super().train(self._resumed and str(self._resumed.folder), trial, ignore_keys_for_eval)
+                except StepAbandoned:
+                    clear_gradients(self.model.parameters())
+                    self._collect_checkpoint(wait=True)
+                    if self.state.global_step > self._checkpoints.last_step:
+                        self._save_checkpoint(self.model_wrapped, trial)
+                        self._collect_checkpoint(wait=True)
+                else:
+                    if self._signals.received is None or self.state.global_step >= self.state.max_steps:
+                        return result
             raise self._stopped()
 
     def _stopped(self) -> StoppedError:
@@ -430,25 +493,3 @@ class _StepEnd(TrainerCallback):
         if stop_of_all(self._signals):
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
-
-
-def _as_trees(name: str, dataset: Any, tokenizer: Any, render: Any) -> Any:
-    """A data set of trees, loaded where records are given. Raises `ConfigError` for an empty one, or something else."""
-    if dataset is None:
-        return None
-    if is_raw_data(dataset) and not (name == "eval_dataset" and isinstance(dataset, dict)):
-        return load_trees(dataset, tokenizer, options=render)
-    if name == "eval_dataset" and isinstance(dataset, dict):
-        return {key: _as_trees(f"eval_dataset[{key!r}]", value, tokenizer, render) for key, value in dataset.items()}
-    check_dataset(name, dataset)
-    return dataset
-
-
-def _check_preferences(dataset: Any, objective: Objective) -> None:
-    """Raises `ConfigError` where SFT would imitate the rejected completions of preference data."""
-    num_preferences = getattr(getattr(dataset, "report", None), "num_preferences", 0)
-    if num_preferences and isinstance(objective, SFT):
-        raise ConfigError(
-            f"{num_preferences} records are preference pairs or labelled completions, and SFT would imitate the "
-            "rejected ones, too; give objective dpo, ipo or kto, or data of chosen completions alone."
-        )

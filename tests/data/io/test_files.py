@@ -232,3 +232,16 @@ def test_control_characters_of_paths_are_escaped(tmp_path):
     path.write_text("{}\n")
     [raw] = read_records(path)
     assert raw.location == f"{tmp_path}/a\\x1b[31m\\u202e.jsonl:1"
+
+
+def test_records_of_a_list_on_one_line_are_the_records_of_a_file_of_lines(tmp_path):
+    """Rollouts and trees without a name are named by location: two records must not share one."""
+    rows = [{"token_ids": [1, 2, token], "loss_weights": [0, 0, 1], "reward": token - 3.0} for token in (3, 4)]
+    rows += [{"token_ids": [5, 6]}, {"token_ids": [7, 8]}]
+    for name, text in (("a.jsonl", "\n".join(map(json.dumps, rows))), ("a.json", json.dumps(rows))):
+        (tmp_path / name).write_text(text)
+    lines, one_line = load_trees(tmp_path / "a.jsonl"), load_trees(tmp_path / "a.json")
+    assert places(tmp_path / "a.json") == ["1", "1 record 2", "1 record 3", "1 record 4"]
+    assert len(set(one_line.names)) == len(one_line) == 3
+    assert len({item.rollout for item in one_line[0].labelled_trajectories()}) == 2
+    assert one_line.fingerprint == lines.fingerprint

@@ -84,7 +84,7 @@ def test_long_lines_keep_their_peaks() -> None:
 
 def test_one_point_and_equal_values_are_drawn() -> None:
     chart = line_chart([("loss", [3], [2.5])], "Loss", "step", "nats")
-    assert chart.lines[0].path.endswith("h0.01")
+    assert chart.lines[0].path.endswith("a3 3 0 1 0 6 0a3 3 0 1 0-6 0")  # a circle
     assert chart.y_range[0] < 2.5 < chart.y_range[1]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -115,6 +116,18 @@ def test_the_twin_holds_the_numbers_of_the_page(data_report: DataReport, tmp_pat
     data = found["data"]
     assert data["num_trees"] == 4
     assert {each["cause"] for each in data["lost_sharing"]["causes"]} >= {"time, number or id", "history rewritten"}
+    assert [line.partition(":")[0] for line in data["verdict"]] == ["worth", "lost sharing", "change"]
+    for line in data["verdict"]:
+        assert line.partition(": ")[2][:40] in unescape(html.read_text())
+    total = data["total"]
+    for each in data["lost_sharing"]["causes"]:
+        left = total["num_tree_tokens"] - each["num_lost_tokens"]
+        mended = data["lost_sharing"]["ratios_if_mended"].get(each["cause"])
+        assert (mended is not None) == each["is_avoidable"]
+        if mended:
+            assert mended["share_ratio"] == total["num_flat_tokens"] / left
+            assert mended["row_ratio"] == total["num_row_tokens"] / left
+            assert f"{mended['share_ratio']:.2f}" in html.read_text()
     assert len(data["drawn_trees"]["trees"]) == 4
     assert sum(data["distributions"]["share_ratio"]["counts"]) == 4
     assert data["costs"][0]["num_tokens"] == data["total"]["num_flat_tokens"]

@@ -208,6 +208,37 @@ def test_a_run_of_other_settings_is_not_resumed(tmp_path):
         new_trainer(tmp_path / "run").train()
 
 
+def test_changed_settings_of_training_apply_and_are_printed_or_are_errors(tmp_path, capsys):
+    new_trainer(tmp_path / "run", iterations=1, eval_every=0).train()
+    again = new_trainer(tmp_path / "run", iterations=2, eval_every=0, arguments_={"learning_rate": 0.02})
+    again.train(resume_from_checkpoint=True)
+    assert "changed since checkpoint-1: learning_rate: 0.01 -> 0.02" in capsys.readouterr().err
+    assert again.log_history[-1]["learning_rate"] == 0.02
+    with pytest.raises(CheckpointError, match="optim: AdamW -> SGD"):
+        new_trainer(tmp_path / "run", arguments_={"optim": "sgd"}).train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_in_threads_are_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="async_checkpoints"):
+        new_trainer(tmp_path / "run", arguments_={"async_checkpoints": True})
+
+
+class HalfFlat(EvenBytes):
+    """Of two items, each rollout of the first gets the same reward."""
+
+    def rewards(self, requests):
+        found = super().rewards(requests)
+        return [1.0 if each.item.key.endswith("/0") else reward for each, reward in zip(requests, found, strict=True)]
+
+
+def test_fewer_trees_than_mini_batches_are_as_many_steps_which_are_logged(tmp_path):
+    settings = {"iterations": 1, "eval_every": 0, "mini_batches": 2, "num_items": 2, "drop_flat_groups": True}
+    trainer = new_trainer(tmp_path / "run", HalfFlat(), **settings)
+    trainer.train()
+    assert trainer.log_history[-1]["optimizer_steps"] == 1
+    assert trainer.state.num_updates == 1
+
+
 # -- the update -------------------------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.helpers import tiny_model
-from treewise.errors import CheckpointError
+from treewise.errors import CheckpointError, ConfigError
 from treewise.testing.families import tiny_model as family_model
 from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.weights import load_weights
+from treewise.trainer.checkpoint.weights import load_weights, refuse_unsaved
 
 
 def saved(model, tmp_path, step=1, without=()):
@@ -66,3 +66,38 @@ def test_adapters_are_loaded_whole_or_not_at_all(tmp_path):
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     with pytest.raises(CheckpointError, match=r"holds no weights for .*q_proj\.lora_B\.weight"):
         load_weights(adapted(), saved(model, tmp_path, 2, without=[name]))
+
+
+OF_PEFT = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning", "ignore::UserWarning")
+ADAPTERS = {
+    "lora": {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"},
+    "lora with biases": {"peft_type": "LORA", "r": 2, "target_modules": "all-linear", "bias": "all"},
+    "head": {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "tokens": {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+    "vera": {"peft_type": "VERA", "r": 2, "target_modules": ["q_proj"]},
+    "ia3": {"peft_type": "IA3", "target_modules": ["q_proj"], "feedforward_modules": []},
+}
+
+
+def adapted(name):
+    peft = pytest.importorskip("peft")
+    settings = dict(ADAPTERS[name])
+    kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(settings.pop("peft_type"))]
+    return peft.get_peft_model(tiny_model(), kind(task_type="CAUSAL_LM", **settings))
+
+
+@OF_PEFT
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_what_adapters_train_is_saved(name):
+    refuse_unsaved(adapted(name))
+
+
+@OF_PEFT
+def test_parameters_that_are_trained_beside_adapters_are_an_error_before_training():
+    model = adapted("lora")
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        getattr(model.base_model.model.model.layers[0], norm).weight.requires_grad_(True)
+    with pytest.raises(
+        ConfigError, match=r"2 parameters trained beside .*layers\.0\.input_layernorm\.weight.*modules_to_save"
+    ):
+        refuse_unsaved(model)

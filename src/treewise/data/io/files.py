@@ -197,7 +197,9 @@ def _json_lines(path: Path, limit: int) -> Iterator[RawRecord]:
 
 
 def _json_list(path: Path, limit: int) -> Iterator[RawRecord]:
-    """One JSON list of records. Elements are cut by the decoder one by one, so each has its physical line."""
+    """One JSON list of records. Elements are cut by the decoder one by one, so each has its physical line; where others
+    begin on it, too, also its number in the list, because rollouts and trees without a name are named by location.
+    """
     data = read_bytes(path, limit)
     skip = len(UTF8_MARK) if data.startswith(UTF8_MARK) else 0
     try:
@@ -211,9 +213,11 @@ def _json_list(path: Path, limit: int) -> Iterator[RawRecord]:
         )
     decoder = json.JSONDecoder()
     position = _skip_space(text, position + 1)
-    line, counted = 1, 0
+    line, counted, number, last_line = 1, 0, 0, 0
     while text[position : position + 1] != "]":
-        line, counted = line + text.count("\n", counted, position), position
+        line, counted, number = line + text.count("\n", counted, position), position, number + 1
+        location = f"{printable(path)}:{line}" + (f" record {number}" if line == last_line else "")
+        last_line = line
         try:
             value, end = decoder.raw_decode(text, position)
             position = _skip_space(text, end)
@@ -224,10 +228,10 @@ def _json_list(path: Path, limit: int) -> Iterator[RawRecord]:
         except json.JSONDecodeError as error:
             raise DataError(f"{printable(path)}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
         except (RecursionError, ValueError) as error:
-            raise DataError(f"{printable(path)}:{line}: JSON that cannot be read ({type(error).__name__}).") from None
+            raise DataError(f"{location}: JSON that cannot be read ({type(error).__name__}).") from None
         if not isinstance(value, dict):
-            raise DataError(f"{printable(path)}:{line}: a record must be a JSON object, found {type(value).__name__}.")
-        yield RawRecord(f"{printable(path)}:{line}", value, num_bytes=position - counted)
+            raise DataError(f"{location}: a record must be a JSON object, found {type(value).__name__}.")
+        yield RawRecord(location, value, num_bytes=position - counted)
     if text[position + 1 :].strip():
         raise DataError(f"{printable(path)}: text after the end of the list; a .json file holds one list.")
 

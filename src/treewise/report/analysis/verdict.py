@@ -1,11 +1,17 @@
 """Three lines that decide: what tree training is worth here, what costs most sharing, and what to change."""
 
-from treewise.report.analysis.facts import InspectReport
+from treewise.report.analysis.facts import InspectReport, TreeFacts
 from treewise.report.analysis.lost_sharing import REMEDIES
 from treewise.report.analysis.lost_totals import LostReport
 
 WORTH = 1.2  # times less work, below which the gain drowns in the noise of a machine
 MIN_PART = 0.01  # of the tree tokens, below which a loss is not named
+
+
+def ratios_without(total: TreeFacts, num_lost_tokens: int) -> tuple[float, float]:
+    """What the row ratio and the share ratio would be if so many tree tokens were not computed twice."""
+    left = total.num_tree_tokens - num_lost_tokens
+    return total.num_row_tokens / left, total.num_flat_tokens / left
 
 
 def verdict(facts: InspectReport, lost: LostReport) -> list[str]:
@@ -21,12 +27,12 @@ def verdict(facts: InspectReport, lost: LostReport) -> list[str]:
     largest = max(causes, key=lambda each: each.num_lost_tokens, default=None)
     if largest is None or largest.num_lost_tokens < MIN_PART * total.num_tree_tokens:
         return [worth, "lost sharing: none that a change of templates or data could avoid", _advice(total.row_ratio)]
-    left = total.num_tree_tokens - largest.num_lost_tokens
+    row_ratio, share_ratio = ratios_without(total, largest.num_lost_tokens)
     part = largest.num_lost_tokens / total.num_tree_tokens
     loss = (
         f"lost sharing: {largest.cause}, {part:.1%} of the tree tokens ({largest.num_lost_tokens:,}); without it "
-        f"{total.num_row_tokens / left:.2f} times fewer tokens than one row per conversation, "
-        f"{total.num_flat_tokens / left:.2f} than every trajectory alone"
+        f"{row_ratio:.2f} times fewer tokens than one row per conversation, {share_ratio:.2f} than every trajectory "
+        "alone"
     )
     return [worth, loss, f"change: {REMEDIES[largest.cause]}"]
 

@@ -20,6 +20,7 @@ from treewise.report.analysis.online_log import OnlineReport
 from treewise.report.analysis.plan_facts import PlanReport, report_plan
 from treewise.report.analysis.run_log import RunReport
 from treewise.report.analysis.token_text import TokenText
+from treewise.report.analysis.verdict import ratios_without, verdict
 from treewise.report.html.charts import Chart, histogram, histogram_chart, line_chart
 from treewise.report.html.picture import Vocabulary, micro_batch_runs, picture, picture_size, segment_table
 from treewise.tree.forest import Forest
@@ -103,10 +104,23 @@ class DataReport:
             **self.facts.to_dict(),
             "costs": [asdict(cost) for cost in self.costs],
             "distributions": {name: asdict(histogram(values)) for name, values in _ratios(self.facts).items()},
-            "lost_sharing": self.lost.to_dict(),
+            "verdict": self.verdict,
+            "lost_sharing": self.lost.to_dict() | {"ratios_if_mended": self.ratios_if_mended},
             "drawn_trees": {"rule": DRAWN_RULE, "num_without_room": self.num_without_room, "trees": self.segments},
             "plans": [each.to_dict() for each in self.plans],
         }
+
+    @property
+    def verdict(self) -> list[str]:
+        """Three lines: what it is worth, the largest avoidable loss, what to change."""
+        return verdict(self.facts, self.lost)
+
+    @property
+    def ratios_if_mended(self) -> dict[str, dict[str, float]]:
+        """By avoidable cause, the ratios of all trees without its loss alone."""
+        losses = {each.cause: each.num_lost_tokens for each in self.lost.causes if each.is_avoidable}
+        ratios = {cause: ratios_without(self.facts.total, lost) for cause, lost in losses.items()}
+        return {cause: {"row_ratio": row, "share_ratio": share} for cause, (row, share) in ratios.items()}
 
     @property
     def charts(self) -> list[Chart]:

@@ -198,7 +198,7 @@ def _path(points: list[tuple[float, float]], is_stepped: bool, floor: float | No
     if floor is not None:
         words.append(f"V{floor:g}H{points[0][0]:g}Z")
     elif len(points) == 1:
-        words.append("h0.01")  # a round cap makes a dot of it
+        words.append("m-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0")  # a circle around it
     return "".join(words)
 
 

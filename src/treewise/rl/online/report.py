@@ -90,6 +90,7 @@ def figures(
     brier = book.calibration().brier
     if brier == brier:
         values["book_brier"] = brier
+    values["optimizer_steps"] = float(0 if update is None else update.num_steps)
     if update is not None:
         values |= update.metrics
         values["share_ratio"] = update.flat_tokens / max(1, update.tree_tokens)

@@ -14,7 +14,9 @@ from transformers.trainer_callback import ExportableState
 
 from treewise.errors import CheckpointError
 from treewise.rl.success_book import SuccessBook
+from treewise.trainer import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store, weights
+from treewise.trainer.checkpoint.changed_settings import check_settings
 from treewise.trainer.checkpoint.manifest import check_same_run, read_manifest
 
 NAME = "LoopState"  # of its part of trainer_state.json
@@ -61,11 +63,14 @@ class LoopState(ExportableState):
 _NUMBERS = ("iteration", "num_updates", "overshoot", "num_rollouts", "rollout_tokens", "num_sampled")
 
 
-def find_checkpoint(run_dir: Path, wanted: str | bool, facts: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:
-    """A verified checkpoint of this run and its manifest; None where the newest is wanted and there is none.
+def find_checkpoint(
+    run_dir: Path, wanted: str | bool, facts: dict[str, Any], args: TreeTrainingArguments
+) -> tuple[Path, dict[str, Any]] | None:
+    """A verified checkpoint of this run and its manifest; None where the newest is wanted and there is none. Prints
+    the settings of training that changed.
 
     Raises:
-        CheckpointError: no such checkpoint, a damaged one, or one of another run.
+        CheckpointError: no such checkpoint, a damaged one, one of another run, or settings that cannot change.
     """
     if wanted is True:
         found, passed_over = store.newest(run_dir)
@@ -77,6 +82,8 @@ def find_checkpoint(run_dir: Path, wanted: str | bool, facts: dict[str, Any]) ->
         found = Path(str(wanted))
     manifest = read_manifest(found)
     check_same_run(found, manifest, facts)
+    for change in check_settings(found, contents.ARGUMENTS, args):
+        sys.stderr.write(f"changed since {found.name}: {change}\n")
     return found, manifest
 
 

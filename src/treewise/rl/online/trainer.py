@@ -107,6 +107,8 @@ class OnlineTrainer:
                 "an online run samples from the model in training, which is whole on every process; leave fsdp out. "
                 "Recorded rollouts train sharded models: treewise rl --data."
             )
+        if args.async_checkpoints:
+            raise ConfigError("async_checkpoints: an online run saves between two iterations; leave it out.")
         self.args = args
         self.objective_name = objective if isinstance(objective, str) else "grpo"
         self.objective = _named(objective) if isinstance(objective, str) else objective
@@ -156,7 +158,7 @@ class OnlineTrainer:
             parts.control = parts.callback_handler.on_train_begin(self.args, parts.state, parts.control)
             logs = self._iterations(updater, signals)
             parts.control = parts.callback_handler.on_train_end(self.args, parts.state, parts.control)
-            contents.save_model(self.folder, self.model, self._parts.processing_class, self.args)
+            parts.save_model()
             if self.args.should_save:
                 parts.state.save_to_json(str(self.folder / contents.STATE))
         return logs
@@ -213,7 +215,7 @@ class OnlineTrainer:
 
     def _resume(self, wanted: str | bool) -> None:
         parts = self._parts
-        found = ranks.on_first_rank(lambda: states.find_checkpoint(self.folder, wanted, self._facts()))
+        found = ranks.on_first_rank(lambda: states.find_checkpoint(self.folder, wanted, self._facts(), self.args))
         if found is None:
             return
         folder, manifest = found
@@ -315,7 +317,7 @@ class OnlineTrainer:
             gap = self._measured_gap(update)
             report = updater.run(update.trees, self._batches(iteration, len(update.trees)), self.state.num_updates + 1)
             hand_over(self.sampler, self.model)
-        self._observe(practised)
+        self._observe(practised, 0 if report is None else report.num_steps)
         logs = {"iteration": float(iteration + 1)} | figures(
             trees, account, report, self.state.book, rounds.seconds, self.settings.success_at
         )
@@ -405,7 +407,7 @@ class OnlineTrainer:
         )
 
     def _batches(self, iteration: int, num_trees: int) -> list[list[int]]:
-        """The trees of each optimizer step."""
+        """The trees of each optimizer step: where fewer are left than `mini_batches`, each is a step."""
         batches: list[list[int]] = []
         for epoch in range(self.settings.update_epochs):
             rng = np.random.default_rng([self.args.seed, iteration, _BATCHES, epoch])
@@ -414,7 +416,7 @@ class OnlineTrainer:
             batches += [sorted(part.tolist()) for part in parts]
         return batches
 
-    def _observe(self, practised: Practised) -> None:
+    def _observe(self, practised: Practised, num_updates: int) -> None:
         """Takes a finished iteration into the state."""
         state, trees = self.state, practised.trees
         outcomes = practised.outcomes(state.book, self.settings.success_at)
@@ -429,7 +431,7 @@ class OnlineTrainer:
         sampled = sum(each.num_sampled for each in trees)
         state.num_sampled += sampled
         state.overshoot += sampled - practised.extra_budget - self.settings.tokens_per_iteration
-        state.num_updates += self.settings.updates_per_iteration
+        state.num_updates += num_updates
         state.iteration += 1
         self._parts.state.global_step = state.iteration
 

@@ -28,8 +28,9 @@ from treewise.tree.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """metrics: means over the steps. tree_tokens, flat_tokens: of all steps. seconds: of all steps."""
+    """num_steps: of the optimizer. metrics: means over them. tree_tokens, flat_tokens, seconds: of all steps."""
 
+    num_steps: int
     metrics: dict[str, float]
     tree_tokens: int
     flat_tokens: int
@@ -81,7 +82,7 @@ class Updater:
         loss, trees_of_all, flat_of_all = self._sum(math.fsum(losses), tree_tokens, flat_tokens)
         metrics = {"loss": loss / len(losses), "grad_norm": math.fsum(norms) / len(norms)}
         metrics |= means.take(self._sum)
-        return UpdateReport(metrics, int(trees_of_all), int(flat_of_all), time.perf_counter() - started)
+        return UpdateReport(len(losses), metrics, int(trees_of_all), int(flat_of_all), time.perf_counter() - started)
 
     def _sum(self, *values: float) -> list[float]:
         return ranks.sum_over(self.args.device, *values)

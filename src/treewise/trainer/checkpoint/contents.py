@@ -5,6 +5,7 @@ Weights and configuration are transformers' own files, so `from_pretrained` read
 and safetensors.
 """
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -19,7 +20,7 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
 from treewise.distributed import ranks
-from treewise.distributed.fsdp import whole_state
+from treewise.distributed.fsdp import copy_of_changing, whole_state
 from treewise.errors import CheckpointError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import optimizer_state, store
@@ -50,8 +51,76 @@ class RunState:
     tokenizer: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What the files of a checkpoint are written from, on this rank.
+
+    weights: what `save_pretrained` writes; None: the model's own. shards: of a sharded model, else empty. optimizer:
+    the result of `optimizer_state`; None where none is saved. loop: JSON.
+    """
+
+    run: RunState
+    step: int
+    num_bytes: int
+    weights: dict[str, torch.Tensor] | None
+    shards: dict[str, torch.Tensor]
+    optimizer: tuple[Any, dict[str, torch.Tensor]] | None
+    schedule: Any
+    random: Any
+    loop: str
+
+
 def save(run: RunState, run_dir: Path, facts: dict[str, Any]) -> Path:
     """Saves a run at its present step; every rank calls this. Returns the published checkpoint.
+
+    Raises:
+        CheckpointError: on all ranks, if any of them could not write; earlier checkpoints are untouched.
+    """
+    return write(capture(run, run_dir), run_dir, facts)
+
+
+def capture(run: RunState, run_dir: Path, *, copies: bool = False) -> Captured:
+    """The state of a run at its present step; every rank calls this.
+
+    copies: of all that training changes, in host memory, so that it may go on before they are written.
+
+    Raises:
+        CheckpointError: on all ranks, if the state of one cannot be saved.
+    """
+    is_sharded, settings = is_sharded_model(run.model), run.args.shard_settings()
+    is_whole = not is_sharded or bool(settings and settings.whole_checkpoints)
+    weights = whole_state(run.model) if is_whole and (is_sharded or copies) else None
+    num_bytes = checkpoint_bytes(run.model, run.optimizer)
+
+    def kept(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: copy_of_changing(each) for name, each in tensors.items()} if copies else tensors
+
+    def own_part() -> Captured:
+        optimizer = None
+        if not run.args.save_only_model:
+            plain, tensors = optimizer_state.optimizer_state(run.optimizer, run.model)
+            optimizer = plain, kept(tensors) if is_sharded or ranks.own() == 0 else {}
+        _export_states(run)
+        return Captured(
+            run=run,
+            step=run.loop.global_step,
+            num_bytes=num_bytes,
+            weights=weights,
+            shards=kept(sharded_weights(run.model)) if is_sharded else {},
+            optimizer=optimizer,
+            schedule=None if run.args.save_only_model else optimizer_state.schedule_state(run.scheduler),
+            random=optimizer_state.random_state(),
+            loop=_as_json(run.loop),
+        )
+
+    own: list[Captured] = []
+    folder = store.aside(run_dir, run.loop.global_step)
+    ranks.on_every_rank(_explained(folder, num_bytes, lambda: own.append(own_part())))
+    return own[0]
+
+
+def write(saved: Captured, run_dir: Path, facts: dict[str, Any], group: Any = None) -> Path:
+    """Writes and publishes a checkpoint; every rank calls this. group: as in `ranks.on_every_rank`.
 
     A rank that cannot write must not leave the others waiting in a collective operation. So the files are written in
     stages that hold at most one such operation, which reports failures by itself; after each stage either all ranks go
@@ -60,25 +129,28 @@ def save(run: RunState, run_dir: Path, facts: dict[str, Any]) -> Path:
     Raises:
         CheckpointError: on all ranks, if any of them could not write; earlier checkpoints are untouched.
     """
-    folder = Path(run_dir) / f".checkpoint-{run.loop.global_step}.saving"
-    num_bytes = checkpoint_bytes(run.model, run.optimizer)
+    folder = store.aside(run_dir, saved.step)
 
     def explained(stage: Callable[[], T]) -> Callable[[], T]:
-        def explain() -> T:
-            with store.explained(folder, num_bytes):
-                return stage()
-
-        return explain
+        return _explained(folder, saved.num_bytes, stage)
 
     try:
-        ranks.on_first_rank(explained(lambda: str(store.new_folder(run_dir, run.loop.global_step))))
-        for stage in _stages(run, folder):
-            ranks.on_every_rank(explained(stage))
-        return Path(ranks.on_first_rank(explained(lambda: str(store.publish(folder, facts)))))
+        ranks.on_first_rank(explained(lambda: str(store.new_folder(run_dir, saved.step))), group)
+        for stage in _stages(saved, folder, group):
+            ranks.on_every_rank(explained(stage), group)
+        return Path(ranks.on_first_rank(explained(lambda: str(store.publish(folder, facts))), group))
     except CheckpointError:
         if ranks.own() == 0:  # all ranks have left the folder
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _explained(folder: Path, num_bytes: int, stage: Callable[[], T]) -> Callable[[], T]:
+    def explain() -> T:
+        with store.explained(folder, num_bytes):
+            return stage()
+
+    return explain
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: Any) -> int:
@@ -89,29 +161,25 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _stages(run: RunState, folder: Path) -> Iterator[Callable[[], object]]:
+def _stages(saved: Captured, folder: Path, group: Any) -> Iterator[Callable[[], object]]:
     """The work of each rank, in order."""
-    is_sharded = is_sharded_model(run.model)
+    run, is_sharded = saved.run, bool(saved.shards)
     if is_sharded:
-        yield lambda: save_shards(folder / SHARDS, sharded_weights(run.model))
-    settings = run.args.shard_settings()
-    if is_sharded and not (settings and settings.whole_checkpoints):
+        yield lambda: save_shards(folder / SHARDS, saved.shards, group)
+    if is_sharded and saved.weights is None:
         yield lambda: _write_configuration(run, folder)
     else:
-        state = whole_state(run.model) if is_sharded else None
-        yield lambda: write_model(folder, run.model, run.tokenizer, run.args, state)
-    if not run.args.save_only_model:
-        state_of: list[Any] = []
-        yield lambda: state_of.extend(optimizer_state.optimizer_state(run.optimizer, run.model))
-        plain, tensors = state_of
+        yield lambda: write_model(folder, run.model, run.tokenizer, run.args, saved.weights)
+    if saved.optimizer is not None:
+        plain, tensors = saved.optimizer
         if is_sharded:
-            yield lambda: optimizer_state.save_optimizer_shards(folder, tensors)
+            yield lambda: optimizer_state.save_optimizer_shards(folder, tensors, group)
         yield lambda: optimizer_state.save_optimizer(folder, plain, tensors, is_sharded=is_sharded)
-    yield lambda: _write_rest(run, folder)
+    yield lambda: _write_rest(saved, folder)
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any, args: TreeTrainingArguments) -> None:
-    """The model at the end of a run, whole or not at all; every rank calls this.
+def save_model(folder: Path, model: Any, tokenizer: Any, args: TreeTrainingArguments) -> list[str]:
+    """The model at the end of a run, read back, whole or not at all; every rank calls this. The names of its files.
 
     Raises:
         CheckpointError: on all ranks, if any of them could not write. Files that were there are untouched.
@@ -119,12 +187,14 @@ def save_model(folder: Path, model: Any, tokenizer: Any, args: TreeTrainingArgum
     state = whole_state(model) if is_sharded_model(model) else None
     num_bytes = sum(each.numel() * each.element_size() for each in sharded_weights(model).values())
 
-    def write() -> None:
-        if args.should_save:
-            with store.moved_into(folder, num_bytes) as aside:
-                write_model(aside, model, tokenizer, args, state)
+    def write_files() -> list[str]:
+        if not args.should_save:
+            return []
+        with store.moved_into(folder, num_bytes) as aside:
+            write_model(aside, model, tokenizer, args, state)
+            return [path.relative_to(aside).as_posix() for path in sorted(aside.rglob("*")) if path.is_file()]
 
-    ranks.on_every_rank(write)
+    return ranks.on_every_rank(write_files)[0]
 
 
 def write_model(
@@ -156,14 +226,18 @@ def _write_beside_model(folder: Path, tokenizer: Any, args: TreeTrainingArgument
     (folder / ARGUMENTS).write_text(json.dumps(args.to_dict(), indent=1, default=str), encoding="utf-8")
 
 
-def _write_rest(run: RunState, folder: Path) -> None:
+def _write_rest(saved: Captured, folder: Path) -> None:
     """Random generators of every rank; schedule and state of the loop from the first one."""
-    optimizer_state.save_random_state(folder, ranks.own())
-    if run.args.should_save:
-        if not run.args.save_only_model:
-            optimizer_state.save_schedule(folder, run.scheduler)
-        _export_states(run)
-        run.loop.save_to_json(str(folder / STATE))
+    optimizer_state.save_random_state(folder, ranks.own(), saved.random)
+    if saved.run.args.should_save:
+        if saved.schedule is not None:
+            optimizer_state.save_schedule(folder, saved.schedule)
+        (folder / STATE).write_text(saved.loop, encoding="utf-8")
+
+
+def _as_json(loop: TrainerState) -> str:
+    """What `TrainerState.save_to_json` writes."""
+    return json.dumps(dataclasses.asdict(loop), indent=2, sort_keys=True) + "\n"
 
 
 def _export_states(run: RunState) -> None:

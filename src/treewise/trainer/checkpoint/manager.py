@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from treewise.distributed.online_placement import OnlinePlacer
 from treewise.errors import CheckpointError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
+from treewise.trainer.checkpoint.background import BackgroundWriter
 from treewise.trainer.checkpoint.changed_settings import check_settings
 from treewise.trainer.checkpoint.contents import RunState
 from treewise.trainer.checkpoint.manifest import check_same_run, read_manifest
@@ -50,6 +52,8 @@ class CheckpointManager:
         self.args, self.model = args, model
         self._data, self._placer = data, placer
         self.last_step = 0  # of the newest checkpoint that was written or resumed from
+        self._writer = BackgroundWriter()
+        self._thread_group: Any = None
 
     def find(self, wanted: str | bool | None) -> ResumePoint | None:
         """The checkpoint to resume from: a path, or True for the newest complete one, or None for a new run. Rank 0
@@ -72,12 +76,13 @@ class CheckpointManager:
         return ResumePoint(Path(folder), self.last_step, int(budget) if budget else None)
 
     def save(self, run: RunState, run_dir: Path, max_tokens: int | None) -> Path | None:
-        """Writes a checkpoint, publishes it, and only then removes old ones; None where it failed and may fail.
+        """Writes a checkpoint, publishes it, and only then removes old ones; None where it failed and may fail, or
+        where a thread writes it (`async_checkpoints`): then `collect` returns it. No other may be in flight.
 
         Raises:
             CheckpointError: a rank could not write, and `args.on_save_failure` is `stop`.
         """
-        step = run.loop.global_step
+        step, asynchronous = run.loop.global_step, self.args.async_checkpoints
         best = run.loop.best_global_step
         if best and (best == step or (run_dir / f"checkpoint-{best}").is_dir()):
             run.loop.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
@@ -87,16 +92,57 @@ class CheckpointManager:
         if self._placer is not None:
             self._placer.before_save(step)
             facts |= {"costs": self._placer.state(), "num_ranks": ranks.count()}
+        best_folder = run.loop.best_model_checkpoint
+        if asynchronous and self._thread_group is None:
+            self._thread_group = ranks.group_for_threads(self.args.ddp_timeout)
+
+        def write(saved: contents.Captured) -> Path:
+            checkpoint = contents.write(saved, run_dir, facts, self._thread_group if asynchronous else None)
+            if self.args.should_save:
+                store.prune(run_dir, self.args.save_total_limit, best_folder)
+            return checkpoint
+
+        def begin() -> Path | None:
+            saved = contents.capture(run, run_dir, copies=asynchronous)
+            if not asynchronous:
+                return write(saved)
+            self._writer.start(lambda: write(saved))
+            return None
+
+        return self._published(begin)
+
+    def collect(self, *, wait: bool) -> Path | None:
+        """The checkpoint that a thread has written meanwhile, once; None where there is none.
+
+        wait: for one that is in flight.
+
+        Raises:
+            CheckpointError: it could not be written, and `args.on_save_failure` is `stop`.
+        """
+        if not self._writer.is_busy or not (wait or self._writer.is_done()):
+            return None
+        return self._published(self._writer.result)
+
+    @contextmanager
+    def flight_ended(self) -> Iterator[None]:
+        """Waits in the end for a checkpoint in flight, also where the work inside failed: its error counts then."""
         try:
-            checkpoint = contents.save(run, run_dir, facts)
+            yield
+        except BaseException:
+            with suppress(Exception):
+                self.collect(wait=True)
+            raise
+
+    def _published(self, work: Callable[[], Path | None]) -> Path | None:
+        try:
+            checkpoint = work()
         except CheckpointError as error:
             if self.args.on_save_failure == "stop":
                 raise
             logger.error("%s The run goes on without it.", error)
             return None
-        self.last_step = step
-        if self.args.should_save:
-            store.prune(run_dir, self.args.save_total_limit, run.loop.best_model_checkpoint)
+        if checkpoint is not None:
+            self.last_step = store.step_of(checkpoint)
         return checkpoint
 
     def _verified(self, wanted: str | bool) -> tuple[str, dict[str, Any]]:

@@ -39,7 +39,7 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     """
     paths = _files(folder)
     for path in paths:
-        _check_readable(path)
+        check_readable(path)
     with ThreadPoolExecutor(8) as pool:
         identities = pool.map(lambda path: identity(path, flush=True), paths)
         files = {path.relative_to(folder).as_posix(): each for path, each in zip(paths, identities, strict=True)}
@@ -208,7 +208,7 @@ def _parsed(checkpoint: Path) -> dict[str, Any]:
     return rest
 
 
-def _check_readable(path: Path) -> None:
+def check_readable(path: Path) -> None:
     """Raises `CheckpointError` if a file that was just written does not read back."""
     try:
         if path.suffix == ".safetensors":

@@ -85,9 +85,9 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: 
         group.update(own)
 
 
-def save_optimizer_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes the tensors of `optimizer_state` if they are shards. Every rank calls this."""
-    save_shards(folder / OPTIMIZER, tensors)
+def save_optimizer_shards(folder: Path, tensors: dict[str, torch.Tensor], group: Any = None) -> None:
+    """Writes the tensors of `optimizer_state` if they are shards. Every rank calls this. group: as in `save_shards`."""
+    save_shards(folder / OPTIMIZER, tensors, group)
 
 
 def save_optimizer(folder: Path, plain: Any, tensors: dict[str, torch.Tensor], *, is_sharded: bool) -> None:
@@ -123,9 +123,14 @@ def _kind(tensor: torch.Tensor) -> tuple[list[int], str]:
     return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def save_schedule(folder: Path, scheduler: Any) -> None:
-    """Writes a learning-rate schedule."""
-    _write_json(folder / SCHEDULE, {"kind": type(scheduler).__name__, "state": to_plain(scheduler.state_dict())})
+def schedule_state(scheduler: Any) -> Any:
+    """The state of a learning-rate schedule as plain values."""
+    return {"kind": type(scheduler).__name__, "state": to_plain(scheduler.state_dict())}
+
+
+def save_schedule(folder: Path, state: Any) -> None:
+    """Writes the result of `schedule_state`."""
+    _write_json(folder / SCHEDULE, state)
 
 
 def load_schedule(folder: Path, scheduler: Any, optimizer: Any) -> None:
@@ -158,15 +163,20 @@ def load_schedule(folder: Path, scheduler: Any, optimizer: Any) -> None:
     scheduler.load_state_dict(state)
 
 
-def save_random_state(folder: Path, rank: int) -> None:
-    """Writes the generators of this process: Python's, NumPy's and torch's, with those of its CUDA devices."""
+def random_state() -> Any:
+    """The generators of this process, as plain values: Python's, NumPy's, torch's, and those of its CUDA devices."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 - callbacks and transformers draw from the global generator
         "torch": torch.random.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-    _write_json(_random_file(folder, rank), to_plain(state))
+    return to_plain(state)
+
+
+def save_random_state(folder: Path, rank: int, state: Any) -> None:
+    """Writes the result of `random_state`."""
+    _write_json(_random_file(folder, rank), state)
 
 
 def load_random_state(folder: Path, rank: int) -> bool:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -19,8 +20,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from treewise.errors import CheckpointError
 
 
-def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def save_shards(folder: Path, tensors: dict[str, torch.Tensor], group: Any = None) -> None:
     """Writes tensors, sharded (`DTensor`) or the same on all ranks; every rank calls this.
+
+    group: of all ranks, for the collective operations; None: the default one. A thread needs one of its own.
 
     Raises:
         CheckpointError: a rank could not write.
@@ -28,7 +31,7 @@ def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     writer, is_single = HuggingFaceStorageWriter(str(folder), save_distributed=True), not distributed.is_initialized()
     try:
         with _single_process_warning_ignored():
-            save(dict(tensors), storage_writer=writer, no_dist=is_single)
+            save(dict(tensors), storage_writer=writer, no_dist=is_single, process_group=group)
     except CheckpointException as error:
         raise CheckpointError(_reason(error)) from error
 
@@ -54,6 +57,9 @@ def load_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 @contextmanager
 def _single_process_warning_ignored() -> Iterator[None]:
     """DCP warns in a run of one process, which may read shards as well."""
+    if distributed.is_initialized():  # filters of warnings belong to all threads of a process
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield

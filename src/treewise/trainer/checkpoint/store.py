@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from treewise.errors import CheckpointError, bytes_as_text
 from treewise.trainer.checkpoint.manifest import (
     MANIFEST,
+    check_readable,
     flush_file,
     flush_folder,
     is_verified,
@@ -29,7 +30,7 @@ from treewise.trainer.checkpoint.manifest import (
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MODEL_ASIDE = ".model.saving"
-_ASIDE = re.compile(r"\.checkpoint-(\d+)\.(saving|replaced)")
+_ASIDE = re.compile(r"\.checkpoint-(\d+)\.(saving|replaced|[\w-]+\.upload)")
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:
@@ -49,9 +50,14 @@ def step_of(checkpoint: Path) -> int:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
+def aside(run_dir: str | Path, step: int) -> Path:
+    """Where the files of step `step` are written before they are a checkpoint."""
+    return Path(run_dir) / f".checkpoint-{step}.saving"
+
+
 def new_folder(run_dir: str | Path, step: int) -> Path:
     """An empty folder for the files of step `step`, not yet a checkpoint."""
-    folder = Path(run_dir) / f".checkpoint-{step}.saving"
+    folder = aside(run_dir, step)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -152,6 +158,7 @@ def moved_into(folder: Path, num_bytes: int) -> Iterator[Path]:
             yield aside
             for path in sorted(aside.rglob("*")):
                 if path.is_file():
+                    check_readable(path)
                     flush_file(path)  # some disks report that they are full only now
             for path in sorted(aside.rglob("*")):
                 target = folder / path.relative_to(aside)

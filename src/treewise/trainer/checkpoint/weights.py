@@ -16,11 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from treewise.errors import CheckpointError
+from treewise.errors import CheckpointError, ConfigError, num
 from treewise.trainer.checkpoint.manifest import listed_files
 from treewise.trainer.checkpoint.sharded_io import load_shards
 
 SHARDS = "weights"  # the folder of a sharded checkpoint's weights
+_SAVED_BY_PEFT = ("modules_to_save", "trainable_tokens", "prompt_encoder")  # in names of parameters
 
 
 def is_sharded_model(model: nn.Module) -> bool:
@@ -32,6 +33,31 @@ def sharded_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """The weights in a sharded checkpoint: all, or with adapters the trained ones."""
     has_adapters = hasattr(model, "peft_config")
     return {name: each.data for name, each in model.named_parameters() if each.requires_grad or not has_adapters}
+
+
+def refuse_unsaved(model: Any) -> None:
+    """Raises `ConfigError` for parameters that are trained beside adapters: PEFT saves adapters alone."""
+    if not hasattr(model, "peft_config"):
+        return
+    from peft import get_peft_model_state_dict
+
+    states = [
+        get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in model.peft_config
+    ]
+    saved = {tensor.data_ptr() for state in states for tensor in state.values()}
+    # Some adapters are saved in another form than they are trained in.
+    marks = (getattr(model.base_model, "prefix", None) or "modules_to_save", *_SAVED_BY_PEFT)
+    lost = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.data_ptr() not in saved and not any(mark in name for mark in marks)
+    ]
+    if lost:
+        raise ConfigError(
+            f"{num(len(lost), 'parameter')} trained beside the adapters would be in no checkpoint and not in the saved "
+            f"model: {', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}. Name the modules in modules_to_save of "
+            "the adapter's configuration, or freeze them."
+        )
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> None:
