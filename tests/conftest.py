@@ -1,5 +1,6 @@
 """What every test shares: one thread, fixed seeds, no network, its own cache, checked shapes, markers by folder."""
 
+import gc
 import os
 import random
 import sys
@@ -139,6 +140,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what the imports made out of every later collection of garbage, of which each costs half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def _check_representatives(items: list[pytest.Item]) -> None:
