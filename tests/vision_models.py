@@ -17,6 +17,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from treewise.testing import tiny_model
@@ -24,6 +25,8 @@ from treewise.testing import tiny_model
 IMAGE_TOKEN = 60  # of 64
 WORDS = 40  # plain ones; what follows is special
 CLOSED = {"height": 16, "width": 16}
+SMALL_GRID = {"num_position_embeddings": 16}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,22 @@ FAMILIES = {
         lambda: PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=16),
         {"image_token_index": IMAGE_TOKEN, "spatial_merge_size": 2, "vision_config": {"head_dim": 8}},
     ),
+}
+FAMILIES |= {
+    name: Family(
+        lambda: Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=1024, max_pixels=2048),
+        {"vision_config": {"depth": 3, **vision}, "text_config": text},
+        image_token="<|image_pad|>",
+    )
+    for name, vision, text in (
+        ("qwen2_vl", {"embed_dim": 32, "hidden_size": 32, "spatial_merge_size": 2}, {}),
+        ("qwen2_5_vl", {"window_size": 32, "fullatt_block_indexes": [1], "spatial_merge_size": 2}, {}),
+        (
+            "qwen3_vl",
+            {"deepstack_visual_indexes": [0, 1], "spatial_merge_size": 2, "num_position_embeddings": 16},
+            MROPE,
+        ),
+    )
 }
 
 

@@ -18,15 +18,15 @@ from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
 A, B, C = png(1), png(2, 30, 20), png(3, 16, 40)
-# Text ((seed, number of tokens)) and images: forks before, between and after images, one image at two places, one
-# twice in a row, a trajectory that ends behind an image, the last of two images alone, and no image at all.
+# Text ((seed, number of tokens)) and images: forks before, between and after images, one image at two places, a
+# trajectory that ends behind an image, the last of two images alone, and no image at all.
 HISTORIES = (
     [(1, 5), A, (2, 4), B, (3, 3)],
     [(1, 5), A, (2, 4), B, (4, 5)],
     [(1, 5), A, (2, 4), C, (3, 3)],
     [(1, 5), B, (2, 4), (5, 3)],
     [(1, 5), A, (6, 4), A, (7, 2)],
-    [(1, 5), A, A, (8, 3)],
+    [(1, 5), A, (11, 1), A, (8, 3)],
     [(1, 5), A, (2, 2)],
     [(9, 6), (10, 3)],
 )

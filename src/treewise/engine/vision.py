@@ -18,7 +18,15 @@ from torch import nn
 from treewise.errors import ConfigError, DataError
 from treewise.nn.device import to_device
 from treewise.nn.model import DecoderAndHead, base_model
-from treewise.nn.vision import Features, PixelInputs, pixel_inputs, row_arguments, vision_model
+from treewise.nn.vision import (
+    Features,
+    PixelInputs,
+    has_own_positions,
+    pixel_inputs,
+    row_arguments,
+    tree_positions,
+    vision_model,
+)
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
@@ -47,23 +55,34 @@ class ForestVision:
         self._positions, self._rows, self._num_rows = _placeholders(forest, self.vision.image_token)
         self._bounds = np.concatenate([[0], np.cumsum(self._num_rows)])
         self._pixels: dict[int, PixelInputs] = {}
+        self._decoder = lm.decoder
+        self._index_of = {(each.digest, each.end - each.start): index for index, each in enumerate(self._sources)}
+        self._position_ids = None  # [A, T], where they are no depths
+        if has_own_positions(self.vision.module):
+            self._position_ids = tree_positions(
+                self.vision.module, self.vision.image_token, forest, lambda each: self._pixels_of(self._index(each))
+            )
         self._kept: Features | None = None  # leaves, to which micro-batches add gradients
 
     def inside(self, positions: np.ndarray, *, in_graph: bool) -> tuple[Any, dict[str, Any]] | None:
-        """The part of the model that a micro-batch runs, and its arguments; None if it has no placeholder.
+        """The part of the model that a micro-batch runs, and its arguments; None if it is as without images.
 
         positions: [T] int64 tree positions, ascending. in_graph: features are computed in the caller's graph, for a
         forest of one micro-batch; otherwise the kept ones are read.
         """
         rows = self._rows[np.isin(self._positions, positions, assume_unique=True)]
+        arguments: dict[str, Any] = {}
+        if self._position_ids is not None:
+            own = self._position_ids[:, positions]
+            arguments["position_ids"] = to_device(own, self.vision.module.device, torch.long)[:, None]
         if len(rows) == 0:
-            return None
+            return (self._decoder, arguments) if arguments else None
         features = self._all_features() if in_graph else self._keep()
         index = to_device(rows, features[0].device)
         seen = tuple(each.index_select(0, index) for each in features)
         if not in_graph:
             seen = tuple(each.to(self.vision.module.dtype) for each in seen)
-        return self.vision.module, self.vision.arguments(seen)
+        return self.vision.module, {**arguments, **self.vision.arguments(seen)}
 
     def backward(self) -> None:
         """Backward of the tower, from the gradients that micro-batches added to the kept features."""
@@ -111,6 +130,9 @@ class ForestVision:
             if is_over or last == len(self._sources):
                 yield first, last
                 first = last
+
+    def _index(self, image: ImageSpan) -> int:
+        return self._index_of[image.digest, image.end - image.start]
 
     def _pixels_of(self, index: int) -> PixelInputs:
         if index not in self._pixels:

@@ -99,7 +99,7 @@ def vision_model(lm: DecoderAndHead) -> VisionModel:
 
 
 # Families whose images are computed exactly, each tried against flat training (tests/engine/test_vision.py).
-WITH_IMAGES = ("idefics3", "internvl", "llava", "mistral3", "smolvlm")
+WITH_IMAGES = (*("idefics3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"),)
 
 
 def refuse_unsupported(base: Any) -> None:
