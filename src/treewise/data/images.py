@@ -139,6 +139,10 @@ class ImageReader:
             self._size_of[digest] = decoded_image.height, decoded_image.width
         return str(self._kept(data, digest, location) if path is None else path.absolute()), digest
 
+    def size_of(self, digest: str) -> tuple[int, int]:
+        """Height and width of an image that `source` read."""
+        return self._size_of[digest]
+
     def expansion(self, size: tuple[int, int], location: str) -> np.ndarray:
         """[n] int32, the tokens that the processor writes in place of one placeholder for an image of (height, width).
 

@@ -20,6 +20,7 @@ from treewise.data.io.printable import printable, shown
 from treewise.data.io.record_forms import PartialTailError, Record, detect_form, parse
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.render import chat
+from treewise.data.render.images import IMAGES, read_images, with_column
 from treewise.data.render.messages import Conversation, clean_conversation
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.template import Template
@@ -64,9 +65,11 @@ class RecordReader:
     def _template(self) -> Template:
         assert self.tokenizer is not None
         options = self.options
-        return Template(
-            Encoder(self.tokenizer), options.chat_template, dict(options.chat_template_kwargs), options.on_hidden
-        )
+        template = options.chat_template
+        if template is None and self.images is not None:
+            template = getattr(self.images.processor, "chat_template", None)
+        kwargs = dict(options.chat_template_kwargs)
+        return Template(Encoder(self.tokenizer), template, kwargs, options.on_hidden, self.images)
 
     def _fill(self, result: RecordResult, record: Record, data_file: Path | None) -> None:
         location = result.location
@@ -116,7 +119,7 @@ class RecordReader:
         if form == "prompt_completion":
             return self._pair(record, group, data_file, location)
         tools = find_tools(record, data_file, location)
-        talk = self._template.prepare(clean_conversation(record["messages"], location), location)
+        talk = self._talk(clean_conversation(record["messages"], location), record, data_file, location)
         if form == "calls":
             if self.options.thinking == "keep":
                 raise DataError(
@@ -125,6 +128,14 @@ class RecordReader:
             calls = chat.logged_calls(talk, record["calls"], self.options.train_on, location)
             return chat.render_calls(self._template, calls, tools, location), group
         return self._conversation(talk, tools, location), group
+
+    def _talk(self, talk: Conversation, record: Record, data_file: Path | None, location: str) -> Conversation:
+        """A conversation as the template takes it, with its images read."""
+        if "images" in record or any(message.get(IMAGES) for message in talk.messages):
+            messages = with_column(talk.messages, record.get("images"), location)
+            missing = f"the record {token_rows.NEEDS_PROCESSOR}"
+            talk = Conversation(read_images(messages, self.images, data_file, location, missing), talk.weights)
+        return self._template.prepare(talk, location)
 
     def _fill_preference(self, result: RecordResult, record: Record, form: str, data_file: Path | None) -> None:
         """Two rollouts of one pair, or one with a label, in the tree of their prompt. A reward of 1 is preferred to 0.
@@ -173,7 +184,14 @@ class RecordReader:
     def _pair(self, record: Record, group: Any, data_file: Path | None, location: str) -> tuple[list[Row], Any]:
         prompt, completion = record["prompt"], record["completion"]
         if group is None:
-            group = "prompt-" + hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:16]
+            text = json.dumps(
+                [prompt, record["images"]] if "images" in record else prompt, sort_keys=True, default=_digest
+            )
+            group = "prompt-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+        if "images" in record and isinstance(prompt, str):
+            raise DataError(
+                f"{location}: images beside a prompt of plain text; give messages (lists of role and content)."
+            )
         if isinstance(prompt, str) and isinstance(completion, str):
             return chat.render_pair(self._template, prompt, completion, location), group
         if isinstance(prompt, str):
@@ -183,7 +201,7 @@ class RecordReader:
         before = clean_conversation(prompt, location, "prompt")
         after = clean_conversation(completion, location, "completion")
         talk = Conversation(before.messages + after.messages, before.weights + after.weights)
-        talk = self._template.prepare(talk, location)
+        talk = self._talk(talk, record, data_file, location)
         return self._conversation(talk, find_tools(record, data_file, location), location, len(before.messages)), group
 
     def _fill_declared(self, result: RecordResult, record: Record, data_file: Path | None) -> None:
@@ -219,6 +237,11 @@ class RecordReader:
                 f"{placed[0].location}: thinking='keep' needs one conversation; trees are rendered as_inference."
             )
         calls = declared_nodes.message_calls(placed, parents, self.options.train_on)
+        if any(message.get(IMAGES) for call in calls for message in call.history):
+            raise DataError(
+                f"{placed[0].location}: images in the messages of declared nodes are not supported; give the "
+                "conversations as `messages`, or calls, which merge by themselves."
+            )
         ready = []
         for call in calls:
             talk = self._template.prepare(Conversation([*call.history, call.turn], []), call.location)
@@ -257,6 +280,8 @@ class RecordReader:
         try:
             if "messages" in record:
                 talk = self._template.prepare(clean_conversation(record["messages"], location), location)
+                if "images" in record or any(message.get(IMAGES) for message in talk.messages):
+                    raise DataError(f"{location}: the row holds images.")
                 text = self._template.render([talk.messages], find_tools(record, data_file, location), location)[0]
             else:
                 text = plain or ""
@@ -295,6 +320,12 @@ class RecordReader:
                     f"{row.source or result.location}: {row.num_tokens} tokens, more than max_length {limit}; raise "
                     "it, shorten the record or quarantine it. Nothing is cut."
                 )
+
+
+def _digest(value: Any) -> str:
+    """What stands for the bytes of an image in a hash."""
+    data = value if isinstance(value, bytes) else value.tobytes()
+    return hashlib.sha256(data).hexdigest()
 
 
 def _plain_text(record: Record) -> str | None:

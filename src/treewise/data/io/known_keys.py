@@ -22,9 +22,9 @@ ROW = frozenset(
 PAIR = frozenset({"prompt", "completion", "tools", "tools_ref", "functions", *LABELS})
 NODE = frozenset({"id", "parent", "token_ids", "message", "reward", "rollout", "end", *STREAMS})
 RECORD_KEYS: dict[str, frozenset[str]] = {
-    "chat": CHAT,
-    "calls": CHAT | {"calls"},
-    "prompt_completion": PAIR,
+    "chat": CHAT | {"images"},
+    "calls": CHAT | {"calls", "images"},
+    "prompt_completion": PAIR | {"images"},
     "token_row": ROW,
     "grouped_rows": frozenset({"seqs", "group", "task_id"}),
     "nodes": frozenset({"nodes", "forest", "tools", "tools_ref", "functions", *LABELS}),
@@ -46,10 +46,10 @@ IN_RECORD = {
     "system": 'put it in front of messages, as {"role": "system", "content": ...}',
     "group_id": "write it as group, or set group_by: group_id",
     "weight": "weights belong to messages, or are loss_weights of tokens",
-    **dict.fromkeys(MEDIA, "only text can be trained; take it out"),
+    **dict.fromkeys(MEDIA, "images are read beside messages and token_ids; take it out, or write `images`"),
 }
 IN_MESSAGE = {
-    **dict.fromkeys(MEDIA, "only text can be trained; take it out"),
+    **dict.fromkeys(MEDIA, "an image is a part of content, {type: image, image: ...}; videos and sounds are not read"),
 }
 IN_NODE = dict.fromkeys(OTHER_MASKS, "write it as loss_weights, one per token (0: context)")
 IN_SEQ = dict.fromkeys(OTHER_MASKS, "write it as loss, [start, end) of every trained range")

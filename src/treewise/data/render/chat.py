@@ -12,11 +12,13 @@ import numpy as np
 
 from treewise.data.io.field_checks import flat_list
 from treewise.data.io.rows import Row
+from treewise.data.render.images import IMAGES
 from treewise.data.render.messages import Conversation, Message
 from treewise.data.render.piece_tokenizer import Pieces, joined
 from treewise.data.render.template import Template
 from treewise.data.render.trained_parts import Span
 from treewise.errors import DataError
+from treewise.tree.images import ImageSpan
 
 Tools = list[dict[str, Any]] | None
 NOTHING_MARKED = (
@@ -141,8 +143,11 @@ def render_calls(template: Template, calls: Sequence[Call], tools: Tools, locati
         for call, context, (ids, mask) in zip(block, contexts, _encoded(template, completions, masks), strict=True):
             if mask is not None and not mask.any():
                 continue
+            images: tuple[ImageSpan, ...] = ()
+            if template.placer is not None:
+                context, images = template.placer.place(context, call.history, call.location)
             pieces = (*context, ids)
-            rows.append(_row(pieces, before, [(len(context), call.weight, mask)]))
+            rows.append(replace(_row(pieces, before, [(len(context), call.weight, mask)]), images=images))
             before = pieces
     if not rows:
         raise DataError(f"{location}: {NOTHING_MARKED}")
@@ -154,6 +159,8 @@ def render_kept(template: Template, calls: Sequence[Call], tools: Tools, locatio
 
     The sequence is the first prompt, then what each turn sampled and what the template writes from there to the next.
     """
+    if any(message.get(IMAGES) for call in calls for message in call.history):
+        raise DataError(f"{location}: thinking='keep' is not supported for images; use thinking='as_inference'.")
     calls = _checked(template, calls, tools)
     prompts, openings, completions, masks = _rendered(template, calls, tools, location, set())
     histories = [call.history for call in calls[1:]]

@@ -7,6 +7,7 @@ from typing import Any
 from treewise.data.io.field_checks import weight
 from treewise.data.io.printable import shown
 from treewise.data.io.record_forms import parse_text
+from treewise.data.render.images import IMAGE, IMAGES, KINDS, image_of_part
 from treewise.data.render.trained_parts import detail_spans
 from treewise.errors import DataError
 
@@ -57,7 +58,11 @@ def clean_message(value: Any, location: str) -> tuple[Message, float]:
     message = {key: item for key, item in value.items() if key not in WEIGHTS and item is not None}
     if "content" not in message and role != "assistant":
         raise DataError(f"{location} ({role}) has no content.")
-    message["content"] = _text(message.get("content", ""), location)
+    message["content"], images = _text_and_images(message.get("content", ""), location)
+    if images:
+        message[IMAGES] = images
+    if images and role == "assistant":
+        raise DataError(f"{location} (assistant) holds an image, and images are not sampled; give it to another role.")
     trains = _train_mark(value, location)
     if role != "assistant":
         if isinstance(message.get("train_detail"), list) and any(
@@ -138,18 +143,23 @@ def _map_function_call(message: Message, location: str) -> None:
     message["tool_calls"] = [old]
 
 
-def _text(content: Any, location: str) -> str:
+def _text_and_images(content: Any, location: str) -> tuple[str, list[Any]]:
+    """The text of a message, with `IMAGE` where an image stands, and its images in order."""
     if isinstance(content, str):
-        return content
+        return content, []
     if not isinstance(content, list):
         raise DataError(f"{location}: content must be text, found {type(content).__name__}.")
-    parts = []
+    parts, images = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind in KINDS:
+            images.append(image_of_part(part))
+            parts.append(IMAGE)
+            continue
         if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise DataError(f"{location}: content of type {shown(kind)} is not supported; only text parts are.")
+            raise DataError(f"{location}: content of type {shown(kind)} is not supported, only text and images.")
         parts.append(part["text"])
-    return "".join(parts)
+    return "".join(parts), images
 
 
 def _list(message: Message, location: str) -> list[Any]:

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from treewise.data.images import ImageReader
 from treewise.data.io.printable import shown
 from treewise.data.render.chatml import CHATML
 from treewise.data.render.field_probe import STANDARD_ROLES, THINK, THINK_END, FieldProbe
+from treewise.data.render.images import IMAGE, Placer, as_parts
 from treewise.data.render.messages import Conversation, Message, with_arguments
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.trained_parts import (
@@ -50,18 +52,29 @@ NO_TEMPLATE = "the tokenizer has no chat template; give one as chat_template, fo
 
 
 class Template:
-    """One chat template bound to a tokenizer. `notes` collects what users should be aware of."""
+    """One chat template bound to a tokenizer. `notes` collects what users should be aware of.
+
+    images: reads the images of messages, for the tokenizer of a model that sees.
+    """
 
     def __init__(
-        self, encoder: Encoder, chat_template: str | None, kwargs: dict[str, Any], on_hidden: str = "error"
+        self,
+        encoder: Encoder,
+        chat_template: str | None,
+        kwargs: dict[str, Any],
+        on_hidden: str = "error",
+        images: ImageReader | None = None,
     ) -> None:
         self.tokenizer = encoder.tokenizer
         self.encoder = encoder
         self.text = template_text(chat_template)
         self.kwargs = kwargs
         self.on_hidden = on_hidden
+        self.placer = None if images is None else Placer(images)
         self.notes: dict[str, None] = {}
         self._probe = FieldProbe()
+        self._reads_parts_alone = False
+        self._reads_parts_alone = images is not None and not self._writes_plain_content()
         self._arguments_as_text = self._writes_text_arguments()
         self._tools_seen = False
 
@@ -96,7 +109,7 @@ class Template:
             self._note_unwritten_tools(conversations[0], tools, location)
         try:
             return self.tokenizer.apply_chat_template(
-                list(conversations),
+                [self.shaped(talk) for talk in conversations],
                 tools=tools,
                 chat_template=self.text,
                 add_generation_prompt=generation,
@@ -111,6 +124,10 @@ class Template:
             raise DataError(
                 f"{location}: the chat template raises an error for this conversation ({shown(str(error), 200)})."
             ) from error
+
+    def shaped(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with content in the form that the template reads: text, or parts."""
+        return [as_parts(message, always=self._reads_parts_alone) for message in messages]
 
     def check_history(
         self,
@@ -151,8 +168,8 @@ class Template:
             if id(message) in seen:
                 continue
             seen.add(id(message))
-            text = message["content"].strip()
-            if message["role"] == "assistant" or not text or text in prompt or _as_json(text) in prompt:
+            texts = [text for part in message["content"].split(IMAGE) if (text := part.strip())]
+            if message["role"] == "assistant" or all(text in prompt or _as_json(text) in prompt for text in texts):
                 continue
             renders = (lambda talk: self.render([talk], tools, location, generation=True)[0],)
             hidden = self._probe.hidden_in_context(history, index, bool(tools), renders, remembers=False)
@@ -263,7 +280,9 @@ class Template:
         spans = [(0, len(sampled))]
         if self._has_generation_blocks:
             template = self.tokenizer.get_chat_template(self.text, tools)
-            again, blocks = generation_spans(self.tokenizer, template, [*history, turn], tools, self.kwargs)
+            again, blocks = generation_spans(
+                self.tokenizer, template, self.shaped([*history, turn]), tools, self.kwargs
+            )
             if again != whole:
                 raise DataError(
                     f"{location}: the chat template gives another text each time; {difference(whole, again)}"
@@ -381,6 +400,13 @@ class Template:
     def _note_unwritten_tools(self, messages: list[Message], tools: list[dict[str, Any]], location: str) -> None:
         if self.render([messages], tools, location) == self.render([messages], None, location):
             self.notes["the chat template never writes tools; the model does not see them"] = None
+
+    def _writes_plain_content(self) -> bool:
+        """Whether the template writes content that is text; some of models that see write parts alone."""
+        try:
+            return MARK in self.render([[{"role": "user", "content": MARK}]], None, "probe")[0]
+        except DataError:
+            return False
 
     def _writes_text_arguments(self) -> bool:
         """Whether the template writes arguments given as text verbatim (else it would quote them twice)."""

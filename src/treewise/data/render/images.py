@@ -1,0 +1,169 @@
+"""Images of chat messages: found in every form that people have, written by the template, placed by the processor.
+
+Inside of treewise a message's content is text in which `IMAGE` stands for an image, and `message["images"]` lists them
+in order; the template gets content parts. It writes one placeholder for each, which is replaced by the tokens that the
+processor makes of that image: what the processor does with text and images, per message instead of per conversation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treewise.data.images import ImageReader
+from treewise.data.io.printable import shown
+from treewise.data.render.piece_tokenizer import Pieces
+from treewise.errors import DataError, num
+from treewise.tree.images import ImageSpan
+
+Message = dict[str, Any]
+IMAGE = "\ue0b8"  # private use: no text holds it
+IMAGES = "images"  # key of a message
+COLUMN = object()  # an image part without a value, which is the next of the record's column
+KINDS = ("image", "image_url", "input_image")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadImage:
+    """An image that was decoded once: the path of its file, its digest, its height and width."""
+
+    source: str
+    digest: str
+    size: tuple[int, int]
+
+
+def image_of_part(part: Message) -> Any:
+    """The image of a content part, as a path, bytes, an address or PIL; `COLUMN` where it names none."""
+    for name in ("image", "image_url", "url", "path", "bytes", "source", "base64"):
+        value = part.get(name)
+        if isinstance(value, dict):  # {"url": ...} of OpenAI, {"data": ...} of Anthropic, {"bytes": ..., "path": ...}
+            data = value.get("data")
+            value = value.get("url") or (f"data:;base64,{data}" if data else value)
+        if value is not None:
+            return f"data:;base64,{value}" if name == "base64" else value
+    return COLUMN
+
+
+def with_column(messages: Sequence[Message], column: Any, location: str) -> list[Message]:
+    """The messages with the images of the record's `images` (None: it has none) at the parts that name none.
+
+    Where no message has an image part, the images stand before the text of the first user message, as TRL puts them.
+
+    Raises:
+        DataError: another number of images than parts.
+    """
+    if column is None:
+        column = []
+    if not isinstance(column, list):
+        raise DataError(f"{location}: images must be a list, one entry for each image, found {shown(column)}.")
+    result = [dict(message) for message in messages]
+    waiting = [
+        (message, index) for message in result for index, each in enumerate(message.get(IMAGES, ())) if each is COLUMN
+    ]
+    first = next((message for message in result if message["role"] == "user"), None)
+    if column and not any(message.get(IMAGES) for message in result) and first is not None:
+        first["content"] = IMAGE * len(column) + first["content"]
+        first[IMAGES] = list(column)
+        return result
+    if len(waiting) != len(column):
+        raise DataError(
+            f"{location}: {num(len(column), 'image')} in images for {num(len(waiting), 'image part')} without an image "
+            "of its own in the messages."
+        )
+    for (message, index), image in zip(waiting, column, strict=True):
+        message[IMAGES] = [*message[IMAGES][:index], image, *message[IMAGES][index + 1 :]]
+    return result
+
+
+def read_images(
+    messages: Sequence[Message], reader: ImageReader | None, data_file: Path | None, location: str, missing: str
+) -> list[Message]:
+    """The messages with their images read and decoded once. missing: the error where there is no reader.
+
+    Raises:
+        DataError: an image that cannot be read, with its message.
+    """
+    result = []
+    for turn, message in enumerate(messages):
+        images = message.get(IMAGES)
+        if images:
+            if reader is None:
+                raise DataError(f"{location}: {missing}")
+            read = []
+            for index, image in enumerate(images):
+                source, digest = reader.source(image, data_file, f"{location}: messages[{turn}], image {index}")
+                read.append(ReadImage(source, digest, reader.size_of(digest)))
+            message = {**message, IMAGES: read}
+        result.append(message)
+    return result
+
+
+def as_parts(message: Message, *, always: bool) -> Message:
+    """A message as templates take it: content parts where it has images, or `always`; else text."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    if IMAGE not in content and not always:
+        return message
+    parts: list[Message] = []
+    for index, text in enumerate(content.split(IMAGE)):
+        parts += [{"type": "image"}] if index else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return {**{key: value for key, value in message.items() if key != IMAGES}, "content": parts}
+
+
+class Placer:
+    """Puts the tokens of images into tokenised texts. Equal pieces with equal images stay the same array."""
+
+    def __init__(self, reader: ImageReader) -> None:
+        self._reader = reader
+        # The piece itself is kept beside, so that no other array can have its `id`.
+        self._placed: dict[tuple[int, tuple[str, ...]], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def place(self, pieces: Pieces, messages: Sequence[Message], location: str) -> tuple[Pieces, tuple[ImageSpan, ...]]:
+        """The pieces with every placeholder replaced by the tokens of its image, and where these are.
+
+        messages: what the text was rendered from.
+
+        Raises:
+            DataError: the template wrote another number of placeholders than the messages have images.
+        """
+        images: list[ReadImage] = [image for message in messages for image in message.get(IMAGES, ())]
+        counts = [int((piece == self._reader.token).sum()) for piece in pieces]
+        if sum(counts) != len(images):
+            raise DataError(
+                f"{location}: the text holds {num(sum(counts), 'image token')} for {num(len(images), 'image')}: "
+                "does the chat template write images, and does no message hold the text of an image token?"
+            )
+        result, spans = list(pieces), []
+        start = used = 0
+        for index, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
+            if count:
+                own = images[used : used + count]
+                result[index], bounds = self._expanded(piece, own, location)
+                spans += [
+                    ImageSpan(image.source, start + int(low), start + int(high), image.digest)
+                    for image, (low, high) in zip(own, bounds, strict=True)
+                ]
+                used += count
+            start += len(result[index])
+        return tuple(result), tuple(spans)
+
+    def _expanded(self, piece: np.ndarray, images: Sequence[ReadImage], location: str) -> tuple[np.ndarray, np.ndarray]:
+        """A piece with its placeholders replaced, and [images, 2] int64, the span of each."""
+        key = (id(piece), tuple(image.digest for image in images))
+        if key not in self._placed:
+            token, parts, bounds, length = self._reader.token, [], [], 0
+            positions = np.flatnonzero(piece == token)
+            for low, high, image in zip([0, *(positions[:-1] + 1)], positions, images, strict=True):
+                tokens = self._reader.expansion(image.size, location)
+                within = np.flatnonzero(tokens == token)
+                parts += [piece[low:high], tokens]
+                length += high - low
+                bounds.append((length + within[0], length + within[-1] + 1))
+                length += len(tokens)
+            parts.append(piece[positions[-1] + 1 :])
+            self._placed[key] = np.concatenate(parts), np.array(bounds), piece
+        return self._placed[key][:2]
