@@ -3,7 +3,7 @@
 Two tasks for a tiny policy that half knows them (tiny_policy.py): words of reasoning_gym spelled backward, and guessing
 a number in up to five turns. Each arm goes on from the same weights with GRPO and the same budget of generated tokens.
 
-    python benchmarks/bench_branching.py [--seeds 5] [--iterations 24] [--arms none random ...] [--tasks words guess]
+    python benchmarks/bench_branching.py [--seeds 5] [--iterations 10] [--arms none random ...] [--tasks words guess]
     python benchmarks/bench_branching.py --timing        # on an idle machine: seconds of trees against flat sampling
 
 Rewards are compared as the mean over the budget (area under the curve) and at its end, paired by seed; intervals are
@@ -50,14 +50,14 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "lcr": ("lcr", VARIED),
     "lcr without Bayes": ("lcr", VARIED | {"strength": 0.0}),
 }
-TREES = 12
+TREES = 32
 HELD_OUT = 128
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}" + END + "{% endif %}{% endfor %}"
 )
-VALUE_TREES, VALUE_FORKS = 12, 24
-PROMPT_ROLLOUTS, FORK_ROLLOUTS = 192, 48  # of the truth
+VALUE_TREES, VALUE_FORKS = 12, 16
+PROMPT_ROLLOUTS, FORK_ROLLOUTS = 96, 48  # of the truth
 
 
 class Backward:
@@ -137,13 +137,13 @@ class Setting:
 
 
 SETTINGS = {
-    "words": Setting(Backward, texts_of_words, tokens=64, max_new_tokens=9, steps=500),
+    "words": Setting(Backward, texts_of_words, tokens=64, max_new_tokens=9, steps=150),
     "guess": Setting(
         lambda: EnvironmentTask(Guess, name="guess", prompt="g", max_turns=5, text_tool="guess"),
         texts_of_games,
         tokens=96,
         max_new_tokens=20,
-        steps=300,
+        steps=150,
     ),
 }
 
@@ -163,6 +163,7 @@ def new_trainer(
         trees_per_iteration=TREES,
         tokens_per_iteration=TREES * setting.tokens,
         max_new_tokens=setting.max_new_tokens,
+        mini_batches=2,
         branching=branching,
         branching_settings=options,
         eval_every=args.eval_every,
@@ -406,8 +407,8 @@ def timing(args: argparse.Namespace) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--iterations", type=int, default=24)
-    parser.add_argument("--eval_every", type=int, default=4, help="iterations between evaluations")
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--eval_every", type=int, default=2, help="iterations between evaluations")
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--tasks", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
-from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler
+from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler, shared_prefix
 from treewise.rl.samplers.choose import why_not
 from treewise.rl.samplers.model_mode import sampling_mode
 from treewise.testing import tiny_model
@@ -76,6 +76,18 @@ def test_all_methods_give_the_same_tokens(family: str) -> None:
     methods = ["recompute", "copied_cache", *(["shared_prefix"] if family == "llama" else [])]
     results = [TransformersSampler(model, method=method).sample(REQUESTS) for method in methods]
     assert all(ids_of(result) == ids_of(results[0]) for result in results)
+
+
+@pytest.mark.parametrize(("forward_tokens", "num_buckets"), [(0, 4), (32, 1)])
+def test_prefixes_computed_alone_and_as_one_batch(forward_tokens, num_buckets, monkeypatch) -> None:
+    monkeypatch.setattr(shared_prefix, "FORWARD_TOKENS", forward_tokens)
+    requests = [replace(each, stop_ids=()) for each in REQUESTS]
+    prefixes = sorted({request.prefix_ids for request in requests})
+    assert len(shared_prefix._buckets(prefixes)) == num_buckets
+    model = tiny_model("gemma3_text")
+    for request, completions in zip(requests, TransformersSampler(model).sample(requests), strict=True):
+        for completion in completions:
+            assert_exact(model, request, completion)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "lfm2"])

@@ -24,6 +24,7 @@ from treewise.rl.samplers.steppers import Prefix, known_arguments, new_cache
 
 NAME = "treewise_shared_prefix"
 PREFILL_TOKENS = 4096  # tokens of a prefix that one forward computes
+FORWARD_TOKENS = 32  # what a forward costs besides its tokens, in tokens
 _KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position", "attention_mask"}
 
 
@@ -98,29 +99,36 @@ class SharedPrefix:
         self.width = 0
 
     def start(self, prefixes: Sequence[Prefix], num_rows: Sequence[int], max_new_tokens: int) -> torch.Tensor:
-        """See `Stepper`. Prefixes in lexicographic order are computed with the fewest tokens."""
-        caches, logits = [], []
-        before: tuple[Prefix, DynamicCache] | None = None
-        for prefix in prefixes:
-            cache, last = self._prefill(prefix, before)
-            before = (prefix, cache)
-            caches.append(cache)
-            logits.append(last)
+        """See `Stepper`. Prefixes in lexicographic order are computed with the fewest tokens.
+
+        The last token of a prefix is computed as the first of each of its rows.
+        """
+        keys: list[list[torch.Tensor]] = []  # by prefix and layer, [1, K, P', D]
+        values: list[list[torch.Tensor]] = []
+        before: tuple[Prefix, list[torch.Tensor], list[torch.Tensor]] | None = None
+        for bucket in _buckets(prefixes):
+            cache = self._prefill(bucket, before)
+            for row, prefix in enumerate(bucket):
+                kept = slice(0, len(prefix) - 1)
+                keys.append([layer.keys[row : row + 1, :, kept] for layer in cache.layers])
+                values.append([layer.values[row : row + 1, :, kept] for layer in cache.layers])
+            before = bucket[-1], keys[-1], values[-1]
         self.width = max(num_rows)
         self.slots = [group * self.width + row for group, count in enumerate(num_rows) for row in range(count)]
-        longest = max(map(len, prefixes))
+        longest = max(map(len, prefixes)) - 1
         layers = [
             RowsLayer(
-                _padded([cache.layers[i].keys for cache in caches], longest),
-                _padded([cache.layers[i].values for cache in caches], longest),
+                _padded([own[i] for own in keys], longest),
+                _padded([own[i] for own in values], longest),
                 len(prefixes) * self.width,
-                max_new_tokens,
+                max_new_tokens + 1,
             )
-            for i in range(len(caches[0].layers))
+            for i in range(len(keys[0]))
         ]
-        lengths = torch.tensor([len(prefix) for prefix in prefixes], device=self.device)
+        lengths = torch.tensor([len(prefix) - 1 for prefix in prefixes], device=self.device)
         self.context = RowContext(Cache(layers=layers), lengths)
-        return torch.cat(logits).repeat_interleave(torch.tensor(list(num_rows), device=self.device), dim=0)
+        last = [prefix[-1] for prefix, count in zip(prefixes, num_rows, strict=True) for _ in range(count)]
+        return self.step(torch.tensor(last, device=self.device))
 
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `Stepper`."""
@@ -161,20 +169,59 @@ class SharedPrefix:
         self.slots = [places[slot] for slot in self.slots]
         self.width = width
 
-    def _prefill(self, prefix: Prefix, before: tuple[Prefix, DynamicCache] | None) -> tuple[DynamicCache, torch.Tensor]:
-        """Keys and values of a prefix, those shared with `before` taken from there, and the logits [1, V] after it."""
+    def _prefill(
+        self, bucket: Sequence[Prefix], before: tuple[Prefix, list[torch.Tensor], list[torch.Tensor]] | None
+    ) -> DynamicCache:
+        """Keys and values of all but the last tokens of some prefixes, one row each; what is behind them is padding.
+
+        Tokens that all share are computed once, or taken from `before`: a prefix, its keys and its values.
+        """
+        shared = min(_num_shared(bucket), *(len(prefix) - 1 for prefix in bucket))
         cache = DynamicCache()  # without a configuration: windowed layers, too, keep all keys
         start = 0
         if before is not None:
-            start = min(_num_common(prefix, before[0]), len(prefix) - 1)
-            for index, layer in enumerate(before[1].layers):
-                cache.update(layer.keys[:, :, :start], layer.values[:, :, :start], index)
-        for low in range(start, len(prefix), PREFILL_TOKENS):
-            part = torch.tensor([prefix[low : low + PREFILL_TOKENS]], device=self.device)
-            positions = torch.arange(low, low + part.shape[1], device=self.device)[None]
-            extra = known_arguments(self.model, logits_to_keep=1)
-            out = self.model(input_ids=part, past_key_values=cache, position_ids=positions, use_cache=True, **extra)
-        return cache, out.logits[:, -1]
+            start = min(_num_common(bucket[0], before[0]), shared, len(before[0]) - 1)
+            for index, (keys, values) in enumerate(zip(before[1], before[2], strict=True)):
+                cache.update(keys[:, :, :start], values[:, :, :start], index)
+        self._forward([bucket[0][start:shared]], cache, start)
+        if len(bucket) > 1:
+            cache.batch_repeat_interleave(len(bucket))
+        width = max(map(len, bucket)) - 1 - shared
+        rest = [(*prefix[shared:-1], *prefix[-1:] * (width - len(prefix) + 1 + shared)) for prefix in bucket]
+        self._forward(rest, cache, shared)
+        if not cache.layers:  # prefixes of one token: nothing is kept of what shows the sizes
+            self._forward(bucket, cache, 0)
+        return cache
+
+    def _forward(self, rows: Sequence[Prefix], cache: DynamicCache, start: int) -> None:
+        """Appends the tokens of all rows, which are equally many, to a cache that holds `start` of each."""
+        extra = known_arguments(self.model, logits_to_keep=1)
+        for low in range(0, len(rows[0]), PREFILL_TOKENS):
+            part = torch.tensor([row[low : low + PREFILL_TOKENS] for row in rows], device=self.device)
+            positions = torch.arange(start + low, start + low + part.shape[1], device=self.device).expand_as(part)
+            self.model(input_ids=part, past_key_values=cache, position_ids=positions, use_cache=True, **extra)
+
+
+def _buckets(prefixes: Sequence[Prefix]) -> list[list[Prefix]]:
+    """Neighbours that are computed as one padded batch: where that takes no more tokens than one by one, a forward
+    counted as so many.
+    """
+    buckets: list[list[Prefix]] = []
+    for prefix in prefixes:
+        if buckets:
+            bucket = buckets[-1]
+            alone = len(prefix) - _num_common(bucket[-1], prefix) + FORWARD_TOKENS
+            if _cost([*bucket, prefix]) <= _cost(bucket) + alone:
+                bucket.append(prefix)
+                continue
+        buckets.append([prefix])
+    return buckets
+
+
+def _cost(bucket: Sequence[Prefix]) -> int:
+    """Tokens of a padded batch, those that all share counted once."""
+    shared = _num_shared(bucket)
+    return shared + len(bucket) * (max(map(len, bucket)) - shared)
 
 
 def expected_windows(model: nn.Module) -> dict[int, int | None]:
@@ -288,6 +335,11 @@ def _padded(tensors: list[torch.Tensor], length: int) -> torch.Tensor:
     for group, tensor in enumerate(tensors):
         whole[group, :, : tensor.shape[2]] = tensor[0]
     return whole
+
+
+def _num_shared(bucket: Sequence[Prefix]) -> int:
+    """Tokens that all prefixes begin with."""
+    return min(_num_common(bucket[0], prefix) for prefix in bucket)
 
 
 def _num_common(a: Prefix, b: Prefix) -> int:
