@@ -3,7 +3,7 @@
 Two tasks for a tiny policy that half knows them (tiny_policy.py): words of reasoning_gym spelled backward, and guessing
 a number in up to five turns. Each arm goes on from the same weights with GRPO and the same budget of generated tokens.
 
-    python benchmarks/bench_branching.py [--seeds 5] [--iterations 10] [--arms none random ...] [--tasks words guess]
+    python benchmarks/bench_branching.py [--seeds 5] [--iterations 6] [--arms none random ...] [--tasks words guess]
     python benchmarks/bench_branching.py --timing        # on an idle machine: seconds of trees against flat sampling
 
 Rewards are compared as the mean over the budget (area under the curve) and at its end, paired by seed; intervals are
@@ -50,7 +50,6 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "lcr": ("lcr", VARIED),
     "lcr without Bayes": ("lcr", VARIED | {"strength": 0.0}),
 }
-TREES = 32
 HELD_OUT = 128
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
@@ -127,21 +126,23 @@ def texts_of_games(rng: np.random.Generator) -> list[Parts]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A task of the benchmark. tokens: generated, of a tree. steps: of imitation before."""
+    """A task of the benchmark. trees: of an iteration. tokens: generated, of a tree. steps: of imitation before."""
 
     task: Callable[[], Any]
     texts: Callable[[np.random.Generator], list[Parts]]
+    trees: int
     tokens: int
     max_new_tokens: int
     steps: int
 
 
 SETTINGS = {
-    "words": Setting(Backward, texts_of_words, tokens=64, max_new_tokens=9, steps=150),
+    "words": Setting(Backward, texts_of_words, trees=32, tokens=64, max_new_tokens=9, steps=150),
     "guess": Setting(
         lambda: EnvironmentTask(Guess, name="guess", prompt="g", max_turns=5, text_tool="guess"),
         texts_of_games,
-        tokens=96,
+        trees=16,
+        tokens=64,
         max_new_tokens=20,
         steps=150,
     ),
@@ -160,10 +161,10 @@ def new_trainer(
     model.load_state_dict(start)
     settings = tw.OnlineSettings(
         iterations=args.iterations,
-        trees_per_iteration=TREES,
-        tokens_per_iteration=TREES * setting.tokens,
+        trees_per_iteration=setting.trees,
+        tokens_per_iteration=setting.trees * setting.tokens,
         max_new_tokens=setting.max_new_tokens,
-        mini_batches=2,
+        mini_batches=4,
         branching=branching,
         branching_settings=options,
         eval_every=args.eval_every,
@@ -175,7 +176,8 @@ def new_trainer(
     arguments = tw.TreeTrainingArguments(
         output_dir=str(folder),
         learning_rate=args.learning_rate,
-        lr_scheduler_type="constant",
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=6,
         max_tokens=None,
         seed=seed,
         report_to="none",
@@ -330,7 +332,7 @@ def write(runs: list[dict[str, Any]], values: list[dict[str, Any]], args: argpar
     errors = compared_values(values)
     for row in [*tables, *errors]:
         print(row, flush=True)
-    setting = {key: value for key, value in vars(args).items() if key != "timing"} | {"trees": TREES, "arms": ARMS}
+    setting = {key: value for key, value in vars(args).items() if key != "timing"} | {"arms_settings": ARMS}
     return save("branching", [{"setting": setting, "rewards": tables, "values": errors}, *runs])
 
 
@@ -407,9 +409,9 @@ def timing(args: argparse.Namespace) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--eval_every", type=int, default=2, help="iterations between evaluations")
-    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--learning_rate", type=float, default=3e-4)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--tasks", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--timing", action="store_true", help="only the seconds of trees against flat sampling")

@@ -5,8 +5,8 @@
 
 The task is reasoning_gym's `letter_counting`, with two solved examples in the prompt: the model solves a third of it.
 Every figure that is printed is of the run itself; beside the held-out reward stands what the commonest answer alone
-would get, which is most of what so small a model learns in so few steps. End it at any moment and start it again with --resume: it goes on from the
-tokens that it has. docs/online-rl.md explains the loop.
+would get, which is most of what so small a model learns in so few steps. End it at any moment and start it again with
+--resume: it goes on from the tokens that it has. docs/online-rl.md explains the loop.
 """
 
 import argparse
