@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+
+from treewise import testing
 
 END, PAD = "<|end|>", "<|pad|>"
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*,=?"
@@ -30,26 +32,25 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=END, pad_token=PAD)
 
 
-def new_model(tokenizer: Any, seed: int) -> LlamaForCausalLM:
+def new_model(tokenizer: Any, seed: int) -> Any:
     """A tiny Llama with random weights."""
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=64,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    return testing.tiny_model(
+        seed=seed,
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=64,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
 
 
 def imitate(
-    model: LlamaForCausalLM, tokenizer: Any, texts: Callable[[np.random.Generator], list[Parts]], seed: int, steps: int
+    model: Any, tokenizer: Any, texts: Callable[[np.random.Generator], list[Parts]], seed: int, steps: int
 ) -> None:
     """So many steps of AdamW on a batch of texts each."""
     rng = np.random.default_rng(seed)
