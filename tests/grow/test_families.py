@@ -38,7 +38,7 @@ def save_random(folder: Path, family: str, **more: Any) -> Any:
     torch.manual_seed(1)
     sizes = {**SIZES, **MORE.get(family, {}), **more}
     if family in ("opt", "gpt_neox"):
-        del sizes["num_key_value_heads"]
+        sizes.pop("num_key_value_heads")
     if family == "opt":
         del sizes["intermediate_size"]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
@@ -50,8 +50,16 @@ def save_random(folder: Path, family: str, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("width", "layers"), [(2, 2), (1, 5), (3, 4)])
-def test_logits_stay(family: str, width: int, layers: int, tmp_path: Path) -> None:
+def test_logits_stay(family: str, tmp_path: Path) -> None:
+    save_random(tmp_path / "small", family)
+    report = grow(tmp_path / "small", tmp_path / "big", width=3, num_layers=4, noise=0.1)
+    assert report.logit_difference is not None
+    assert report.logit_difference < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("width", "layers"), [(2, 2), (1, 5)])
+def test_logits_stay_where_one_size_grows(family: str, width: int, layers: int, tmp_path: Path) -> None:
     save_random(tmp_path / "small", family)
     report = grow(tmp_path / "small", tmp_path / "big", width=width, num_layers=layers, noise=0.1)
     assert report.logit_difference is not None
@@ -59,8 +67,49 @@ def test_logits_stay(family: str, width: int, layers: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_more_experts_keep_logits(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", [{"experts": 2, "width": 2}, {"experts": 3}, {"inner": 2}, {"inner": 3, "width": 2}])
+def test_more_and_wider_experts_keep_logits(family: str, target: dict[str, int], tmp_path: Path) -> None:
     save_random(tmp_path / "small", family)
-    report = grow(tmp_path / "small", tmp_path / "big", experts=2, width=2, noise=0.1)
+    report = grow(tmp_path / "small", tmp_path / "big", **target, num_layers=3, noise=0.1)
+    assert report.logit_difference is not None
+    assert report.logit_difference < 1e-5
+
+
+ODD: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "intermediate_size": 37}),
+    ("llama", {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 1}),
+    ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 5}),
+    ("qwen3", {"tie_word_embeddings": True, "hidden_size": 28, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    ("mistral", {"tie_word_embeddings": True, "num_key_value_heads": 1, "sliding_window": 4}),
+    (
+        "smollm3",
+        {"tie_word_embeddings": False, "attention_bias": True, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
+    ),
+    ("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4, "attention_bias": True}),
+    (
+        "gemma3_text",
+        {
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    ("gemma3_text", {"head_dim": 6, "final_logit_softcapping": 5.0, "use_bidirectional_attention": False}),
+    ("phi3", {"tie_word_embeddings": True, "num_key_value_heads": 1, "partial_rotary_factor": 0.5}),
+    ("starcoder2", {"use_bias": False, "tie_word_embeddings": False, "num_key_value_heads": 4}),
+    ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True, "rotary_pct": 0.5}),
+    ("gpt_neox", {"attention_bias": False}),
+    ("opt", {"tie_word_embeddings": False, "enable_bias": False}),
+    ("opt", {"layer_norm_elementwise_affine": False, "tie_word_embeddings": False}),
+    ("mixtral", {"tie_word_embeddings": True, "num_local_experts": 3, "num_experts_per_tok": 1}),
+    ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1], "attention_bias": True, "num_experts_per_tok": 3}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), ODD, ids=lambda each: each if isinstance(each, str) else "-".join(each))
+def test_odd_configurations_keep_logits(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    save_random(tmp_path / "small", family, **changes)
+    report = grow(tmp_path / "small", tmp_path / "big", width=3, inner=2, num_layers=7, noise=0.1)
     assert report.logit_difference is not None
     assert report.logit_difference < 1e-5

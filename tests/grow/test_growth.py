@@ -1,6 +1,9 @@
 """`grow` as a whole: files, errors, symmetry, what is kept and what is not."""
 
+import copy
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.grow.test_families import save_random
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.grow import checkpoint, grow
+from treewise.grow import checkpoint, grow, widening
 from treewise.grow.function_check import largest_difference
 from treewise.grow.layer_map import identity_layers, layer_sources
 
@@ -33,7 +36,7 @@ def test_the_output_is_a_checkpoint_of_transformers(tmp_path: Path) -> None:
     assert facts["operator"] == "copy"
     assert len(facts["source_sha256"]) == 64
     assert facts["logit_difference"] < 1e-5
-    assert not list(tmp_path.glob(".*partial*"))
+    assert not list(tmp_path.glob(".*growing*"))
 
 
 def test_noise_parts_the_copies_and_without_noise_they_are_alike(tmp_path: Path) -> None:
@@ -50,6 +53,7 @@ def test_noise_that_does_not_cancel_would_show(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.Tensor, "mean", lambda self, *_, **__: torch.zeros(()))
     with pytest.raises(UnsupportedModelError, match="logits differ"):
         grow(tmp_path / "small", tmp_path / "big", width=2, noise=0.05)
+    assert not list(tmp_path.glob("*big*"))
 
 
 def test_stacking_changes_logits_and_says_so(tmp_path: Path) -> None:
@@ -88,11 +92,102 @@ def test_the_new_layers_learn_from_the_first_step(tmp_path: Path) -> None:
         assert 0 < max(new) < 20 * largest
 
 
+@pytest.mark.parametrize(("family", "target"), [("qwen2", {"width": 2}), ("mixtral", {"experts": 2, "num_layers": 3})])
+def test_training_parts_the_copies(family: str, target: dict[str, int], tmp_path: Path) -> None:
+    """Of every matrix no two halves stay alike; without noise those of the first layer do, for ever."""
+    save_random(tmp_path / "small", family)
+    for name, noise in (("noisy", 0.02), ("plain", 0.0)):
+        grow(tmp_path / "small", tmp_path / name, **target, noise=noise)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            tokens = torch.randint(0, 61, (4, 12), generator=torch.Generator().manual_seed(step))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for key, parameter in model.named_parameters():
+            weight = parameter.detach()
+            if ".layers." in key and weight.dim() == (3 if "experts" in target else 2):
+                if "width" in target:  # what each copy makes of the sum over copies, in which the first noise cancels
+                    weight = weight.unflatten(1, (2, -1)).sum(1)
+                first, second = weight.chunk(2)
+                parted = float((first - second).abs().max() / weight.abs().max())
+                if noise:
+                    assert parted > 1e-5, key
+                elif "layers.0" in key:
+                    assert parted < 1e-6, key
+
+
+def test_a_killed_growth_leaves_nothing_and_the_next_one_clears_up(tmp_path: Path) -> None:
+    save_random(tmp_path / "small", "llama")
+    child = os.fork()
+    if child == 0:
+        checkpoint.flush_file = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # all is written, nothing is renamed
+        grow(tmp_path / "small", tmp_path / "big", width=2, check=False)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not (tmp_path / "big").exists()
+    assert len(list(tmp_path.glob(".big.growing-*"))) == 1
+    grow(tmp_path / "small", tmp_path / "big", width=2)
+    assert not list(tmp_path.glob(".big*"))
+
+
+def test_a_tensor_is_written_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_random(tmp_path / "small", "mixtral", hidden_size=64, vocab_size=300)
+    grow(tmp_path / "small", tmp_path / "whole", width=2, num_layers=3, noise=0.0)
+    monkeypatch.setattr(widening, "BLOCK_VALUES", 500)
+    sizes = []
+    full_like = torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda self: [full_like(self), sizes.append(self.numel())][0])
+    grow(tmp_path / "small", tmp_path / "big", width=2, num_layers=3, noise=0.0, check=False)
+    assert max(sizes) <= 500 < 300 * 128
+    assert (tmp_path / "big/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+
+
+def test_a_wanted_configuration_gives_the_factors(tmp_path: Path) -> None:
+    save_random(tmp_path / "small", "qwen3")
+    wanted = save_random(tmp_path / "other", "qwen3", hidden_size=64, intermediate_size=120, num_hidden_layers=3,
+                         num_attention_heads=8, num_key_value_heads=4).config  # fmt: skip
+    report = grow(tmp_path / "small", tmp_path / "big", like=wanted)
+    assert (report.width, report.inner, report.num_layers, report.experts) == (2, 3, 3, 1)
+    for field, value, message in (
+        ("vocab_size", 70, "vocab_size is 70 in the wanted model; this one has 61"),
+        ("head_dim", 8, "head_dim is 8"),
+        ("hidden_size", 16, "hidden_size is 32 here and 16"),
+        ("num_hidden_layers", 1, "fewer than the 2"),
+        ("num_key_value_heads", 2, "num_key_value_heads is 2"),
+        ("intermediate_size", 90, "intermediate_size is 40 here and 90"),
+        ("rms_norm_eps", 1e-3, "rms_norm_eps is 0.001"),
+    ):
+        other = copy.deepcopy(wanted)
+        setattr(other, field, value)
+        with pytest.raises(ConfigError, match=message):
+            grow(tmp_path / "small", tmp_path / "none", like=other)
+    with pytest.raises(ConfigError, match="model_type is qwen3 here and llama"):
+        grow(tmp_path / "small", tmp_path / "none", like=save_random(tmp_path / "llama", "llama").config)
+    assert not list(tmp_path.glob("*none*"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("vocab_size", 60), ("head_dim", 4), ("hidden_size", 40), ("intermediate_size", 50)]
+)
+def test_a_configuration_that_does_not_fit_the_weights_is_named(field: str, value: int, tmp_path: Path) -> None:
+    save_random(tmp_path / "small", "qwen3")
+    values = json.loads((tmp_path / "small/config.json").read_text())
+    (tmp_path / "small/config.json").write_text(json.dumps(values | {field: value}))
+    with pytest.raises(ConfigError, match=rf"by config\.json: .*{field}.* does not fit the weights"):
+        grow(tmp_path / "small", tmp_path / "big", width=2)
+    assert not list(tmp_path.glob("*big*"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({}, "nothing grows"),
         ({"width": 0}, "width is 0"),
+        ({"width": 1.5}, "width is 1.5; give a whole factor"),
+        ({"inner": -1}, "inner is -1"),
+        ({"noise": float("nan"), "width": 2}, "noise is nan"),
         ({"num_layers": 1}, "fewer than the 2"),
         ({"experts": 2}, "llama has no experts"),
         ({"width": 2, "operator": "net2net"}, "choose one of copy"),
@@ -122,6 +217,9 @@ def test_unknown_tensors_fields_and_families_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"model.layers.0.extra \[2, 2\]"):
         grow(tmp_path / "small", tmp_path / "big", width=2)
     assert not list(tmp_path.glob("*big*"))
+    save_random(tmp_path / "opt", "opt", layer_norm_elementwise_affine=False)
+    with pytest.raises(UnsupportedModelError, match="no weights in its last norm"):
+        grow(tmp_path / "opt", tmp_path / "big", width=2)
     save_random(tmp_path / "granite", "granite", embedding_multiplier=3.0)
     with pytest.raises(UnsupportedModelError, match="granite cannot be grown"):
         grow(tmp_path / "granite", tmp_path / "big", width=2)

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.grow.test_families import save_random
-from treewise.grow import operators
+from treewise.errors import ConfigError
+from treewise.grow import grow, operators
 from treewise.grow.configuration import Target, grown_configuration
 from treewise.grow.layer_map import layer_sources
 from treewise.grow.operator_training import OperatorSettings, make_operator, trained_operator
@@ -27,7 +28,7 @@ def begin(
 
 
 @pytest.mark.parametrize("name", ["ligo", "mango"])
-@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt_neox", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt_neox", "gemma3_text", "phi3"])
 def test_without_noise_an_operator_begins_as_a_copy(
     name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,7 +45,9 @@ def test_without_noise_an_operator_begins_as_a_copy(
 
 
 def test_the_ring_is_the_dense_map(tmp_path: Path) -> None:
-    """Its einsums against the full tensor S of arXiv 2310.10699, contracted over all indices at once."""
+    """Its einsums against the full tensor S of arXiv 2310.10699, contracted over all indices at once; at rank 1 it is
+    the Kronecker product of the four maps.
+    """
     operator, _, _ = begin("mango", tmp_path, rank=2)
     assert isinstance(operator, Mango)
     name, members = next((key, value) for key, value in operator.classes.items() if len(value) > 1 and " 1" in key)
@@ -62,6 +65,25 @@ def test_the_ring_is_the_dense_map(tmp_path: Path) -> None:
         torch.testing.assert_close(operator.grown_stack(member)[:, 0], expected[position], rtol=1e-4, atol=1e-4)
 
 
+def test_rank_1_is_a_kronecker_product(tmp_path: Path) -> None:
+    operator, _, _ = begin("mango", tmp_path)
+    assert isinstance(operator, Mango)
+    name, members = next((key, value) for key, value in operator.classes.items() if len(value) > 1 and " 1" in key)
+    stack = operator.stacks[members[0]]
+    dense = torch.ones(1, 1)
+    for core in (
+        operator.matrices[name],
+        operator.layers,
+        operator.outputs[stack.output],
+        operator.inputs[stack.input],
+    ):
+        dense = torch.kron(dense, core[0, :, :, 0])
+    weights = torch.stack([operator.stacks[member].weights[:, 0] for member in members])  # [b1, l1, o1, i1]
+    expected = (dense @ weights.flatten()).reshape(len(members), operator.layers.shape[1], *stack.grown)
+    for position, member in enumerate(members):
+        torch.testing.assert_close(operator.grown_stack(member)[:, 0], expected[position], rtol=1e-4, atol=1e-4)
+
+
 def trees() -> list[Forest]:
     rows = [Trajectory([3, 4, 5, *[6 + branch, 7, 8 + branch] * 6]) for branch in range(3)]
     return [Forest.from_trajectories(rows)]
@@ -75,9 +97,42 @@ def test_fitting_lowers_the_loss_and_moves_every_map(name: str, rank: int, tmp_p
     settings = OperatorSettings(rank=rank, steps=12, learning_rate=3e-3)
     fit = trained_operator(name, model, config, sources, trees(), settings, seed=0)
     assert fit.losses[-1] < fit.losses[0] - 0.05
-    grown = AutoModelForCausalLM.from_config(config)
-    assert set(fit.tensors) >= set(dict(grown.named_parameters()))
+    assert fit.model.config.num_hidden_layers == 3
     assert len(fit.losses) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "target"),
+    [
+        ("mango", "phi3", {"width": 2, "inner": 3}),
+        ("ligo", "mixtral", {"width": 2, "experts": 2}),
+        ("mango", "qwen3_moe", {"experts": 3, "inner": 2}),
+        ("ligo", "gpt_neox", {"width": 3}),
+    ],
+)
+def test_an_operator_that_learned_nothing_keeps_the_function(
+    name: str, family: str, target: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "MAP_NOISE", 0.0)
+    save_random(tmp_path / "small", family)
+    settings = OperatorSettings(steps=1, learning_rate=0.0)
+    report = grow(
+        tmp_path / "small", tmp_path / "big", **target, operator=name, forests=trees(), settings=settings, noise=0.0
+    )
+    assert report.logit_difference is not None
+    assert report.logit_difference < 1e-5
+    assert (report.steps, report.rank) == (1, 1 if name == "mango" else None)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "big", output_loading_info=True)
+    assert not info["missing_keys"]
+    grow(tmp_path / "big", tmp_path / "bigger", width=2)  # what was written can be grown again
+
+
+def test_data_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    save_random(tmp_path / "small", "llama")
+    far = [Forest.from_trajectories([Trajectory([3, 61])])]
+    with pytest.raises(ConfigError, match="the data holds token 61, but vocab_size is 61"):
+        grow(tmp_path / "small", tmp_path / "big", width=2, operator="ligo", forests=far)
+    assert not list(tmp_path.glob("*big*"))
 
 
 def test_gradients_of_the_maps_are_those_of_autograd(tmp_path: Path) -> None:
@@ -89,7 +144,14 @@ def test_gradients_of_the_maps_are_those_of_autograd(tmp_path: Path) -> None:
     operator, grown = operator.double(), grown.double()
     operator.stacks = [
         operators.Stack(
-            each.tail, each.weights.double(), each.output, each.input, each.grown, each.is_bias, each.has_experts
+            each.tail,
+            each.weights.double(),
+            each.output,
+            each.input,
+            each.grown,
+            each.blocks,
+            each.is_bias,
+            each.has_experts,
         )
         for each in operator.stacks
     ]

@@ -88,6 +88,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_epoch", "num_train_epochs"),
         "max_steps",
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "bf16"),
+        "initial_optimizer",
         *("activation_checkpointing", "use_cpu", "seed", "data_seed", "full_determinism"),
     ),
     "Evaluation, checkpoints, logs": (

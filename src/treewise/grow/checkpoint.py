@@ -1,26 +1,33 @@
-"""Checkpoints of transformers, one tensor at a time: no more than a shard of the output is in memory.
+"""Checkpoints of transformers, one tensor at a time: one tensor of the source and some rows of the output in memory.
 
 Only safetensors are read. The output is written beside its place and renamed at the end, so it is whole or not there.
 """
 
 import hashlib
 import json
+import logging
+import math
 import os
 import shutil
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from treewise.errors import ConfigError
+from treewise.trainer.checkpoint.manifest import flush_file, flush_folder
+
+logger = logging.getLogger("treewise")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 2 * 1024**3
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Beside the weights: what belongs to the tokenizer and to generation.
 COMPANIONS = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*", "generation_config*")
 
@@ -50,13 +57,23 @@ class SmallCheckpoint:
                 raise ConfigError(f"{file}: no such file; growing reads safetensors (save_pretrained writes them).")
         return files
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor, without reading any."""
-        shapes: dict[str, tuple[int, ...]] = {}
+    def kinds(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and element type of every tensor, without reading any.
+
+        Raises:
+            ConfigError: elements that are no floating-point numbers of 16 bits or more (quantised weights).
+        """
+        kinds: dict[str, tuple[tuple[int, ...], str]] = {}
         for file in sorted(set(self._file_of.values())):
             with _readable(file) as tensors:
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        return shapes
+                for name in tensors.keys():  # noqa: SIM118
+                    view = tensors.get_slice(name)
+                    dtype = str(view.get_dtype())
+                    if dtype not in ITEM_BYTES:
+                        known = ", ".join(ITEM_BYTES)
+                        raise ConfigError(f"{file}: {name} is {dtype}; growing reads {known}.")
+                    kinds[name] = (tuple(view.get_shape()), dtype)
+        return kinds
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""
@@ -82,57 +99,106 @@ def _readable(file: Path) -> Iterator[Any]:
         raise ConfigError(f"{file}: not a whole safetensors file: {error}") from error
 
 
-def write_checkpoint(
-    output: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: Any, source: Path, facts: dict[str, Any]
-) -> None:
-    """Writes a checkpoint folder: weights in shards, `config.json`, the tokenizer of `source`, and `grow.json`.
+@dataclass(frozen=True, slots=True)
+class GrownTensor:
+    """A tensor that is made while it is written: name, element type as in safetensors, shape, and its rows in blocks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[torch.Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@contextmanager
+def new_checkpoint(output: Path) -> Iterator[Path]:
+    """A folder beside `output` that gets its name when the block ends well, and is removed otherwise.
+
+    What a killed process has left beside `output` is removed first.
 
     Raises:
-        ConfigError: the folder is there already.
+        ConfigError: `output` is there already.
         OSError: the disk is full or not writable; nothing is left behind.
     """
     if output.exists():
         raise ConfigError(f"{output} is there already; name a folder that is not.")
-    aside = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    for left in output.parent.glob(f".{output.name}.growing-*"):
+        if not _is_alive(int(left.name.rpartition("-")[2])):
+            logger.warning("%s: left over by a process that was killed; removed", left)
+            shutil.rmtree(left)
+    aside = output.with_name(f".{output.name}.growing-{os.getpid()}")
     aside.mkdir(parents=True)
     try:
-        _write_shards(aside, tensors)
-        config.save_pretrained(aside)
-        for pattern in COMPANIONS:
-            for file in source.glob(pattern):
-                shutil.copy2(file, aside / file.name)
-        (aside / "grow.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        yield aside
+        for file in aside.iterdir():
+            flush_file(file)
         aside.rename(output)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    flush_folder(output.parent)
 
 
-def _write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    shard: dict[str, torch.Tensor] = {}
-    shards: list[list[str]] = []
-    num_bytes = total = 0
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
-    def flush() -> None:
-        save_file(shard, folder / f"part-{len(shards)}", metadata={"format": "pt"})
-        shards.append(list(shard))
-        shard.clear()
 
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if shard and num_bytes + size > SHARD_BYTES:
-            flush()
-            num_bytes = 0
-        shard[name] = tensor.contiguous()
-        num_bytes, total = num_bytes + size, total + size
-    flush()
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies what belongs to the tokenizer and to generation."""
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            shutil.copy2(file, folder / file.name)
+
+
+def write_tensors(folder: Path, tensors: Sequence[GrownTensor]) -> None:
+    """Writes weights as transformers reads them, in shards of at most `SHARD_BYTES`, or of one tensor."""
+    shards: list[list[GrownTensor]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(each.num_bytes for each in shards[-1]) + tensor.num_bytes > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(tensor)
     if len(shards) == 1:
-        (folder / "part-0").rename(folder / SINGLE)
+        write_safetensors(folder / SINGLE, shards[0])
         return
     weight_map: dict[str, str] = {}
-    for index, names in enumerate(shards):
+    for index, shard in enumerate(shards):
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"part-{index}").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_safetensors(folder / file, shard)
+        weight_map |= {tensor.name: file for tensor in shard}
+    content = {"metadata": {"total_size": sum(each.num_bytes for each in tensors)}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def write_safetensors(file: Path, tensors: Sequence[GrownTensor]) -> None:
+    """One file: the length of the header (8 bytes, little-endian), the header, then the values, block by block.
+
+    https://github.com/huggingface/safetensors#format; wider elements come first, so that all are aligned.
+    """
+    ordered = sorted(tensors, key=lambda each: -ITEM_BYTES[each.dtype])
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for each in ordered:
+        header[each.name] = {
+            "dtype": each.dtype,
+            "shape": list(each.shape),
+            "data_offsets": [end, end + each.num_bytes],
+        }
+        end += each.num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for each in ordered:
+            for block in each.blocks():
+                out.write(block.contiguous().view(torch.uint8).numpy().data)
+        assert out.tell() == 8 + len(text) + end, file

@@ -1,7 +1,8 @@
 """The configuration of a grown model.
 
-Head size, vocabulary, positions and rotary tables stay; hidden size, inner sizes and the numbers of heads grow by one
-whole factor, so that a wider model repeats each unit of the smaller one equally often and norms keep their mean square.
+Head size, vocabulary, positions and rotary tables stay; hidden size and the numbers of heads grow by one whole factor,
+so that a wider model repeats each unit of the smaller one equally often and norms keep their mean square; inner sizes
+grow by it, too, or by a whole factor of their own.
 """
 
 import copy
@@ -26,16 +27,8 @@ FAMILIES = (
     "smollm3",
     "starcoder2",
 )
-WIDTH_FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "ffn_dim",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "word_embed_proj_dim",
-)
+WIDTH_FIELDS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "word_embed_proj_dim")
+INNER_FIELDS = ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
 EXPERT_FIELDS = ("num_local_experts", "num_experts")
 # Numbers that scale activations: they would have to change with the width, each family in its own way.
 MULTIPLIERS = (
@@ -49,6 +42,8 @@ MULTIPLIERS = (
 )
 LATENT_FIELDS = ("kv_lora_rank", "q_lora_rank")
 LAYER_LISTS = ("layer_types", "no_rope_layers")  # one entry a layer
+# Fields of a wanted configuration that say nothing of the sizes and rules of its layers.
+NOT_COMPARED = ("architectures", "dtype", "transformers_version", "use_cache", "_name_or_path", "decoder_sparse_step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +51,21 @@ class Target:
     """How much larger the grown model is.
 
     Attributes:
-        width: whole factor of hidden size, inner sizes and numbers of heads.
+        width: whole factor of hidden size, numbers of heads and, where `inner` is None, inner sizes.
         num_layers: layers of the grown model, at least those of the small one; None: as many.
         experts: whole factor of the number of experts and of experts per token (mixtures only).
+        inner: whole factor of the inner sizes of MLPs and experts; None: `width`.
     """
 
     width: int = 1
     num_layers: int | None = None
     experts: int = 1
+    inner: int | None = None
+
+    @property
+    def inner_factor(self) -> int:
+        """Of inner sizes."""
+        return self.width if self.inner is None else self.inner
 
 
 def refuse_configuration(config: Any, target: Target) -> None:
@@ -94,15 +96,17 @@ def refuse_configuration(config: Any, target: Target) -> None:
 
 
 def _refuse_target(config: Any, target: Target) -> None:
-    if target.width < 1 or target.experts < 1:
-        raise ConfigError(f"width is {target.width}, experts is {target.experts}; give whole factors of at least 1.")
+    for name in ("width", "experts", "inner"):
+        factor = getattr(target, name)
+        if factor is not None and (not isinstance(factor, int) or factor < 1):
+            raise ConfigError(f"{name} is {factor}; give a whole factor of at least 1: growing repeats whole units.")
     layers = config.num_hidden_layers if target.num_layers is None else target.num_layers
     if layers < config.num_hidden_layers:
         raise ConfigError(f"layers is {layers}, fewer than the {config.num_hidden_layers} of the model; growing adds.")
     if target.experts > 1 and _num_experts(config) is None:
         raise ConfigError(f"experts is {target.experts}, but {config.model_type} has no experts; leave it out.")
-    if target.width == target.experts == 1 and layers == config.num_hidden_layers:
-        raise ConfigError("nothing grows: give --width, --layers or --experts beyond what the model has.")
+    if target.width == target.experts == target.inner_factor == 1 and layers == config.num_hidden_layers:
+        raise ConfigError("nothing grows: give --width, --inner, --layers or --experts beyond what the model has.")
 
 
 def grown_configuration(config: Any, target: Target, layer_sources: list[int]) -> Any:
@@ -116,22 +120,66 @@ def grown_configuration(config: Any, target: Target, layer_sources: list[int]) -
     grown = copy.deepcopy(config)
     if getattr(config, "head_dim", None) is None and "head_dim" in config.to_dict():
         grown.head_dim = config.hidden_size // config.num_attention_heads
-    for name in WIDTH_FIELDS:
+    factors = dict.fromkeys(WIDTH_FIELDS, target.width) | dict.fromkeys(INNER_FIELDS, target.inner_factor)
+    for name, factor in factors.items():
         if isinstance(getattr(config, name, None), int) and _is_own_field(config, name):
-            setattr(grown, name, getattr(config, name) * target.width)
+            setattr(grown, name, getattr(config, name) * factor)
     grown.num_hidden_layers = len(layer_sources)
     for name in LAYER_LISTS:
         values = getattr(config, name, None)
         if isinstance(values, list | tuple):
             setattr(grown, name, [values[source] for source in layer_sources])
-    dense_layers = getattr(config, "mlp_only_layers", None)
-    if dense_layers:
-        grown.mlp_only_layers = [layer for layer, source in enumerate(layer_sources) if source in dense_layers]
+    step = getattr(config, "decoder_sparse_step", None)
+    if step is not None:  # by the index of a layer, which changes
+        dense = {layer for layer in range(config.num_hidden_layers) if (layer + 1) % step}
+        dense.update(config.mlp_only_layers or ())
+        grown.decoder_sparse_step = 1
+        grown.mlp_only_layers = [layer for layer, source in enumerate(layer_sources) if source in dense]
     if target.experts > 1:
         for name in (*EXPERT_FIELDS, "num_experts_per_tok"):
             if isinstance(getattr(config, name, None), int) and _is_own_field(config, name):
                 setattr(grown, name, getattr(config, name) * target.experts)
     return grown
+
+
+def target_like(config: Any, wanted: Any) -> Target:
+    """The growth from one configuration to another.
+
+    Raises:
+        ConfigError: a field (named) of the wanted model that no growth of this one has.
+    """
+    if wanted.model_type != config.model_type:
+        raise ConfigError(f"model_type is {config.model_type} here and {wanted.model_type} in the wanted model.")
+    inner = next((name for name in reversed(INNER_FIELDS) if isinstance(getattr(config, name, None), int)), None)
+    experts = next((name for name in EXPERT_FIELDS if isinstance(getattr(config, name, None), int)), None)
+    return Target(
+        width=_factor("hidden_size", config, wanted),
+        num_layers=wanted.num_hidden_layers,
+        experts=_factor(experts, config, wanted),
+        inner=_factor(inner, config, wanted),
+    )
+
+
+def check_like(config: Any, grown: Any, wanted: Any) -> None:
+    """Raises `ConfigError` for the first field in which a grown configuration differs from the wanted one."""
+    values, others = grown.to_dict(), wanted.to_dict()
+    if others.get("head_dim", 0) is None:
+        others["head_dim"] = wanted.hidden_size // wanted.num_attention_heads
+    for name, value in values.items():
+        if name not in NOT_COMPARED and value != others.get(name):
+            raise ConfigError(
+                f"{name} is {others.get(name)} in the wanted model; this one has {getattr(config, name, None)} and "
+                f"would grow to {value}. Growing keeps vocabulary, positions and head size, and repeats whole units."
+            )
+
+
+def _factor(name: str | None, config: Any, wanted: Any) -> int:
+    if name is None:
+        return 1
+    before, after = getattr(config, name), getattr(wanted, name, None)
+    if not isinstance(after, int) or after < before or after % before:
+        raise ConfigError(f"{name} is {before} here and {after} in the wanted model; growing needs a whole multiple.")
+    return int(after // before)
 
 
 def _is_own_field(config: Any, name: str) -> bool:

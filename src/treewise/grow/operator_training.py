@@ -40,9 +40,9 @@ class OperatorSettings:
 
 @dataclass(frozen=True, slots=True)
 class FittedOperator:
-    """Large weights by name, the loss at each step, and a hash over the token ids of the trees."""
+    """The large model with its weights, the loss at each step, and a hash over tokens and weights of the trees."""
 
-    tensors: dict[str, torch.Tensor]
+    model: Any
     losses: list[float]
     data_sha256: str
 
@@ -70,12 +70,15 @@ def trained_operator(
         widening: factors of what is copied.
 
     Raises:
-        ConfigError: a rank or number of steps below 1, or mixtures whose number of experts should grow.
+        ConfigError: a rank or number of steps below 1, or a token beyond the model's vocabulary.
     """
     from transformers import AutoModelForCausalLM
 
     if settings.rank < 1 or settings.steps < 1:
         raise ConfigError(f"rank is {settings.rank}, steps is {settings.steps}; both must be at least 1.")
+    highest = max(int(forest.token_ids.max()) for forest in forests)
+    if highest >= model.config.vocab_size:
+        raise ConfigError(f"the data holds token {highest}, but vocab_size is {model.config.vocab_size}.")
     grown = AutoModelForCausalLM.from_config(grown_config, dtype=torch.float32)
     operator = make_operator(name, model, grown, layer_sources, settings.rank, seed, widening)
     optimizer = torch.optim.Adam(operator.parameters(), lr=settings.learning_rate)
@@ -83,11 +86,8 @@ def trained_operator(
     losses = []
     for step in range(settings.steps):
         losses.append(_fit_step(operator, grown, engine, optimizer, _trees_of_step(forests, step, settings)))
-    with torch.no_grad():
-        tensors = {name: tensor.detach().clone() for name, tensor in operator().items()}
-    tied = set(getattr(grown, "_tied_weights_keys", None) or ()) if grown_config.tie_word_embeddings else set()
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
-    return FittedOperator(tensors, losses, _hash_of(forests))
+    _make_weights(operator, grown)
+    return FittedOperator(grown.to(grown_config.dtype or torch.float32), losses, _hash_of(forests))
 
 
 def make_operator(
@@ -107,18 +107,23 @@ def make_operator(
 
 
 def _fit_step(operator: Operator, grown: Any, engine: TreeEngine, optimizer: Any, trees: list[Any]) -> float:
-    tensors = operator()
-    parameters = dict(grown.named_parameters())
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-            parameter.grad = None
+    tensors, parameters = _make_weights(operator, grown), dict(grown.named_parameters())
     loss = engine.step(trees, SFT()).loss
     made = [name for name in parameters if tensors[name].requires_grad and parameters[name].grad is not None]
     optimizer.zero_grad(set_to_none=True)
     torch.autograd.backward([tensors[name] for name in made], [parameters[name].grad for name in made])
     optimizer.step()
     return float(loss)
+
+
+def _make_weights(operator: Operator, grown: Any) -> dict[str, torch.Tensor]:
+    """Puts the weights that the operator makes into the large model; returns them with their graph."""
+    tensors = operator()
+    with torch.no_grad():
+        for name, parameter in grown.named_parameters():
+            parameter.copy_(tensors[name])
+            parameter.grad = None
+    return tensors
 
 
 def _trees_of_step(forests: Sequence[Any], step: int, settings: OperatorSettings) -> list[Any]:
@@ -131,4 +136,5 @@ def _hash_of(forests: Sequence[Any]) -> str:
     for forest in forests:
         digest.update(forest.token_ids.tobytes())
         digest.update(forest.parent.tobytes())
+        digest.update(forest.token_weights().tobytes())
     return digest.hexdigest()

@@ -1,6 +1,8 @@
 """Learned growth: linear maps from all small weights to all large ones, a few numbers for each weight that they make.
 
-Both operators begin as a copy of units and layers and leave norms, which are repeated, and what keeps its size alone.
+Both operators begin as a copy of units and layers (no layer begins as the identity, which no map of whole layers can
+give), and leave norms, which are repeated, and what keeps its size alone. Where the number of experts grows, one more
+map for both, over experts, begins as a copy.
 
 * LiGO (arXiv 2303.00980): one map for the hidden units, shared by all; one for the other units of each kind of
   matrix; one vector over layers for each kind.
@@ -20,8 +22,8 @@ import torch
 from torch import nn
 
 from treewise.errors import UnsupportedModelError
-from treewise.grow.tensor_roles import LAYER, RESIDUAL_OUTPUTS, Role, role_of
-from treewise.grow.widening import Widening, widened
+from treewise.grow.tensor_roles import LAYER, Role, role_of
+from treewise.grow.widening import Widening, repeat_blocks, widened
 
 HIDDEN = "hidden"
 MAP_NOISE = 1e-2  # of the maps, in their largest number: copies must part
@@ -36,6 +38,7 @@ class Stack:
         weights: [L1, E, O1, I1] (E is 1 outside of experts; I1 is 1 for biases).
         output, input: name of the axis of units.
         grown: [O2, I2].
+        blocks: sizes of the parts of a fused projection, which lie side by side on its outputs.
         is_bias, has_experts: what to take away again at the end.
     """
 
@@ -44,6 +47,7 @@ class Stack:
     output: str
     input: str
     grown: tuple[int, int]
+    blocks: tuple[int, ...]
     is_bias: bool
     has_experts: bool
 
@@ -52,7 +56,7 @@ def stacks_of(model: nn.Module, grown_shapes: dict[str, tuple[int, ...]], config
     """All matrices and biases inside of the layers of a model, stacked by kind.
 
     Raises:
-        UnsupportedModelError: layers that differ in their shapes, or fused projections, which have no single map.
+        UnsupportedModelError: layers that differ in their shapes.
     """
     kinds: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
     head = ""
@@ -67,22 +71,24 @@ def stacks_of(model: nn.Module, grown_shapes: dict[str, tuple[int, ...]], config
         if len(found) != num_layers:
             raise UnsupportedModelError(f"{tail} is in {len(found)} of {num_layers} layers; operators need equal ones.")
         ordered = torch.stack([tensor for _, tensor in sorted(found, key=lambda each: each[0])])
-        result.append(_stack(tail, ordered, grown_shapes[f"{head}0{tail}"]))
+        result.append(_stack(tail, ordered, grown_shapes[f"{head}0{tail}"], config))
     return result
 
 
-def _stack(tail: str, weights: torch.Tensor, grown: tuple[int, ...]) -> Stack:
-    module = tail.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+def _stack(tail: str, weights: torch.Tensor, grown: tuple[int, ...], config: Any) -> Stack:
     has_experts, is_bias = weights.dim() == 4, weights.dim() == 2
+    name = f"layers.0{tail}" + (".weight" if has_experts else "")
+    role = role_of(name, tuple(weights.shape[2:] if has_experts else weights.shape[1:]), config)
     if is_bias:
         weights, grown = weights[:, :, None], (*grown, 1)
     if not has_experts:
         weights = weights[:, None]
-    adds = module in RESIDUAL_OUTPUTS
+    adds, blocks = role.adds_to_residual, role.blocks
     small_out, small_in = weights.shape[2:]
-    output = HIDDEN if adds else f"{small_out}-{grown[-2]}"
+    parts = f" in {len(blocks)}" if len(blocks) > 1 else ""
+    output = HIDDEN if adds else f"{small_out}-{grown[-2]}{parts}"
     inputs = "" if is_bias else f"{small_in}-{grown[-1]}" if adds else HIDDEN
-    return Stack(tail, weights, output, inputs, (grown[-2], grown[-1]), is_bias, has_experts)
+    return Stack(tail, weights, output, inputs, (grown[-2], grown[-1]), blocks, is_bias, has_experts)
 
 
 def is_copied(name: str, tensor: torch.Tensor, grown_shapes: dict[str, tuple[int, ...]], config: Any) -> bool:
@@ -93,9 +99,14 @@ def is_copied(name: str, tensor: torch.Tensor, grown_shapes: dict[str, tuple[int
     return role is not Role.LINEAR and not (role is Role.VECTOR and name.endswith(".bias") and "norm" not in name)
 
 
-def tile(small: int, large: int) -> torch.Tensor:
-    """[large, small]: each large unit is a copy of one small one."""
-    return torch.eye(small)[torch.arange(large) % small]
+def tile(small: int, large: int, blocks: tuple[int, ...] = ()) -> torch.Tensor:
+    """[large, small]: each large unit is a copy of one small one; each of `blocks` is repeated as a whole."""
+    return repeat_blocks(torch.eye(small), blocks or (small,), large // small)
+
+
+def summing(start: torch.Tensor) -> torch.Tensor:
+    """[large, small], of inputs: what sums over the copies of a unit is divided by their number."""
+    return start * start.shape[1] / start.shape[0]
 
 
 def noisy(values: torch.Tensor, generator: torch.Generator) -> nn.Parameter:
@@ -131,6 +142,10 @@ class Operator(nn.Module):
         self.layers_prefix = next(match["head"] for name in grown_shapes if (match := LAYER.fullmatch(name)))
         self._copied = self._copies(model, grown_shapes, config, widening)
         self.depth_start = torch.eye(int(config.num_hidden_layers))[torch.tensor(layer_sources)]
+        self.experts = None
+        if widening.experts > 1:
+            count = max(stack.weights.shape[1] for stack in self.stacks)
+            self.experts = noisy(tile(count, count * widening.experts), self.generator)
         self._build()
 
     def _build(self) -> None:
@@ -147,6 +162,8 @@ class Operator(nn.Module):
             grown = self.grown_stack(index)
             if not stack.has_experts:
                 grown = grown[:, 0]
+            elif self.experts is not None:
+                grown = torch.einsum("fe,keoi->kfoi", self.experts, grown)
             if stack.is_bias:
                 grown = grown[..., 0]
             for layer, weights in enumerate(grown):
@@ -172,30 +189,29 @@ class Operator(nn.Module):
                     copies[f"{match['head']}{layer}{match['tail']}"] = wide
         return copies
 
-    def _sizes(self) -> dict[str, tuple[int, int]]:
-        """Small and large length of every axis of units."""
-        sizes = {}
+    def _starts(self) -> dict[str, torch.Tensor]:
+        """The map that copies, [large, small], of every axis of units."""
+        starts = {}
         for stack in self.stacks:
-            sizes[stack.output] = (stack.weights.shape[2], stack.grown[0])
+            starts[stack.output] = tile(stack.weights.shape[2], stack.grown[0], stack.blocks)
             if not stack.is_bias:
-                sizes[stack.input] = (stack.weights.shape[3], stack.grown[1])
-        return sizes
+                starts[stack.input] = tile(stack.weights.shape[3], stack.grown[1])
+        return starts
 
 
 class Ligo(Operator):
     """One map over hidden units, one over the other units of each kind, a vector over layers for each kind."""
 
     def _build(self) -> None:
-        sizes = self._sizes()
-        small, large = sizes[HIDDEN]
-        self.hidden_out = noisy(tile(small, large), self.generator)
-        self.hidden_in = noisy(tile(small, large) * small / large, self.generator)
+        starts = self._starts()
+        self.hidden_out = noisy(starts[HIDDEN], self.generator)
+        self.hidden_in = noisy(summing(starts[HIDDEN]), self.generator)
         self.inner = nn.ParameterList()
         self.depth = nn.ParameterList()
         for stack in self.stacks:
-            size = sizes[stack.output] if stack.output != HIDDEN else sizes.get(stack.input, (1, 1))
-            scale = 1.0 if stack.output != HIDDEN else size[0] / size[1]
-            self.inner.append(noisy(tile(*size) * scale, self.generator))
+            is_output = stack.output != HIDDEN
+            start = starts[stack.output] if is_output else summing(starts.get(stack.input, torch.ones(1, 1)))
+            self.inner.append(noisy(start, self.generator))
             self.depth.append(noisy(self.depth_start, self.generator))
 
     def grown_stack(self, index: int) -> torch.Tensor:
@@ -217,11 +233,11 @@ class Mango(Operator):
         super().__init__(*arguments)
 
     def _build(self) -> None:
-        sizes = self._sizes()
+        starts = self._starts()
         self.outputs, self.inputs, self.matrices = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
-        for axis, (small, large) in sizes.items():
-            self.outputs[axis] = self._core(tile(small, large))
-            self.inputs[axis] = self._core(tile(small, large) * small / large)
+        for axis, start in starts.items():
+            self.outputs[axis] = self._core(start)
+            self.inputs[axis] = self._core(summing(start))
         self.layers = self._core(self.depth_start)
         self.classes: dict[str, list[int]] = defaultdict(list)
         for index, stack in enumerate(self.stacks):

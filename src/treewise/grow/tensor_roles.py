@@ -15,6 +15,7 @@ from treewise.errors import UnsupportedModelError
 
 LAYER = re.compile(r"(?P<head>.*\blayers\.)(?P<layer>\d+)(?P<tail>\..*)")
 EXPERT = re.compile(r"(?P<head>.*\bexperts\.)(?P<expert>\d+)(?P<tail>\..*)")
+INNER = re.compile(r".*\.(mlp|block_sparse_moe|fc1|fc2)\..*")  # names of tensors with an axis of inner units
 EMBEDDINGS = ("embed_tokens", "embed_in")
 POSITIONS = ("embed_positions",)
 HEADS = ("lm_head", "embed_out")
@@ -48,6 +49,7 @@ class TensorRole:
         layer: index of its layer, None outside.
         expert: index of its expert, None outside.
         adds_to_residual: its result is added to the residual stream.
+        is_inner: one of its axes is of inner units, those of an MLP or an expert, and no axis of heads.
     """
 
     role: Role
@@ -56,6 +58,7 @@ class TensorRole:
     layer: int | None
     expert: int | None
     adds_to_residual: bool
+    is_inner: bool
 
 
 def role_of(name: str, shape: tuple[int, ...], config: Any, grown_shape: tuple[int, ...] | None = None) -> TensorRole:
@@ -80,11 +83,12 @@ def role_of(name: str, shape: tuple[int, ...], config: Any, grown_shape: tuple[i
         role = Role.FIXED
     if role is None:
         raise UnsupportedModelError(f"{name} {list(shape)}: no growth rule covers this tensor.")
-    blocks = _blocks(module, config) if role in (Role.LINEAR, Role.VECTOR) else ()
+    blocks = _blocks(module, shape[0], config) if role in (Role.LINEAR, Role.VECTOR) else ()
     blocks = blocks or shape[:1]
     if sum(blocks) != shape[0]:
         raise UnsupportedModelError(f"{name} has {shape[0]} rows, its parts {sum(blocks)}; no rule covers it.")
-    return TensorRole(role, blocks, module, layer, expert, module in RESIDUAL_OUTPUTS)
+    is_inner = INNER.fullmatch(name) is not None
+    return TensorRole(role, blocks, module, layer, expert, module in RESIDUAL_OUTPUTS, is_inner)
 
 
 def _role(name: str, module: str, kind: str, shape: tuple[int, ...], layer: int | None) -> Role | None:
@@ -104,10 +108,10 @@ def _role(name: str, module: str, kind: str, shape: tuple[int, ...], layer: int 
     return Role.ROUTER if module in ROUTERS and "mlp.gate_proj" not in name else Role.LINEAR
 
 
-def _blocks(module: str, config: Any) -> tuple[int, ...]:
+def _blocks(module: str, num_rows: int, config: Any) -> tuple[int, ...]:
     """Sizes of the parts of a fused projection; empty for others. Parts that alternate head by head need none."""
     if module == "gate_up_proj":
-        return (config.intermediate_size, config.intermediate_size)
+        return (num_rows // 2, num_rows // 2)
     if module == "qkv_proj":
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return (config.num_attention_heads * size, *[config.num_key_value_heads * size] * 2)

@@ -5,11 +5,14 @@ copies, and its mean over the copies of one unit is taken away: their inputs are
 """
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from treewise.grow.tensor_roles import Role, TensorRole
+
+BLOCK_VALUES = 1 << 20  # of a wide tensor that are made at once, in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,8 @@ class Widening:
     """Factors of a growth in width.
 
     Attributes:
-        width: copies of each unit.
+        width: copies of each hidden unit and of each head.
+        inner: copies of each inner unit (of MLPs and experts); None: `width`.
         experts: copies of each expert.
         embedding_scale: what the embedding is multiplied by (a model that scales its embedding by the square root of
             the hidden size would otherwise scale it more).
@@ -29,6 +33,7 @@ class Widening:
     """
 
     width: int
+    inner: int | None = None
     experts: int = 1
     embedding_scale: float = 1.0
     final_norm_scale: float = 1.0
@@ -36,9 +41,33 @@ class Widening:
     noise: float = 0.0
     seed: int = 0
 
+    def factors(self, role: TensorRole) -> tuple[int, int]:
+        """How often the first axis of a tensor is repeated, and its last one (1 for vectors)."""
+        kind, inner = role.role, self.width if self.inner is None or not role.is_inner else self.inner
+        if kind is Role.FIXED:
+            return 1, 1
+        if kind in (Role.EMBEDDING, Role.POSITIONS, Role.HEAD):
+            return 1, self.width
+        if kind is Role.ROUTER:
+            return self.experts, self.width
+        rows, columns = (self.width, inner) if role.adds_to_residual else (inner, self.width)
+        return rows, columns if kind is Role.LINEAR else 1
+
+    def grown_shape(self, role: TensorRole, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """[out] or [out, in] of the large model."""
+        rows, columns = self.factors(role)
+        return (shape[0] * rows, *(length * columns for length in shape[1:]))
+
 
 def widened(name: str, tensor: torch.Tensor, role: TensorRole, rule: Widening, copy: int = 0) -> torch.Tensor:
-    """A tensor of the small model in the size of the large one.
+    """A tensor of the small model in the size of the large one: the blocks of `widened_blocks`, joined."""
+    return torch.cat(list(widened_blocks(name, tensor, role, rule, copy)))
+
+
+def widened_blocks(
+    name: str, tensor: torch.Tensor, role: TensorRole, rule: Widening, copy: int = 0, *, is_silent: bool = False
+) -> Iterator[torch.Tensor]:
+    """A tensor of the small model in the size of the large one, some rows after the other.
 
     Parameters:
         name: of the small model's tensor; the noise depends on it.
@@ -46,32 +75,34 @@ def widened(name: str, tensor: torch.Tensor, role: TensorRole, rule: Widening, c
         role: from `role_of`.
         rule: factors, noise.
         copy: which copy of its expert this is, 0 outside of experts.
+        is_silent: the branch that the tensor is in adds nothing yet, so that its noise need not cancel.
 
-    Returns:
-        [width * out] or [width * out, width * in] (vocabulary, positions and sizes of heads keep their length), in the
-        dtype of `tensor`.
+    Yields:
+        [rows, in of the large model], in the dtype of `tensor`; together `rule.grown_shape`.
     """
-    exact = tensor.to(torch.float64)
-    kind = role.role
-    if kind in (Role.EMBEDDING, Role.POSITIONS):
-        scale = rule.embedding_scale if kind is Role.EMBEDDING else 1.0
-        return (exact.repeat(1, rule.width) * scale).to(tensor.dtype)
-    if kind is Role.FINAL_NORM:
-        # A bias has no offset: the norm's output, scale * (offset + weight) + bias, is scaled as a whole.
-        offset = rule.norm_offset if name.endswith(".weight") else 0.0
-        return ((exact.repeat(rule.width) + offset) * rule.final_norm_scale - offset).to(tensor.dtype)
-    if kind is Role.FIXED:
-        return tensor
-    if kind is Role.VECTOR:
-        return repeat_blocks(exact, role.blocks, rule.width).to(tensor.dtype)
-    if kind is Role.HEAD:
-        rows = exact
-    elif kind is Role.ROUTER:
-        rows = exact.repeat(rule.experts, 1)
-    else:
-        rows = repeat_blocks(exact, role.blocks, rule.width)
-    wide = rows.repeat(1, rule.width) / rule.width
-    return (wide + cancelling_noise(name, exact, wide, role, rule, copy)).to(tensor.dtype)
+    rows, columns = rule.factors(role)
+    source = repeat_blocks(torch.arange(tensor.shape[0]), role.blocks, rows)
+    width = (tensor.shape[1] if tensor.dim() > 1 else 1) * columns
+    deviation = float(tensor.std()) if role.role in (Role.HEAD, Role.ROUTER, Role.LINEAR) else 0.0
+    for number, part in enumerate(source.split(max(1, BLOCK_VALUES // width))):
+        exact = tensor[part].to(torch.float64)
+        if tensor.dim() == 1:
+            yield _vector(name, exact, role, rule).to(tensor.dtype)
+            continue
+        wide = exact.repeat(1, columns)
+        if role.role in (Role.EMBEDDING, Role.POSITIONS):
+            yield (wide * (rule.embedding_scale if role.role is Role.EMBEDDING else 1.0)).to(tensor.dtype)
+            continue
+        noise = noise_of(f"{name} {number}", wide.shape, columns, role, rule, copy, is_silent=is_silent)
+        yield (wide / columns + deviation / columns * noise).to(tensor.dtype)
+
+
+def _vector(name: str, repeated: torch.Tensor, role: TensorRole, rule: Widening) -> torch.Tensor:
+    if role.role is not Role.FINAL_NORM:
+        return repeated
+    # A bias has no offset: the norm's output, scale * (offset + weight) + bias, is scaled as a whole.
+    offset = rule.norm_offset if name.endswith(".weight") else 0.0
+    return (repeated + offset) * rule.final_norm_scale - offset
 
 
 def repeat_blocks(tensor: torch.Tensor, blocks: tuple[int, ...], times: int) -> torch.Tensor:
@@ -80,19 +111,28 @@ def repeat_blocks(tensor: torch.Tensor, blocks: tuple[int, ...], times: int) -> 
     return torch.cat([part.repeat(times, *rest) for part in tensor.split(list(blocks))])
 
 
-def cancelling_noise(
-    name: str, small: torch.Tensor, wide: torch.Tensor, role: TensorRole, rule: Widening, copy: int
+def noise_of(
+    name: str,
+    shape: torch.Size,
+    columns: int,
+    role: TensorRole,
+    rule: Widening,
+    copy: int,
+    *,
+    is_silent: bool,
 ) -> torch.Tensor:
-    """Noise for a wide matrix [out, in] that changes no sum over copies of a unit, nor over copies of an expert."""
-    is_expert_output = role.expert is not None and role.adds_to_residual and rule.experts > 1
-    if rule.noise == 0 or (rule.width == 1 and not is_expert_output):
+    """Noise of unit deviation times `rule.noise` for rows of a wide matrix, [rows, in], or a zero.
+
+    It changes no sum over the `columns` copies of an input, nor, where inputs have no copies, over those of an expert;
+    of a silent branch it is free.
+    """
+    sums_experts = role.expert is not None and role.adds_to_residual and rule.experts > 1
+    has_copies = max(rule.width, rule.inner or 1, rule.experts) > 1
+    if rule.noise == 0 or not (columns > 1 or sums_experts or (is_silent and has_copies)):
         return torch.zeros(())
     generator = torch.Generator().manual_seed((rule.seed << 32) ^ zlib.crc32(name.encode()))
     num_copies = rule.experts if role.expert is not None else 1
-    scale = rule.noise * float(small.std()) / rule.width
-    noise = torch.randn(num_copies, wide.shape[0], rule.width, small.shape[1], generator=generator, dtype=wide.dtype)
-    if rule.width > 1:
-        noise = noise - noise.mean(2, keepdim=True)
-    elif is_expert_output:
-        noise = noise - noise.mean(0, keepdim=True)
-    return scale * noise[copy].flatten(1)
+    drawn = torch.randn(num_copies, shape[0], columns, shape[1] // columns, generator=generator, dtype=torch.float64)
+    if not is_silent:
+        drawn = drawn - drawn.mean(2 if columns > 1 else 0, keepdim=True)
+    return rule.noise * drawn[copy].flatten(1)

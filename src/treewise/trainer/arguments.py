@@ -76,6 +76,8 @@ class TreeTrainingArguments(TrainingArguments):
             steps; 0: off.
         on_save_failure: `stop`, or `continue` without the checkpoint, when it cannot be written.
         async_checkpoints: copy what a checkpoint holds to host memory, and write it in a thread while training goes on.
+        initial_optimizer: a folder with the optimizer's state that the first step begins with (`treewise grow
+            --optimizer grow` writes one). Rates are those of this run.
 
     Raises:
         ConfigError: an unknown value, or a setting of transformers that cannot hold on trees.
@@ -97,6 +99,9 @@ class TreeTrainingArguments(TrainingArguments):
     spike_factor: float = field(default=10.0, metadata={"help": "Warn of gradient norms beyond n medians; 0: off."})
     on_save_failure: str = field(default="stop", metadata={"help": "stop or continue when a save fails."})
     async_checkpoints: bool = field(default=False, metadata={"help": "Write checkpoints in a thread."})
+    initial_optimizer: str | None = field(
+        default=None, metadata={"help": "A folder with optimizer state to begin with."}
+    )
     sharded: bool = field(default=False, metadata={"help": "Shard parameters over the processes, by FSDP2."})
     shard_config: dict[str, Any] | None = field(default=None, metadata={"help": "How; as transformers' fsdp_config."})
     balance_ranks: bool = field(default=True, metadata={"help": "Place trees on processes by predicted time."})

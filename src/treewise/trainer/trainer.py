@@ -221,11 +221,17 @@ class TreeTrainer(Trainer):
 
     @override
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Shards the model first, if asked for: the optimizer is made of the shards."""
+        """Shards the model first, if asked for: the optimizer is made of the shards. A new one of a new run begins with
+        the state in `initial_optimizer`.
+        """
         settings = self.args.shard_settings()
         if settings is not None and not self.runner.is_sharded:
             self.runner.shard(settings)
-        return super().create_optimizer(*args, **kwargs)
+        is_new = self.optimizer is None and self._resumed is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if is_new and self.args.initial_optimizer:
+            contents.load_initial_optimizer(Path(self.args.initial_optimizer), self.model, optimizer)
+        return optimizer
 
     @override
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from treewise.cli.load_model import load_tokenizer, load_weights, locate
 from treewise.errors import ConfigError
 from treewise.grow import GrowReport, grow
-from treewise.grow.growth import LEARNED, OPERATORS
+from treewise.grow.growth import LEARNED, OPERATORS, OPTIMIZER_CHOICES
 from treewise.grow.operator_training import OperatorSettings
 
 DEFAULTS = OperatorSettings()
@@ -20,14 +20,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     parser.add_argument("small", metavar="SMALL", help="folder with safetensors, .gguf file, smollm2-demo")
     parser.add_argument("--output", required=True, help="folder to write; must not exist")
-    parser.add_argument("--width", type=int, default=1, help="whole factor of hidden size, inner sizes and heads")
+    parser.add_argument("--width", type=int, default=1, help="whole factor of hidden size, heads and inner sizes")
+    parser.add_argument("--inner", type=int, help="whole factor of inner sizes (MLPs, experts); as --width by default")
     parser.add_argument("--layers", type=int, help="layers of the grown model; as many as before where not given")
     parser.add_argument("--experts", type=int, default=1, help="whole factor of experts and of experts per token")
+    parser.add_argument("--like", metavar="MODEL", help="grow to the sizes of this model's config.json instead")
     parser.add_argument(
         "--operator", default="copy", choices=OPERATORS, help="copy keeps the logits; the others do not"
     )
     parser.add_argument("--noise", type=float, default=0.01, help="between copies, in standard deviations; cancels")
     parser.add_argument("--seed", type=int, default=0, help="of the noise and of a learned operator")
+    parser.add_argument(
+        "--optimizer", default="drop", choices=OPTIMIZER_CHOICES, help="state of a checkpoint's optimizer"
+    )
     parser.add_argument("--verify", action="store_true", help="compare logits before and after (loads both models)")
     parser.add_argument("--data", nargs="+", help="ligo, mango: rows that the operator is fitted to")
     parser.add_argument("--rank", type=int, default=DEFAULTS.rank, help="mango: of its tensor ring")
@@ -41,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """Grows the model and prints what was done; returns the exit code."""
     if args.data and args.operator not in LEARNED:
         raise ConfigError(f"--data is for {' and '.join(LEARNED)}; operator {args.operator!r} reads none.")
+    if args.like and (args.width, args.inner, args.layers, args.experts) != (1, None, None, 1):
+        raise ConfigError("--like gives all sizes; leave --width, --inner, --layers and --experts out.")
     folder, gguf_file = locate(args.small)
     with tempfile.TemporaryDirectory() as unpacked:
         if gguf_file is not None:
@@ -51,17 +58,28 @@ def run(args: argparse.Namespace) -> int:
             folder,
             args.output,
             width=args.width,
+            inner=args.inner,
             num_layers=args.layers,
             experts=args.experts,
+            like=_configuration(args.like) if args.like else None,
             operator=args.operator,
             noise=args.noise,
             seed=args.seed,
+            optimizer=args.optimizer,
             check=args.verify,
             forests=_forests(args) if args.data else None,
             settings=OperatorSettings(args.rank, args.steps, args.learning_rate, max_tokens=args.max_tokens),
         )
     print(json.dumps(asdict(report), indent=2) if args.json else _text(report))
     return 0
+
+
+def _configuration(model: str) -> Any:
+    from transformers import AutoConfig
+
+    if not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"--like: {model} holds no config.json.")
+    return AutoConfig.from_pretrained(model, trust_remote_code=False)
 
 
 def _forests(args: argparse.Namespace) -> list[Any]:
@@ -75,7 +93,7 @@ def _text(report: GrowReport) -> str:
     lines = [
         f"{Path(report.source).name} -> {report.output}",
         f"  parameters   {report.num_parameters_before:,} -> {report.num_parameters_after:,}",
-        f"  operator     {report.operator}: width x{report.width},"
+        f"  operator     {report.operator}: width x{report.width}, inner x{report.inner},"
         f" {report.num_layers} layers, experts x{report.experts}",
     ]
     if report.operator_losses:
@@ -85,5 +103,6 @@ def _text(report: GrowReport) -> str:
         lines.append(f"  logits       differ by {report.logit_difference:.1e} of the largest one")
     if not report.keeps_function:
         lines.append("  this operator does not keep the function: evaluate before you train on")
-    lines.append(f"Go on with: treewise train CONFIG.yaml --model {report.output}")
+    state = f" --initial_optimizer {report.output}" if report.optimizer == "grow" else ""
+    lines.append(f"Go on with: treewise train CONFIG.yaml --model {report.output}{state}")
     return "\n".join(lines)

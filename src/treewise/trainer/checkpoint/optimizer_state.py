@@ -53,7 +53,8 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> tuple[Any, dict[str, to
 
 
 def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Loads the result of `optimizer_state`. Settings that do not change by themselves (`SETTINGS`) stay as they are.
+    """Loads the result of `optimizer_state`, parameter by parameter, whatever their order in a group. Settings that do
+    not change by themselves (`SETTINGS`) stay as they are.
 
     Raises:
         CheckpointError: another kind of optimizer than the saved one, or one that trains other parameters.
@@ -67,7 +68,8 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: 
     index_of = {name: index for index, name in _names(optimizer, model).items()}
     now, groups = optimizer.state_dict()["param_groups"], from_plain(plain["groups"])
     known = {name for group in groups for name in group["params"]}
-    if known != set(index_of) or len(now) != len(groups):
+    members = [{index_of.get(name) for name in group["params"]} for group in groups]
+    if known != set(index_of) or members != [set(group["params"]) for group in now]:
         changed = sorted(known.symmetric_difference(index_of))
         raise CheckpointError(
             f"the optimizer of the checkpoint trained other parameters ({', '.join(changed[:5]) or 'in other groups'});"
@@ -77,7 +79,8 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: 
     optimizer.load_state_dict(
         {
             "state": {index_of[name]: from_plain(entry, tensors) for name, entry in plain["state"].items()},
-            "param_groups": [{**group, "params": [index_of[name] for name in group["params"]]} for group in groups],
+            # torch gives the state of the n-th saved parameter of a group to its n-th one.
+            "param_groups": [{**group, "params": own["params"]} for group, own in zip(groups, now, strict=True)],
             **from_plain(plain["rest"]),
         }
     )

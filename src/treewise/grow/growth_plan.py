@@ -1,0 +1,172 @@
+"""Which tensors a grown checkpoint has, and of which tensor of the small one each is made."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.grow.checkpoint import GrownTensor, SmallCheckpoint
+from treewise.grow.configuration import Target
+from treewise.grow.layer_map import identity_layers
+from treewise.grow.tensor_roles import EXPERT, LAYER, Role, TensorRole, role_of
+from treewise.grow.widening import Widening, widened_blocks
+
+POST_NORM = "post_feedforward_layernorm"  # a layer that has it normalises the results of its branches, not their inputs
+BRANCH_NORMS = ("post_attention_layernorm", POST_NORM)
+HEAD_NORMS = ("q_norm", "k_norm")
+OF_RESIDUAL = "hidden_size"
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthPlan:
+    """Configurations, layers and factors of one growth."""
+
+    config: Any
+    grown_config: Any
+    layer_sources: list[int]
+    depth: str
+    widening: Widening
+
+    @property
+    def identities(self) -> set[int]:
+        """Indices of the layers that begin as the identity."""
+        return identity_layers(self.layer_sources, self.depth)
+
+    def roles(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorRole]:
+        """The role of every tensor of the small model, by name.
+
+        Raises:
+            UnsupportedModelError: a tensor that no rule covers, or a tied head behind a norm without weights.
+            ConfigError: a tensor whose size is not that of the configuration; the field is named.
+        """
+        expected, grown = shapes_of(self.config), shapes_of(self.grown_config)
+        roles = {name: role_of(name, shape, self.config, grown.get(name)) for name, shape in shapes.items()}
+        if self.widening.final_norm_scale != 1 and all(each.role is not Role.FINAL_NORM for each in roles.values()):
+            raise UnsupportedModelError(
+                f"{self.config.model_type} has a tied head (tie_word_embeddings) and no weights in its last norm that "
+                "could divide what the head sums over copies; its width cannot grow."
+            )
+        for name, role in roles.items():
+            for axis, (length, wanted) in enumerate(zip(shapes[name], expected.get(name, ()), strict=False)):
+                if length != wanted:
+                    raise ConfigError(
+                        f"{name} is {list(shapes[name])} in the checkpoint, and {list(expected[name])} by config.json: "
+                        f"{_field(role, axis)} does not fit the weights."
+                    )
+        return roles
+
+    def tensors(self, small: SmallCheckpoint) -> list[GrownTensor]:
+        """All tensors of the grown checkpoint; each is made when it is written.
+
+        Raises:
+            UnsupportedModelError, ConfigError: as of `roles`.
+        """
+        kinds = small.kinds()
+        roles = self.roles({name: shape for name, (shape, _) in kinds.items()})
+        # Where a norm follows each branch, its gain silences it: the gradient of a norm at a result of zero is huge.
+        is_post_norm = any(POST_NORM in name for name in roles)
+        found = []
+        for name, role in roles.items():
+            shape, dtype = kinds[name]
+            for grown_name, copy, layer in self.names(name, role):
+                value = self._silence(role, layer, is_post_norm=is_post_norm)
+                blocks = partial(self._blocks, small.read, name, role, copy, layer, value)
+                found.append(GrownTensor(grown_name, dtype, self.widening.grown_shape(role, shape), blocks))
+        return sorted(found, key=lambda each: _layer_of(each.name))
+
+    def names(self, name: str, role: TensorRole) -> Iterator[tuple[str, int, int]]:
+        """Names that a tensor gets in the grown model, with the index of the expert's copy and of the layer (or -1)."""
+        for layer, source in enumerate(self.layer_sources) if role.layer is not None else ((-1, None),):
+            if source != role.layer:
+                continue
+            match = LAYER.fullmatch(name)
+            grown = name if match is None else f"{match['head']}{layer}{match['tail']}"
+            part = EXPERT.fullmatch(grown)
+            if part is None:
+                yield grown, 0, layer
+                continue
+            for copy in range(self.widening.experts):
+                yield (
+                    f"{part['head']}{int(part['expert']) + copy * count_experts(self.config)}{part['tail']}",
+                    copy,
+                    layer,
+                )
+
+    def _silence(self, role: TensorRole, layer: int, *, is_post_norm: bool) -> float | None:
+        """What a tensor of an identity layer is filled with so that its branch adds nothing to the residual stream."""
+        if layer not in self.identities:
+            return None
+        if is_post_norm:
+            return -self.widening.norm_offset if role.module in BRANCH_NORMS else None
+        return 0.0 if role.adds_to_residual else None
+
+    def _blocks(
+        self,
+        read: Callable[[str], torch.Tensor],
+        name: str,
+        role: TensorRole,
+        copy: int,
+        layer: int,
+        value: float | None,
+    ) -> Iterator[torch.Tensor]:
+        is_silent = layer in self.identities
+        for block in widened_blocks(name, read(name), role, self.widening, copy, is_silent=is_silent):
+            yield block if value is None else torch.full_like(block, value)
+
+
+def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's tensors, without memory for any."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def count_experts(config: Any) -> int:
+    """Experts of a layer of a mixture."""
+    for name in ("num_local_experts", "num_experts"):
+        if isinstance(getattr(config, name, None), int):
+            return int(getattr(config, name))
+    raise ConfigError(f"{config.model_type} has tensors of experts, but its configuration counts none.")
+
+
+def widening_of(config: Any, grown: Any, target: Target, noise: float, seed: int) -> Widening:
+    """The factors of a growth, with those of a scaled embedding and a tied head."""
+    scales_embedding = config.model_type.startswith("gemma")  # by the square root of the hidden size
+    embedding_scale = (config.hidden_size / grown.hidden_size) ** 0.5 if scales_embedding else 1.0
+    is_tied = bool(config.tie_word_embeddings)
+    return Widening(
+        width=target.width,
+        inner=target.inner,
+        experts=target.experts,
+        embedding_scale=embedding_scale,
+        final_norm_scale=1 / (target.width * embedding_scale) if is_tied else 1.0,
+        norm_offset=1.0 if scales_embedding else 0.0,
+        noise=noise,
+        seed=seed,
+    )
+
+
+def _layer_of(name: str) -> int:
+    match = LAYER.fullmatch(name)
+    return -1 if match is None else int(match["layer"])
+
+
+def _field(role: TensorRole, axis: int) -> str:
+    """The field of a configuration that an axis of a tensor is the size of."""
+    if role.role in (Role.EMBEDDING, Role.HEAD):
+        return ("vocab_size", OF_RESIDUAL)[axis]
+    if role.role is Role.POSITIONS:
+        return ("max_position_embeddings", OF_RESIDUAL)[axis]
+    if role.role is Role.ROUTER:
+        return ("the number of experts", OF_RESIDUAL)[axis]
+    is_norm = role.role in (Role.VECTOR, Role.FIXED, Role.FINAL_NORM) and "norm" in role.module
+    if role.adds_to_residual == (axis == 0) or (is_norm and role.module not in HEAD_NORMS):
+        return OF_RESIDUAL
+    if role.is_inner:
+        return "the inner size (intermediate_size)"
+    return "head_dim or the number of heads (num_attention_heads, num_key_value_heads)"

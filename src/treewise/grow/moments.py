@@ -1,0 +1,112 @@
+"""The optimizer's state of a checkpoint of `treewise train`, grown with its weights.
+
+The gradient of a copied weight is that of the weight divided by the number of copies that its output has, because what
+sums over those is divided by it. So first moments are repeated and divided by it, and second moments by its square (up
+to the noise that parts the copies). Layers that begin as the identity have no earlier gradients, and get no state.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from treewise.errors import ConfigError
+from treewise.grow.growth_plan import GrowthPlan, shapes_of
+from treewise.grow.tensor_roles import LAYER, Role, TensorRole, role_of
+from treewise.grow.widening import repeat_blocks
+from treewise.trainer.checkpoint.json_values import from_plain, to_plain
+from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER
+
+# Entries of an optimizer's state by the power of the gradient that they are means of.
+POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "momentum_buffer": 1}
+
+
+def grow_optimizer(source: Path, output: Path, plan: GrowthPlan) -> None:
+    """Writes the grown state beside the grown weights, as checkpoints hold it. It is held in memory.
+
+    Raises:
+        ConfigError: no such state in `source`, or an entry of it that has no rule.
+    """
+    if not (source / f"{OPTIMIZER}.safetensors").is_file():
+        raise ConfigError(
+            f"{source}: no {OPTIMIZER}.safetensors, so there is no optimizer state to grow; name a whole checkpoint of "
+            "treewise train, or drop it."
+        )
+    plain = json.loads((source / f"{OPTIMIZER}.json").read_text(encoding="utf-8"))
+    tensors, shapes = load_file(source / f"{OPTIMIZER}.safetensors"), shapes_of(plan.grown_config)
+    state, grown = {}, dict[str, torch.Tensor]()
+    for name, plain_entries in plain["state"].items():
+        entries = from_plain(plain_entries, tensors)
+        for grown_name in grown_names(name, plan, with_identities=False):
+            values = {entry: grown_entry(name, entry, value, plan, shapes) for entry, value in entries.items()}
+            state[grown_name] = to_plain(values, grown, grown_name)
+    groups = from_plain(plain["groups"])
+    for group in groups:
+        group["params"] = [each for name in group["params"] for each in grown_names(name, plan, with_identities=True)]
+    sizes = {key: [list(each.shape), str(each.dtype).removeprefix("torch.")] for key, each in grown.items()}
+    save_file({key: each.contiguous() for key, each in grown.items()}, output / f"{OPTIMIZER}.safetensors")
+    content = {**plain, "state": state, "groups": to_plain(groups), "shapes": sizes}
+    (output / f"{OPTIMIZER}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def grown_names(name: str, plan: GrowthPlan, *, with_identities: bool) -> list[str]:
+    """Names of the grown model's parameters that come from one of the small model's."""
+    match = LAYER.fullmatch(name)
+    if match is None:
+        return [name]
+    return [
+        f"{match['head']}{layer}{match['tail']}"
+        for layer, source in enumerate(plan.layer_sources)
+        if source == int(match["layer"]) and (with_identities or layer not in plan.identities)
+    ]
+
+
+def grown_entry(name: str, entry: str, value: Any, plan: GrowthPlan, shapes: dict[str, tuple[int, ...]]) -> Any:
+    """One entry of a parameter's state, for the grown parameter.
+
+    Parameters:
+        name: of the small model's parameter; experts may lie in one tensor, [experts, out, in].
+        value: a tensor in the parameter's shape, or what belongs to the parameter as a whole.
+        shapes: of the grown model's parameters, by name.
+
+    Raises:
+        ConfigError: an entry that has no rule.
+    """
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    if entry not in POWERS:
+        raise ConfigError(
+            f"{name}: the optimizer keeps {entry!r}, which has no growth rule; {', '.join(POWERS)} have one. Drop the "
+            "optimizer's state."
+        )
+    is_fused = value.dim() == 3
+    role = role_of(
+        f"{name}.weight" if is_fused else name,
+        tuple(value.shape[1:] if is_fused else value.shape),
+        plan.config,
+        None if is_fused else shapes.get(name),
+    )
+    factor = gradient_factor(role, plan)
+    rows, columns = plan.widening.factors(role)
+    if not is_fused:
+        wide = repeat_blocks(value, role.blocks, rows)
+        return (wide.repeat(1, columns) if value.dim() == 2 else wide) * factor ** POWERS[entry]
+    wide = torch.stack([repeat_blocks(each, role.blocks, rows).repeat(1, columns) for each in value])
+    experts = plan.widening.experts
+    return wide.repeat(experts, 1, 1) * (factor / experts) ** POWERS[entry]
+
+
+def gradient_factor(role: TensorRole, plan: GrowthPlan) -> float:
+    """The gradient of each copy of a weight, over that of the weight; of one expert among its copies it is less."""
+    rule = plan.widening
+    if role.role in (Role.HEAD, Role.FIXED):
+        return 1.0
+    if role.role is Role.EMBEDDING:
+        return 1 / (rule.width * rule.embedding_scale)
+    if role.role is Role.POSITIONS:
+        return 1 / rule.width
+    if role.role is Role.FINAL_NORM and plan.config.tie_word_embeddings:
+        return rule.embedding_scale
+    return 1 / rule.factors(role)[0]
