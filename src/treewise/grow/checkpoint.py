@@ -101,7 +101,7 @@ def _readable(file: Path) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class GrownTensor:
-    """A tensor that is made while it is written: name, element type as in safetensors, shape, and its rows in blocks."""
+    """A tensor made while it is written: name, element type as in safetensors, shape, and its rows in blocks."""
 
     name: str
     dtype: str
