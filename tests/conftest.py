@@ -97,6 +97,9 @@ REPRESENTATIVES = {
     "objectives/test_objectives.py::test_policy_gradients": (
         *("reinforce masked", "ppo dual, entropy", "grpo per rollout", "gspo with all", "cispo", "turns with all"),
     ),
+    "rl/online/test_practice.py::test_a_killed_run_draws_as_an_undisturbed_one": (
+        *("dynamic", "vcrl", "speed", "gain_x_learnability"),
+    ),
     "test_cuda_pretend.py::test_the_host_waits_once_in_a_step": ("llama4_text",),
     "trainer/test_launchers.py::test_accelerate_launches_processes_that_train_like_one": ("--use_fsdp",),
     "trainer/test_step.py::test_router_losses_belong_to_the_step_however_it_is_cut": ("sft-14-2", "gspo-14-4"),

@@ -19,9 +19,12 @@ import torch
 from transformers import TrainerCallback
 
 from tests.trainer.helpers import losses, some_trees, tiny_model
-from treewise.engine import budget
+from treewise.engine import TreeEngine, budget
 from treewise.errors import StoppedError
 from treewise.objectives import PolicyGradient
+from treewise.rl.curriculum import curriculum_named
+from treewise.rl.curriculum.angles import angles_of
+from treewise.rl.curriculum.recorded_order import RecordedOrder
 from treewise.testing.families import tiny_model as family_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import optimizer_state
@@ -103,10 +106,31 @@ def with_advantages(trees):
     ]
 
 
+def order_of(curriculum, model, trees, seed):
+    """The order of recorded trees by the angles of their first rows, which the first process measures."""
+    engine = TreeEngine(model)
+    return RecordedOrder(
+        curriculum_named(curriculum),
+        len(trees),
+        seed,
+        lambda: {"angle": angles_of(engine, [tree[0].token_ids for tree in trees]).total},
+    )
+
+
 def train(
-    folder, model=None, resume=None, num_trees=7, evaluates=False, trouble=None, policy_gradient=None, **settings
+    folder,
+    model=None,
+    resume=None,
+    num_trees=7,
+    evaluates=False,
+    trouble=None,
+    policy_gradient=None,
+    curriculum=None,
+    **settings,
 ):
-    """One run; returns its trainer. policy_gradient: settings of such an objective; None: the one of the arguments."""
+    """One run; returns its trainer. policy_gradient: settings of such an objective; None: the one of the arguments.
+    curriculum: of the order of trees.
+    """
     args = TreeTrainingArguments(
         output_dir=str(folder),
         **{
@@ -124,13 +148,15 @@ def train(
     trees = some_trees(num_trees)
     if policy_gradient is not None:
         trees = with_advantages(trees)
+    model = model_of(**(model or {}))
     trainer = TreeTrainer(
-        model_of(**(model or {})),
+        model,
         args,
         train_dataset=trees,
         eval_dataset=trees if evaluates else None,
         objective=None if policy_gradient is None else PolicyGradient(**policy_gradient),
         callbacks=[Trouble(trouble)] if trouble else [],
+        tree_order=None if curriculum is None else order_of(curriculum, model, trees, args.seed),
     )
     with contextlib.suppress(StoppedError):
         trainer.train(resume_from_checkpoint=resume)
