@@ -5,7 +5,7 @@ in `examples/data`. The small model is trained first. Then the large one is trai
 `treewise grow` makes of the small one, with the same data, steps and learning rate. Training is the tree engine's, on
 windows of text.
 
-    python benchmarks/bench_grow.py [--seeds 3] [--steps 300] [--grown_steps 200] [--operator_steps 50]
+    python benchmarks/bench_grow.py [--seeds 3] [--steps 220] [--grown_steps 160] [--operator_steps 40]
 
 FLOPs are those of `treewise.nn.flops` for each step, and for an operator also those of making its weights and of
 carrying gradients back into it, counted by torch. The training of the small model is not counted, as in the papers;
@@ -225,10 +225,10 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--small_steps", type=int, default=300)
-    parser.add_argument("--steps", type=int, default=300, help="of scratch, 16 windows of 128 characters each")
-    parser.add_argument("--grown_steps", type=int, default=200, help="of each operator, its own included")
-    parser.add_argument("--operator_steps", type=int, default=50, help="ligo, mango")
+    parser.add_argument("--small_steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=220, help="of scratch, 16 windows of 128 characters each")
+    parser.add_argument("--grown_steps", type=int, default=160, help="of each operator, its own included")
+    parser.add_argument("--operator_steps", type=int, default=40, help="ligo, mango")
     parser.add_argument("--rate", type=float, default=3e-3, help="of AdamW, after a warm-up of 20 steps")
     parser.add_argument("--operator_rate", type=float, default=1e-3)
     parser.add_argument("--eval_every", type=int, default=10)
