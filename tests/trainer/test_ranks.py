@@ -148,7 +148,9 @@ def test_two_processes_train_like_one(of_two, of_one, name):
     assert first["budget"] == second["budget"]
     for key, value in first["model"].items():
         assert torch.equal(value, second["model"][key])
-    assert first["kinds"] == (["Tensor"] if name in ("ddp", "in threads", "small", "routers", "ordered") else ["DTensor"])
+    assert first["kinds"] == (
+        ["Tensor"] if name in ("ddp", "in threads", "small", "routers", "ordered") else ["DTensor"]
+    )
 
 
 def deviation(found, expected):
