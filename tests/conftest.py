@@ -53,6 +53,7 @@ MARKED = {
         *("trainer/test_ranks_that_end.py",),
         "cli/commands/test_bench.py::test_a_run_is_printed_written_and_checked",
         "cli/commands/test_train.py::test_a_closed_pipe_does_not_end_training",
+        "distributed/test_mesh.py::test_more_families_on_a_mesh_of_two",
         "engine/test_vision.py::test_every_family_trains_as_flat",
         "grow/test_families.py::test_logits_stay_where_one_size_grows",
         "grow/test_families.py::test_odd_configurations_keep_logits",
@@ -67,7 +68,7 @@ MARKED = {
         "tree/test_forest.py::test_100_000_leaves_of_one_fork",
         "tree/test_forest.py::test_100_000_short_trajectories",
     ),
-    "processes": ("trainer", "distributed/test_watchdog.py", "distributed/test_signals.py"),
+    "processes": ("trainer", "distributed/test_mesh.py", "distributed/test_watchdog.py", "distributed/test_signals.py"),
 }
 
 # Parameters that `make test` runs of tests with many: one of each kind. The other parameters are exhaustive.
@@ -117,6 +118,7 @@ REPRESENTATIVES = {
 # all tests of a file, so that they run once.
 SHARED_FIXTURES = (
     *("bench/test_contestants.py", "bench/test_results.py", "cli/commands/test_rl.py", "cli/test_hostile.py"),
+    "distributed/test_mesh.py",
     *("cli/test_online_run.py", "report/html/test_browser.py", "rl/online/test_ranks.py", "rl/online/test_trainer.py"),
     *("test_wheel.py", "trainer/test_idle_ranks.py", "trainer/test_launchers.py", "trainer/test_ranks.py"),
     "trainer/test_ranks_that_end.py",

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treewise.engine.budget import Budget, gateway_token_bytes, state_bytes
+from treewise.distributed.mesh import check_same_plan, mesh_of
+from treewise.engine.budget import AUTO, Budget, gateway_token_bytes, state_bytes
 from treewise.engine.differentiable import Reader, Values, backward_through, hidden_reader, restore, tree_values
 from treewise.engine.gradient_probe import probe_gradients
 from treewise.engine.lockstep import Exchange, Lockstep
@@ -100,6 +101,11 @@ class TreeEngine:
         self.budget = Budget(max_tokens)
         self.lm = split_model(model)
         choose(attention, self.lm.device.type)  # raises for an unknown name
+        self._mesh = mesh_of(model)
+        if self._mesh is not None and self._mesh.tensor.size() > 1:
+            self._require_fixed_budget()
+        if self._mesh is not None and self._mesh.needs_lockstep:
+            self._require_no_held_passes()
         self.router_loss_rule = router_loss_rule(
             base_model(model), wants_aux=router_aux_loss, z_coefficient=router_z_coefficient
         )
@@ -124,7 +130,9 @@ class TreeEngine:
         forest = one_forest(forests)
         if not self.budget.is_measured:
             self._measure(forest)
-        return make_plan(forest, self.budget.tokens, hold=self.hold)
+        plan = make_plan(forest, self.budget.tokens, hold=self.hold)
+        check_same_plan(self._mesh, plan)
+        return plan
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -312,7 +320,17 @@ class TreeEngine:
     # -- walks --------------------------------------------------------------------------------------------------------
 
     def new_walk(self, plan: Plan, *, with_router_logits: bool = False, vision: ForestVision | None = None) -> Walk:
-        """A walk over a plan, after `check`. vision: the plan's images, where several walks share them."""
+        """A walk over a plan, after `check`. vision: the plan's images, where several walks share them.
+
+        Raises:
+            ConfigError: ranks with different batches would have to exchange tokens, and nothing keeps their passes
+                together.
+        """
+        if self._mesh is not None and self._mesh.needs_lockstep and self._lockstep is None:
+            raise ConfigError(
+                "experts are spread over ranks with different batches (ep_size > tp_size), which have to run the same "
+                "passes: call engine.check(forest) with one forest on all ranks, then engine.enable_lockstep(...)."
+            )
         self.check(plan.forest)
         return Walk(
             self.lm,
@@ -414,6 +432,24 @@ class TreeEngine:
             return plan.peak_gateway_tokens + (peak_cuts(plan) * state_size // token_size if state_size else 0)
 
         self.budget.measure(self.lm, train, gateway_tokens, self.reserve_bytes)
+
+    def _require_fixed_budget(self) -> None:
+        """Ranks that compute a batch together all need the budget of the others, and none may run a step again."""
+        if self.budget.setting == AUTO:
+            raise ConfigError(
+                "max_tokens='auto' measures the free memory of each rank, and the ranks of a tensor-parallel group "
+                "need one budget; give max_tokens a number, or None."
+            )
+        self.budget.recovers = False
+
+    def _require_no_held_passes(self) -> None:
+        """Tokens return to their rank in the backward of the pass that sent them, so both are one turn of all ranks."""
+        if self.hold == "always":
+            raise ConfigError(
+                "hold='always' cannot be combined with ep_size > tp_size: ranks would run backwards of passes that "
+                "they did not compute together; use auto or never."
+            )
+        self.hold = "never"
 
     def _require_gradients(self) -> None:
         if not torch.is_grad_enabled():

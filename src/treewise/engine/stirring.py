@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 _NOISE = 0.05  # of an adapter's own size, or absolute where that is zero
 
@@ -30,6 +31,10 @@ def adapters_stirred(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _stirred(data: torch.Tensor, seed: int) -> torch.Tensor:
+    if isinstance(data, DTensor):  # parts of an adapter may have any noise; whole ones have the same on all ranks
+        part = _stirred(data.to_local(), seed)
+        mesh, places = data.device_mesh, data.placements
+        return DTensor.from_local(part, mesh, places, run_check=False, shape=data.shape, stride=data.stride())
     generator = torch.Generator(data.device).manual_seed(seed)
     noise = torch.randn(data.shape, generator=generator, device=data.device, dtype=torch.float32)
     size = data.float().square().mean().sqrt().nan_to_num()

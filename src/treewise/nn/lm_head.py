@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treewise.errors import ConfigError
 from treewise.nn.device import to_device
+from treewise.nn.tensor_parallel import VocabularyShard
 from treewise.shapes import Float, Int
 
 OUTPUTS = ("log_probs", "entropy")  # of an edge; the names are TRL's, see `edge_values`
@@ -33,6 +34,7 @@ class Head:
     """How a model turns hidden rows into logits: `softcap * tanh(scale * (h W^T + b) / softcap) / temperature`.
 
     weight: [V, M]. bias: [V]. gradients: accumulator for the gradients of weight and bias; None: autograd accumulates.
+    shard: weight and bias are this rank's rows of a vocabulary that is spread over ranks, which all call each function.
     """
 
     weight: torch.Tensor
@@ -41,11 +43,17 @@ class Head:
     softcap: float | None = None
     temperature: float = 1.0
     gradients: "HeadGradients | None" = None
+    shard: VocabularyShard | None = None
 
     @property
     def num_tokens(self) -> int:
         """V."""
-        return self.weight.shape[0]
+        return self.weight.shape[0] if self.shard is None else self.shard.num_tokens
+
+    @property
+    def num_local_tokens(self) -> int:
+        """Logits of a row on this rank."""
+        return self.weight.shape[0] if self.shard is None else self.shard.num_local_tokens
 
     def collecting(self) -> "Head":
         """A detached copy that accumulates its gradients; `gradients.join()` back-propagates them to the parameters."""
@@ -56,7 +64,8 @@ class Head:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[.., V] in float32 or wider, from hidden rows [.., M]."""
         raw = torch.nn.functional.linear(hidden, self.weight, self.bias)
-        return _finish(raw.to(torch.promote_types(raw.dtype, torch.float32)), self)[0]
+        logits = _finish(raw.to(torch.promote_types(raw.dtype, torch.float32)), self)[0]
+        return logits if self.shard is None else self.shard.gathered(logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,11 @@ class ModuleHead:
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
+
+    @property
+    def num_local_tokens(self) -> int:
+        """Logits of a row on this rank: V."""
+        return self.num_tokens
 
     @property
     def gradients(self) -> None:
@@ -149,7 +163,7 @@ def edge_values(
     is_first_E = np.diff(source_E, prepend=-1) != 0
     row_E = np.cumsum(is_first_E) - 1
     max_logits = MAX_LOGITS.get(hidden.device.type, MAX_LOGITS["cpu"])
-    bounds = _chunk_bounds(row_E, max(1, max_logits // head.num_tokens))
+    bounds = _chunk_bounds(row_E, max(1, max_logits // head.num_local_tokens))
     edge_row = to_device(row_E, hidden.device)
     projected = hidden.index_select(0, to_device(source_E[is_first_E], hidden.device))
     with_entropy = "entropy" in outputs
@@ -205,29 +219,36 @@ class _EdgeValues(torch.autograd.Function):
         dtype = _compute_dtype(hidden)
         hidden = hidden.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        log_probs_E = hidden.new_empty(len(target), dtype=wide)
+        target_E = hidden.new_empty(len(target), dtype=wide)  # logits
         lse_R = hidden.new_empty(len(hidden), dtype=wide)
-        entropy_R = hidden.new_empty(len(hidden) if with_entropy else 0, dtype=wide)
+        mean_R = hidden.new_empty(len(hidden) if with_entropy else 0, dtype=wide)
         cast_weight = weight.to(dtype)
+        column_E, is_own_E = (target, None) if head.shard is None else head.shard.local(target)
         for (start, end), (low, high) in bounds:
             logits, _ = _finish(_project(hidden[start:end], cast_weight, bias, wide), head)
             lse = lse_R[start:end] = torch.logsumexp(logits, dim=1)
-            local = edge_row[low:high] - start
-            log_probs_E[low:high] = logits[local, target[low:high]] - lse[local]
+            target_E[low:high] = logits[edge_row[low:high] - start, column_E[low:high]]
             if with_entropy:
-                entropy_R[start:end] = lse - (torch.exp(logits - lse[:, None]) * logits).sum(1)
-        ctx.save_for_backward(hidden, weight, bias, edge_row, target, lse_R, entropy_R)
+                mean_R[start:end] = (torch.exp(logits - lse[:, None]) * logits).sum(1)
+        if head.shard is not None and is_own_E is not None:
+            target_E = torch.where(is_own_E, target_E, 0)
+            target_E, lse_R, mean_R = head.shard.combined(target_E, lse_R, mean_R)
+        log_probs_E = target_E - lse_R[edge_row]
+        entropy_R = lse_R - mean_R if with_entropy else mean_R
+        ctx.save_for_backward(hidden, weight, bias, edge_row, column_E, is_own_E, lse_R, entropy_R)
         ctx.head, ctx.bounds, ctx.with_entropy = head, bounds, with_entropy
         ctx.set_materialize_grads(False)
         return log_probs_E, entropy_R
 
     @staticmethod
     def backward(ctx: Any, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None) -> Any:
-        hidden, weight, bias, edge_row, target, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, edge_row, column, is_own, lse, entropy = ctx.saved_tensors
         wide, dtype = lse.dtype, hidden.dtype
         if logprob_grad is None:
-            logprob_grad = torch.zeros(len(target), dtype=wide, device=hidden.device)
+            logprob_grad = torch.zeros(len(column), dtype=wide, device=hidden.device)
         row_grad = torch.zeros_like(lse).index_add_(0, edge_row, logprob_grad)
+        if is_own is not None:
+            logprob_grad = torch.where(is_own, logprob_grad, 0)
         cast_weight = weight.to(dtype)
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Chunks of a low-precision model add up in float32, as one large product would inside its kernel.
@@ -243,7 +264,7 @@ class _EdgeValues(torch.autograd.Function):
             else:
                 grad *= -row_grad[start:end, None]
             local = edge_row[low:high] - start
-            grad.index_put_((local, target[low:high]), logprob_grad[low:high], accumulate=True)
+            grad.index_put_((local, column[low:high]), logprob_grad[low:high], accumulate=True)
             grad = (grad * slope if slope is not None else grad).to(dtype)
             if hidden_grad is not None:
                 torch.mm(grad, cast_weight, out=hidden_grad[start:end])
@@ -254,6 +275,8 @@ class _EdgeValues(torch.autograd.Function):
                     weight_grad += grad.t() @ hidden[start:end]
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
+        if ctx.head.shard is not None and hidden_grad is not None:
+            ctx.head.shard.add_up(hidden_grad)
         if ctx.head.gradients is not None:
             return hidden_grad, None, None, None, None, None, None, None
         cast = [

@@ -20,6 +20,7 @@ from treewise.nn import recurrent
 from treewise.nn.attention import TreeContext, has_legacy_layers, install, install_legacy_layers, is_installed
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import AnyHead, Head, ModuleHead
+from treewise.nn.tensor_parallel import repair_tensor_parallel, vocabulary_shard
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers that mix no tokens.
@@ -55,7 +56,12 @@ class DecoderAndHead:
 
     def head(self, temperature: float = 1.0) -> AnyHead:
         """The head with its present weights, adapters included; `temperature` divides the logits."""
-        plain = _plain_weight(_active_module(self.output))
+        layer = _active_module(self.output)
+        shard = vocabulary_shard(layer)
+        if shard is not None:
+            bias = None if layer.bias is None else layer.bias.to_local()
+            return Head(layer.weight.to_local(), bias, self.scale, self.softcap, temperature, shard=shard)
+        plain = _plain_weight(layer)
         if plain is None:
             num_tokens = _num_tokens(self.output)
             return ModuleHead(self.output, num_tokens, self.scale, self.softcap, temperature)
@@ -95,6 +101,7 @@ def split_model(model: nn.Module) -> DecoderAndHead:
     install(_attention_configs(decoder))
     install_legacy_layers(decoder)
     recurrent.install(decoder)
+    repair_tensor_parallel(base)
     return DecoderAndHead(model, decoder, output, _logit_scale(base.config), _softcap(base.config))
 
 

@@ -1,0 +1,216 @@
+"""Meshes of processes: tensor, expert and data parallelism by transformers' own layers, combined with trees.
+
+Ranks of a tensor-parallel group (`tp_size`) hold parts of the same layers and compute one batch together. Ranks of an
+expert-parallel group (`ep_size`, a multiple of `tp_size`) each hold some experts of every mixture, whole, and send one
+another tokens. All other ranks have batches of their own: their gradients are added up, or sharded by FSDP2
+(`distributed.fsdp`). transformers builds the meshes and replaces the forwards of layers; it would also apply its own
+FSDP2, whose units the engine does not enter, so `load_on_mesh` asks it for the rest alone.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers.distributed import DistributedConfig
+from transformers.distributed.utils import initialize_distributed_mesh
+
+from treewise.distributed import ranks
+from treewise.errors import ConfigError, DataError, UnsupportedModelError
+from treewise.nn.model import base_model
+from treewise.planning.planner import Plan
+from treewise.tree.trajectory import update_with_content
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The groups that this rank is in.
+
+    tensor: ranks with parts of the same layers and the same batch. expert: ranks that hold all experts together.
+    data: ranks that hold the same parts of layers, with batches of their own. expert_data: ranks with the same experts.
+    """
+
+    tensor: DeviceMesh
+    expert: DeviceMesh
+    data: DeviceMesh
+    expert_data: DeviceMesh
+
+    @property
+    def is_first_of_batch(self) -> bool:
+        """Whether this rank speaks for the ranks that compute its batch."""
+        return self.tensor.get_local_rank() == 0
+
+    @property
+    def needs_lockstep(self) -> bool:
+        """Whether ranks with different batches exchange tokens within their passes."""
+        return self.expert.size() > self.tensor.size()
+
+    def data_of(self, parameter: torch.Tensor) -> DeviceMesh:
+        """The ranks whose gradients of a parameter are to be added up."""
+        is_expert = isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+        return self.expert_data if is_expert else self.data
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Adds gradients up over the ranks with batches of their own; a rank without one contributes zeros."""
+        for parameter in parameters:
+            mesh = self.data_of(parameter)
+            if parameter.requires_grad and mesh.size() > 1:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                distributed.all_reduce(local_part(parameter.grad), group=mesh.get_group())
+
+
+def mesh_of(model: nn.Module) -> Mesh | None:
+    """The mesh that transformers loaded a model on; None for a model that every process has whole.
+
+    Raises:
+        UnsupportedModelError: transformers also sharded it by FSDP2, or spread its layers over a pipeline.
+    """
+    base: Any = base_model(model)
+    manager, config = getattr(base, "_mesh_manager", None), getattr(base.config, "distributed_config", None)
+    if manager is None or config is None:
+        return None
+    if config.dp_size > 1 or config.pp_size > 1:
+        raise UnsupportedModelError(
+            f"the model was loaded with fsdp_size={config.fsdp_size}, dp_replicate_size={config.dp_replicate_size}, "
+            f"pp_size={config.pp_size}: transformers' own FSDP2 and pipelines call whole models, and trees call their "
+            "decoder. Load it with treewise.distributed.mesh.load_on_mesh(folder, tp_size=..., ep_size=...), whose "
+            "other ranks get batches of their own; TreeTrainingArguments(sharded=True) shards it over them."
+        )
+    axes = ("tp", "ep", "fsdp", "efsdp")
+    return Mesh(*(manager.get_mesh(axis) for axis in axes))
+
+
+class _WithoutFsdp(DistributedConfig):
+    """transformers' configuration for ranks with batches of their own that it leaves whole: `fsdp_size` counts them."""
+
+    @property
+    def dp_size(self) -> int:
+        return 1
+
+
+def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: Any) -> Any:
+    """A causal language model of which each process reads only its part; all processes of the run call this.
+
+    Every `tp_size` neighbouring processes compute one batch together; all others have batches of their own.
+
+    Parameters:
+        folder: as `from_pretrained` takes it.
+        tp_size: processes that share each layer.
+        ep_size: processes that share the experts of a mixture: a multiple of `tp_size` that divides their number.
+        options: of `from_pretrained` (`dtype`, ...).
+
+    Raises:
+        ConfigError: sizes that do not fit the processes, or a model without a plan for them; says which to change.
+    """
+    config = mesh_config(tp_size, ep_size, ranks.count())
+    loaded = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(loaded), None)
+    if kind is None:
+        raise ConfigError(f"{folder}: {loaded.model_type} is no causal language model, and others load on no mesh.")
+
+    def prepare(cls: type, distributed_config: Any, device_map: Any = None) -> Any:
+        del cls, device_map
+        device, manager = initialize_distributed_mesh(distributed_config)
+        return distributed_config, device, manager
+
+    # transformers makes no mesh for ep_size alone unless it applies FSDP2; everything else is the model's own class.
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    loader: Any = type(kind.__name__, (kind,), {**names, "prepare_distribute_model": classmethod(prepare)})
+    try:
+        model = loader.from_pretrained(folder, distributed_config=config, trust_remote_code=False, **options)
+    except ValueError as error:
+        raise ConfigError(f"tp_size={tp_size}, ep_size={ep_size}: {' '.join(str(error).split())}") from error
+    if isinstance(model, tuple):
+        model[0].__class__ = kind
+    else:
+        model.__class__ = kind
+    return model
+
+
+def mesh_config(tp_size: int, ep_size: int, num_ranks: int) -> DistributedConfig:
+    """transformers' configuration of a mesh. Raises `ConfigError` for sizes that do not fit the number of processes."""
+    for name, size in (("tp_size", tp_size), ("ep_size", ep_size)):
+        if size < 1:
+            raise ConfigError(f"{name}={size}; give 1 or more processes.")
+    if num_ranks % tp_size:
+        raise ConfigError(f"tp_size={tp_size} does not divide the {num_ranks} processes; change one of the two.")
+    if ep_size > 1 and (ep_size % tp_size or num_ranks % ep_size):
+        fitting = [str(each) for each in range(tp_size, num_ranks + 1, tp_size) if num_ranks % each == 0]
+        raise ConfigError(
+            f"ep_size={ep_size} must be a multiple of tp_size={tp_size} and divide the {num_ranks} processes; choose "
+            f"one of {', '.join(fitting)}."
+        )
+    return _WithoutFsdp(tp_size=tp_size, ep_size=ep_size, fsdp_size=num_ranks // tp_size)
+
+
+@contextmanager
+def as_whole_model(model: nn.Module) -> Iterator[None]:
+    """Inside, `save_pretrained` writes the tensors that it is given; it would gather them on all processes."""
+    config: Any = base_model(model).config
+    held = getattr(config, "distributed_config", None)
+    if held is not None:
+        config.distributed_config = None
+    try:
+        yield
+    finally:
+        if held is not None:
+            config.distributed_config = held
+
+
+def take_over(model: nn.Module) -> None:
+    """Makes transformers' loop treat a model on a mesh like any other: it would keep no checkpoints to resume from."""
+    base: Any = base_model(model)
+    if getattr(base, "_mesh_manager", None) is not None:
+        vars(base).update(_is_distributed_loading_by_transformers=False, _tp_size=None)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def num_copies(tensor: torch.Tensor) -> int:
+    """Processes that hold the same elements of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return ranks.count()
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return ranks.count() // math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+def check_same_plan(mesh: Mesh | None, plan: Plan) -> None:
+    """Compares a plan and the values of its trajectories over the ranks that compute it together; all call this.
+
+    Raises:
+        DataError: a rank has another one, on every rank.
+    """
+    if mesh is None or mesh.tensor.size() == 1:
+        return
+    digests: list[Any] = [None] * mesh.tensor.size()
+    distributed.all_gather_object(digests, _digest(plan), group=mesh.tensor.get_group())
+    if len(set(digests)) > 1:
+        others = [index for index, digest in enumerate(digests) if digest != digests[0]]
+        raise DataError(
+            f"ranks of one tensor-parallel group have different trees or budgets: number {', '.join(map(str, others))} "
+            f"of the group differs from number 0. They compute one batch together (tp_size={mesh.tensor.size()}), so "
+            "give all of them the same trajectories in the same order and the same max_tokens."
+        )
+
+
+def _digest(plan: Plan) -> str:
+    forest = plan.forest
+    schedule = [(step.action, step.micro_batch) for step in plan.schedule]
+    state = blake2b(repr((plan.max_tokens, schedule)).encode(), digest_size=16)
+    for name, array in {"parent": forest.parent, "token_ids": forest.token_ids, **forest.tree_streams}.items():
+        state.update(name.encode())
+        state.update(np.ascontiguousarray(array).data)
+    update_with_content(state, () if forest.tree_streams else forest.trajectories)
+    return state.hexdigest()

@@ -1,0 +1,175 @@
+"""What a tree changes of a model that transformers spread over ranks by tensor parallelism (`DistributedConfig`).
+
+transformers replaces the forwards of layers: attention runs on local heads, and hidden rows are whole and equal on all
+ranks of a group. Two of its ways do not fit here. Its head gathers the logits of the whole vocabulary on every rank;
+`VocabularyShard` exchanges three numbers of each row and one of each edge instead. And it adds up the gradients of
+parameters that are whole on every rank but see the rank's own heads alone (norms of queries and keys) in a hook that
+reduces the sum of all backwards so far, again in every backward; `_SummedParameters` reduces each backward's own part.
+
+Letters: R rows, E edges, M model width, V vocabulary, v its part on this rank.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
+
+from treewise.errors import UnsupportedModelError
+
+AXIS = "tp"  # transformers' name of the axis of tensor parallelism
+_PARTIAL_GRADIENTS = "replicated_with_grad_allreduce"  # transformers' name of the style
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """This rank's part of a vocabulary. mesh: of the group. first: its first token. num_tokens: V."""
+
+    mesh: DeviceMesh
+    first: int
+    num_tokens: int
+
+    @property
+    def num_local_tokens(self) -> int:
+        """v of the rank with the largest part."""
+        return math.ceil(self.num_tokens / self.mesh.size())
+
+    def local(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[E] int64 columns of this rank, any valid one where the token belongs to another rank; [E] bool: its own."""
+        start, size = self.first, min(self.num_local_tokens, self.num_tokens - self.first)
+        return (target - start).clamp(0, size - 1), (target >= start) & (target < start + size)
+
+    def combined(
+        self, target: torch.Tensor, lse: torch.Tensor, mean: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Values over the vocabulary from those of each rank's part, the same to the bit on all ranks.
+
+        target: [E] logits of targets, 0 where another rank has them. lse: [R] log-sum-exp of the logits. mean: [R] (or
+        empty) mean logit under the softmax.
+        """
+        own = torch.cat([target, lse, mean])
+        of_ranks = list(own.new_empty(self.mesh.size(), len(own)))
+        distributed.all_gather(of_ranks, own, group=self.mesh.get_group())
+        targets, lses, means = torch.stack(of_ranks).split([len(target), len(lse), len(mean)], dim=1)
+        lse = torch.logsumexp(lses, dim=0)
+        if len(mean):
+            mean = (torch.exp(lses - lse) * means).sum(0)
+        return targets.sum(0), lse, mean
+
+    def add_up(self, hidden_grad: torch.Tensor) -> None:
+        """Adds the ranks' gradients of hidden rows up ([R, M]), in place: each has that of its part of the head."""
+        distributed.all_reduce(hidden_grad, group=self.mesh.get_group())
+
+    def gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """[.., V] from [.., v]; without gradients, for comparisons."""
+        shape = (*logits.shape[:-1], self.num_tokens)
+        stride = torch.empty(shape, device="meta").stride()
+        spread: Any = DTensor.from_local(
+            logits.contiguous(), self.mesh, [Shard(-1)], run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        whole: torch.Tensor = spread.full_tensor()
+        return whole
+
+
+def vocabulary_shard(layer: Any) -> VocabularyShard | None:
+    """The part of the vocabulary that a head of transformers' tensor parallelism holds; None for any other layer.
+
+    Raises:
+        UnsupportedModelError: a rank has no token.
+    """
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, DTensor) or weight.device_mesh.mesh_dim_names != (AXIS,):
+        return None
+    mesh, is_plain = weight.device_mesh, _is_of_transformers(layer) and type(layer).forward is nn.Linear.forward
+    has_hooks = vars(layer)["_forward_hooks"] or vars(layer)["_forward_pre_hooks"]
+    if not is_plain or has_hooks or weight.placements != (Shard(0),):
+        return None
+    num_tokens = weight.shape[0]
+    size = math.ceil(num_tokens / mesh.size())
+    if size * (mesh.size() - 1) >= num_tokens:
+        raise UnsupportedModelError(
+            f"a vocabulary of {num_tokens} tokens leaves one of {mesh.size()} ranks without any; lower tp_size."
+        )
+    return VocabularyShard(mesh, size * mesh.get_local_rank(), num_tokens)
+
+
+def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
+    """The mesh of the ranks that hold parts of the same layers; None where no parameter is spread in this way."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and AXIS in (parameter.device_mesh.mesh_dim_names or ()):
+            mesh = parameter.device_mesh
+            return mesh if mesh.ndim == 1 else mesh[AXIS]
+    return None
+
+
+def repair_tensor_parallel(base: Any) -> None:
+    """Makes sizes of adapters, and gradients of parameters that see this rank's heads alone, right.
+
+    base: a transformers model. A second call changes nothing, nor does one without tensor parallelism.
+
+    Raises:
+        UnsupportedModelError: the heads of keys cannot be divided among the ranks.
+    """
+    mesh, plan = tensor_parallel_mesh(base), getattr(base, "tp_plan", None) or {}
+    if mesh is None:
+        return
+    config = base.config.get_text_config()
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if get_kv_heads_per_rank(plan, num_heads, mesh.size()) is None:
+        raise UnsupportedModelError(
+            f"{type(base).__name__} has {num_heads} heads of keys, which {mesh.size()} ranks cannot share evenly; "
+            "choose a tp_size that divides them."
+        )
+    names = {name for name, style in plan.items() if style == _PARTIAL_GRADIENTS}
+    for name, module in base.named_modules():
+        if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
+            # transformers' forward reads the whole layer's sizes there, and PEFT's adapters have those of a part.
+            module.out_features, module.in_features = module.weight.shape
+        if with_wildcards(name) in names and _is_of_transformers(module):
+            module.forward = _SummedParameters(module, type(module).forward, mesh)
+
+
+class _SummedParameters:
+    """A forward whose parameters' gradients are added up over a group in each backward."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], mesh: DeviceMesh) -> None:
+        self._module, self._forward, self._mesh = module, forward, mesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        table, group = vars(self._module)["_parameters"], self._mesh.get_group()
+        own = {name: each for name, each in table.items() if each is not None}
+        table.update({name: _SumBackward.apply(each, group) for name, each in own.items()})
+        try:
+            return self._forward(self._module, *args, **kwargs)
+        finally:
+            table.update(own)
+
+
+class _SumBackward(torch.autograd.Function):
+    """Identity whose backward adds the gradient up over a group."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        total = grad.clone()
+        distributed.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    """Whether the forward is the one that transformers' tensor parallelism put in."""
+    return getattr(vars(module).get("forward"), "__module__", "") == "transformers.distributed.tensor_parallel"
+
+
+def with_wildcards(name: str) -> str:
+    """A parameter's or module's name as transformers' plans have it: `*` for the numbers of layers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,281 @@
+"""Models on meshes of processes against one process: losses, log-probs and the gradient of every parameter.
+
+All cases of one number of processes run in the same ones, forked from this one, which has imported everything.
+"""
+
+import os
+import traceback
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.trainer.forked_ranks import free_port
+from tests.trainer.helpers import in_child
+from treewise import SFT, Trajectory, TreeEngine, verify
+from treewise.distributed import ranks
+from treewise.distributed.mesh import load_on_mesh, mesh_config, mesh_of
+from treewise.errors import ConfigError, DataError
+from treewise.objectives import Distillation, PolicyGradient
+from treewise.testing import flat_sft, gradients_of, tiny_model
+
+TOLERANCE = 1e-6  # of the whole gradient, and of every parameter's own but for tiny ones
+SMALLEST = 1e-2  # of the whole gradient's norm: errors of smaller ones are relative to this
+VOCABULARY = 61  # which neither 2 nor 4 divides
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a mesh, what is trained, and at which budgets."""
+
+    family: str
+    tp: int = 1
+    ep: int = 1
+    objective: str = "sft"
+    budgets: tuple = (None, 16)
+    dtype: torch.dtype = torch.float32
+    lora: bool = False
+    changes: tuple = ()
+
+    @property
+    def folder(self):
+        return self.family if not self.changes else f"{self.family} changed"
+
+    @property
+    def name(self):
+        rest = [str(self.dtype)[6:] if self.dtype != torch.float32 else "", "lora" if self.lora else ""]
+        return " ".join(filter(None, [self.family, f"tp{self.tp}", f"ep{self.ep}", self.objective, *rest]))
+
+
+OBJECTIVES = {
+    "sft": SFT(),
+    "router": SFT(),
+    "policy": PolicyGradient(entropy_coefficient=0.1),
+    "distillation": Distillation(),
+}
+TWO = [
+    Case("qwen3", tp=2, budgets=(16,)),
+    Case("gemma3_text", tp=2, objective="policy", budgets=(16,)),
+    Case("qwen3_moe", ep=2, objective="router", budgets=(16,)),
+]
+MORE = [
+    Case("qwen3_moe", tp=2, ep=2, objective="router"),
+    Case("llama", tp=2, lora=True),
+    Case("deepseek_v3", tp=2, objective="distillation"),
+    *(Case(each, tp=2) for each in ("llama", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next")),
+    *(Case(each, tp=2, ep=2) for each in ("qwen3_moe", "deepseek_v3", "qwen3_next")),
+    *(Case(each, ep=2) for each in ("gpt_oss", "deepseek_v3", "qwen3_next")),
+    *(Case(each, tp=2, objective="policy") for each in ("llama", "qwen3", "gpt_oss", "qwen3_moe")),
+    Case("llama", tp=2, dtype=torch.float64),
+    Case("qwen3", tp=2, objective="distillation"),
+]
+
+
+def model_of(case):
+    return tiny_model(case.family, case.dtype, vocab_size=VOCABULARY, **dict(case.changes))
+
+
+def trajectories(seed=0):
+    """Three trees of three answers to one prompt, with all that objectives need."""
+    rng = np.random.default_rng(seed)
+    system, items = rng.integers(3, VOCABULARY, 6), []
+    for tree in range(3):
+        prompt = np.concatenate([system, rng.integers(3, VOCABULARY, 4)])
+        for _ in range(3):
+            ids = np.concatenate([prompt, rng.integers(3, VOCABULARY, int(rng.integers(3, 9)))])
+            weights = (np.arange(len(ids)) >= len(prompt)).astype(np.float32)
+            teacher = np.stack([rng.permutation(VOCABULARY)[:3] for _ in ids])
+            logprobs = np.log(rng.dirichlet(np.ones(5), len(ids))[:, :3])
+            items.append(
+                Trajectory(
+                    *(ids, weights), advantages=np.full(len(ids), rng.normal()), group=tree,
+                    old_logprobs=-4 * rng.random(len(ids)), teacher_ids=teacher, teacher_logprobs=logprobs,
+                )
+            )  # fmt: skip
+    return items
+
+
+def with_adapters(model):
+    """LoRA of the same random numbers in every process, whatever part of them it holds."""
+    import peft
+
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down_proj"]))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            whole = 0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            if isinstance(parameter.data, DTensor):
+                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.data.copy_(whole)
+    return model
+
+
+def engine_of(model, case, budget):
+    wants_router = case.objective == "router"
+    return TreeEngine(model, budget, router_aux_loss=wants_router, router_z_coefficient=0.1 if wants_router else 0.0)
+
+
+def expected(case):
+    """Loss, log-probs and gradients of one process: flat where the oracle has the objective."""
+    model = model_of(case)
+    model = with_adapters(model) if case.lora else model
+    if case.objective == "sft":
+        return flat_sft(model, trajectories())
+    engine = engine_of(model, case, None)
+    out = engine.step(trajectories(), OBJECTIVES[case.objective])
+    gradients = gradients_of(model)
+    return out.loss, [each.detach() for each in engine.logprobs(trajectories())], gradients
+
+
+def on_mesh(case, folder):
+    """The same of the processes of a mesh together, by budget."""
+    model = load_on_mesh(str(folder / case.folder), tp_size=case.tp, ep_size=case.ep, dtype=case.dtype).train()
+    model = with_adapters(model) if case.lora else model
+    return {budget: at_budget(model, case, budget) for budget in case.budgets}
+
+
+def at_budget(model, case, budget):
+    model.zero_grad()
+    mesh, engine, items = mesh_of(model), engine_of(model, case, budget), trajectories()
+    own = items[mesh.data.get_local_rank() :: mesh.data.size()]
+    objective, counts = OBJECTIVES[case.objective], None
+    if mesh.needs_lockstep:
+        engine.check(engine.plan(items).forest)
+        engine.enable_lockstep(ranks.gather_texts)
+    if engine.router_loss_rule is not None:
+        counts = engine.count_experts(own)
+        engine.drain()
+        parts = ranks.on_every_rank(lambda: counts)[:: case.tp]
+        counts = sum(parts[1:], parts[0])
+    denominator = objective.denominator(engine.plan(items).forest)
+    out = engine.step(own, objective, denominator=denominator, router_counts=counts)
+    engine.drain()
+    mesh.sum_gradients(model.parameters())
+    loss = ranks.sum_over(torch.device("cpu"), out.loss if mesh.is_first_of_batch else 0.0)[0]
+    with torch.no_grad():
+        logprobs = engine.logprobs(own)
+        engine.drain()
+    whole = {name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
+             for name, each in model.named_parameters() if each.grad is not None}  # fmt: skip
+    held = sum(each.to_local().numel() if isinstance(each.data, DTensor) else each.numel()
+               for each in model.parameters())  # fmt: skip
+    return {"loss": loss, "logprobs": logprobs, "gradients": whole, "held": held}
+
+
+def other_checks(folder):
+    """What a mesh refuses, and what else runs on it, as text."""
+    model = load_on_mesh(str(folder / "qwen3"), tp_size=2, dtype=torch.float32)
+    engine, found = TreeEngine(model, 9), {}
+    with pytest.raises(DataError, match=r"number 1 of the group differs from number 0.*same trajectories"):
+        engine.step(trajectories(seed=ranks.own()))
+    with pytest.raises(DataError, match="same max_tokens"):
+        TreeEngine(model, 9 + ranks.own()).step(trajectories())
+    with pytest.raises(ConfigError, match=r"max_tokens='auto'.*give max_tokens a number"):
+        TreeEngine(model, "auto")
+    found["verified"] = verify(model, trajectories(), 9).passed
+    scored = engine.scored(trajectories())
+    found["scored"] = [each.old_logprobs for each in scored]
+    with pytest.raises(ConfigError, match=r"hold='always' cannot be combined with ep_size > tp_size"):
+        TreeEngine(load_on_mesh(str(folder / "qwen3_moe"), ep_size=2), hold="always")
+    with pytest.raises(ConfigError, match=r"tp_size=3 does not divide the 2 processes"):
+        load_on_mesh(str(folder / "qwen3"), tp_size=3)
+    with pytest.raises(ConfigError, match=r"has no `ep_plan`"):
+        load_on_mesh(str(folder / "qwen3"), ep_size=2)
+    return found
+
+
+def run_on(num_ranks, cases, folder, extra=None):
+    """Runs the cases in so many processes; their results by name and budget."""
+    for case in cases:
+        model_of(case).float().save_pretrained(folder / case.folder)
+    port = free_port()
+
+    def work(rank):
+        values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in values.items()} | {"MASTER_ADDR": "127.0.0.1"})
+        try:
+            warnings.simplefilter("default")  # of transformers and peft about torch
+            torch.distributed.init_process_group("gloo")
+            found = {case.name: on_mesh(case, folder) for case in cases}
+            if extra is not None:
+                found["extra"] = extra(folder)
+        except BaseException:
+            (folder / f"error{rank}").write_text(traceback.format_exc())
+            raise
+        torch.save(found, folder / f"found{rank}.pt")
+
+    children = [in_child(lambda rank=rank: work(rank), 400) for rank in range(num_ranks)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0] * num_ranks, "\n".join(each.read_text() for each in sorted(folder.glob("error*")))
+    return [torch.load(folder / f"found{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_on(2, TWO, tmp_path_factory.mktemp("two"), other_checks)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    return run_on(2, MORE, tmp_path_factory.mktemp("more"))
+
+
+def check(found, case):
+    loss, logprobs, gradients = expected(case)
+    norm = sum(float(each.norm()) ** 2 for each in gradients.values()) ** 0.5
+    num_data = len(found) // case.tp
+    for budget in case.budgets:
+        of_ranks = [each[case.name][budget] for each in found]
+        assert of_ranks[0]["loss"] == pytest.approx(loss, rel=TOLERANCE)
+        for rank, own in enumerate(of_ranks):
+            for ours, theirs in zip(own["logprobs"], logprobs[rank // case.tp :: num_data], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+            assert own["gradients"].keys() == gradients.keys()
+            gaps = {name: float((own["gradients"][name] - each).norm()) for name, each in gradients.items()}
+            assert sum(gap**2 for gap in gaps.values()) ** 0.5 <= TOLERANCE * norm
+            for name, gap in gaps.items():
+                limit = TOLERANCE * max(float(gradients[name].norm()), SMALLEST * norm)
+                assert gap <= 2 * limit, (name, budget, gap / limit)
+        whole = sum(each.numel() for each in model_of(case).parameters())
+        assert all(each["held"] < whole for each in of_ranks)
+    return True
+
+
+def names(cases):
+    return [case.name for case in cases]
+
+
+@pytest.mark.parametrize("case", TWO, ids=names(TWO))
+def test_two_processes_give_what_one_gives(two, case):
+    check(two, case)
+
+
+@pytest.mark.filterwarnings("default")  # of peft about transformers
+@pytest.mark.parametrize("case", MORE, ids=names(MORE))
+def test_more_families_on_a_mesh_of_two(more, case):
+    check(more, case)
+
+
+def test_models_on_a_mesh_are_verified_and_scored(two):
+    (first, second), model = (each["extra"] for each in two), model_of(TWO[0])
+    assert first["verified"]
+    expected = [each.old_logprobs for each in TreeEngine(model, None).scored(trajectories())]
+    for ours, theirs, other in zip(first["scored"], expected, second["scored"], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+        np.testing.assert_array_equal(ours, other)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 1, 4), "tp_size=0; give 1 or more"),
+        ((3, 1, 4), "tp_size=3 does not divide the 4 processes"),
+        ((2, 3, 4), "ep_size=3 must be a multiple of tp_size=2 and divide the 4 processes; choose one of 2, 4"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_errors(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        mesh_config(*sizes)
