@@ -20,6 +20,7 @@ from treewise.distributed import ranks
 from treewise.distributed.mesh import load_on_mesh, mesh_config, mesh_of
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import Distillation, PolicyGradient
+from treewise.report import report_mesh
 from treewise.testing import flat_sft, gradients_of, tiny_model
 
 TOLERANCE = 1e-6  # of the whole gradient, and of every parameter's own but for tiny ones
@@ -241,6 +242,9 @@ def check(found, case):
                 assert gap <= 2 * limit, (name, budget, gap / limit)
         whole = sum(each.numel() for each in model_of(case).parameters())
         assert all(each["held"] < whole for each in of_ranks)
+        mesh = {"tp": case.tp, "ep": case.ep, "fsdp": 1, "dp": num_data}
+        predicted = report_mesh(model_of(case).config, mesh, torch.float32).bytes_weights
+        assert case.lora or np.mean([each["held"] for each in of_ranks]) == pytest.approx(predicted / 4, abs=1)
     return True
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from treewise.errors import bytes_as_text
 from treewise.planning.planner import Plan
 from treewise.report.analysis.facts import Finding, InspectReport
+from treewise.report.analysis.mesh_facts import USABLE, MeshReport
 from treewise.report.analysis.plan_facts import PlanReport
 from treewise.report.analysis.run_log import RunReport
 from treewise.verification.report import VerificationReport
@@ -98,6 +99,29 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     leaf = f"{report.relative_leaf_time:.3f}  {1 / report.relative_leaf_time:.2f} times faster by FLOPs"
     table.add_row("time / flat leaves", leaf)
     return Group(description, table)
+
+
+def mesh_view(report: MeshReport, live_tokens: int, gateway_tokens: int) -> RenderableType:
+    """Memory of one process of a mesh, and whether a plan fits. live_tokens, gateway_tokens: the plan's peaks."""
+    axes = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items()) or "one process"
+    table = _facts_table(f"each of {report.processes:,} processes, {axes} (from shapes; not measured)")
+    table.add_row("weights", bytes_as_text(report.bytes_weights))
+    table.add_row("gradients, AdamW", bytes_as_text(report.bytes_gradients + report.bytes_optimizer))
+    table.add_row("gathered in a step", bytes_as_text(report.bytes_whole))
+    activations, gateways = report.bytes_of(live_tokens, gateway_tokens)
+    table.add_row("activations", f"{bytes_as_text(activations)} for {live_tokens:,} live tokens")
+    table.add_row("gateways", f"{bytes_as_text(gateways)} for {gateway_tokens:,} tokens")
+    needed = report.bytes_static + activations + gateways
+    table.add_row("peak memory", bytes_as_text(needed))
+    if report.gpu_bytes is not None:
+        usable = USABLE * report.gpu_bytes
+        verdict = f"fits into {USABLE:.0%} of {bytes_as_text(report.gpu_bytes)}"
+        if report.bytes_static > usable:
+            verdict = f"does not fit: {bytes_as_text(report.bytes_static)} without any token; raise fsdp, tp or ep"
+        elif needed > usable:
+            verdict = f"does not fit: lower --max_tokens to {report.max_tokens:,} or less, or raise fsdp, tp or ep"
+        table.add_row("verdict", verdict)
+    return table
 
 
 def run_view(report: RunReport) -> RenderableType:

@@ -48,3 +48,14 @@ def test_the_predictions_say_that_they_are_predictions(
     assert "predicted" in out
     assert "peak memory" in out
     assert "time / flat" in out
+
+
+def test_a_mesh_and_the_memory_of_a_gpu(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    arguments = ("plan", rows, "--max_tokens", 16, "--model", model, "--mesh", "tp=2,fsdp=2")
+    assert call(*arguments, "--gpu_memory", "1GiB") == 0
+    assert "fits into 90% of 1.00 GiB" in capsys.readouterr().out
+    assert call(*arguments, "--gpu_memory", "60000") == 0
+    assert "does not fit" in capsys.readouterr().out
+    assert call(*arguments, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["mesh"]["processes"] == 4

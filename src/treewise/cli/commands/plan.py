@@ -3,13 +3,14 @@
 import argparse
 import json
 
+import torch
 from rich.console import Console
 
 from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
-from treewise.cli.load_model import DTYPES, load_flop_model
+from treewise.cli.load_model import DTYPES, load_config, load_flop_model
 from treewise.errors import ConfigError
 from treewise.planning.planner import plan
-from treewise.report import plan_view, report_plan
+from treewise.report import mesh_view, plan_view, read_bytes_setting, read_mesh, report_mesh, report_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder, Hub name, .gguf file or smollm2-demo: for bytes, time and tokenizer")
     parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
     parser.add_argument("--dtype", choices=DTYPES, help="of the model, for its bytes (float32)")
+    parser.add_argument("--mesh", help="several processes: sizes of tp, ep, fsdp and dp, as tp=2,fsdp=4; needs --model")
+    parser.add_argument("--gpu_memory", "--gpu-memory", help="of each process, as 80GiB: says whether it fits")
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
 
@@ -29,14 +32,24 @@ def run(args: argparse.Namespace) -> int:
     apply_config(args, ("data", "max_tokens"), dtype="float32")
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit is {args.limit}; give the number of trees to plan, at least 1.")
+    if args.model is None and (args.mesh or args.gpu_memory):
+        raise ConfigError("--mesh and --gpu_memory count the bytes of a model; name it with --model.")
+    mesh, gpu = read_mesh(args.mesh or "tp=1"), args.gpu_memory and read_bytes_setting(args.gpu_memory)
     flops = None if args.model is None else load_flop_model(args.model, args.gguf_file)
     data = load_data(args, data_tokenizer(args), progress=not args.json)
     count = len(data) if args.limit is None else min(args.limit, len(data))
     forests = [data[index].forest() for index in range(count)]
     whole = plan(forests, args.max_tokens, hold=args.hold)
     report = report_plan(whole, flops, args.model, args.dtype)
+    processes = None
+    if args.mesh or gpu:
+        config = load_config(args.model, args.gguf_file)
+        processes = report_mesh(config, mesh, getattr(torch, report.dtype or args.dtype), gpu or None)
     if args.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        Console().print(plan_view(whole, report))
+        extra = {} if processes is None else {"mesh": processes.to_dict()}
+        print(json.dumps(report.to_dict() | extra, indent=2))
+        return 0
+    Console().print(plan_view(whole, report))
+    if processes is not None:
+        Console().print(mesh_view(processes, report.peak_live_tokens, report.peak_gateway_tokens))
     return 0
