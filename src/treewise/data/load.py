@@ -29,7 +29,7 @@ from treewise.data.render.tools import find_tools
 from treewise.data.selection import Trees, mix
 from treewise.data.sources import Source, open_sources
 from treewise.data.sources.foreign import read_sources
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, num
 
 MAX_WARNINGS = 1000
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -278,7 +278,7 @@ class _Builder:
             reason = (
                 f" ({len(report.dropped)} were left out; the first: {report.dropped[0][1]})" if report.dropped else ""
             )
-            raise DataError(f"no record to train on in {num_sources} file(s){reason}.")
+            raise DataError(f"no record to train on in {num(num_sources, 'file')}{reason}.")
         index_of_tree = np.full(len(self.trees), -1)
         index_of_tree[[tree.index for tree in trees]] = np.arange(len(trees))
         table = self.store.finish(index_of_tree)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from treewise.errors import ConfigError, DataError, check_choice
+from treewise.errors import ConfigError, DataError, check_choice, num
 from treewise.objectives.normalization import require_whole_rollouts, rollout_of_tokens
 from treewise.objectives.protocol import Streams, Terms, Values
 from treewise.shapes import Float
@@ -263,8 +263,8 @@ def _pairs(forest: Forest, rewards_S: np.ndarray) -> tuple[np.ndarray, np.ndarra
         pairs = [(a, b) for a in rollouts for b in rollouts if rewards_S[a] > rewards_S[b]]
         if not pairs:
             raise DataError(
-                f"group {group!r}: {len(rollouts)} rollout(s) with equal rewards, so none is preferred; leave it out, "
-                "and let the two completions of a pair share a group of their own."
+                f"group {group!r}: {num(len(rollouts), 'rollout')} with equal rewards, so none is preferred; leave it "
+                "out, and let the two completions of a pair share a group of their own."
             )
         chosen += [a for a, _ in pairs]
         rejected += [b for _, b in pairs]

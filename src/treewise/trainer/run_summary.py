@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treewise.engine.budget import AUTO
+from treewise.errors import num
 from treewise.planning.planner import plan
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.data_loader import DataFacts, collate, make_sampler
@@ -58,16 +59,17 @@ def summarize_run(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -
     flat_tokens = sum(each.forest.num_flat_tokens for each in first)
     num_micro_batches = sum(each.num_micro_batches for each in first)
     computed = sum(each.num_computed_tokens for each in first)
-    work = f", {num_micro_batches:,} micro-batches, {computed:,} tokens computed"
+    micro_batches = num(num_micro_batches, "micro-batch", "micro-batches")
+    work = f", {micro_batches}, {num(computed, 'token')} computed"
     rank = f" on rank {args.process_index} of {args.world_size}" if args.world_size > 1 else ""
     if args.places_trees:
         rank = f" on {args.world_size} ranks together"
     per_epoch = steps_per_epoch(args, facts.num_trees)
-    trees = f"{args.trees_per_step:,}"
+    trees = num(min(args.trees_per_step, facts.num_trees), "tree")
     per_step = facts.num_tree_tokens * min(args.trees_per_step, facts.num_trees) / facts.num_trees
     if args.steps_per_epoch is not None:
         least, most = facts.num_trees // per_epoch, math.ceil(facts.num_trees / per_epoch)
-        trees = f"{most:,}" if least == most else f"{least:,} or {most:,}"
+        trees = num(most, "tree") if least == most else f"{least:,} or {num(most, 'tree')}"
         per_step = facts.num_tree_tokens / per_epoch
     lines = [
         ("trees", f"{facts.num_trees:,}"),
@@ -76,11 +78,11 @@ def summarize_run(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -
         ("tree tokens", f"{facts.num_tree_tokens:,}"),
         ("share ratio", f"{facts.num_flat_tokens / facts.num_tree_tokens:.2f}"),
         ("leaf ratio", f"{facts.num_leaf_tokens / facts.num_tree_tokens:.2f}"),
-        ("optimizer steps", f"{steps:,} of {trees} trees, {per_step:,.0f} tree tokens"),
+        ("optimizer steps", f"{steps:,} of {trees}, {num(round(per_step), 'tree token')}"),
         ("budget", budget),
         (
             "first step",
-            f"{tree_tokens:,} tree tokens, share ratio {flat_tokens / max(1, tree_tokens):.2f}"
+            f"{num(tree_tokens, 'tree token')}, share ratio {flat_tokens / max(1, tree_tokens):.2f}"
             + ("" if args.max_tokens == AUTO else work)
             + rank,
         ),

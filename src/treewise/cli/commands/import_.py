@@ -14,7 +14,7 @@ from rich.table import Table
 from treewise.cli.load_model import load_tokenizer
 from treewise.data.importers import FORMATS, ImportReport, import_rollouts
 from treewise.data.io.printable import shown
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, num
 
 MAX_SHOWN = 5
 
@@ -88,7 +88,7 @@ def _show(console: Console, report: ImportReport, output: str) -> None:
     with_ids = report.num_rows - report.num_text_rows
     formats = Counter(report.formats.values())
     table.add_row("format", ", ".join(formats))
-    table.add_row("records", f"{report.num_records:,} in {len(report.formats):,} file(s)")
+    table.add_row("records", f"{report.num_records:,} in {num(len(report.formats), 'file')}")
     table.add_row("rollouts", f"{report.num_rollouts:,} in {report.num_groups:,} groups")
     table.add_row("rows", f"{report.num_rows:,}: {with_ids:,} with token ids, {report.num_text_rows:,} of text alone")
     if report.num_tokens:

@@ -14,7 +14,7 @@ from treewise.data.io.files import PathLike, RawRecord, find_files, read_records
 from treewise.data.io.options import RenderOptions
 from treewise.data.io.record_forms import parse
 from treewise.data.records import RecordReader
-from treewise.errors import DataError
+from treewise.errors import DataError, num
 
 READERS = {
     "verifiers": verifiers.read,
@@ -97,7 +97,7 @@ class RolloutImport:
         if not self.report.num_rows:
             left_out = self.report.left_out
             why = f"; the first of {len(left_out)} left out: {': '.join(left_out[0])}" if left_out else ""
-            raise DataError(f"nothing to train on in {len(self.files)} file(s){why}.")
+            raise DataError(f"nothing to train on in {num(len(self.files), 'file')}{why}.")
 
     def _records(self, path: Path) -> Iterator[Placed]:
         if path.name.endswith(torch_file.SUFFIXES):
