@@ -17,29 +17,30 @@ from treewise.distributed.placement import assign_ranks, work_of
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import chain_nodes
 
-NUM_GROUPS, NUM_RANKS, NUM_DRAWS = 24, 16, 40
+NUM_GROUPS, NUM_RANKS = 24, 16
+# Samples of a group, budget, draws.
+CASES = (((2, 4), None, 40), ((2, 4), 8192, 40), ((2, 4), 2048, 40), ((4, 8), 2048, 10), ((2, 4), 512, 10))
 PROMPT, SAMPLE = (200, 2000), (100, 3000)  # tokens
 
 
 def main() -> None:
     rows = []
-    for num_samples in ((2, 4), (4, 8), (8, 16)):
-        for max_tokens in (None, 8192, 2048, 512):
-            rows.append(draws(num_samples, max_tokens))
-            print(rows[-1], flush=True)
+    for case in CASES:
+        rows.append(draws(*case))
+        print(rows[-1], flush=True)
     print("written to", save("few-groups", rows))
 
 
-def draws(num_samples: tuple[int, int], max_tokens: int | None) -> dict[str, Any]:
+def draws(num_samples: tuple[int, int], max_tokens: int | None, num_draws: int) -> dict[str, Any]:
     """Least, median and greatest ratio over all draws."""
     found = [
-        one_draw(np.random.default_rng([*num_samples, draw]), num_samples, max_tokens) for draw in range(NUM_DRAWS)
+        one_draw(np.random.default_rng([*num_samples, draw]), num_samples, max_tokens) for draw in range(num_draws)
     ]
     ratios = {
         name: [round(float(np.quantile([each[name] for each in found], part)), 4) for part in (0, 0.5, 1)]
         for name in found[0]
     }
-    return {"samples": num_samples, "max_tokens": max_tokens, "num_draws": NUM_DRAWS, **ratios}
+    return {"samples": num_samples, "max_tokens": max_tokens, "num_draws": num_draws, **ratios}
 
 
 def one_draw(rng: np.random.Generator, num_samples: tuple[int, int], max_tokens: int | None) -> dict[str, float]:

@@ -79,3 +79,8 @@ def test_every_choice_is_documented_and_accepted(tmp_path, name, choices):
         constant = {"constant": 2.0} if choice in ("rollout_sum", "constant") else {}
         args = TreeTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **{name: choice}, **constant)
         assert getattr(args.objective(), name) == choice
+
+
+def test_how_to_shard_without_sharding_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="give sharded: true"):
+        TreeTrainingArguments(str(tmp_path), use_cpu=True, shard_config={"dp_replicate_size": 2})

@@ -64,7 +64,7 @@ class TreeTrainingArguments(TrainingArguments):
         sharded: shard parameters, gradients and the optimizer's state over the processes, by FSDP2. `fsdp` and
             `accelerate launch --use_fsdp` set it, too.
         shard_config: `reshard_after_forward`, `cpu_offload`, `state_dict_type`, `transformer_layer_cls_to_wrap`, as in
-            transformers' `fsdp_config`.
+            transformers' `fsdp_config`; `dp_replicate_size`, the copies of hybrid sharding.
         balance_ranks: with several processes, place the trajectories of a step by predicted time;
             False: ranks take trees in turn. Changes no loss.
         balance_costs: costs that placements assume: `flops` of the model, `measured` (fitted to the first steps), or
@@ -141,6 +141,8 @@ class TreeTrainingArguments(TrainingArguments):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose {' or '.join(choices)}.")
         self.objective()
         self._take_over_fsdp()
+        if self.shard_config and not self.sharded:
+            raise ConfigError("shard_config says how parameters are sharded; give sharded: true, too, or leave it out.")
         self.shard_settings()
         self._start_group()
         super().__post_init__()
