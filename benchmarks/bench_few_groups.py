@@ -19,7 +19,7 @@ from treewise.tree.prefix_merge import chain_nodes
 
 NUM_GROUPS, NUM_RANKS = 24, 16
 # Samples of a group, budget, draws.
-CASES = (((2, 4), None, 40), ((2, 4), 8192, 40), ((2, 4), 2048, 40), ((4, 8), 2048, 10), ((2, 4), 512, 10))
+CASES = (((2, 4), None, 40), ((2, 4), 8192, 40), ((2, 4), 2048, 40))
 PROMPT, SAMPLE = (200, 2000), (100, 3000)  # tokens
 
 
