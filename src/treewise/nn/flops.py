@@ -117,15 +117,20 @@ class FlopModel:
 
 
 def flop_model(model: nn.Module) -> FlopModel:
-    """The costs of a transformers causal LM, read from the shapes of its parameters; `meta` tensors will do."""
+    """The costs of a transformers causal LM, read from the shapes of its parameters; `meta` tensors will do.
+
+    Of a model that sees, those of its decoder: what a tower does for an image is not a cost of a token.
+    """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    decoder = model if config is model.config else model.get_decoder()  # type: ignore[operator]
+    per_token = {id(each) for each in decoder.parameters()}
     head = model.get_output_embeddings()  # type: ignore[operator]
     head_modules = set(head.modules()) if head is not None else set()
     num_experts, num_visited = _expert_counts(config)
     linear = backward = 0.0
     activations = 0.0
     for module, name, parameter in _matrices(model):
-        if isinstance(module, nn.Embedding) or module in head_modules:
+        if isinstance(module, nn.Embedding) or module in head_modules or id(parameter) not in per_token:
             continue
         is_expert = parameter.ndim == 3 and parameter.shape[0] == num_experts and not isinstance(module, nn.Conv1d)
         part = num_visited / num_experts if is_expert or ".experts." in name else 1.0
@@ -152,10 +157,18 @@ def flop_model(model: nn.Module) -> FlopModel:
 
 def flop_model_of_config(config: Any) -> FlopModel:
     """The costs of a model known by its transformers configuration alone; no weights are made or read."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return flop_model(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        return flop_model(auto_class(config).from_config(config, trust_remote_code=False))
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes a model of this configuration: of text, or of images and text."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    is_text = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    sees = not is_text and config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
 def flop_bound(model: nn.Module | FlopModel, forest: Forest) -> float:

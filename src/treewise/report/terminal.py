@@ -28,6 +28,9 @@ def inspect_view(report: InspectReport) -> RenderableType:
     facts.add_row("trajectories", f"{total.num_trajectories:,} ({total.num_leaves:,} not contained in another)")
     facts.add_row("flat tokens", f"{total.num_flat_tokens:,} ({total.num_leaf_tokens:,} of those not contained)")
     facts.add_row("tree tokens", f"{total.num_tree_tokens:,} ({total.num_trained_tokens:,} trained)")
+    if total.num_images:
+        flat = f"{total.num_flat_image_tokens:,} flat, {total.num_images:,} distinct images in their trees"
+        facts.add_row("of these, of images", f"{total.num_image_tokens:,} ({flat})")
     facts.add_row("share ratio", f"{total.share_ratio:.2f}  every trajectory alone / tree")
     facts.add_row("leaf ratio", f"{total.leaf_ratio:.2f}  those not contained in another / tree")
     facts.add_row("row ratio", f"{total.row_ratio:.2f}  one row per conversation / tree")

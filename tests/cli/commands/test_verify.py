@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.cli.helpers import call, save_tiny_model, write_rows
+from tests.vision_models import IMAGE_TOKEN, png, seeing_model, tiny_processor
 from treewise.cli.main import main
 from treewise.engine import engine, walk
 from treewise.planning.layout import Layout, lay_out
@@ -102,3 +103,17 @@ def test_wrong_objectives_are_named(
 ) -> None:
     assert main(["verify", str(rollouts), "--model", str(model), *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.filterwarnings("default")  # of transformers, as it saves and loads
+def test_rows_with_images_are_read_by_the_model_s_processor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seeing_model("llava").save_pretrained(tmp_path / "llava")
+    tiny_processor("llava").save_pretrained(tmp_path / "llava")
+    (tmp_path / "a.png").write_bytes(png(1))
+    ids = [[5, *[IMAGE_TOKEN] * 4, 6, 7, 8 + leaf] for leaf in range(2)]
+    data = write_rows(tmp_path / "seen.jsonl", [{"token_ids": each, "images": ["a.png"], "group": "a"} for each in ids])
+    assert call("verify", data, "--model", tmp_path / "llava") == 0
+    assert "LlavaForConditionalGeneration" in capsys.readouterr().out
+    assert call("inspect", data, "--model", tmp_path / "llava", "--json") == 0
+    total = json.loads(capsys.readouterr().out)["total"]
+    assert (total["num_images"], total["num_image_tokens"], total["num_flat_image_tokens"]) == (1, 4, 8)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from treewise.cli.data_arguments import add_data_arguments, apply_config, load_data
 from treewise.cli.devices import chosen_device
-from treewise.cli.load_model import DTYPES, load_model, load_tokenizer
+from treewise.cli.load_model import DTYPES, load_model, load_processor
 from treewise.cli.objective import typed_settings
 from treewise.cli.yaml_file import read_value
 from treewise.data import Trees
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     device = chosen_device(args.device)
     model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
     if args.tokenizer is not None:
-        tokenizer = load_tokenizer(args.tokenizer)
+        tokenizer = load_processor(args.tokenizer)
     data = load_data(args, tokenizer, progress=not args.json)
     data.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     trajectories = _trajectories(data, objective, args)
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         attention=args.attention,
         objective=objective,
         tolerance=args.tolerance,
+        processor=tokenizer,
     )
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
+from treewise.nn.support_table import WITH_IMAGES
 from treewise.nn.vision.pixels import PixelInputs, image_token_of
 from treewise.shapes import Float
 
@@ -96,10 +97,6 @@ def vision_model(lm: DecoderAndHead) -> VisionModel:
     in_decoder = {id(each) for each in lm.decoder.parameters()}
     outside = tuple(each for each in module.parameters() if id(each) not in in_decoder)
     return VisionModel(module, token, outside)
-
-
-# Families whose images are computed exactly, each tried against flat training (tests/engine/test_vision.py).
-WITH_IMAGES = (*("idefics3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"),)
 
 
 def refuse_unsupported(base: Any) -> None:

@@ -19,7 +19,10 @@ NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class TreeFacts:
-    """Sizes of one training tree, or sums over several. FLOPs are None without a model."""
+    """Sizes of one training tree, or sums over several. FLOPs are None without a model.
+
+    Tokens of images are those of their spans; num_images: distinct ones.
+    """
 
     name: str
     num_trajectories: int
@@ -36,6 +39,9 @@ class TreeFacts:
     flat_flops: float | None = None
     leaf_flops: float | None = None
     tree_flops: float | None = None
+    num_images: int = 0
+    num_image_tokens: int = 0
+    num_flat_image_tokens: int = 0
 
     @property
     def share_ratio(self) -> float:
@@ -158,7 +164,16 @@ def tree_facts(name: str, forest: Forest, flops: FlopModel | None = None) -> Tre
         flat_flops=flops.flat(forest) if flops else None,
         leaf_flops=flops.leaf(forest) if flops else None,
         tree_flops=flops.tree(forest) if flops else None,
+        num_images=len(forest.images.sources),
+        num_image_tokens=int((forest.images.end - forest.images.start).sum()),
+        num_flat_image_tokens=_flat_image_tokens(forest),
     )
+
+
+def _flat_image_tokens(forest: Forest) -> int:
+    if not len(forest.images):
+        return 0
+    return sum(image.end - image.start for item in forest.trajectories for image in item.images)
 
 
 def row_tokens(forest: Forest) -> int:

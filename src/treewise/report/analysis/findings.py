@@ -68,7 +68,7 @@ def long_trajectories(lengths: list[np.ndarray], sources: list[list[str]]) -> li
 
 
 class Duplicates:
-    """Finds trajectories whose tokens are in another tree, too, by hash."""
+    """Finds trajectories whose tokens and images are in another tree, too, by hash."""
 
     def __init__(self) -> None:
         self._first: dict[bytes, tuple[str, str]] = {}
@@ -77,7 +77,8 @@ class Duplicates:
         """Sources in one tree, each with that of its duplicate."""
         duplicates = []
         for item, source in zip(forest.trajectories, sources, strict=False):
-            key = hashlib.blake2b(item.token_ids.tobytes(), digest_size=16).digest()
+            seen = "".join(f"{image.start} {image.digest}" for image in item.images).encode()
+            key = hashlib.blake2b(item.token_ids.tobytes() + seen, digest_size=16).digest()
             tree, original = self._first.setdefault(key, (name, source))
             if tree != name:
                 duplicates.append(f"{source}, as {original}")

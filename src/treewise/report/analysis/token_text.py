@@ -19,11 +19,11 @@ class TokenText:
     """Tokens to text. Without a tokenizer a token reads as its number, `[17]`.
 
     Parameters:
-        tokenizer: a transformers tokenizer, or None.
+        tokenizer: a transformers tokenizer, the processor around one, or None.
     """
 
     def __init__(self, tokenizer: Any = None) -> None:
-        self.tokenizer = tokenizer
+        tokenizer = self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self._known: dict[int, bytes] = {}
         self._added: dict[int, str] = {}
         self.special_ids: frozenset[int] = frozenset()
