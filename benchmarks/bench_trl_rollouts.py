@@ -4,7 +4,7 @@ The policy and the task are those of bench_branching.py: a tiny model that half 
 arm trains from the same weights with the same settings of TRL; arms that share tokens take more steps within the same
 budget. Held-out reward over generated tokens, paired by seed; intervals are bootstrap over seeds.
 
-    python benchmarks/bench_trl_rollouts.py [--seeds 5] [--tokens 12000]
+    python benchmarks/bench_trl_rollouts.py [--seeds 5] [--tokens 8000]
 """
 
 import argparse
@@ -125,7 +125,7 @@ def run(start: Any, tokenizer: Any, arm: str, seed: int, args: argparse.Namespac
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=12_000, help="generated, of a run")
+    parser.add_argument("--tokens", type=int, default=8_000, help="generated, of a run")
     parser.add_argument("--learning_rate", type=float, default=3e-4)
     parser.add_argument("--pretraining_steps", type=int, default=150)
     args = parser.parse_args()

@@ -2,8 +2,8 @@
 
 A rollout depends on weights, request and seed alone (draw.py). What else is in a batch changes logits by rounding only;
 `isolate_requests=True` gives each request a batch of its own and takes even that away, bit for bit, for less speed.
-transformers' own continuous batching draws all rows from one global generator, so its tokens depend on the whole
-batch and on timing; that is why it is not used here.
+transformers' own continuous batching (`generate_batch`) draws all rows from one global generator, which it reseeds, so
+its tokens depend on the whole batch; nor does it return entropies or candidates. That is why it is not used here.
 """
 
 import logging
