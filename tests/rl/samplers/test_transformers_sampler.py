@@ -1,6 +1,7 @@
 """Log-probs of the sampler equal flat teacher forcing; a rollout is a function of weights, request and seed."""
 
 import logging
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,8 @@ from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler, shared_prefix
 from treewise.rl.samplers.choose import why_not
 from treewise.rl.samplers.model_mode import sampling_mode
+from treewise.rl.samplers.shared_prefix import SharedPrefix
+from treewise.rl.samplers.steppers import Recompute
 from treewise.testing import tiny_model
 
 TRUNK = (11, 23, 5, 40, 8, 61, 17, 33)
@@ -88,6 +91,24 @@ def test_prefixes_computed_alone_and_as_one_batch(forward_tokens, num_buckets, m
     for request, completions in zip(requests, TransformersSampler(model).sample(requests), strict=True):
         for completion in completions:
             assert_exact(model, request, completion)
+
+
+@pytest.mark.parametrize("forward_tokens", [0, 2, 8, 32])
+def test_first_logits_of_random_prefixes_are_those_of_a_plain_forward(forward_tokens, monkeypatch) -> None:
+    monkeypatch.setattr(shared_prefix, "FORWARD_TOKENS", forward_tokens)
+    model = tiny_model("llama")
+    draw = random.Random(0)
+    for _ in range(12):
+        stems = [(), *(tuple(draw.choices(range(60), k=draw.randint(1, 12))) for _ in range(2))]
+        prefixes = sorted({(*draw.choice(stems), *draw.choices(range(4), k=draw.randint(1, 6))) for _ in range(7)})
+        counts = [draw.randint(1, 3) for _ in prefixes]
+        with sampling_mode(model):
+            steppers = [SharedPrefix(model), Recompute(model)]
+            found = [each.start(prefixes, counts, 3) for each in steppers]
+            tokens = torch.arange(sum(counts)) % 50
+            later = [each.step(tokens) for each in steppers]
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4)
+        torch.testing.assert_close(later[0], later[1], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "lfm2"])

@@ -181,6 +181,7 @@ class SharedPrefix:
         start = 0
         if before is not None:
             start = min(_num_common(bucket[0], before[0]), shared, len(before[0]) - 1)
+        if before is not None and start:  # a cache of no tokens would have one row for ever
             for index, (keys, values) in enumerate(zip(before[1], before[2], strict=True)):
                 cache.update(keys[:, :, :start], values[:, :, :start], index)
         self._forward([bucket[0][start:shared]], cache, start)
