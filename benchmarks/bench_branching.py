@@ -126,7 +126,9 @@ def texts_of_games(rng: np.random.Generator) -> list[Parts]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A task of the benchmark. trees: of an iteration. tokens: generated, of a tree. steps: of imitation before."""
+    """A task of the benchmark. trees: of an iteration, from twice as many items, so that the book of successes has met
+    most of them. tokens: generated, of a tree. steps: of imitation before.
+    """
 
     task: Callable[[], Any]
     texts: Callable[[np.random.Generator], list[Parts]]
@@ -162,6 +164,7 @@ def new_trainer(
     settings = tw.OnlineSettings(
         iterations=args.iterations,
         trees_per_iteration=setting.trees,
+        num_items=2 * setting.trees,
         tokens_per_iteration=setting.trees * setting.tokens,
         max_new_tokens=setting.max_new_tokens,
         mini_batches=4,
