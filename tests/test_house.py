@@ -55,6 +55,7 @@ WHOLE_PACKAGE = {
     "trainer/test_hybrid_shards": "several sharded copies of a model, on several processes",
     "trainer/test_launchers": "torchrun and accelerate",
     "trainer/test_idle_ranks": "processes without work",
+    "trainer/test_meshes": "runs on meshes of processes against one process",
     "trainer/test_ranks": "several processes against one",
     "trainer/test_ranks_that_end": "a process that is killed",
     "trainer/test_steps": "steps against flat training",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.trainer.forked_ranks import free_port
@@ -192,26 +193,36 @@ def run_on(num_ranks, cases, folder, extra=None):
     """Runs the cases in so many processes; their results by name and budget."""
     for case in cases:
         model_of(case).float().save_pretrained(folder / case.folder)
+
+    def work():
+        found = {case.name: on_mesh(case, folder) for case in cases}
+        return found if extra is None else found | {"extra": extra(folder)}
+
+    return fork_ranks(num_ranks, work, folder)
+
+
+def fork_ranks(num_ranks, work, folder, codes=None):
+    """The result of `work` in each of so many processes. codes: how they are to end; None: all well."""
     port = free_port()
 
-    def work(rank):
+    def run(rank):
         values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in values.items()} | {"MASTER_ADDR": "127.0.0.1"})
         try:
             warnings.simplefilter("default")  # of transformers and peft about torch
+            AcceleratorState._reset_state(reset_partial_state=True)  # of earlier tests of the parent
             torch.distributed.init_process_group("gloo")
-            found = {case.name: on_mesh(case, folder) for case in cases}
-            if extra is not None:
-                found["extra"] = extra(folder)
+            found = work()
         except BaseException:
             (folder / f"error{rank}").write_text(traceback.format_exc())
             raise
         torch.save(found, folder / f"found{rank}.pt")
 
-    children = [in_child(lambda rank=rank: work(rank), 400) for rank in range(num_ranks)]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes == [0] * num_ranks, "\n".join(each.read_text() for each in sorted(folder.glob("error*")))
-    return [torch.load(folder / f"found{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+    children = [in_child(lambda rank=rank: run(rank), 400) for rank in range(num_ranks)]
+    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert ends == (codes or [0] * num_ranks), "\n".join(each.read_text() for each in sorted(folder.glob("error*")))
+    files = [folder / f"found{rank}.pt" for rank in range(num_ranks)]
+    return [torch.load(file, weights_only=False) for file in files if file.exists()]
 
 
 @pytest.fixture(scope="module")

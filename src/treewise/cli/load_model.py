@@ -8,8 +8,9 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +41,18 @@ def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") 
     return load_weights(name, gguf_file, dtype), load_processor(name, gguf_file, required=False)
 
 
-def load_weights(name: str, gguf_file: str | None = None, dtype: str = "float32", bits: int | None = None) -> Any:
+def load_weights(
+    name: str,
+    gguf_file: str | None = None,
+    dtype: str = "float32",
+    bits: int | None = None,
+    *,
+    mesh: tuple[int, int] = (1, 1),
+) -> Any:
     """The model alone. Parameters and errors are those of `load_model`.
 
     bits: 4 (NF4, double quantisation) or 8, for adapters on quantised weights (Dettmers et al. 2023, QLoRA, section 3);
-    None for weights of `dtype`. Needs bitsandbytes.
+    None for weights of `dtype`. Needs bitsandbytes. mesh: `tp_size` and `ep_size`; each process reads its part.
     """
     import torch
 
@@ -60,9 +68,18 @@ def load_weights(name: str, gguf_file: str | None = None, dtype: str = "float32"
         options |= _gguf_options(file, dequantize=True)
     if bits is not None:
         options["quantization_config"] = _quantization(name, file, bits, options["dtype"])
-    options |= {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    load: Callable[..., Any]
+    if mesh != (1, 1):
+        if file is not None or bits is not None:
+            raise ConfigError(f"{name}: tp_size and ep_size need a folder of safetensors, unquantised; save one first.")
+        from treewise.distributed.mesh import load_on_mesh
+
+        load = partial(load_on_mesh, tp_size=mesh[0], ep_size=mesh[1])
+    else:
+        load = partial(auto_class(load_config(name, gguf_file)).from_pretrained, trust_remote_code=False)
     with _named_errors(name), _quiet():
-        model, info = auto_class(load_config(name, gguf_file)).from_pretrained(folder, **options)
+        model, info = load(folder, **options)
     _check_weights(name, info)
     if bits is None:
         _forget_quantization(model)

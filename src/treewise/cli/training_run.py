@@ -214,7 +214,9 @@ def load_model(config: RunConfig, arguments: "TreeTrainingArguments") -> Any:
     from transformers import set_seed
 
     bits = 4 if config.load_in_4bit else 8 if config.load_in_8bit else None
-    model = load_weights(config.model, config.gguf_file, config.dtype, bits)
+    model = load_weights(
+        config.model, config.gguf_file, config.dtype, bits, mesh=(arguments.tp_size, arguments.ep_size)
+    )
     if config.lora is None:
         return model
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from treewise.distributed import ranks
+from treewise.distributed.mesh import local_part, mesh_of, num_copies
 from treewise.errors import ConfigError
 from treewise.nn.model import DecoderAndHead, base_model
 
@@ -173,11 +174,13 @@ def shard(
     dtype: of the layers' computation, where it is not that of their parameters; gradients are added up in float32.
 
     Raises:
-        ConfigError: no process group, one that cannot hold so many copies, no layers found, or parameters that are not
-            sharded in the end.
+        ConfigError: no process group, a model on a mesh, one that cannot hold so many copies, no layers found, or
+            parameters that are not sharded in the end.
     """
     if not distributed.is_initialized():
         raise ConfigError("fsdp needs a process group; start the run with torchrun or accelerate launch.")
+    if mesh_of(model) is not None:
+        raise ConfigError("sharded=True cannot be combined with tp_size or ep_size yet; leave sharded (fsdp) out.")
     mesh = _mesh(device, settings.dp_replicate_size)
     layers = find_layers(lm, settings.layer_names)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
@@ -297,14 +300,10 @@ def gradient_norm(parameters: list[nn.Parameter], max_norm: float, device: torch
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norms: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
-        is_mine = ranks.own() == 0
-        if isinstance(grad, DTensor):  # what is replicated along a dimension of the mesh counts on its first ranks
-            indices = zip(grad.placements, grad.device_mesh.get_coordinate() or (), strict=True)
-            is_mine = all(index == 0 for placement, index in indices if placement.is_replicate())
-            grad = grad.to_local()
-        if is_mine:
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            norms.setdefault(grad.device, []).append(torch.linalg.vector_norm(grad, dtype=wide))
+        held = local_part(grad)
+        wide = torch.promote_types(held.dtype, torch.float32)
+        norm_of = torch.linalg.vector_norm(held, dtype=wide) / math.sqrt(num_copies(grad))  # all copies count once
+        norms.setdefault(held.device, []).append(norm_of)
     own = sum(float(torch.stack(each).double().square().sum()) for each in norms.values())
     norm = math.sqrt(ranks.sum_over(device, own)[0])
     if max_norm > 0 and norm > max_norm and math.isfinite(norm):

@@ -67,7 +67,7 @@ class OnlinePlacer:
 
     max_tokens: the budget that placements assume; the same on all ranks. weighting: the objective's. fits: whether
     costs are fitted to measured steps. in_lockstep: whether ranks run their passes side by side (sharded parameters),
-    so that all take the time of the slowest.
+    so that all take the time of the slowest. ranks_per_batch: neighbouring ranks that compute one part together.
     """
 
     def __init__(
@@ -78,9 +78,10 @@ class OnlinePlacer:
         *,
         fits: bool = True,
         in_lockstep: bool = False,
+        ranks_per_batch: int = 1,
     ) -> None:
         self.max_tokens, self.weighting = max_tokens, weighting
-        self.fits, self.in_lockstep = fits, in_lockstep
+        self.fits, self.in_lockstep, self.ranks_per_batch = fits, in_lockstep, ranks_per_batch
         self._costs = [(0, prior)]  # the first step of each cost model
         self._measurements: Measurements = []
         self._num_steps = 0
@@ -132,7 +133,9 @@ class OnlinePlacer:
 
     def _fit(self, num_steps: int) -> None:
         """Fits to the measurements of all ranks, for the steps after the next one, which is placed already."""
-        measurements = ranks.on_every_rank(lambda: self._measurements[1:])  # the first batch is a warm-up
+        measurements = ranks.on_every_rank(lambda: self._measurements[1:])[
+            :: self.ranks_per_batch
+        ]  # the first batch is a warm-up
         prior = self._costs[0][1]
         fit_costs = fit_in_lockstep if self.in_lockstep else fit_independent
         costs = CostModel(*ranks.on_first_rank(lambda: astuple(fit_costs(prior, measurements))))
@@ -157,12 +160,12 @@ class OnlinePlacer:
             return []
         placement = assign_ranks(
             batch,
-            ranks.count(),
+            ranks.count() // self.ranks_per_batch,
             self.costs_at(step),
             max_tokens=self.max_tokens,
             in_lockstep=self.in_lockstep,
         )
-        return rank_part(batch, placement, ranks.own(), self.weighting)
+        return rank_part(batch, placement, ranks.own() // self.ranks_per_batch, self.weighting)
 
 
 def fit_independent(prior: CostModel, measurements: Sequence[Measurements]) -> CostModel:

@@ -11,6 +11,7 @@ from torch import distributed
 from transformers import TrainingArguments
 
 from treewise.distributed.fsdp import ShardSettings, shard_settings
+from treewise.distributed.mesh import mesh_config
 from treewise.distributed.online_placement import COST_SOURCES
 from treewise.engine.budget import Budget
 from treewise.errors import ConfigError
@@ -31,7 +32,7 @@ _UNSUPPORTED = {
     "average_tokens_across_devices": "the loss is always the mean over the whole step, on all ranks; leave it on.",
     "deepspeed": "use sharded=True (PyTorch's FSDP2).",
     "enable_jit_checkpoint": "a run is always saved when a signal ends it; leave it off.",
-    "parallelism_config": "tensor and context parallelism are not supported yet.",
+    "parallelism_config": "give tp_size and ep_size; context parallelism is not supported.",
 }
 _CHOICES = {"nonfinite": ("stop", "skip"), "on_save_failure": ("stop", "continue"), "balance_costs": COST_SOURCES}
 _SAMPLING = ("random", "sequential")
@@ -65,6 +66,9 @@ class TreeTrainingArguments(TrainingArguments):
             `accelerate launch --use_fsdp` set it, too.
         shard_config: `reshard_after_forward`, `cpu_offload`, `state_dict_type`, `transformer_layer_cls_to_wrap`, as in
             transformers' `fsdp_config`; `dp_replicate_size`, the copies of hybrid sharding.
+        tp_size: processes that share each layer and compute one batch together (tensor parallelism). The model has to
+            be loaded for it (`treewise.distributed.mesh.load_on_mesh`; the command line does).
+        ep_size: processes that share the experts of each mixture (expert parallelism): a multiple of `tp_size`.
         balance_ranks: with several processes, place the trajectories of a step by predicted time;
             False: ranks take trees in turn. Changes no loss.
         balance_costs: costs that placements assume: `flops` of the model, `measured` (fitted to the first steps), or
@@ -104,6 +108,8 @@ class TreeTrainingArguments(TrainingArguments):
     )
     sharded: bool = field(default=False, metadata={"help": "Shard parameters over the processes, by FSDP2."})
     shard_config: dict[str, Any] | None = field(default=None, metadata={"help": "How; as transformers' fsdp_config."})
+    tp_size: int = field(default=1, metadata={"help": "Processes that share each layer (tensor parallelism)."})
+    ep_size: int = field(default=1, metadata={"help": "Processes that share a mixture's experts."})
     balance_ranks: bool = field(default=True, metadata={"help": "Place trees on processes by predicted time."})
     balance_costs: str = field(default="auto", metadata={"help": "Costs of placements: auto, flops or measured."})
     merge_across_trees: bool = field(default=True, metadata={"help": "Compute prefixes common to several trees once."})
@@ -147,6 +153,7 @@ class TreeTrainingArguments(TrainingArguments):
         self._start_group()
         super().__post_init__()
         self._check_launched_alone()
+        mesh_config(self.tp_size, self.ep_size, int(self.world_size))
 
     def _start_group(self) -> None:
         """Joins the processes of a run on CPUs. transformers does it, too, but ignores `ddp_timeout`."""
@@ -204,6 +211,16 @@ class TreeTrainingArguments(TrainingArguments):
         return SFT(self.weighting, self.normalization, self.constant)
 
     @property
+    def data_size(self) -> int:
+        """Batches that are computed at a time: processes, or groups of `tp_size` that compute one together."""
+        return int(self.world_size) // self.tp_size
+
+    @property
+    def data_index(self) -> int:
+        """Which of them this process computes."""
+        return int(self.process_index) // self.tp_size
+
+    @property
     def merges_trees(self) -> bool:
         """Whether trees of one batch are merged."""
         return self.merge_across_trees and self.weighting == "per_trajectory"
@@ -211,12 +228,12 @@ class TreeTrainingArguments(TrainingArguments):
     @property
     def places_trees(self) -> bool:
         """Whether every rank loads all trees of a batch and takes its part by predicted time."""
-        return self.balance_ranks and int(self.world_size) > 1
+        return self.balance_ranks and self.data_size > 1
 
     @property
     def trees_per_step(self) -> int:
         """Trees of one optimizer step, on all ranks."""
-        return int(self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size)
+        return int(self.per_device_train_batch_size * self.gradient_accumulation_steps * self.data_size)
 
     def order_facts(self) -> dict[str, Any]:
         """The settings that determine, with the data, which trees a step trains."""

@@ -235,8 +235,8 @@ def make_sampler(args: TreeTrainingArguments, num_trees: int, tree_order: TreeOr
     steps = (args.steps_per_epoch, args.gradient_accumulation_steps)
     size = args.per_device_train_batch_size
     if args.places_trees:
-        return TreeSampler(num_trees, size * args.world_size, seed, 0, 1, *steps, tree_order)
-    return TreeSampler(num_trees, size, seed, args.process_index, args.world_size, *steps, tree_order)
+        return TreeSampler(num_trees, size * args.data_size, seed, 0, 1, *steps, tree_order)
+    return TreeSampler(num_trees, size, seed, args.data_index, args.data_size, *steps, tree_order)
 
 
 def training_loader(
@@ -260,7 +260,7 @@ def evaluation_loader(args: TreeTrainingArguments, dataset: Any) -> TreeLoader:
     if dataset is None:
         raise ConfigError("evaluation needs an eval_dataset.")
     size = args.per_device_eval_batch_size
-    return _loader(args, dataset, TreeSampler(len(dataset), size, None, args.process_index, args.world_size))
+    return _loader(args, dataset, TreeSampler(len(dataset), size, None, args.data_index, args.data_size))
 
 
 def _loader(args: TreeTrainingArguments, dataset: Any, sampler: TreeSampler) -> TreeLoader:
@@ -297,5 +297,6 @@ def make_placer(args: TreeTrainingArguments, model: Any, objective: Objective) -
         args.max_tokens if isinstance(args.max_tokens, int) else None,
         getattr(objective, "weighting", "per_trajectory"),
         fits=measures_costs(args.balance_costs, args.device, args.full_determinism),
-        in_lockstep=args.shard_settings() is not None,
+        in_lockstep=args.shard_settings() is not None or args.ep_size > args.tp_size,
+        ranks_per_batch=args.tp_size,
     )

@@ -20,7 +20,7 @@ def steps_per_epoch(args: TreeTrainingArguments, num_trees: int) -> int:
     """Optimizer steps in which every tree is trained once."""
     if args.steps_per_epoch is not None:
         return int(args.steps_per_epoch)
-    batches = math.ceil(num_trees / (args.per_device_train_batch_size * args.world_size))
+    batches = math.ceil(num_trees / (args.per_device_train_batch_size * args.data_size))
     return math.ceil(batches / args.gradient_accumulation_steps)
 
 

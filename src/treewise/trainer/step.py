@@ -18,6 +18,7 @@ from torch import nn
 
 from treewise.distributed import ranks
 from treewise.distributed.fsdp import Ends, ShardSettings, gradient_norm, shard
+from treewise.distributed.mesh import mesh_of
 from treewise.distributed.online_placement import OnlinePlacer
 from treewise.engine.budget import AUTO
 from treewise.engine.engine import TreeEngine
@@ -62,6 +63,8 @@ class StepRunner:
         self._reserve_bytes, self._processor = reserve_bytes, processor
         self._ends: Ends | None = None  # of a sharded model
         self._router_counts: RouterCounts | None = None  # of the present optimizer step
+        self.mesh = mesh_of(model)
+        self._is_in_lockstep = False
         self.engine = self._new_engine()
 
     @property
@@ -77,10 +80,10 @@ class StepRunner:
             offload=self.args.offload,
             router_z_coefficient=self.args.router_z_coefficient,
             reserve_bytes=self._reserve_bytes,
-            check=not self.is_sharded,  # a sharded model was probed when it was whole
+            check=not self._is_in_lockstep,  # was probed on all ranks at once
             processor=self._processor,
         )
-        if self.is_sharded:
+        if self._is_in_lockstep:
             engine.enable_lockstep(ranks.gather_texts)
         return engine
 
@@ -95,7 +98,7 @@ class StepRunner:
     def shard(self, settings: ShardSettings) -> None:
         """Shards the model over all ranks, and measures the budget if it is to be measured."""
         first = self._first_tree()
-        self.engine.check(first)  # on the whole model
+        self._enter_lockstep(first)  # with the whole model
         dtype = torch.bfloat16 if self.args.bf16 else None
         self._ends = shard(self.model, self.engine.lm, self.args.device, settings, dtype)
         self.engine = self._new_engine()
@@ -103,9 +106,33 @@ class StepRunner:
             self.engine.plan(first)
         self._take_least_budget()
 
+    def prepare_mesh(self) -> None:
+        """Before the first batch of a model whose experts are spread over ranks with batches of their own."""
+        if self.mesh is not None and self.mesh.needs_lockstep and not self._is_in_lockstep:
+            self._enter_lockstep(self._first_tree())
+            self.engine = self._new_engine()
+
+    def _enter_lockstep(self, first: Forest) -> None:
+        """Checks the model on all ranks at once; from now on they run the same passes."""
+        self.engine.check(first)
+        self._is_in_lockstep = True
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether no process has the whole model, so that gradients and norms are those of parts."""
+        return self.is_sharded or self.mesh is not None
+
+    def sum_over_batches(self, *values: float) -> list[float]:
+        """The sum of each value over the ranks; those that compute one batch together count once."""
+        speaks = self.mesh is None or self.mesh.is_first_of_batch
+        return ranks.sum_over(self.args.device, *(value if speaks else 0.0 for value in values))
+
     def sum_gradients(self) -> None:
         """Adds the gradients of all ranks up; sharded ones were added up in their backward."""
         if ranks.count() == 1 or self.is_sharded:
+            return
+        if self.mesh is not None:
+            self.mesh.sum_gradients(self.model.parameters())
             return
         for parameter in self.model.parameters():
             if parameter.requires_grad:
@@ -113,8 +140,8 @@ class StepRunner:
                     parameter.grad = torch.zeros_like(parameter)
                 torch.distributed.all_reduce(parameter.grad)
 
-    def sharded_gradient_norm(self, max_norm: float) -> float:
-        """Norm of the gradient of a sharded model over all ranks, which is scaled to at most `max_norm` (0: not)."""
+    def spread_gradient_norm(self, max_norm: float) -> float:
+        """Norm of the gradient over all ranks, where they have parts of the model; scaled to at most `max_norm`."""
         return gradient_norm(list(self.model.parameters()), max_norm, self.args.device)
 
     def denominator(self, forests: Sequence[Forest], step: int) -> float:
@@ -127,7 +154,7 @@ class StepRunner:
         if fixed is not None:
             return fixed
         own = math.fsum(self.objective.denominator(forest) for forest in forests)
-        (total,) = ranks.sum_over(self.args.device, own)
+        (total,) = self.sum_over_batches(own)
         if not total > 0:
             raise DataError(
                 f"step {step} has no trained token; leave these trees out: {', '.join(sources(forests)) or 'unnamed'}."
@@ -149,6 +176,8 @@ class StepRunner:
             with self._batch(trains=False, step=step), self._autocast():
                 if trained:
                     own.append(self.engine.count_experts(trained))
+        if self.mesh is not None and not self.mesh.is_first_of_batch:
+            own = []
         parts = [part for each in ranks.on_every_rank(lambda: own) for part in each]
         self._router_counts = reduce(add, parts) if parts else None
 
@@ -208,12 +237,13 @@ class StepRunner:
 
         measured: this rank's trees, if the placer may measure the batch.
         """
-        if self._ends is None:
+        if not self._is_in_lockstep:
             with self._measured(measured):
                 yield
             return
+        whole = nullcontext() if self._ends is None else self._ends.whole(trains)
         # Measured between two moments that all ranks share: all parameters gathered, all passes run.
-        with self._out_of_memory_explained(step), self._ends.whole(trains), self._measured(measured):
+        with self._out_of_memory_explained(step), whole, self._measured(measured):
             yield
             self.engine.drain()
 

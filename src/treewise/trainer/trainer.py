@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from treewise.distributed import ranks
 from treewise.distributed.fsdp import ShardedModel
+from treewise.distributed.mesh import mesh_of, take_over
 from treewise.distributed.signals import StepAbandoned, StopSignals
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, StoppedError
@@ -111,6 +112,7 @@ class TreeTrainer(Trainer):
         self._means, self._throughput = MetricMeans(), Throughput()
         rows_file = nonfinite_path(args.output_dir, args.process_index, args.world_size)
         self._guard = NonFiniteGuard(args.nonfinite, args.max_skipped_steps, args.spike_factor, rows_file)
+        _check_mesh(model, args)
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(
             model=model,
@@ -215,7 +217,7 @@ class TreeTrainer(Trainer):
             self.state.num_input_tokens_seen += int(seen)
 
     def _sum_over_ranks(self, *values: float) -> list[float]:
-        return ranks.sum_over(self.args.device, *values)
+        return self.runner.sum_over_batches(*values)
 
     # -- model --------------------------------------------------------------------------------------------------------
 
@@ -227,6 +229,7 @@ class TreeTrainer(Trainer):
         settings = self.args.shard_settings()
         if settings is not None and not self.runner.is_sharded:
             self.runner.shard(settings)
+        self.runner.prepare_mesh()
         is_new = self.optimizer is None and self._resumed is None
         optimizer = super().create_optimizer(*args, **kwargs)
         if is_new and self.args.initial_optimizer:
@@ -235,7 +238,7 @@ class TreeTrainer(Trainer):
 
     @override
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        if not self.runner.is_sharded:
+        if not self.runner.is_spread:
             return super()._wrap_model(model, training, dataloader)
         return model if isinstance(model, ShardedModel) else ShardedModel(model)
 
@@ -245,7 +248,7 @@ class TreeTrainer(Trainer):
     def training_step(
         self, model: torch.nn.Module, inputs: list[Forest], num_items_in_batch: float | None = None
     ) -> torch.Tensor:
-        """Forward and backward of one batch; its part of the step's loss, times the ranks that will be averaged."""
+        """Forward and backward of one batch; its part of the step's loss, times the batches that will be averaged."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -261,21 +264,21 @@ class TreeTrainer(Trainer):
         self._guard.add_loss(loss)
         if self.accelerator.sync_gradients:
             self.runner.sum_gradients()
-        return torch.tensor(loss * self.args.world_size, device=self.args.device)
+        return torch.tensor(loss * self.args.data_size, device=self.args.device)
 
     @override
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        if self.runner.is_sharded:
-            return self.runner.sharded_gradient_norm(self.args.max_grad_norm)
+        if self.runner.is_spread:
+            return self.runner.spread_gradient_norm(self.args.max_grad_norm)
         return super()._clip_grad_norm(model)
 
     @override
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the gradient; the last hook before the optimizer applies it, so it is checked here."""
-        if not self.runner.is_sharded:
+        if not self.runner.is_spread:
             grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         elif grad_norm is None:
-            grad_norm = self.runner.sharded_gradient_norm(0.0)
+            grad_norm = self.runner.spread_gradient_norm(0.0)
         norm, step = float(grad_norm), self.state.global_step + 1
         (num_nonfinite,) = self._sum_over_ranks(float(not self._guard.is_finite(norm)))
         named = self.runner.nonfinite_trajectories(self._guard.forests) if num_nonfinite else []
@@ -499,3 +502,17 @@ class _StepEnd(TrainerCallback):
         if stop_of_all(self._signals):
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
+
+
+def _check_mesh(model: Any, args: TreeTrainingArguments) -> None:
+    """Raises `ConfigError` where the settings name another mesh than the one that the model was loaded on."""
+    mesh = None if model is None else mesh_of(model)
+    own = (1, 1) if mesh is None else (mesh.tensor.size(), mesh.expert.size())
+    if model is not None and own != (args.tp_size, args.ep_size):
+        raise ConfigError(
+            f"tp_size={args.tp_size}, ep_size={args.ep_size}, and the model was loaded with tp_size={own[0]}, "
+            f"ep_size={own[1]}; load it with treewise.distributed.mesh.load_on_mesh(folder, tp_size={args.tp_size}, "
+            f"ep_size={args.ep_size}), or change the settings."
+        )
+    if mesh is not None:
+        take_over(model)

@@ -209,7 +209,7 @@ def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
     if count is not None:
         arguments = training_run.training_arguments(config)
         accumulated = arguments.gradient_accumulation_steps
-        size = trees_per_batch(num_trees, count * accumulated, arguments.world_size)
+        size = trees_per_batch(num_trees, count * accumulated, arguments.data_size)
         if batch not in (None, size):
             raise ConfigError(
                 f"mini_batches={count} makes batches of {size} trees, but per_device_train_batch_size is {batch}; "

@@ -21,6 +21,7 @@ from transformers.trainer_callback import ExportableState
 
 from treewise.distributed import ranks
 from treewise.distributed.fsdp import copy_of_changing, whole_state
+from treewise.distributed.mesh import as_whole_model, mesh_of
 from treewise.errors import CheckpointError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import optimizer_state, store
@@ -87,9 +88,11 @@ def capture(run: RunState, run_dir: Path, *, copies: bool = False) -> Captured:
     Raises:
         CheckpointError: on all ranks, if the state of one cannot be saved.
     """
-    is_sharded, settings = is_sharded_model(run.model), run.args.shard_settings()
+    has_parts, settings = is_sharded_model(run.model), run.args.shard_settings()
+    is_on_mesh = mesh_of(run.model) is not None
+    is_sharded = has_parts and not is_on_mesh  # a mesh's checkpoints are whole, so that any other mesh reads them
     is_whole = not is_sharded or bool(settings and settings.whole_checkpoints)
-    weights = whole_state(run.model) if is_whole and (is_sharded or copies) else None
+    weights = whole_state(run.model) if is_whole and (has_parts or copies) else None
     num_bytes = checkpoint_bytes(run.model, run.optimizer)
 
     def kept(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -99,6 +102,8 @@ def capture(run: RunState, run_dir: Path, *, copies: bool = False) -> Captured:
         optimizer = None
         if not run.args.save_only_model:
             plain, tensors = optimizer_state.optimizer_state(run.optimizer, run.model)
+            if has_parts and is_on_mesh:
+                optimizer_state.gather(tensors)
             optimizer = plain, kept(tensors) if is_sharded or ranks.own() == 0 else {}
         _export_states(run)
         return Captured(
@@ -206,7 +211,8 @@ def write_model(
     """
     if args.should_save:
         folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder, state_dict=state)
+        with as_whole_model(model):
+            model.save_pretrained(folder, state_dict=state)
         _write_beside_model(folder, tokenizer, args)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from treewise.distributed import ranks
-from treewise.distributed.fsdp import like_shard
+from treewise.distributed.fsdp import like_shard, whole_tensor
 from treewise.errors import CheckpointError
 from treewise.trainer.checkpoint.json_values import from_plain, to_plain
 from treewise.trainer.checkpoint.sharded_io import load_shards, save_shards
@@ -91,6 +91,16 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: 
 def save_optimizer_shards(folder: Path, tensors: dict[str, torch.Tensor], group: Any = None) -> None:
     """Writes the tensors of `optimizer_state` if they are shards. Every rank calls this. group: as in `save_shards`."""
     save_shards(folder / OPTIMIZER, tensors, group)
+
+
+def gather(tensors: dict[str, torch.Tensor]) -> None:
+    """Replaces shards by whole tensors in host memory, in place, on rank 0; other ranks keep nothing of them. Every
+    rank calls this.
+    """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            whole = whole_tensor(tensor)
+            tensors[name] = whole.cpu() if ranks.own() == 0 else torch.empty(0)
 
 
 def save_optimizer(folder: Path, plain: Any, tensors: dict[str, torch.Tensor], *, is_sharded: bool) -> None:

@@ -5,7 +5,8 @@ Trainer leaves those as they are, when it resumes and when it loads the best che
 `from_pretrained` reads them.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from treewise.distributed.mesh import load_on_mesh, mesh_of
 from treewise.errors import CheckpointError, ConfigError, num
 from treewise.trainer.checkpoint.manifest import listed_files
 from treewise.trainer.checkpoint.sharded_io import load_shards
@@ -79,10 +81,15 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
 
 
 def _load_whole(model: nn.Module, folder: Path) -> None:
+    mesh = mesh_of(model)
+    wanted = {name: parameter.data for name, parameter in model.named_parameters()}  # a tied parameter has one name
+    if mesh is not None and isinstance(model, PreTrainedModel):
+        load = partial(load_on_mesh, tp_size=mesh.tensor.size(), ep_size=mesh.expert.size())
+        _check_complete(_load_converted(model, load, folder, wanted))
+        return
     if is_sharded_model(model):
         raise CheckpointError("a whole checkpoint is loaded before a model is sharded; start a new process.")
     files = sorted(folder.glob("model*.safetensors"))
-    wanted = {name: parameter.data for name, parameter in model.named_parameters()}  # a tied parameter has one name
     names: set[str] = set()
     for file in files:
         with safe_open(file, framework="pt") as stream:
@@ -91,15 +98,20 @@ def _load_whole(model: nn.Module, folder: Path) -> None:
         for file in files:
             model.load_state_dict(load_file(file), strict=False)
         return
-    _check_complete(_load_converted(model, folder, wanted) if isinstance(model, PreTrainedModel) else sorted(wanted))
+    if isinstance(model, PreTrainedModel):
+        _check_complete(_load_converted(model, type(model).from_pretrained, folder, wanted))
+    else:
+        _check_complete(sorted(wanted))
 
 
-def _load_converted(model: PreTrainedModel, folder: Path, wanted: dict[str, torch.Tensor]) -> list[str]:
-    """Reads through `from_pretrained`; returns the names of missing parameters."""
+def _load_converted(
+    model: nn.Module, load: Callable[..., Any], folder: Path, wanted: dict[str, torch.Tensor]
+) -> list[str]:
+    """Reads through `from_pretrained` (`load`); returns the names of missing parameters."""
     widest = torch.float32  # holds the values of every parameter exactly, whatever its own dtype
     for value in wanted.values():
         widest = torch.promote_types(widest, value.dtype) if value.is_floating_point() else widest
-    loaded, info = type(model).from_pretrained(folder, dtype=widest, output_loading_info=True, use_safetensors=True)
+    loaded, info = load(str(folder), dtype=widest, output_loading_info=True, use_safetensors=True)
     parameters = dict(loaded.named_parameters())
     missing = set(info["missing_keys"]) | {name for name in wanted if name not in parameters}
     for name, value in wanted.items():

@@ -1,0 +1,141 @@
+"""Runs on meshes of processes: like one process, whole checkpoints, resumed to the bit, and ended by a lost process."""
+
+import hashlib
+import os
+import signal
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.test_mesh import fork_ranks
+from tests.trainer.helpers import losses, some_trees
+from treewise.distributed import ranks
+from treewise.distributed.mesh import load_on_mesh
+from treewise.errors import ConfigError, LostRankError
+from treewise.nn.model import unwrap_model
+from treewise.testing import tiny_model
+from treewise.trainer import TreeTrainer, TreeTrainingArguments
+
+SETTINGS = {
+    "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.5, "seed": 3, "report_to": "none",
+    "use_cpu": True, "disable_tqdm": True, "max_tokens": 12, "per_device_train_batch_size": 2, "weight_decay": 0.1,
+}  # fmt: skip
+# Family and settings of a run; batches of one process times their number.
+TWO = {"tensor": ("qwen3", {"tp_size": 2}), "experts": ("qwen3_moe", {"ep_size": 2})}
+
+
+def model_folder(folder, family):
+    path = folder / family
+    if not path.exists():
+        changes = {"output_router_logits": True} if family == "qwen3_moe" else {}
+        tiny_model(family, num_hidden_layers=2, **changes).save_pretrained(path)
+    return path
+
+
+def trainer_of(folder, family, run, settings):
+    """A trainer of the model on its mesh; batches of a step are the same whatever the mesh."""
+    args = TreeTrainingArguments(**{**SETTINGS, **settings}, output_dir=str(folder / run))
+    args.per_device_train_batch_size = 4 // args.data_size
+    model = load_on_mesh(str(folder / family), tp_size=args.tp_size, ep_size=args.ep_size, dtype=torch.float32)
+    return TreeTrainer(model, args, train_dataset=some_trees())
+
+
+def whole_weights(model):
+    return {name: each.data.full_tensor() if isinstance(each.data, DTensor) else each.data.clone()
+            for name, each in unwrap_model(model).named_parameters()}  # fmt: skip
+
+
+def digest(weights):
+    return hashlib.sha256(b"".join(each.contiguous().numpy().tobytes() for each in weights.values())).hexdigest()
+
+
+def run_all(cases, folder):
+    """Each run, and the same resumed from its second step; what its ends have."""
+    found = {}
+    for name, (family, settings) in cases.items():
+        trainer = trainer_of(folder, family, name, settings)
+        trainer.train()
+        weights = whole_weights(trainer.model)
+        again = trainer_of(folder, family, name, settings)
+        again.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
+        norms = [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each]
+        found[name] = {
+            "weights": weights, "losses": losses(trainer), "norms": norms,
+            "digests": [digest(weights), digest(whole_weights(again.model))],
+        }  # fmt: skip
+    return found
+
+
+def one_process(folder, family):
+    """The run of one process."""
+    args = TreeTrainingArguments(**{**SETTINGS, "save_strategy": "no"}, output_dir=str(folder / "one"))
+    args.per_device_train_batch_size = 4
+    trainer = TreeTrainer(type_of(folder, family), args, train_dataset=some_trees())
+    trainer.train()
+    norms = [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each]
+    return whole_weights(trainer.model), losses(trainer), norms
+
+
+def type_of(folder, family):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32)
+
+
+def check(found, folder, name, family):
+    weights, expected, norms = one_process(folder, family)
+    for own in found:
+        assert own[name]["losses"] == pytest.approx(expected, rel=1e-5)
+        assert own[name]["norms"] == pytest.approx(norms, rel=1e-5)
+        assert len({*own[name]["digests"], *found[0][name]["digests"]}) == 1, "resumed to other bits"
+        for key, value in weights.items():
+            torch.testing.assert_close(own[name]["weights"][key], value, rtol=1e-4, atol=2e-5)
+    loaded = type_of(folder / name, "checkpoint-4")  # whole, as from_pretrained reads it
+    for key, value in loaded.named_parameters():
+        torch.testing.assert_close(value.data, found[0][name]["weights"][key], rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    for family, _ in TWO.values():
+        model_folder(folder, family)
+    return folder, fork_ranks(2, lambda: run_all(TWO, folder), folder)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes_train_like_one_and_resume(two, name):
+    check(two[1], two[0], name, TWO[name][0])
+
+
+def test_settings_of_another_mesh_are_an_error(tmp_path):
+    def run():
+        model = load_on_mesh(str(model_folder(tmp_path, "qwen3")), tp_size=2, dtype=torch.float32)
+        with pytest.raises(ConfigError, match=r"tp_size=1, ep_size=1, and the model was loaded with tp_size=2"):
+            TreeTrainer(model, TreeTrainingArguments(**SETTINGS, output_dir=str(tmp_path)), train_dataset=some_trees())
+        sharded = trainer_of(tmp_path, "qwen3", "run", {"tp_size": 2, "sharded": True})
+        with pytest.raises(ConfigError, match="sharded=True cannot be combined with tp_size or ep_size yet"):
+            sharded.train()
+
+    model_folder(tmp_path, "qwen3")
+    fork_ranks(2, run, tmp_path)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_process_that_dies_ends_the_run(tmp_path, name):
+    family, settings = TWO[name]
+
+    def run():
+        trainer = trainer_of(tmp_path, family, "run", settings)
+
+        def die(*_):
+            if trainer.state.global_step == 2 and ranks.own() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        trainer.model.model.layers[1].register_forward_pre_hook(die)
+        with pytest.raises(LostRankError, match="rank 1"):
+            trainer.train()
+
+    model_folder(tmp_path, family)
+    fork_ranks(2, run, tmp_path, codes=[0, -signal.SIGKILL])
