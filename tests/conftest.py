@@ -125,7 +125,13 @@ SHARED_FIXTURES = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks the groups. pytest-xdist reads them before it calls the hook below."""
+    below = item.path.relative_to(Path(__file__).parent).as_posix()
+    if below in SHARED_FIXTURES:
+        item.add_marker(pytest.mark.xdist_group(below))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what the tables list; skips tests marked `gpu` where there is no CUDA device."""
     for item in items:
@@ -136,8 +142,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(marker)
         if name in REPRESENTATIVES and item.callspec.id not in REPRESENTATIVES[name]:
             item.add_marker("exhaustive")
-        if below.as_posix() in SHARED_FIXTURES:
-            item.add_marker(pytest.mark.xdist_group(below.as_posix()))
     _check_representatives(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:

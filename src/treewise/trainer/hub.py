@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ class HubUploads:
         self._jobs: list[tuple[str, Future[Any]]] = []  # in the background, in order
         self._tells_of_shards = True
         self.commit: Any = None  # of the model at the end
+
+    @cached_property
+    def _api(self) -> Any:
+        """One client for all uploads: it runs those in the background one after another."""
+        return hf_api()
 
     def checkpoint(self, repo: str, checkpoint: Path) -> None:
         """Begins to upload a verified checkpoint as `args.hub_strategy` says: its model, and all of it."""
@@ -59,7 +65,7 @@ class HubUploads:
     def model(self, repo: str, names: Sequence[str], message: str, **options: Any) -> Any:
         """Uploads files of the run's folder; the commit. options: of `HfApi.upload_folder`."""
         self.finish()
-        self.commit = hf_api().upload_folder(
+        self.commit = self._api.upload_folder(
             repo_id=repo,
             folder_path=self._args.output_dir,
             allow_patterns=list(names),
@@ -78,7 +84,7 @@ class HubUploads:
         folder = _linked(
             checkpoint, files, checkpoint.with_name(f".{checkpoint.name}.{path_in_repo or 'model'}.upload")
         )
-        job = hf_api().upload_folder(
+        job = self._api.upload_folder(
             repo_id=repo,
             folder_path=folder,
             path_in_repo=path_in_repo,

@@ -376,7 +376,7 @@ def test_what_cannot_be_imported_is_refused_with_a_way_out(write):
         ([{"tokens": [1, 2], "response_length": 5, "reward": 1}], "response_length 5 does not fit 2"),
         ([{"tokens": [1, 2], "response_length": 1, "reward": {"a": 1}}], r"rewards \(a\); name one with --reward"),
         ([{"tokens": [1, 2], "response_length": 1, "reward": 1, "loss_mask": [0]}], "nothing to train on"),
-        ([{"trajectories": []}], r"nothing to train on in 1 file\(s\)\."),
+        ([{"trajectories": []}], r"nothing to train on in 1 file\."),
         ([{"tokens": [1, "x"], "response_length": 1, "reward": 1}], "integers"),
         ([{"tokens": [1, 2], "response_length": 1, "reward": 1, "rollout_log_probs": [1, 2]}], "2 rollout_log_probs"),
         ([{"request": {"messages": []}, "response": {"choices": [{"delta": {}}]}}], "streamed chunks"),

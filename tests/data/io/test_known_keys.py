@@ -16,9 +16,13 @@ NEAR_MISSES = [
     ({**CHAT, "rewards": 1.0}, "rewards is no key here", "write it as reward,"),
     ({**CHAT, "group_id": "a"}, "'group_id' is not read", "write it as group"),
     ({**CHAT, "system": "Be brief."}, "'system' is not read", "in front of messages"),
-    ({**CHAT, "images": ["a.png"]}, "'images' is not read", "only text"),
+    ({**CHAT, "images": ["a.png"]}, "the record holds images", "need the model's processor"),
     ({**CHAT, "train": False}, "train: false is for messages", "leave the record out"),
-    ({"messages": [{**USER, "images": ["a.png"]}, ANSWER]}, "messages[0]: 'images' is not read", "only text"),
+    (
+        {"messages": [{**USER, "images": ["a.png"]}, ANSWER]},
+        "messages[0]: 'images' is not read",
+        "an image is a part of content",
+    ),
     ({"seqs": [{"ids": [1, 2], "loss": [[1, 2]], "behavior_logprobs": [-1]}]}, "seqs[0]", "behaviour_logprobs"),
     ({"nodes": [{"token_ids": [1, 2], "advantage": 1.0}]}, "nodes[0]", "advantages"),
 ]

@@ -202,7 +202,7 @@ BAD_RECORDS = [
     ({"messages": [ANSWER]}, ("message 0", "nothing before it")),
     ({"messages": [{"role": "robot", "content": ""}]}, ("messages[0]", "'robot'", "supported")),
     ({"messages": [{"role": "user"}, ANSWER]}, ("messages[0]", "no content")),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ("'image_url'", "not supported")),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ("0 images in images", "1 image part")),
     ({"messages": [{"role": "user", "content": 5}]}, ("content must be text",)),
     ({"messages": [USER, {**ANSWER, "content": ""}]}, ("turn 1", "holds nothing", "weight")),
     ({"messages": [USER, {**ANSWER, "content": "", "reasoning_content": "Hm."}]}, ("turn 1", "only reasoning")),
