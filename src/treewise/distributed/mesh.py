@@ -2,9 +2,9 @@
 
 Ranks of a tensor-parallel group (`tp_size`) hold parts of the same layers and compute one batch together. Ranks of an
 expert-parallel group (`ep_size`, a multiple of `tp_size`) each hold some experts of every mixture, whole, and send one
-another tokens. All other ranks have batches of their own: their gradients are added up, or sharded by FSDP2
-(`distributed.fsdp`). transformers builds the meshes and replaces the forwards of layers; it would also apply its own
-FSDP2, whose units the engine does not enter, so `load_on_mesh` asks it for the rest alone.
+another tokens. All other ranks have batches of their own, and their gradients are added up. transformers builds the
+meshes and replaces the forwards of layers; it would also apply its own FSDP2, whose units the engine does not enter, so
+`load_on_mesh` asks it for the rest alone.
 """
 
 import math
@@ -83,7 +83,7 @@ def mesh_of(model: nn.Module) -> Mesh | None:
             f"the model was loaded with fsdp_size={config.fsdp_size}, dp_replicate_size={config.dp_replicate_size}, "
             f"pp_size={config.pp_size}: transformers' own FSDP2 and pipelines call whole models, and trees call their "
             "decoder. Load it with treewise.distributed.mesh.load_on_mesh(folder, tp_size=..., ep_size=...), whose "
-            "other ranks get batches of their own; TreeTrainingArguments(sharded=True) shards it over them."
+            "other ranks get batches of their own."
         )
     axes = ("tp", "ep", "fsdp", "efsdp")
     return Mesh(*(manager.get_mesh(axis) for axis in axes))
@@ -143,13 +143,18 @@ def mesh_config(tp_size: int, ep_size: int, num_ranks: int) -> DistributedConfig
             raise ConfigError(f"{name}={size}; give 1 or more processes.")
     if num_ranks % tp_size:
         raise ConfigError(f"tp_size={tp_size} does not divide the {num_ranks} processes; change one of the two.")
-    if ep_size > 1 and (ep_size % tp_size or num_ranks % ep_size):
+    if not experts_fit(ep_size, tp_size, num_ranks):
         fitting = [str(each) for each in range(tp_size, num_ranks + 1, tp_size) if num_ranks % each == 0]
         raise ConfigError(
             f"ep_size={ep_size} must be a multiple of tp_size={tp_size} and divide the {num_ranks} processes; choose "
             f"one of {', '.join(fitting)}."
         )
     return _WithoutFsdp(tp_size=tp_size, ep_size=ep_size, fsdp_size=num_ranks // tp_size)
+
+
+def experts_fit(ep_size: int, tp_size: int, num_ranks: int) -> bool:
+    """Whether experts can be spread over `ep_size` processes: a multiple of `tp_size` that divides their number."""
+    return ep_size == 1 or (ep_size % tp_size == 0 and num_ranks % ep_size == 0)
 
 
 @contextmanager

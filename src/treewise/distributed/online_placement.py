@@ -133,9 +133,8 @@ class OnlinePlacer:
 
     def _fit(self, num_steps: int) -> None:
         """Fits to the measurements of all ranks, for the steps after the next one, which is placed already."""
-        measurements = ranks.on_every_rank(lambda: self._measurements[1:])[
-            :: self.ranks_per_batch
-        ]  # the first batch is a warm-up
+        measured = ranks.on_every_rank(lambda: self._measurements[1:])  # the first batch is a warm-up
+        measurements = measured[:: self.ranks_per_batch]
         prior = self._costs[0][1]
         fit_costs = fit_in_lockstep if self.in_lockstep else fit_independent
         costs = CostModel(*ranks.on_first_rank(lambda: astuple(fit_costs(prior, measurements))))

@@ -309,6 +309,13 @@ def test_a_stream_on_some_rows_only_is_an_error(rl):
     assert "rows.jsonl:2: no ref_logprobs, but 1 of 12 rows have them" in err
 
 
+@pytest.mark.parametrize("key", ["tp_size", "ep_size"])
+def test_models_on_a_mesh_are_refused_before_anything_is_loaded(rl, key):
+    code, _, errors = rl(make_rows(), f"--{key}", 2)
+    assert code == 2
+    assert f"{key}: treewise rl does not score rollouts on a mesh yet" in errors
+
+
 def test_the_samplers_log_probs_on_some_rows_only_are_left_out_or_refused(rl):
     rows = make_rows()
     del rows[3]["sampler_logprobs"], rows[4]["sampler_logprobs"]

@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     training_run.check_flags(args, config)
     for name, value in DEFAULTS.items():
         config.training.setdefault(name, value)
+    _check_mesh(config)
     objective = _objective(config)
     curriculum_order.check_curriculum(config)
     if not args.dry_run and training_run.is_first_rank():
@@ -152,6 +153,13 @@ def _run_online(args: argparse.Namespace, path: str | None, overrides: list[str]
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def _check_mesh(config: RunConfig) -> None:
+    """Raises `ConfigError` for a model on a mesh: each process scores rollouts of its own."""
+    for key in ("tp_size", "ep_size"):
+        if config.training.get(key, 1) != 1:
+            raise ConfigError(f"{key}: treewise rl does not score rollouts on a mesh yet; leave it out (or: fsdp).")
 
 
 def _objective(config: RunConfig) -> Any:

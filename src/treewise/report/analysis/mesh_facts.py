@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from treewise.distributed.mesh import experts_fit
 from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model, gateway_bytes
 from treewise.report.analysis.plan_facts import ADAMW_VALUES
@@ -73,7 +74,7 @@ def read_mesh(text: str) -> dict[str, int]:
             raise ConfigError(f"--mesh {text!r}: {part!r} is no axis; give some of {', '.join(AXES)}, as tp=2,fsdp=4.")
         sizes[axis] = int(size)
     processes = sizes["tp"] * sizes["fsdp"] * sizes["dp"]
-    if sizes["ep"] > 1 and (sizes["ep"] % sizes["tp"] or processes % sizes["ep"]):
+    if not experts_fit(sizes["ep"], sizes["tp"], processes):
         raise ConfigError(
             f"--mesh {text!r}: ep={sizes['ep']} must be a multiple of tp={sizes['tp']} and divide the {processes} "
             "processes (tp x fsdp x dp); change one of them."

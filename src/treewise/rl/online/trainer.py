@@ -105,7 +105,7 @@ class OnlineTrainer:
         if int(args.world_size) > 1 and (args.shard_settings() is not None or args.tp_size * args.ep_size > 1):
             raise ConfigError(
                 "an online run samples from the model in training, which is whole on every process; leave fsdp, "
-                "tp_size and ep_size out. Recorded rollouts train such models: treewise rl --data."
+                "tp_size and ep_size out. Recorded rollouts train models sharded by fsdp: treewise rl --data."
             )
         if args.async_checkpoints:
             raise ConfigError("async_checkpoints: an online run saves between two iterations; leave it out.")
