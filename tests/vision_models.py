@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -39,6 +41,7 @@ class Family:
     image_token: str = "<image>"
     special: tuple[str, ...] = ()
     names: dict[str, str] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
 
 
 FAMILIES = {
@@ -66,6 +69,15 @@ FAMILIES = {
         "<IMG_CONTEXT>",
         ("<img>", "</img>"),
         {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
+    ),
+    "gemma3": Family(  # images of more tokens than its sliding window
+        lambda: Gemma3ImageProcessorPil(size=CLOSED),
+        {"mm_tokens_per_image": 16, "vision_config": {"image_size": 16, "patch_size": 4}},
+        lambda images, tokenizer: Gemma3Processor(images, tokenizer, image_seq_length=16),
+        "<image_soft_token>",
+        ("<start_of_image>", "<end_of_image>"),
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        ("\n", "\n\n", "\n\n\n"),
     ),
     "mistral3": Family(
         lambda: PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=16),
@@ -111,10 +123,11 @@ def png(seed: int, width: int = 20, height: int = 16, kind: str = "PNG") -> byte
 
 
 def _tokenizer(own: Family) -> PreTrainedTokenizerFast:
-    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(WORDS))]
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(WORDS)), *own.words]
     special = [*own.special, *(f"<unused{index}>" for index in range(IMAGE_TOKEN - len(words) - len(own.special)))]
     raw = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    split = pre_tokenizers.Split(Regex(r"\n+|\w+|[^\w\s]+"), "removed", invert=True)
+    raw.pre_tokenizer = split if own.words else pre_tokenizers.Whitespace()
     raw.add_special_tokens([AddedToken(name, special=True) for name in [*special, own.image_token]])
     return PreTrainedTokenizerFast(
         tokenizer_object=raw,

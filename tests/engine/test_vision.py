@@ -13,7 +13,7 @@ from tests.vision_models import FAMILIES, IMAGE_TOKEN, png, seeing_model
 from treewise.data.images import decoded
 from treewise.nn.model import split_model
 from treewise.nn.vision import pixel_inputs, vision_model
-from treewise.testing import gradient_error, gradients_of, tiny_model
+from treewise.testing import assert_equals_flat, gradient_error, gradients_of, tiny_model
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
@@ -77,6 +77,8 @@ def flat_gradients(model: Any, images: Any, items: Sequence[Trajectory]) -> tupl
             }
             if "image_grid_thw" in seen:
                 seen["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+            if model.config.model_type == "gemma3":
+                seen["token_type_ids"] = (ids == IMAGE_TOKEN).int()
         logits = model(input_ids=ids, use_cache=False, **seen).logits[0, :-1]
         values = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
         part = -(values * torch.from_numpy(item.loss_weights[1:])).sum() / total
@@ -114,6 +116,22 @@ def test_every_family_trains_as_flat(family):
     items = trajectories(model, images)
     spans = tw.Forest.from_trajectories(items).images
     assert_equals(model, images, items, (None, int((spans.end - spans.start).max()) + 3))
+
+
+@pytest.mark.parametrize("attention", ["reference", "flex"])
+def test_images_that_attend_both_ways_in_every_implementation(attention):
+    model, images = seeing_model("gemma3"), FAMILIES["gemma3"].images()
+    items = trajectories(model, images, HISTORIES[:4])
+    assert_equals_flat(model, items, max_tokens=[None, 20], attention=attention, processor=images)
+
+
+def test_two_images_that_touch_are_refused_where_the_model_takes_them_for_one():
+    model, images = seeing_model("gemma3"), FAMILIES["gemma3"].images()
+    items = trajectories(model, images, [[(1, 5), A, B, (3, 3)]])
+    with pytest.raises(tw.DataError, match="two images touch at tree position 21"):
+        tw.TreeEngine(model, processor=images).step(items)
+    touching = trajectories(seeing_model("llava"), FAMILIES["llava"].images(), [[(1, 5), A, B, (3, 3)]])
+    assert tw.TreeEngine(seeing_model("llava"), processor=FAMILIES["llava"].images()).step(touching).loss > 0
 
 
 def test_the_tower_runs_once_for_each_distinct_image():

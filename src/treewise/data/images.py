@@ -70,13 +70,32 @@ class ImageReader:
         self._expansion_of: dict[tuple[int, int], np.ndarray] = {}
 
     @cached_property
+    def text_around(self) -> tuple[str, str] | None:
+        """What a text writes for an image, and what the processor writes in its place around one placeholder token.
+
+        None where the placeholder itself is written and only special tokens come around it. Gemma 3 puts line breaks
+        there, which tokenizers join with those of the text, so they have to be in it before it becomes tokens.
+
+        Raises:
+            ConfigError: a processor that cuts images into crops, each with a text of its own.
+        """
+        whole = getattr(self.processor, "full_image_sequence", None)
+        if not isinstance(whole, str):
+            return None
+        if getattr(self.processor.image_processor, "do_pan_and_scan", False):
+            raise ConfigError(f"{type(self.processor).__name__}: do_pan_and_scan is not supported; set it to False.")
+        token = self.processor.tokenizer.image_token
+        return self.processor.image_token, whole.replace(token * whole.count(token), token)
+
+    @cached_property
     def token(self) -> int:
         """The placeholder token.
 
         Raises:
             ConfigError: a processor that names none.
         """
-        token = getattr(self.processor, "image_token_id", None)
+        named = self.processor if self.text_around is None else self.processor.tokenizer
+        token = getattr(named, "image_token_id", None)
         if token is None and isinstance(name := getattr(self.processor, "image_token", None), str):
             token = self.processor.tokenizer.convert_tokens_to_ids(name)
         if not isinstance(token, int):
@@ -144,7 +163,8 @@ class ImageReader:
         return self._size_of[digest]
 
     def expansion(self, size: tuple[int, int], location: str) -> np.ndarray:
-        """[n] int32, the tokens that the processor writes in place of one placeholder for an image of (height, width).
+        """[n] int32, the tokens that the processor writes in place of one placeholder for an image of (height, width);
+        with `text_around` without that.
 
         Raises:
             DataError: the processor fails on an image of this size.
@@ -154,7 +174,7 @@ class ImageReader:
 
             try:
                 made = self.processor(
-                    text=[self.processor.tokenizer.decode([self.token])],
+                    text=[self.text_around[0] if self.text_around else self.processor.tokenizer.decode([self.token])],
                     images=[Image.new("RGB", size[::-1])],
                     add_special_tokens=False,
                 )
@@ -163,7 +183,8 @@ class ImageReader:
                     f"{location}: {type(self.processor).__name__} fails on an image of {size[1]} x {size[0]} pixels "
                     f"({shown(str(error), 200)})."
                 ) from error
-            self._expansion_of[size] = np.asarray(made["input_ids"][0], dtype=np.int32)
+            tokens = np.asarray(made["input_ids"][0], dtype=np.int32)
+            self._expansion_of[size] = tokens[tokens == self.token] if self.text_around else tokens
         return self._expansion_of[size]
 
     def _kept(self, data: bytes, digest: str, location: str) -> Path:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from treewise.errors import ConfigError, DataError
+from treewise.nn.attention import TreeMask
 from treewise.nn.device import to_device
 from treewise.nn.model import DecoderAndHead, base_model
 from treewise.nn.vision import (
@@ -27,6 +28,7 @@ from treewise.nn.vision import (
     tree_positions,
     vision_model,
 )
+from treewise.planning.layout import Layout
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
@@ -54,6 +56,9 @@ class ForestVision:
         self._sources, self._processor, self._max_tokens = forest.images.sources, processor, max_tokens
         self._positions, self._rows, self._num_rows = _placeholders(forest, self.vision.image_token)
         self._bounds = np.concatenate([[0], np.cumsum(self._num_rows)])
+        self._rows_before = None  # [T], where images attend both ways
+        if self.vision.attends_both_ways:
+            self._rows_before = _rows_before(forest, self._positions)
         self._pixels: dict[int, PixelInputs] = {}
         self._decoder = lm.decoder
         self._index_of = {(each.digest, each.end - each.start): index for index, each in enumerate(self._sources)}
@@ -83,6 +88,11 @@ class ForestVision:
         if not in_graph:
             seen = tuple(each.to(self.vision.module.dtype) for each in seen)
         return self.vision.module, {**arguments, **self.vision.arguments(seen)}
+
+    def mask(self, layout: Layout) -> TreeMask:
+        """The mask of a micro-batch."""
+        before = None if self._rows_before is None else self._rows_before[layout.positions]
+        return TreeMask.from_layout(layout, before)
 
     def backward(self) -> None:
         """Backward of the tower, from the gradients that micro-batches added to the kept features."""
@@ -163,6 +173,26 @@ def opened(image: ImageSpan) -> Any:
 def _shapes(pixels: PixelInputs) -> list[tuple[str, tuple[int, ...]]]:
     """What images of one batch have in common: all but the first axis."""
     return [(name, tuple(value.shape[1:])) for name, value in pixels.items()]
+
+
+def _rows_before(forest: Forest, positions: np.ndarray) -> np.ndarray:
+    """[T] int64, how many placeholders of its image come right before each tree token; 0 for text.
+
+    positions: [P] int64 of placeholders, ascending.
+    """
+    first = np.ones(len(positions), dtype=bool)
+    first[1:] = (np.diff(positions) != 1) | np.isin(positions[1:], forest.images.start)
+    touches = np.flatnonzero(first & np.isin(forest.parent[positions], positions))
+    if len(touches):
+        at = int(positions[touches[0]])
+        raise DataError(
+            f"two images touch at tree position {at} (depth {forest.depth[at]}): the model would take them for one. "
+            "Put a token between them, as its processor does."
+        )
+    begin = np.maximum.accumulate(np.where(first, np.arange(len(positions)), 0))
+    rows_before = np.zeros(forest.num_tokens, dtype=np.int64)
+    rows_before[positions] = np.arange(len(positions)) - begin
+    return rows_before
 
 
 def _placeholders(forest: Forest, token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -161,7 +161,8 @@ class Walk:
     def _layout(self, index: int) -> tuple[Layout, TreeMask]:
         if index not in self._layouts:
             layout = lay_out(self.plan, index)
-            self._layouts[index] = layout, TreeMask.from_layout(layout)
+            mask = TreeMask.from_layout(layout) if self.vision is None else self.vision.mask(layout)
+            self._layouts[index] = layout, mask
         return self._layouts[index]
 
     def _open(self, index: int, *, keep_graph: bool = False) -> MicroBatchOutput:

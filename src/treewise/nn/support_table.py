@@ -13,7 +13,7 @@ from pathlib import Path
 SUPPORTED, REFUSED, UNTRIED = "supported", "refused", "not tried"
 FILE = "capabilities.json"
 # Families whose images are computed exactly, each tried against flat training (tests/engine/test_vision.py).
-WITH_IMAGES = ("idefics3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
+WITH_IMAGES = ("gemma3", "idefics3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,10 @@ def partition(forest: Forest, budget: int, hold: str) -> Partition:
     Raises:
         PlanError: an image that has more tokens than the budget.
     """
-    largest = int(max(forest.images.end - forest.images.start, default=0))
-    if largest > budget:
-        raise PlanError(f"an image has {largest} tokens, and none is cut: max_tokens={budget} must be at least that.")
+    if forest.images.largest > budget:
+        raise PlanError(
+            f"an image has {forest.images.largest} tokens, and none is cut: max_tokens={budget} must be at least that."
+        )
     cut = _Cut(forest.segments, budget, hold, forest.images.start, forest.images.end)
     cut.cut_trunks()
     return Partition(cut.piece_start, cut.piece_size, cut.trunk_of_pieces(), cut.trunks)

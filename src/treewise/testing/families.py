@@ -262,6 +262,8 @@ def tiny_model(
     for name, parameter in model.named_parameters():
         if "sink" in name:  # zero at first, which would hide a mistake
             torch.nn.init.normal_(parameter)
+        elif parameter.ndim > 1 and not parameter.any():  # Gemma 3's projector
+            torch.nn.init.normal_(parameter, std=0.2)
     return model.to(dtype).train()
 
 

@@ -132,6 +132,11 @@ class ForestImages:
     def __len__(self) -> int:
         return len(self.start)
 
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest image, which no budget may be below; 0 without images."""
+        return int((self.end - self.start).max()) if len(self) else 0
+
     def covers(self, num_tokens: int) -> np.ndarray:
         """[num_tokens] bool, whether a tree token is inside the span of an image."""
         change = np.zeros(num_tokens + 1, dtype=np.int8)

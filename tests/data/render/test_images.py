@@ -9,7 +9,7 @@ from PIL import Image
 import treewise as tw
 from tests.vision_models import IMAGE_TOKEN, png, tiny_processor
 from treewise.data import load_trees
-from treewise.errors import DataError
+from treewise.errors import ConfigError, DataError
 
 PARTS = (
     "{% for m in messages %}<s> {{ m['role'] }} {% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -162,3 +162,22 @@ def test_a_template_that_leaves_images_out_is_an_error(shots):
     with pytest.raises(DataError, match="0 image tokens for 1 image"):
         load_trees([record], made)
     assert tw.ImageSpan(shots / "1.png", 0, 1).source == str(shots / "1.png")
+
+
+def test_line_breaks_around_images_are_part_of_the_text(shots):
+    """Gemma 3 writes line breaks around an image, which its tokenizer joins with those of the template."""
+    processor = tiny_processor("gemma3")
+    processor.chat_template = PARTS.replace("<image>", "\n<start_of_image>\n")
+    messages = [user("w1", {"type": "image", "image": str(shots / "1.png")}, "w2"), answer("w3")]
+    (tree,) = load_trees([{"messages": messages}], processor)
+    (item,) = tree.trajectories
+    assert item.token_ids.tolist() == list(own_ids(processor, messages, [png(1)]))
+    assert processor.tokenizer.convert_tokens_to_ids("\n\n\n") in item.token_ids
+    (image,) = item.images
+    assert (item.token_ids[image.start : image.end] == IMAGE_TOKEN).all()
+    assert image.end - image.start == 16
+    row = {"token_ids": item.token_ids.tolist(), "images": [str(shots / "1.png")]}
+    assert load_trees([row], processor)[0].trajectories[0].images == item.images
+    processor.image_processor.do_pan_and_scan = True
+    with pytest.raises(ConfigError, match="do_pan_and_scan"):
+        load_trees([{"messages": messages}], processor)

@@ -13,7 +13,7 @@ from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention, visible
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
-from treewise.testing.strategies import forests_and_budgets
+from treewise.testing.strategies import MAX_SEED, forests_and_budgets, image_rows
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -39,10 +39,14 @@ CUDA_RULES = {
 
 @st.composite
 def masks(draw: st.DrawFn) -> TreeMask:
-    """The mask of one micro-batch of a random plan: with gateway keys or without, of any length."""
+    """The mask of one micro-batch of a random plan: with gateway keys or without, of any length; with images that
+    attend both ways or without."""
     forest, budget = draw(forests_and_budgets())
     parts = plan(forest, budget)
-    return TreeMask.from_layout(lay_out(parts, draw(st.integers(0, parts.num_micro_batches - 1))))
+    layout = lay_out(parts, draw(st.integers(0, parts.num_micro_batches - 1)))
+    rng = np.random.default_rng(draw(st.integers(0, MAX_SEED)))
+    before = image_rows(layout.positions, forest.parent, rng) if draw(st.booleans()) else None
+    return TreeMask.from_layout(layout, before)
 
 
 def dense(blocks: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:

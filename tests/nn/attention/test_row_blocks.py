@@ -9,7 +9,7 @@ from treewise.nn.attention import row_blocks
 from treewise.nn.attention.mask import TreeMask
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
-from treewise.testing.strategies import forests_and_budgets, is_above, random_tree
+from treewise.testing.strategies import forests_and_budgets, image_rows, is_above, random_tree
 from treewise.tree.forest import Forest
 
 # What a call costs, the fewest rows that it is paid for, the most rows of a tile.
@@ -18,18 +18,24 @@ CONSTANTS = [(4096, 48, 256), (0, 1, 1), (0, 0, 256), (16, 4, 7), (10**9, 48, 25
 rules = st.tuples(st.none() | st.integers(1, 9), st.none() | st.integers(1, 9))
 
 
-def visible(made, number, window, chunk):
-    """The mask of a micro-batch and, from the ancestor matrix, the pairs that it must cover ([T, K] bool)."""
+def visible(made, number, window, chunk, rng=None):
+    """The mask of a micro-batch and, from the ancestor matrix, the pairs that it must cover ([T, K] bool).
+
+    rng: images that attend both ways are put at random.
+    """
     layout = lay_out(made, number)
     rows = [made.micro_batches[above].positions()[read] for above, read in layout.gateway]
     keys, forest = np.concatenate([*rows, layout.positions]), made.forest
     seen = is_above(forest.parent)[layout.positions][:, keys]
+    before = np.zeros(layout.num_tokens, dtype=int) if rng is None else image_rows(layout.positions, forest.parent, rng)
+    image = np.arange(layout.num_tokens) - before  # a text token is one of its own
+    seen[:, -layout.num_tokens :] |= image[:, None] == image
     query_depth, key_depth = forest.depth[layout.positions][:, None], forest.depth[keys]
     if window is not None:
         seen &= query_depth - key_depth < window
     if chunk is not None:
         seen &= query_depth // chunk == key_depth // chunk
-    return TreeMask.from_layout(layout), seen
+    return TreeMask.from_layout(layout, before), seen
 
 
 def covered(found, shape):
@@ -46,7 +52,7 @@ def covered(found, shape):
         assert keys[-len(rows) :].tolist() == (rows + num_gateway).tolist()  # own rows last
         if block.tile is None:
             assert len(keys) == len(rows)
-            tile = np.tri(len(rows), dtype=bool)
+            tile = np.tri(len(rows), k=0 if block.is_causal else len(rows), dtype=bool)
         else:
             tile = block.tile
             assert tile.shape == (len(rows), len(keys))
@@ -54,15 +60,16 @@ def covered(found, shape):
     return times
 
 
-def check(made, window, chunk, constants):
+def check(made, window, chunk, constants, rng=None):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("PAIRS_PER_CALL", "MIN_ROWS", "MAX_TILE_ROWS"), constants, strict=True):
             patch.setattr(row_blocks, name, value)
         for number in range(made.num_micro_batches):
-            mask, seen = visible(made, number, window, chunk)
+            mask, seen = visible(made, number, window, chunk, rng)
             found = row_blocks.plan_blocks(mask, window, chunk)
             np.testing.assert_array_equal(covered(found, seen.shape), seen)
-            assert all(block.tile is None or block.end - block.start <= constants[2] for block in found)
+            largest = max(constants[2], int((np.arange(mask.num_queries) - mask.lo[-mask.num_queries :]).max()) + 1)
+            assert all(block.tile is None or block.end - block.start <= largest for block in found)
 
 
 @pytest.mark.parametrize("constants", CONSTANTS, ids=str)
@@ -79,7 +86,9 @@ def test_large_random_trees_are_covered_once(window, chunk):
     for constants in CONSTANTS:
         trees = [random_tree(rng, int(rng.integers(1, 50)), 6) for _ in range(2)]
         num_tokens = sum(tree.num_tokens for tree in trees)
-        check(plan(trees, int(rng.integers(1, num_tokens + 1)), hold="never"), window, chunk, constants)
+        made = plan(trees, int(rng.integers(1, num_tokens + 1)), hold="never")
+        check(made, window, chunk, constants)
+        check(made, window, chunk, constants, rng)
 
 
 def blocks_of(forest, window=None, chunk=None):
@@ -95,6 +104,21 @@ def caterpillar(length):
 def test_a_path_is_one_causal_block():
     (block,) = blocks_of(Forest.from_nodes([-1], [[1] * 5000]))
     assert (block.start, block.end, block.full, block.rest, block.tile) == (0, 5000, (), ((0, 5000),), None)
+
+
+def test_an_image_on_a_path_is_a_whole_square():
+    forest = Forest.from_nodes([-1], [[1] * 1000])
+    before = np.zeros(1000, dtype=int)
+    before[300:700] = np.arange(400)
+    text, image, more = row_blocks.plan_blocks(TreeMask.from_layout(lay_out(plan(forest), 0), before), None, None)
+    assert [(each.start, each.end, each.is_causal) for each in (text, image, more)] == [
+        (0, 300, True),
+        (300, 700, False),
+        (700, 1000, True),
+    ]
+    assert image.tile is None
+    assert image.full == ((0, 300),)
+    assert more.full == ((0, 700),)
 
 
 def test_a_prompt_with_long_samples_has_one_block_a_sample_and_no_tile():

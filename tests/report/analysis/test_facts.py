@@ -14,6 +14,7 @@ from treewise.report.analysis.token_text import TokenText
 from treewise.report.html.build import build_data_report, interesting
 from treewise.testing.strategies import forests
 from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
 FLOPS = FlopModel(100.0, 200.0, 10.0, 20.0, ((LayerReach(), 4.0),), 50, 50, 16, 32)
@@ -143,3 +144,10 @@ def test_the_drawn_trees_are_chosen_by_each_order_in_turn() -> None:
     assert interesting(facts, [0, 0, 5, 9], 3) == [1, 0, 3]
     assert sorted(interesting(facts, [0, 0, 5, 9], 99)) == [0, 1, 2, 3]
     assert interesting(facts, [0, 0, 5, 9], 0) == []
+
+
+def test_budgets_below_the_largest_image_are_not_listed():
+    items = [Trajectory([7] * 310 + [last] * 300, images=(ImageSpan(b"x", 5, 305),)) for last in (1, 2)]
+    costs = BudgetCosts()
+    costs.add(Forest.from_trajectories(items))
+    assert costs.budgets == [512]

@@ -139,7 +139,10 @@ def render_calls(template: Template, calls: Sequence[Call], tools: Tools, locati
     for low in range(0, len(calls), CALLS_AT_ONCE):
         block = calls[low : low + CALLS_AT_ONCE]
         prompts, openings, completions, masks = _rendered(template, block, tools, location, seen)
-        contexts = template.encoder.encode([a + b for a, b in zip(prompts, openings, strict=True)])
+        texts = [a + b for a, b in zip(prompts, openings, strict=True)]
+        if template.placer is not None:
+            texts = [template.placer.written(text) for text in texts]
+        contexts = template.encoder.encode(texts)
         for call, context, (ids, mask) in zip(block, contexts, _encoded(template, completions, masks), strict=True):
             if mask is not None and not mask.any():
                 continue

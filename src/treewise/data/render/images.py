@@ -122,6 +122,11 @@ class Placer:
         # The piece itself is kept beside, so that no other array can have its `id`.
         self._placed: dict[tuple[int, tuple[str, ...]], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
+    def written(self, text: str) -> str:
+        """A rendered text with what the processor writes around images, one placeholder token for each."""
+        around = self._reader.text_around
+        return text if around is None else text.replace(*around)
+
     def place(self, pieces: Pieces, messages: Sequence[Message], location: str) -> tuple[Pieces, tuple[ImageSpan, ...]]:
         """The pieces with every placeholder replaced by the tokens of its image, and where these are.
 

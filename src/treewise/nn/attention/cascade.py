@@ -137,7 +137,7 @@ class _Cascade(torch.autograd.Function):
 
 def _parts(block: Block, tile: torch.Tensor | None) -> list[tuple[Ranges, Visibility]]:
     """The kernel calls of a block: the keys of each, and which of them its rows see."""
-    rest = (block.rest, Visibility(is_causal=tile is None, mask=tile))
+    rest = (block.rest, Visibility(is_causal=block.is_causal, mask=tile))
     return [rest, (block.full, Visibility())] if block.full else [rest]
 
 

@@ -21,6 +21,9 @@ _Arguments = TypeVarTuple("_Arguments")
 class TreeMask:
     """Query q sees key k exactly when `lo[k] <= q < hi[k]`.
 
+    A key is seen from its own row on: `lo[k] = k`. Where images attend both ways (Gemma 3) an image's keys are seen
+    from its first row on: `lo[k]` is that row. No fork and no cut is inside an image, so one interval is still enough.
+
     lo, hi, key_depth: [K] int32 NumPy, kept on the host for planning. `on(device)` gives the tensors.
     """
 
@@ -31,8 +34,14 @@ class TreeMask:
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def from_layout(cls, layout: Layout) -> "TreeMask":
-        return cls(layout.lo, layout.hi, layout.key_depth, layout.num_tokens)
+    def from_layout(cls, layout: Layout, rows_before: np.ndarray | None = None) -> "TreeMask":
+        """The mask of a micro-batch. rows_before: [T] int64, how many rows before its own a key is seen already; 0 but
+        for tokens of images that attend both ways."""
+        lo = layout.lo
+        if rows_before is not None and rows_before.any():
+            lo = lo.copy()
+            lo[len(lo) - layout.num_tokens :] -= rows_before.astype(lo.dtype)
+        return cls(lo, layout.hi, layout.key_depth, layout.num_tokens)
 
     @property
     def num_keys(self) -> int:

@@ -2,7 +2,8 @@
 
 Rows that follow one another down the tree form a chain (a heavy path), which plain causal attention covers whole. The
 path above a chain is seen by every row of it: one rectangle, no mask. Chains too short for a call of their own are
-joined, with a mask over the few keys that not all of them see. Costs are in query-key pairs.
+joined, with a mask over the few keys that not all of them see. An image whose tokens attend both ways is a block of its
+own, whose rows all see all of it. Costs are in query-key pairs.
 
 Letters: T own rows, G gateway keys, K = G + T keys.
 """
@@ -29,7 +30,8 @@ class Block:
     """Rows [start, end) of the queries.
 
     full: ranges on the key axis that every row sees. rest: ranges on the key axis, own rows last, that need the mask.
-    tile: [rows, rest keys] bool, or None where the rest is the block's own rows in causal order.
+    tile: [rows, rest keys] bool, or None where the rest is the block's own rows: in causal order, or, if not is_causal,
+    all of them for every row.
     """
 
     start: int
@@ -37,6 +39,7 @@ class Block:
     full: Ranges
     rest: Ranges
     tile: np.ndarray | None
+    is_causal: bool
 
 
 def plan_blocks(mask: TreeMask, window: int | None, chunk: int | None) -> list[Block]:
@@ -69,12 +72,16 @@ class _Path:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A block in planning. `common` path keys are seen by all rows, `partial` ones by some; `cost` in pairs."""
+    """A block in planning. `common` path keys are seen by all rows, `partial` ones by some; `cost` in pairs.
+
+    needs_tile: its own square is neither causal nor, for an image that attends both ways (is_image), whole.
+    """
 
     start: int
     end: int
     path: _Path
-    is_joined: bool
+    needs_tile: bool
+    is_image: bool
     common: list[np.ndarray]
     partial: list[np.ndarray]
     cost: float
@@ -88,6 +95,11 @@ class _Planner:
         self.own_hi = self.hi[self.num_gateway :]
         self.depth = mask.key_depth.astype(np.int64)
         self.is_plain = window is None and chunk is None
+        # Images that attend both ways, as ranges of rows.
+        own_lo = mask.lo[self.num_gateway :].astype(np.int64)
+        starts, counts = np.unique(own_lo[own_lo < np.arange(len(own_lo))], return_counts=True)
+        self.image_end = dict(zip(starts.tolist(), (starts + counts + 1).tolist(), strict=True))
+        self.image_starts = sorted(self.image_end)
 
     def chains(self) -> Iterator[tuple[int, int, _Path]]:
         """Yields (first row, end row, path above the first row) in order."""
@@ -100,11 +112,20 @@ class _Planner:
                 stack.pop()
             chain = _Chain(start, end, self._path_above(start, stack), self.num_gateway)
             stack.append(chain)
-            if self.is_plain:
-                yield start, end, chain.path
-                continue
-            for first in range(start, end, MAX_TILE_ROWS):
-                yield first, min(first + MAX_TILE_ROWS, end), chain.path_to(first)
+            for first, last in self._pieces(start, end):
+                yield first, last, chain.path if first == start else chain.path_to(first)
+
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """A chain in parts: images by themselves and whole, the rest in ranges that a tile may have, if need be."""
+        within = slice(bisect_left(self.image_starts, start), bisect_left(self.image_starts, end))
+        first = start
+        for image in [*self.image_starts[within], end]:
+            step = max(image - first, 1) if self.is_plain else MAX_TILE_ROWS
+            for row in range(first, image, step):
+                yield row, min(row + step, image)
+            if image < end:
+                first = self.image_end[image]
+                yield image, first
 
     def _path_above(self, row: int, stack: "list[_Chain]") -> _Path:
         if not stack:
@@ -123,11 +144,13 @@ class _Planner:
         else:
             common, partial = self._split(path.keys, end, shallow, deep)
         num_rows, num_common, num_partial = end - start, sum(map(len, common)), sum(map(len, partial))
-        is_causal = not is_joined and num_partial == 0 and not self._cuts_square(shallow, deep)
+        needs_tile = is_joined or num_partial > 0 or self._cuts_square(shallow, deep)
+        is_image = self.image_end.get(start) == end
+        is_causal = not needs_tile and not is_image
         square = num_rows**2 / 2 if is_causal else num_rows * (num_rows + num_partial)
         calls = 1 + (num_common > 0)
         cost = square + max(num_rows, MIN_ROWS) * num_common + PAIRS_PER_CALL * calls
-        return _Draft(start, end, path, not is_causal, common, partial, cost)
+        return _Draft(start, end, path, needs_tile, is_image, common, partial, cost)
 
     def _split(self, keys: np.ndarray, end: int, shallow: int, deep: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The keys of a path that all rows see, and those that some see: ranges of it."""
@@ -183,8 +206,9 @@ class _Planner:
         own = (self.num_gateway + start, self.num_gateway + end)
         partial = np.concatenate([*draft.partial, np.zeros(0, dtype=np.int64)])
         rest = (*_ranges(partial), own)
-        tile = self._tile(start, end, partial) if draft.is_joined else None
-        return Block(start, end, _ranges(np.concatenate([*draft.common, np.zeros(0, dtype=np.int64)])), rest, tile)
+        tile = self._tile(start, end, partial) if draft.needs_tile else None
+        full = _ranges(np.concatenate([*draft.common, np.zeros(0, dtype=np.int64)]))
+        return Block(start, end, full, rest, tile, is_causal=tile is None and not draft.is_image)
 
     def _tile(self, start: int, end: int, partial: np.ndarray) -> np.ndarray:
         keys = np.concatenate([partial, np.arange(start, end) + self.num_gateway])

@@ -24,6 +24,8 @@ from treewise.shapes import Float
 
 # [R, M] rows for the embeddings, then those for each decoder layer that takes some (Qwen3-VL's deepstack).
 Features = tuple[torch.Tensor, ...]
+# Families whose images always attend both ways; others have a setting for it.
+_BOTH_WAYS = {"gemma3"}
 
 
 @dataclass(eq=False)
@@ -31,12 +33,13 @@ class VisionModel:
     """The part of a model that sees.
 
     module: has `get_image_features`, and a forward that takes `mm_encoder_outputs`. image_token: the placeholder.
-    parameters: those outside of the decoder.
+    parameters: those outside of the decoder. attends_both_ways: the tokens of an image see all of it.
     """
 
     module: Any
     image_token: int
     parameters: tuple[nn.Parameter, ...]
+    attends_both_ways: bool = False
     _is_joined: bool = False  # whether the model has the features of all images as one tensor
 
     @property
@@ -96,7 +99,13 @@ def vision_model(lm: DecoderAndHead) -> VisionModel:
     refuse_unsupported(base)
     in_decoder = {id(each) for each in lm.decoder.parameters()}
     outside = tuple(each for each in module.parameters() if id(each) not in in_decoder)
-    return VisionModel(module, token, outside)
+    return VisionModel(module, token, outside, attends_both_ways(base.config))
+
+
+def attends_both_ways(config: Any) -> bool:
+    """Whether the tokens of an image see those after them in it, by a model's configuration."""
+    is_set = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+    return is_set or config.model_type in _BOTH_WAYS
 
 
 def refuse_unsupported(base: Any) -> None:

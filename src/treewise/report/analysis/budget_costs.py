@@ -39,13 +39,14 @@ class BudgetCosts:
         self._flops = flops
         self._given = tuple(budgets)
         self._sums = {budget: [0, 0, 0.0] for budget in sorted({*LADDER, *budgets})}  # open, held, recomputed FLOPs
-        self._largest = 0
+        self._largest = self._largest_image = 0
 
     def add(self, forest: Forest) -> None:
         """Adds one tree. Planning is linear in segments, so a ladder of budgets is cheap."""
         self._largest = max(self._largest, forest.num_tokens)
+        self._largest_image = max(self._largest_image, forest.images.largest)
         for budget, sums in self._sums.items():
-            if budget < forest.num_tokens:
+            if budget < forest.num_tokens and (budget >= self._largest_image or budget in self._given):
                 tree_plan = plan(forest, budget)
                 sums[0] += tree_plan.num_open_tokens
                 sums[1] += tree_plan.num_held_tokens
@@ -54,7 +55,9 @@ class BudgetCosts:
     @property
     def budgets(self) -> list[int]:
         """The budgets to show, ascending: the given ones, and the largest that still cut a tree."""
-        cutting = [budget for budget in LADDER if budget < self._largest and budget not in self._given]
+        cutting = [
+            budget for budget in LADDER if self._largest_image <= budget < self._largest and budget not in self._given
+        ]
         room = max(0, MAX_SHOWN_BUDGETS - len(self._given))
         return sorted({*self._given, *(cutting[-room:] if room else [])})
 
