@@ -56,6 +56,7 @@ WHOLE_PACKAGE = {
     "trainer/test_launchers": "torchrun and accelerate",
     "trainer/test_idle_ranks": "processes without work",
     "trainer/test_meshes": "runs on meshes of processes against one process",
+    "trainer/test_images": "trees of images: steps, resumed and killed runs, several processes",
     "trainer/test_ranks": "several processes against one",
     "trainer/test_ranks_that_end": "a process that is killed",
     "trainer/test_steps": "steps against flat training",

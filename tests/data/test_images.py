@@ -1,8 +1,10 @@
 """Token rows with images: where each stands, and what is wrong with bad ones."""
 
 import base64
+import http.server
 import json
 import struct
+import threading
 import zlib
 
 import numpy as np
@@ -11,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.vision_models import IMAGE_TOKEN, png, tiny_processor
-from treewise.data import load_trees
+from treewise.data import download, load_trees
 from treewise.data.images import decoded
 from treewise.errors import ConfigError, DataError
 
@@ -100,6 +102,73 @@ def test_bad_images_are_errors_with_their_record(write, llava, images, message):
             load_trees(write(row(*images)), llava)
     with pytest.raises(DataError, match=f"records:0: .*{message}"):
         load_trees([row(*images)], llava)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Serves a picture at /a.png, after a redirect at /moved, and an endless one at /endless."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            known = self.path in ("/a.png", "/endless")
+            self.send_response(302 if self.path == "/moved" else 200 if known else 404)
+            self.send_header("Location", "/a.png")
+            self.end_headers()
+            if known:
+                self.wfile.write(png(1) * (1 if self.path == "/a.png" else 100))
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{found.server_port}", asked
+        found.shutdown()
+
+
+def test_addresses_are_read_once_where_they_are_allowed(server, llava):
+    address, asked = server
+    records = [row(f"{address}/a.png"), row({"url": f"{address}/a.png"}), row(f"{address}/moved")]
+    (tree,) = load_trees(records, llava, options={"images_from_network": True})
+    assert [item.images[0].read() for item in tree.trajectories] == [png(1)] * 3
+    assert asked == ["/a.png", "/moved", "/a.png"]
+
+
+def test_addresses_that_cannot_be_read_are_named(server, llava, monkeypatch):
+    address, _ = server
+    for path, message in ("/none.png", "cannot be downloaded .*404"), ("/endless", "more than 2,000 bytes"):
+        monkeypatch.setattr(download, "MAX_BYTES", 2000)
+        with pytest.raises(DataError, match=rf"records:0: images\[0\]: '{address}{path}' .*{message}"):
+            load_trees([row(address + path)], llava, options={"images_from_network": True})
+    monkeypatch.setattr(download, "MAX_SECONDS", -1.0)
+    with pytest.raises(DataError, match="took more than"):
+        download.downloaded(address + "/a.png", "here")
+    with pytest.raises(DataError, match="cannot be downloaded"):
+        download.downloaded("ftp://127.0.0.1/a.png", "here")
+
+
+def test_declared_nodes_hold_images_among_their_tokens(llava):
+    nodes = [
+        {"id": 0, "token_ids": [5, *FOUR, 6], "images": [{"bytes": png(1)}]},
+        {"id": 1, "parent": 0, "token_ids": [7, 8]},
+        {"id": 2, "parent": 0, "token_ids": [7, *FOUR, 9], "images": [{"bytes": png(2)}]},
+        {"id": 3, "parent": 0, "token_ids": [7, *FOUR, 9], "images": [{"bytes": png(3)}]},
+    ]
+    forest = load_trees([{"nodes": nodes}], llava)[0].forest()
+    assert [each.read() for each in forest.images.sources] == [png(1), png(2), png(3)]
+    first, second = ({"bytes": png(seed)} for seed in (1, 2))
+    rows = [row(first, ids=[5, *FOUR, 6, 7, 8]), row(first, second, ids=[5, *FOUR, 6, 7, *FOUR, 9])]
+    for found, record in zip(forest.trajectories, rows, strict=False):
+        (flat,) = load_trees([record], llava)[0].trajectories
+        assert found.token_ids.tolist() == flat.token_ids.tolist()
+        assert found.loss_weights.tolist() == flat.loss_weights.tolist()
+        assert [(each.start, each.end, each.digest) for each in found.images] == [
+            (each.start, each.end, each.digest) for each in flat.images
+        ]
+    with pytest.raises(DataError, match=r"nodes\[1\]: 4 image tokens"):
+        load_trees([{"nodes": [nodes[0], {"id": 1, "parent": 0, "token_ids": FOUR, "images": []}]}], llava)
 
 
 def test_images_need_a_processor_and_other_records_refuse_them(write, llava):

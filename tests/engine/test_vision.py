@@ -1,6 +1,7 @@
 """Trees of images against flat training: each trajectory alone, by the model's own forward, on real small pictures."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 import treewise as tw
 from tests.vision_models import FAMILIES, IMAGE_TOKEN, png, seeing_model
 from treewise.data.images import decoded
+from treewise.engine import engine as engine_module
 from treewise.nn.model import split_model
 from treewise.nn.vision import pixel_inputs, vision_model
 from treewise.testing import assert_equals_flat, gradient_error, gradients_of, tiny_model
@@ -192,3 +194,12 @@ def test_what_cannot_be_computed_is_named():
         tw.TreeEngine(model, processor=images).step([wrong])
     with pytest.raises(tw.UnsupportedModelError, match="takes no images"):
         tw.TreeEngine(tiny_model("llama"), processor=images).step([wrong])
+
+
+def test_models_on_meshes_refuse_images(monkeypatch):
+    model, images = seeing_model("llava"), FAMILIES["llava"].images()
+    one = SimpleNamespace(tensor=SimpleNamespace(size=lambda: 1), needs_lockstep=False)
+    monkeypatch.setattr(engine_module, "mesh_of", lambda model: one)
+    monkeypatch.setattr(engine_module, "check_same_plan", lambda mesh, plan: None)
+    with pytest.raises(tw.UnsupportedModelError, match="tp_size or ep_size"):
+        tw.TreeEngine(model, processor=images).step(trajectories(model, images, HISTORIES[:1]))

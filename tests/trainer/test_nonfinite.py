@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from tests.vision_models import IMAGE_TOKEN, png, tiny_processor
 from treewise.data import load_trees
 from treewise.errors import NonFiniteError
 from treewise.trainer.nonfinite import NonFiniteGuard, write_rows
 from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
 
@@ -136,3 +138,17 @@ def test_rows_hold_every_stream_and_label_and_load_again(tmp_path):
     (again,) = load_trees(str(tmp_path / "a.jsonl"), None)[0].trajectories
     assert again.streams.keys() == item.streams.keys()
     assert all(np.array_equal(values, item.streams[name]) for name, values in again.streams.items())
+
+
+def test_written_rows_hold_their_images(tmp_path):
+    path = tmp_path / "shot.png"
+    path.write_bytes(png(1))
+    items = [
+        Trajectory([5, *[IMAGE_TOKEN] * 4, 6], images=[ImageSpan(source, 1, 5)], source=f"rows:{index}")
+        for index, source in enumerate((path, png(2)))
+    ]
+    write_rows(tmp_path / "a.jsonl", [Forest.from_trajectories(items)], {"step": 3})
+    found = load_trees(str(tmp_path / "a.jsonl"), tiny_processor("llava"))
+    assert [image.digest for tree in found for item in tree.trajectories for image in item.images] == [
+        item.images[0].digest for item in items
+    ]

@@ -34,6 +34,9 @@ def add_data_arguments(parser: argparse.ArgumentParser, nargs: str = "*") -> Non
     how.add_argument("--max_length", type=int, help="longest trajectory allowed, in tokens; a longer one is an error")
     how.add_argument("--on_drift", choices=ON_DRIFT, help="where a row's text gives other token ids than the row holds")
     how.add_argument("--on_hidden", choices=ON_HIDDEN, help="where the template leaves out a field of a message")
+    how.add_argument(
+        "--images_from_network", choices=("true", "false"), help="download images of http and https addresses"
+    )
     how.add_argument("--merge_siblings", choices=("true", "false"), help="declared siblings with equal tokens")
     how.add_argument("--max_record_bytes", type=int, help="longest line allowed, in bytes")
     how.add_argument("--group_by", help="field that names a record's tree, in place of group or task_id")
@@ -86,8 +89,8 @@ def _rendering(args: argparse.Namespace) -> dict[str, Any]:
     """The rendering that flags give."""
     names = [item.name for item in fields(RenderOptions)]
     values = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    if "merge_siblings" in values:
-        values["merge_siblings"] = values["merge_siblings"] == "true"
+    for name in {"merge_siblings", "images_from_network"} & set(values):
+        values[name] = values[name] == "true"
     if "chat_template_kwargs" in values:
         text = values["chat_template_kwargs"]
         try:

@@ -25,6 +25,7 @@ HELP: Mapping[str, str] = {
     "thinking": "as_inference (every call as the model saw it) or keep (all reasoning)",
     "train_on": "which turns are trained: all_assistant or last_assistant",
     "merge_siblings": "merge declared siblings with equal tokens",
+    "images_from_network": "download images of http and https addresses",
     "group_by": "field that names a record's tree, in place of group or task_id",
     "max_length": "longest trajectory allowed, in tokens; a longer one is an error",
     "chat_template": "a Jinja template, a file that holds one, or chatml",

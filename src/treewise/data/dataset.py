@@ -12,6 +12,7 @@ from treewise.data.io.rows import Row, trajectories_from_rows
 from treewise.data.io.table import first_id_outside, table_rows
 from treewise.errors import DataError, num
 from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
 
@@ -28,6 +29,7 @@ class DeclaredNodes:
         rollouts: the same.
         group: of all trajectories; the tree's name where None.
         merge_siblings: merge siblings with equal tokens, or keep them apart.
+        images: of each node, with spans that count from its first token.
     """
 
     parents: list[int]
@@ -38,6 +40,7 @@ class DeclaredNodes:
     rollouts: list[Any]
     group: Any
     merge_siblings: bool
+    images: list[tuple[ImageSpan, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class TrainingTree:
             merge_siblings=nodes.merge_siblings,
             group=self.name if nodes.group is None else nodes.group,
             source=self.source,
+            images=nodes.images,
         )
 
     def flat_trajectories(self) -> list[Trajectory]:
@@ -175,4 +179,5 @@ def _declared_nodes(rows: list[Row], merge_siblings: bool) -> DeclaredNodes:
         rollouts=[row.rollout for row in rows],
         group=rows[0].group,
         merge_siblings=merge_siblings,
+        images=[row.images for row in rows],
     )

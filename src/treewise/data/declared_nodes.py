@@ -3,7 +3,7 @@
 Works on flat lists from parents to children, so a chain of 100,000 nodes needs no recursion.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,13 @@ from treewise.data.io import field_checks
 from treewise.data.io.printable import shown
 from treewise.data.io.rows import Row
 from treewise.data.render.chat import Call, not_empty
-from treewise.data.render.messages import clean_message
+from treewise.data.render.messages import Message, clean_message
 from treewise.errors import DataError
 from treewise.tree import checks
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS
+
+MessageReader = Callable[[Message, Any, str], Message]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,9 @@ class PlacedNode:
 
     location: str
     value: dict[str, Any]
+
+
+NodeImages = Callable[[PlacedNode, np.ndarray], Sequence[ImageSpan]]
 
 
 def nodes_of_record(value: Any, location: str) -> list[PlacedNode]:
@@ -73,17 +79,27 @@ def parents_of(nodes: Sequence[PlacedNode], one_root: bool = True) -> list[int]:
     return parents
 
 
-def token_rows(nodes: Sequence[PlacedNode], parents: Sequence[int], max_length: int | None = None) -> list[Row]:
+def token_rows(
+    nodes: Sequence[PlacedNode],
+    parents: Sequence[int],
+    max_length: int | None = None,
+    images_of: NodeImages | None = None,
+) -> list[Row]:
     """One row per node with its own tokens and streams; a stream may be one number for all tokens of a node.
 
+    images_of: maps a node and its token ids to its images; None: no node has any.
+
     Raises:
-        DataError: no tokens, bad ids, streams that do not align, a path that trains nothing or is too long.
+        DataError: no tokens, bad ids, streams that do not align, a path that trains nothing or is too long; bad images.
     """
     names = [name for name in STREAMS if any(node.value.get(name) is not None for node in nodes)]
     rows = []
     for node, parent in zip(nodes, parents, strict=True):
         ids = _ids(node)
         weights = _weights(node, len(ids), is_root=parent < 0)
+        images = () if images_of is None else tuple(images_of(node, ids))
+        for image in images if node.value.get("loss_weights") is None else ():
+            weights[image.start : image.end] = 0
         streams = {name: _stream(node, name, weights) for name in names if name != "loss_weights"}
         rows.append(
             Row(
@@ -94,18 +110,26 @@ def token_rows(nodes: Sequence[PlacedNode], parents: Sequence[int], max_length: 
                 source=node.location,
                 parent=parent,
                 is_end=_end_mark(node),
+                images=images,
             )
         )
     _check_paths(nodes, parents, rows, max_length)
     return rows
 
 
-def message_calls(nodes: Sequence[PlacedNode], parents: Sequence[int], train_on: str) -> list[Call]:
+def message_calls(
+    nodes: Sequence[PlacedNode], parents: Sequence[int], train_on: str, read_images: MessageReader
+) -> list[Call]:
     """A call for every sampled assistant node: its path is the context. Each node is trained once.
 
-    `train_on="last_assistant"` trains assistant leaves only.
+    `train_on="last_assistant"` trains assistant leaves only. read_images: maps a message, the `images` of its node and
+    its location to the message with its images read.
     """
-    cleaned = [clean_message(node.value.get("message"), f"{node.location}: message") for node in nodes]
+    cleaned = []
+    for node in nodes:
+        location = f"{node.location}: message"
+        message, weight = clean_message(node.value.get("message"), location)
+        cleaned.append((read_images(message, node.value.get("images"), location), weight))
     inner = set(parents)
     calls = []
     for number, (message, weight) in enumerate(cleaned):

@@ -15,11 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from treewise.data.download import NETWORK, downloaded
 from treewise.data.io.printable import shown
 from treewise.errors import ConfigError, DataError, num
 from treewise.tree.images import ImageSpan
 
 MAX_PIXELS = 100_000_000  # of one image; more is a decompression bomb or a mistake
+NEEDS_PROCESSOR = (
+    "holds images, which need the model's processor: give its folder as --tokenizer, or load_trees(..., processor)."
+)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
@@ -62,10 +66,12 @@ class ImageReader:
     Parameters:
         processor: the model's processor (`transformers.AutoProcessor`).
         folder: where images that come as bytes are kept, by their digest, so that none stays in memory.
+        from_network: whether http and https addresses are downloaded, each once, and kept like bytes.
     """
 
-    def __init__(self, processor: Any, folder: Path) -> None:
-        self.processor, self.folder = processor, folder
+    def __init__(self, processor: Any, folder: Path, *, from_network: bool = False) -> None:
+        self.processor, self.folder, self.from_network = processor, folder, from_network
+        self._downloads: dict[str, tuple[str, str]] = {}  # by address: what `source` returns
         self._size_of: dict[str, tuple[int, int]] = {}  # by digest: height and width
         self._expansion_of: dict[tuple[int, int], np.ndarray] = {}
 
@@ -146,6 +152,15 @@ class ImageReader:
             DataError: an image that cannot be read.
         """
         value = _value_of(image, location)
+        if isinstance(value, str) and value.startswith(NETWORK):
+            if not self.from_network:
+                raise DataError(
+                    f"{location}: {shown(value)} is a network address, which is not read; download the image, or set "
+                    "images_from_network."
+                )
+            if value not in self._downloads:
+                self._downloads[value] = self.source(downloaded(value, location), None, f"{location}: {value}")
+            return self._downloads[value]
         if isinstance(value, str):
             path = Path(value).expanduser()
             path = path if path.is_absolute() or data_file is None else data_file.parent / path
@@ -205,7 +220,7 @@ class ImageReader:
 
 
 def _value_of(image: Any, location: str) -> str | bytes:
-    """The path or the bytes of one entry of `images`."""
+    """The path, the network address or the bytes of one entry of `images`."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path") or image.get("url") or image.get("image")
     if hasattr(image, "save") and hasattr(image, "convert"):  # decoded by `datasets`: PIL
@@ -226,8 +241,6 @@ def _value_of(image: Any, location: str) -> str | bytes:
             return base64.b64decode(text, validate=True)
         except ValueError as error:
             raise DataError(f"{location}: a data address that cannot be read ({error}).") from None
-    if image.startswith(("http:", "https:", "ftp:")):
-        raise DataError(f"{location}: {shown(image)} is a network address, which is not read; download the image.")
     return image.removeprefix("file://")
 
 

@@ -143,7 +143,7 @@ class _Load:
             if stored is not None:
                 table, facts = stored
                 return TreeDataset(table, facts, LoadReport(**facts["report"]), merge)
-        images = None if self.processor is None else ImageReader(self.processor, self._image_folder(folder))
+        images = self._image_reader(folder)
         reader = RecordReader(self.tokenizer, self.options, images)
         builder = _Builder(reader, self.on_bad_record, self.allow_partial_tail, self.quarantine, RowStore(folder))
         processes = workers.choose_num_workers(self.num_workers, sum(source.num_bytes for source in sources))
@@ -162,13 +162,15 @@ class _Load:
         report.warnings += warnings
         return TreeDataset(table, facts, report, merge)
 
-    def _image_folder(self, folder: Path) -> Path:
-        """Where images that come as bytes are kept: in the cache, or until the process ends."""
-        if not self.read_only:
-            return folder / "images"
-        temporary = tempfile.mkdtemp(prefix="treewise-images-")
-        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-        return Path(temporary)
+    def _image_reader(self, folder: Path) -> ImageReader | None:
+        """Images that come as bytes are kept in the cache, or until the process ends."""
+        if self.processor is None:
+            return None
+        images = folder / "images"
+        if self.read_only:
+            images = Path(tempfile.mkdtemp(prefix="treewise-images-"))
+            atexit.register(shutil.rmtree, images, ignore_errors=True)
+        return ImageReader(self.processor, images, from_network=self.options.images_from_network)
 
 
 @dataclass(slots=True)
@@ -262,7 +264,7 @@ class _Builder:
         for (file, name), (tree, placed) in self.node_trees.items():
             try:
                 tools = find_tools(placed[0].value, Path(file), placed[0].location)
-                _, rows = self.reader.declared_rows(placed, tools)
+                _, rows = self.reader.declared_rows(placed, tools, Path(file))
             except DataError as error:
                 text = json.dumps([node.value for node in placed], default=str)
                 self._drop(RecordResult(f"{file}: tree {name}", error=str(error), raw=text))

@@ -20,12 +20,13 @@ from treewise.data.io.printable import printable, shown
 from treewise.data.io.record_forms import PartialTailError, Record, detect_form, parse
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.render import chat
-from treewise.data.render.images import IMAGES, read_images, with_column
+from treewise.data.render.images import IMAGES, with_column, with_images_read
 from treewise.data.render.messages import Conversation, clean_conversation
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.template import Template
 from treewise.data.render.tools import find_tools
 from treewise.errors import DataError
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS
 
 NEEDS_TOKENIZER = "holds text, which needs a tokenizer; give one (--tokenizer, or load_trees(..., tokenizer))."
@@ -133,8 +134,11 @@ class RecordReader:
         """A conversation as the template takes it, with its images read."""
         if "images" in record or any(message.get(IMAGES) for message in talk.messages):
             messages = with_column(talk.messages, record.get("images"), location)
-            missing = f"the record {token_rows.NEEDS_PROCESSOR}"
-            talk = Conversation(read_images(messages, self.images, data_file, location, missing), talk.weights)
+            read = [
+                with_images_read(message, self.images, data_file, f"{location}: messages[{turn}]")
+                for turn, message in enumerate(messages)
+            ]
+            talk = Conversation(read, talk.weights)
         return self._template.prepare(talk, location)
 
     def _fill_preference(self, result: RecordResult, record: Record, form: str, data_file: Path | None) -> None:
@@ -207,7 +211,8 @@ class RecordReader:
     def _fill_declared(self, result: RecordResult, record: Record, data_file: Path | None) -> None:
         placed = declared_nodes.nodes_of_record(record["nodes"], result.location)
         one_root = record.get("forest") is not True
-        declared, rows = self.declared_rows(placed, find_tools(record, data_file, result.location), one_root)
+        tools = find_tools(record, data_file, result.location)
+        declared, rows = self.declared_rows(placed, tools, data_file, one_root)
         result.is_declared, result.rows = declared, rows
         if declared:
             self._label_ends(rows, record, result.location)
@@ -224,24 +229,32 @@ class RecordReader:
                 row.rollout = rollout if row.rollout is None else row.rollout
 
     def declared_rows(
-        self, placed: Sequence[declared_nodes.PlacedNode], tools: chat.Tools, one_root: bool = True
+        self,
+        placed: Sequence[declared_nodes.PlacedNode],
+        tools: chat.Tools,
+        data_file: Path | None,
+        one_root: bool = True,
     ) -> tuple[bool, list[Row]]:
         """Rows of a declared tree: its nodes where they hold tokens, rendered calls where they hold messages."""
         parents = declared_nodes.parents_of(placed, one_root)
         if "message" not in placed[0].value:
-            return True, declared_nodes.token_rows(placed, parents, self.options.max_length)
+
+            def images_of(node: declared_nodes.PlacedNode, ids: np.ndarray) -> list[ImageSpan]:
+                return token_rows.row_images(node.value, ids, self.images, data_file, node.location)
+
+            return True, declared_nodes.token_rows(placed, parents, self.options.max_length, images_of)
         if self.tokenizer is None:
             raise DataError(f"{placed[0].location}: the node {NEEDS_TOKENIZER}")
         if self.options.thinking == "keep":
             raise DataError(
                 f"{placed[0].location}: thinking='keep' needs one conversation; trees are rendered as_inference."
             )
-        calls = declared_nodes.message_calls(placed, parents, self.options.train_on)
-        if any(message.get(IMAGES) for call in calls for message in call.history):
-            raise DataError(
-                f"{placed[0].location}: images in the messages of declared nodes are not supported; give the "
-                "conversations as `messages`, or calls, which merge by themselves."
-            )
+
+        def with_images(message: dict[str, Any], images: Any, location: str) -> dict[str, Any]:
+            [message] = with_column([message], images, location)
+            return with_images_read(message, self.images, data_file, location)
+
+        calls = declared_nodes.message_calls(placed, parents, self.options.train_on, with_images)
         ready = []
         for call in calls:
             talk = self._template.prepare(Conversation([*call.history, call.turn], []), call.location)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.data.images import ImageReader
+from treewise.data.images import NEEDS_PROCESSOR, ImageReader
 from treewise.data.io.field_checks import check_names, flat_list, number_list
 from treewise.data.io.printable import shown
 from treewise.data.io.record_forms import Record
@@ -18,11 +18,6 @@ from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS, Trajectory
 
 MAX_LOGPROB = 0.01  # engines round
-
-
-NEEDS_PROCESSOR = (
-    "holds images, which need the model's processor: give its folder as --tokenizer, or load_trees(..., processor)."
-)
 
 
 def token_row(
@@ -53,21 +48,31 @@ def token_row(
     for name in streams:
         if STREAMS[name].is_logprob:
             streams[name] = _without_null_context(streams[name], weights, name, location)
-    images: list[ImageSpan] = []
-    if "images" in record:
-        if reader is None:
-            raise DataError(f"{location}: the record {NEEDS_PROCESSOR}")
-        images = reader.spans(record["images"], checks.token_ids(ids, location), data_file, location)
     trajectory = Trajectory(
         token_ids=ids,
         **{**streams, "loss_weights": weights},
-        images=tuple(images),
+        images=tuple(row_images(record, ids, reader, data_file, location)),
         group=group,
         reward=record.get("reward"),
         rollout=rollout,
         source=location,
     )
     return row_from_trajectory(trajectory)
+
+
+def row_images(
+    record: Record, token_ids: Any, reader: ImageReader | None, data_file: Path | None, location: str
+) -> list[ImageSpan]:
+    """The images of a row or a node of token ids, at their placeholders.
+
+    Raises:
+        DataError: no reader, an image that cannot be read, or another number of placeholders.
+    """
+    if record.get("images") is None:
+        return []
+    if reader is None:
+        raise DataError(f"{location}: the record {NEEDS_PROCESSOR}")
+    return reader.spans(record["images"], checks.token_ids(token_ids, location), data_file, location)
 
 
 def unlikely_logprobs(row: Row, location: str) -> list[str]:

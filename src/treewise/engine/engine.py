@@ -347,8 +347,8 @@ class TreeEngine:
         """The images of a plan's forest, for walks with the present weights; None if it has none."""
         if not len(plan.forest.images):
             return None
-        if self._lockstep is not None:
-            raise UnsupportedModelError("images are not supported yet where parameters are sharded (fsdp); use ddp.")
+        if self._mesh is not None:
+            raise UnsupportedModelError("images are not supported yet with tp_size or ep_size; use copies or sharded.")
         return ForestVision(self.lm, plan.forest, self.processor, plan.max_tokens)
 
     def check(self, forest: Forest) -> None:

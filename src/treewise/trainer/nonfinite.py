@@ -1,5 +1,6 @@
 """A loss or gradient that is not finite never reaches the optimizer; its trees are named and written to a file."""
 
+import base64
 import json
 import logging
 import math
@@ -13,6 +14,7 @@ import torch
 
 from treewise.errors import NonFiniteError
 from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
 
 logger = logging.getLogger("treewise")
 
@@ -123,11 +125,23 @@ def _rows(forest: Forest) -> Iterator[dict[str, Any]]:
     for trajectory in forest.trajectories:
         streams = {"token_ids": trajectory.token_ids, **trajectory.streams}
         labels = {name: getattr(trajectory, name) for name in _LABELS}
-        yield {name: values.tolist() for name, values in streams.items()} | {
-            name: value if isinstance(value, str | int | float) else str(value)
-            for name, value in labels.items()
-            if value is not None and value != ""
-        }
+        seen = {"images": [_address(image) for image in trajectory.images]} if trajectory.images else {}
+        yield (
+            {name: values.tolist() for name, values in streams.items()}
+            | seen
+            | {
+                name: value if isinstance(value, str | int | float) else str(value)
+                for name, value in labels.items()
+                if value is not None and value != ""
+            }
+        )
+
+
+def _address(image: ImageSpan) -> str:
+    """The path of an image, or its bytes as a data address, as rows of token ids take them."""
+    if isinstance(image.source, bytes):
+        return f"data:;base64,{base64.b64encode(image.source).decode()}"
+    return str(Path(image.source).absolute())
 
 
 def nonfinite_path(output_dir: str, rank: int, num_ranks: int) -> Path:

@@ -6,13 +6,14 @@ a node marked as one) is a trajectory. Streams belong to nodes and are shared by
 
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from treewise.errors import DataError
 from treewise.tree import checks, prefix_merge
+from treewise.tree.images import ImageSpan, check_spans
 from treewise.tree.trajectory import Trajectory
 
 Streams = dict[str, np.ndarray]
@@ -24,13 +25,14 @@ class DeclaredTree:
     """Declared nodes in depth-first order.
 
     token_ids: [T] int32. streams: [T] float32 each. end_nodes: [N] int64, the node, counted as declared, that each
-    trajectory ends at.
+    trajectory ends at. images: with tree positions as their tokens, ascending.
     """
 
     segments: prefix_merge.Segments
     token_ids: np.ndarray
     streams: Streams
     end_nodes: np.ndarray
+    images: tuple[ImageSpan, ...]
 
 
 class LazySequence(Sequence[Item]):
@@ -59,7 +61,7 @@ class DeclaredTrajectories(LazySequence[Trajectory]):
     """The trajectories of a declared tree, each made when it is read.
 
     values: `token_ids` ([T] int32) and streams ([T] float32), by name. end_nodes: [N] int64, the node that each ends
-    at, for its `source`; None where that is not known.
+    at, for its `source`; None where that is not known. images: see `DeclaredTree`.
     """
 
     segments: prefix_merge.Segments
@@ -67,6 +69,7 @@ class DeclaredTrajectories(LazySequence[Trajectory]):
     group: Hashable = None
     location: str = ""
     end_nodes: np.ndarray | None = None
+    images: tuple[ImageSpan, ...] = ()
 
     def __len__(self) -> int:
         return len(self.segments.end_segment)
@@ -76,7 +79,17 @@ class DeclaredTrajectories(LazySequence[Trajectory]):
         path = prefix_merge.path_to(self.segments, int(self.segments.end_segment[index]))
         source = "" if self.end_nodes is None else f"{self.location}, node {self.end_nodes[index]}"
         values: dict[str, Any] = {name: value[path] for name, value in self.values.items()}
-        return Trajectory(**values, group=self.group, source=source)
+        return Trajectory(**values, group=self.group, source=source, images=self._images_on(path))
+
+    def _images_on(self, path: np.ndarray) -> tuple[ImageSpan, ...]:
+        """The images whose tokens are on a path ([its length] int64, ascending), counted along it."""
+        starts = np.searchsorted(path, [image.start for image in self.images]) if self.images else ()
+        on_path = [(image, int(at)) for image, at in zip(self.images, starts, strict=True) if at < len(path)]
+        return tuple(
+            replace(image, start=at, end=at + image.end - image.start)
+            for image, at in on_path
+            if path[at] == image.start
+        )
 
 
 def lay_out_nodes(
@@ -86,6 +99,7 @@ def lay_out_nodes(
     ends: Sequence[bool] | None,
     merge_siblings: bool,
     location: str,
+    images: Sequence[Sequence[ImageSpan]] | None = None,
 ) -> DeclaredTree:
     """Lays declared nodes out in depth-first order, one segment for each.
 
@@ -96,6 +110,7 @@ def lay_out_nodes(
         ends: whether a trajectory ends at the node; leaves where not given.
         merge_siblings: merge siblings with equal tokens; otherwise keep them apart as declared.
         location: where the tree came from, for error messages.
+        images: of each node, with spans that count from its first token; None: no node has any.
 
     Raises:
         DataError: a parent that is missing, comes later or is the node itself; an empty node; bad tokens or streams.
@@ -107,20 +122,27 @@ def lay_out_nodes(
         for node, ids in enumerate(token_ids):  # one of these raises
             checks.token_ids(ids, f"{location}: node {node}", "merge it into its parent")
     values = {name: _stream(items, name, lengths, location) for name, items in streams.items()}
+    spans = _checked_images(images, lengths, location)
     end_nodes = declared_ends = _end_nodes(parent, ends, location)
     first_tokens = (np.cumsum(lengths) - lengths)[parent < 0]
     if "loss_weights" not in values:
         values["loss_weights"] = np.ones(len(flat_ids), dtype=np.float32)
         values["loss_weights"][first_tokens] = 0
+        for start, own in zip(np.cumsum(lengths) - lengths, spans, strict=True):
+            for image in own:
+                values["loss_weights"][start + image.start : start + image.end] = 0
     _check_weights(values["loss_weights"], first_tokens, lengths, location)
     if merge_siblings:
-        parent, end_nodes, is_kept = _merge_equal_siblings(parent, flat_ids, lengths, end_nodes, values, location)
+        parent, end_nodes, is_kept = _merge_equal_siblings(
+            parent, flat_ids, lengths, end_nodes, values, spans, location
+        )
         flat_ids, lengths, values = _select(is_kept, flat_ids, lengths, values)
+        spans = [each for each, is_its in zip(spans, is_kept, strict=True) if is_its]
     offsets = np.cumsum(lengths) - lengths
     segments = prefix_merge.chain_nodes(parent, lengths, end_nodes, offsets)
     ids = flat_ids.astype(np.int32)[segments.token_source]
     tree_streams = {name: value[segments.token_source] for name, value in values.items()}
-    return DeclaredTree(segments, ids, tree_streams, declared_ends)
+    return DeclaredTree(segments, ids, tree_streams, declared_ends, _on_tree(spans, offsets, segments.token_source))
 
 
 def spread_over_nodes(
@@ -199,17 +221,24 @@ def _end_nodes(parent: np.ndarray, ends: Sequence[bool] | None, location: str) -
 
 
 def _merge_equal_siblings(
-    parent: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, end_nodes: np.ndarray, values: Streams, location: str
+    parent: np.ndarray,
+    flat_ids: np.ndarray,
+    lengths: np.ndarray,
+    end_nodes: np.ndarray,
+    values: Streams,
+    images: Sequence[Sequence[ImageSpan]],
+    location: str,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """New parents of the kept nodes, new end nodes, and which nodes are kept; merged nodes must agree in streams."""
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    seen: dict[tuple[int, bytes], int] = {}
+    seen: dict[Hashable, int] = {}
     canonical = np.empty(len(parent), dtype=np.int64)
     above = parent.tolist()
     for node in range(len(parent)):
         low, high = bounds[node], bounds[node + 1]
         up = int(canonical[above[node]]) if above[node] >= 0 else -1
-        first = seen.setdefault((up, flat_ids[low:high].tobytes()), node)
+        shown = tuple((image.start, image.digest) for image in images[node])
+        first = seen.setdefault((up, flat_ids[low:high].tobytes(), shown), node)
         canonical[node] = first
         if first != node:
             for name, value in values.items():
@@ -222,6 +251,40 @@ def _merge_equal_siblings(
     renumbered = np.cumsum(is_kept) - 1
     new_parent = np.where(parent >= 0, renumbered[canonical[parent]], -1)[is_kept]
     return new_parent, renumbered[canonical[end_nodes]], is_kept
+
+
+def _checked_images(
+    images: Sequence[Sequence[ImageSpan]] | None, lengths: np.ndarray, location: str
+) -> list[tuple[ImageSpan, ...]]:
+    """The images of each node."""
+    if images is None:
+        return [()] * len(lengths)
+    if len(images) != len(lengths):
+        raise DataError(f"{location}: {len(images)} lists of images for {len(lengths)} nodes.")
+    return [
+        check_spans(each, int(length), f"{location}: node {node}")
+        for node, (each, length) in enumerate(zip(images, lengths, strict=True))
+    ]
+
+
+def _on_tree(
+    images: Sequence[Sequence[ImageSpan]], offsets: np.ndarray, token_source: np.ndarray
+) -> tuple[ImageSpan, ...]:
+    """The images of nodes with tree positions as their tokens, ascending.
+
+    offsets: [nodes] int64, the first token of each. token_source: [T] int64, the token at each tree position.
+    """
+    if not any(images):
+        return ()
+    position = np.empty(len(token_source), dtype=np.int64)
+    position[token_source] = np.arange(len(token_source))
+    first = position[offsets].tolist()
+    spans = [
+        replace(image, start=start + image.start, end=start + image.end)
+        for start, each in zip(first, images, strict=True)
+        for image in each
+    ]
+    return tuple(sorted(spans, key=lambda image: image.start))
 
 
 def _select(

@@ -13,7 +13,7 @@ from treewise.errors import ConfigError, DataError, num
 from treewise.tree import prefix_merge
 from treewise.tree.declared import DeclaredTrajectories, LazySequence, Streams, lay_out_nodes, spread_over_nodes
 from treewise.tree.geometry import TreeShape
-from treewise.tree.images import NO_IMAGES, ForestImages, images_of, merge_keys
+from treewise.tree.images import NO_IMAGES, ForestImages, ImageSpan, images_of, merge_keys
 from treewise.tree.trajectory import STREAMS, Trajectory, number_rollouts
 from treewise.tree.weights import check_weighting, divided_by_counts
 
@@ -88,6 +88,7 @@ class Forest(TreeShape):
         merge_siblings: bool = True,
         group: object = None,
         source: str = "",
+        images: Sequence[Sequence[ImageSpan]] | None = None,
         **streams: Sequence[Sequence[float] | float] | Sequence[Sequence[float]] | None,
     ) -> "Forest":
         """A declared tree: nodes, parents first, each with its own tokens. See `treewise.tree.declared`.
@@ -96,12 +97,13 @@ class Forest(TreeShape):
         copy of every stream value, in `tree_streams`, and each trajectory is made when it is read.
 
         Parameters:
+            images: of each node, with spans that count from its first token.
             streams: per-token streams of `Trajectory` by name (`loss_weights=`, `advantages=`, ...): one list per node,
                 one value per token. A node's advantages may be one number for all its tokens.
 
         Raises:
             ConfigError: an unknown stream, or one with several values per token.
-            DataError: see `lay_out_nodes`.
+            DataError: see `lay_out_nodes`; images in a tree of more than `MAX_FLAT_TOKENS`.
         """
         location = source or "declared tree"
         node_streams = {}
@@ -112,11 +114,15 @@ class Forest(TreeShape):
             if values is not None:
                 is_spread = STREAMS[name].is_scalar_allowed
                 node_streams[name] = spread_over_nodes(values, token_ids) if is_spread else values
-        tree = lay_out_nodes(parents, token_ids, node_streams, ends, merge_siblings, location)
+        tree = lay_out_nodes(parents, token_ids, node_streams, ends, merge_siblings, location, images)
         lazy = DeclaredTrajectories(
-            tree.segments, {"token_ids": tree.token_ids, **tree.streams}, group, location, tree.end_nodes
+            tree.segments, {"token_ids": tree.token_ids, **tree.streams}, group, location, tree.end_nodes, tree.images
         )
         is_large = TreeShape(tree.segments).num_flat_tokens > MAX_FLAT_TOKENS
+        if is_large and tree.images:
+            raise DataError(
+                f"{location}: images in a declared tree of more than {MAX_FLAT_TOKENS:,} flat tokens; split the tree."
+            )
         return cls(tree.segments, tree.token_ids, lazy if is_large else tuple(lazy), tree.streams if is_large else None)
 
     @classmethod
@@ -175,7 +181,7 @@ class Forest(TreeShape):
 
     @cached_property
     def images(self) -> ForestImages:
-        """Where the images of its trajectories are. Declared nodes have none."""
+        """Where the images of its trajectories are. A tree too large to hold flat has none."""
         return NO_IMAGES if isinstance(self.trajectories, DeclaredTrajectories) else images_of(self)
 
     def has_stream(self, name: str) -> bool:

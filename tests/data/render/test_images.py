@@ -127,6 +127,49 @@ def test_a_history_that_keeps_the_last_two_screenshots_forks(processor, shots):
     assert len(forest.images) == 4  # the second picture is on two branches
 
 
+def test_pairs_of_one_prompt_see_its_image(processor, shots):
+    asked, path = user({"type": "image"}, "w1"), str(shots / "1.png")
+    pair = {"chosen": [asked, answer("w2")], "rejected": [asked, answer("w3 w4")]}
+    own = user({"type": "image", "image": path}, "w1")
+    records = [
+        {**pair, "images": [path]},
+        {"prompt": [asked], "chosen": [answer("w2")], "rejected": [answer("w3 w4")], "images": [{"bytes": png(1)}]},
+        {"chosen": [own, answer("w2")], "rejected": [own, answer("w3 w4")]},
+        {"prompt": [asked], "completion": [answer("w2")], "label": True, "images": [path]},
+    ]
+    for record in records:
+        (tree,) = load_trees([record], processor)
+        assert tree.trajectories[0].token_ids.tolist() == list(own_ids(processor, [asked, answer("w2")], [png(1)]))
+        assert tree.trajectories[0].reward == 1
+        assert {image.read() for item in tree.trajectories for image in item.images} == {png(1)}
+    assert load_trees(records[:1], processor)[0].forest().images.start.tolist() == [4]  # seen by both
+
+
+def test_declared_messages_are_rendered_with_their_images(processor, shots, write):
+    first, second = ({"type": "image", "image": f"{seed}.png"} for seed in (1, 2))
+    nodes = [
+        {"id": 0, "message": user(first, "w1")},
+        {"id": 1, "parent": 0, "message": answer("w2")},
+        {"id": 2, "parent": 1, "message": user({"type": "image"}, "w3"), "images": ["2.png"]},
+        {"id": 3, "parent": 2, "message": answer("w4")},
+        {"id": 4, "parent": 0, "message": answer("w5")},
+    ]
+    path = write({"nodes": nodes})
+    path = path.rename(shots / path.name)  # beside the images
+    lines = write(*({"tree": "t", **node} for node in nodes), name="lines.jsonl")
+    chats = [
+        {"messages": [user(first, "w1"), answer("w2"), user(second, "w3"), answer("w4")], "group": "g"},
+        {"messages": [user(first, "w1"), answer("w5")], "group": "g"},
+    ]
+    chats = write(*chats, name="chats.jsonl").rename(shots / "chats.jsonl")
+    expected = load_trees(chats, processor)[0].forest()
+    for declared in (path, lines.rename(shots / lines.name)):
+        found = load_trees(declared, processor)[0].forest()
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert found.images.start.tolist() == expected.images.start.tolist()
+        assert [each.digest for each in found.images.sources] == [each.digest for each in expected.images.sources]
+
+
 PICTURE, VIDEO = {"type": "image", "image": "none.png"}, {"type": "video", "video": "a.mp4"}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.report.analysis.test_online_log import write_online_run
 from tests.report.analysis.test_run_log import HISTORY, write_run
@@ -22,6 +23,7 @@ from treewise.report import read_run
 from treewise.report.html.build import DataReport, build_data_report
 from treewise.report.html.page import write_page
 from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the playwright package")
@@ -32,6 +34,12 @@ DESKTOP, PHONE = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
 # Two samples of a question, and one that goes on: segments 0 (root), 1 (heavier), 2.
 TRUNK, LEFT, RIGHT = list(range(1, 41)), list(range(50, 90)), list(range(100, 120))
 SCALE_OF_AXIS = 20  # pixels below the rows
+
+
+def solid(folder: Path, colour: str) -> Path:
+    """The file of a picture in one colour."""
+    Image.new("RGB", (90, 60), colour).save(folder / f"{colour}.png")
+    return folder / f"{colour}.png"
 
 
 class One:
@@ -70,7 +78,13 @@ def files(data_report: DataReport, tokenizer, tmp_path_factory: pytest.TempPathF
     )
     long = [Trajectory([*range(1, 301), number, *range(900 - number, 1100)]) for number in (400, 500)]
     load = LoadReport(num_files=1, num_records=2)
+    red, blue, gone = (
+        ImageSpan(solid(folder, name), at, at + 30) for name, at in (("red", 2), ("blue", 32), ("lime", 62))
+    )
+    Path(str(gone.source)).unlink()
+    seen = [Trajectory([1, 2, *[9] * 90, 3, leaf], images=[red, blue, gone]) for leaf in (4, 5)]
     reports = {
+        "images": (build_data_report(One("images", Forest.from_trajectories(seen)), load), None),
         "all": (data_report, run),
         "online": (None, read_run(write_online_run(folder / "online", HOSTILE))),
         "simple": (build_data_report(One("simple", simple), load), None),
@@ -392,6 +406,29 @@ def test_a_phone_shows_all_without_scrolling_sideways(open_page: Any) -> None:
         && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 80))"""
     )
     assert too_wide == []
+
+
+def test_images_are_drawn_in_their_place_and_shown_beside_the_text(open_page: Any) -> None:
+    page = open_page("images")
+    page.wait_for_function("() => Number(document.getElementById('canvas').dataset.drawn) > 0")
+    settled(page)
+    width, (x0, x1) = pixels(page).shape[1], map(float, state(page)["x"].split())
+    row = pixels(page)[20]
+    for depth, wanted in ((17, [255, 0, 0]), (47, [0, 0, 255])):
+        assert np.abs(row[int((depth - x0) / (x1 - x0) * width)] - wanted).max() < 12
+    page.locator("#canvas").focus()
+    page.keyboard.press("Home")
+    shown = page.locator("#detail .thumbnails figure")
+    assert [" ".join(text.split()) for text in shown.all_inner_texts()] == [
+        "image 1: 30 tokens at depth 2",
+        "image 2: 30 tokens at depth 32",
+        "not in this file image 3: 30 tokens at depth 62",
+    ]
+    assert page.evaluate("() => [...document.querySelectorAll('#detail img')].map((each) => each.naturalWidth)") == [
+        90,
+        90,
+    ]
+    assert "[image of 30 tokens]" in page.locator("#detail .text-of").inner_text()
 
 
 def test_a_budget_changes_the_plan_and_the_picture(open_page: Any) -> None:

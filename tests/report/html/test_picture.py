@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from treewise.planning.planner import plan
 from treewise.report.analysis.token_text import TokenText
 from treewise.report.html.picture import Vocabulary, micro_batch_runs, packed, picture, picture_size, segment_table
+from treewise.report.html.thumbnails import Thumbnails
 from treewise.testing.strategies import forests, forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -30,7 +31,7 @@ def spread(runs: dict[str, dict[str, str]], size: int) -> np.ndarray:
 @given(forest=forests())
 def test_the_arrays_are_the_forest(forest: Forest) -> None:
     vocabulary = Vocabulary(TokenText())
-    drawn = picture("t", forest, vocabulary, [])
+    drawn = picture("t", forest, vocabulary, Thumbnails(), [])
     size = forest.num_tokens
     np.testing.assert_array_equal(unpacked(drawn["start"]), forest.segments.start)
     np.testing.assert_array_equal(unpacked(drawn["parent"]), forest.segments.parent)
@@ -43,7 +44,7 @@ def test_the_arrays_are_the_forest(forest: Forest) -> None:
 
 @given(forest=forests(max_forests=1))
 def test_advantages_are_means_over_the_trajectories_that_train_a_token(forest: Forest) -> None:
-    drawn = picture("t", forest, Vocabulary(TokenText()), [])
+    drawn = picture("t", forest, Vocabulary(TokenText()), Thumbnails(), [])
     values: list[list[float]] = [[] for _ in range(forest.num_tokens)]
     for path, item in zip(forest.paths, forest.trajectories, strict=True):
         for position, weight, advantage in zip(path, item.loss_weights, item.advantages, strict=True):
@@ -61,7 +62,7 @@ def test_rewards_are_means_over_the_trajectories_through_a_segment(forest: Fores
         for number, item in enumerate(forest.trajectories)
     ]
     again = Forest.from_trajectories(items)
-    drawn = picture("t", again, Vocabulary(TokenText()), [])
+    drawn = picture("t", again, Vocabulary(TokenText()), Thumbnails(), [])
     found = spread(drawn["streams"]["reward"], again.num_tokens)
     through: list[list[int]] = [[] for _ in range(again.num_tokens)]
     for number, path in enumerate(again.paths):
@@ -108,7 +109,7 @@ def test_the_vocabulary_of_a_page_holds_each_token_once(tokenizer) -> None:
 
 def test_a_tree_without_room_for_tokens_has_none() -> None:
     forest = Forest.from_trajectories([Trajectory(range(10))])
-    drawn = picture("t", forest, Vocabulary(TokenText()), [], with_tokens=False)
+    drawn = picture("t", forest, Vocabulary(TokenText()), Thumbnails(), [], with_tokens=False)
     assert len(unpacked(drawn["tokens"])) == 0
     assert picture_size(forest, 1) > 4 * forest.num_tokens
 

@@ -19,12 +19,12 @@ CHAT = frozenset({"messages", "tools", "tools_ref", "functions", *LABELS})
 ROW = frozenset(
     {"token_ids", "images", "messages", "text", "prompt", "completion", "tools", "tools_ref", *LABELS, *STREAMS}
 )
-PAIR = frozenset({"prompt", "completion", "tools", "tools_ref", "functions", *LABELS})
-NODE = frozenset({"id", "parent", "token_ids", "message", "reward", "rollout", "end", *STREAMS})
+PAIR = frozenset({"prompt", "completion", "images", "tools", "tools_ref", "functions", *LABELS})
+NODE = frozenset({"id", "parent", "token_ids", "message", "images", "reward", "rollout", "end", *STREAMS})
 RECORD_KEYS: dict[str, frozenset[str]] = {
     "chat": CHAT | {"images"},
     "calls": CHAT | {"calls", "images"},
-    "prompt_completion": PAIR | {"images"},
+    "prompt_completion": PAIR,
     "token_row": ROW,
     "grouped_rows": frozenset({"seqs", "group", "task_id"}),
     "nodes": frozenset({"nodes", "forest", "tools", "tools_ref", "functions", *LABELS}),

@@ -30,6 +30,7 @@ class RenderOptions:
         on_drift: `warn` or `error` where a row's text gives other token ids than the row holds, which are trained.
         on_hidden: `error` or `warn` where a message holds a field that the chat template does not write.
         max_record_bytes: longest line (or `.json` file), in bytes after decompression; a longer one is an error.
+        images_from_network: download the images of http and https addresses, which are an error otherwise.
         chat_template_kwargs: further variables for the template (`enable_thinking`, ...).
 
     Raises:
@@ -45,6 +46,7 @@ class RenderOptions:
     on_drift: Literal["warn", "error"] = "warn"
     on_hidden: Literal["error", "warn"] = "error"
     max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES
+    images_from_network: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.data.images import ImageReader
+from treewise.data.images import NEEDS_PROCESSOR, ImageReader
 from treewise.data.io.printable import shown
 from treewise.data.render.piece_tokenizer import Pieces
 from treewise.errors import DataError, num
@@ -77,27 +77,21 @@ def with_column(messages: Sequence[Message], column: Any, location: str) -> list
     return result
 
 
-def read_images(
-    messages: Sequence[Message], reader: ImageReader | None, data_file: Path | None, location: str, missing: str
-) -> list[Message]:
-    """The messages with their images read and decoded once. missing: the error where there is no reader.
+def with_images_read(message: Message, reader: ImageReader | None, data_file: Path | None, location: str) -> Message:
+    """The message with its images read and decoded once. reader: None without the model's processor.
 
     Raises:
-        DataError: an image that cannot be read, with its message.
+        DataError: an image that cannot be read, or no reader for it.
     """
-    result = []
-    for turn, message in enumerate(messages):
-        images = message.get(IMAGES)
-        if images:
-            if reader is None:
-                raise DataError(f"{location}: {missing}")
-            read = []
-            for index, image in enumerate(images):
-                source, digest = reader.source(image, data_file, f"{location}: messages[{turn}], image {index}")
-                read.append(ReadImage(source, digest, reader.size_of(digest)))
-            message = {**message, IMAGES: read}
-        result.append(message)
-    return result
+    if not message.get(IMAGES):
+        return message
+    if reader is None:
+        raise DataError(f"{location}: the record {NEEDS_PROCESSOR}")
+    read = []
+    for index, image in enumerate(message[IMAGES]):
+        source, digest = reader.source(image, data_file, f"{location}, image {index}")
+        read.append(ReadImage(source, digest, reader.size_of(digest)))
+    return {**message, IMAGES: read}
 
 
 def as_parts(message: Message, *, always: bool) -> Message:

@@ -23,6 +23,7 @@ from treewise.report.analysis.token_text import TokenText
 from treewise.report.analysis.verdict import ratios_without, verdict
 from treewise.report.html.charts import Chart, histogram, histogram_chart, line_chart
 from treewise.report.html.picture import Vocabulary, micro_batch_runs, picture, picture_size, segment_table
+from treewise.report.html.thumbnails import Thumbnails
 from treewise.tree.forest import Forest
 
 SCHEMA, SCHEMA_VERSION = "treewise.report", 1
@@ -73,7 +74,7 @@ class DrawnPlan:
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """Everything about some data. `pictures` and `vocabulary` are for the page, `segments` for the twin.
+    """Everything about some data. `pictures`, `vocabulary` and `thumbnails` are for the page, `segments` for the twin.
 
     max_tokens: the budget that was asked for.
     """
@@ -86,6 +87,7 @@ class DataReport:
     plans: tuple[DrawnPlan, ...]
     pictures: tuple[dict[str, Any], ...]
     vocabulary: dict[str, Any]
+    thumbnails: tuple[str, ...]
     segments: tuple[dict[str, Any], ...]
     num_without_room: int
     max_tokens: int | None = None
@@ -175,8 +177,8 @@ def build_data_report(
     drawn = [(trees[index].name, trees[index].forest()) for index in chosen]
     budgets = _budgets_of_pictures(costs.budgets, [forest for _, forest in drawn])
     plans = [plan([forest for _, forest in drawn], budget) for budget in budgets] if drawn else []
-    vocabulary = Vocabulary(text)
-    pictures, without_room = _pictures(drawn, plans, vocabulary)
+    vocabulary, thumbnails = Vocabulary(text), Thumbnails()
+    pictures, without_room = _pictures(drawn, plans, vocabulary, thumbnails)
     return DataReport(
         sources=tuple(sources),
         tokenizer=tokenizer_name,
@@ -186,6 +188,7 @@ def build_data_report(
         plans=tuple(_drawn_plan(each, flops, model, dtype) for each in plans),
         pictures=tuple(pictures),
         vocabulary=vocabulary.to_dict(),
+        thumbnails=tuple(thumbnails.addresses),
         segments=tuple(segment_table(name, forest) for name, forest in drawn[: len(pictures)]),
         num_without_room=without_room,
         max_tokens=max_tokens,
@@ -288,7 +291,7 @@ def _budgets_of_pictures(budgets: Sequence[int], forests: Sequence[Forest]) -> l
 
 
 def _pictures(
-    drawn: Sequence[tuple[str, Forest]], plans: Sequence[Plan], vocabulary: Vocabulary
+    drawn: Sequence[tuple[str, Forest]], plans: Sequence[Plan], vocabulary: Vocabulary, thumbnails: Thumbnails
 ) -> tuple[list[dict[str, Any]], int]:
     """Pictures within `MAX_PAGE_CHARS`, large ones without tokens, and the number of trees left out."""
     bounds = np.concatenate([[0], np.cumsum([forest.num_tokens for _, forest in drawn])]).tolist()
@@ -303,7 +306,8 @@ def _pictures(
             if size > room:
                 return pictures, len(drawn) - index
         room -= size
-        pictures.append(picture(name, forest, vocabulary, [each[index] for each in runs], with_tokens=with_tokens))
+        runs_of_tree = [each[index] for each in runs]
+        pictures.append(picture(name, forest, vocabulary, thumbnails, runs_of_tree, with_tokens=with_tokens))
     return pictures, 0
 
 

@@ -106,6 +106,7 @@ def _page_data(data: DataReport | None, charts: dict[str, Chart]) -> dict[str, A
         "charts": reading,
         "trees": data.pictures,
         "vocabulary": data.vocabulary,
+        "thumbnails": data.thumbnails,
         "plans": plans,
         "first_plan": data.first_plan,
     }

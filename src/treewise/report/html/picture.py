@@ -17,6 +17,7 @@ import numpy as np
 from treewise.planning.planner import Plan
 from treewise.report.analysis.findings import sources_of
 from treewise.report.analysis.token_text import TokenText
+from treewise.report.html.thumbnails import Thumbnails
 from treewise.tree.forest import Forest
 
 MAX_LISTED_TRAJECTORIES = 5000
@@ -61,6 +62,7 @@ def picture(
     name: str,
     forest: Forest,
     vocabulary: Vocabulary,
+    thumbnails: Thumbnails,
     micro_batches: Sequence[tuple[np.ndarray, np.ndarray]],
     *,
     with_tokens: bool = True,
@@ -85,6 +87,7 @@ def picture(
         "streams": {key: _packed_runs(*value, "f4") for key, value in streams.items()},
         "micro_batches": [_packed_runs(*runs, "u4") for runs in micro_batches],
         "tokens": packed(numbers, "u2" if not len(numbers) or numbers.max() < 2**16 else "u4"),
+        "images": _images(forest, thumbnails),
         "end_segment": packed(segments.end_segment, "u4"),
         "trajectories": _trajectories(name, forest),
     }
@@ -162,6 +165,17 @@ def _segment_rewards(forest: Forest) -> np.ndarray | None:
     total = np.concatenate([[0.0], np.cumsum(at_end)])
     after = np.searchsorted(segments.start, segments.subtree_end)
     return (total[after] - total[:-1]) / forest.segment_multiplicity
+
+
+def _images(forest: Forest, thumbnails: Thumbnails) -> dict[str, Any]:
+    """Where images are on the tree, and which thumbnail of the page each is (`ABSENT`: none)."""
+    images = forest.images
+    numbers = [thumbnails.index(each) for each in images.sources]
+    return {
+        "starts": packed(images.start, "u4"),
+        "lengths": packed(images.end - images.start, "u4"),
+        "thumbnails": packed([numbers[index] for index in images.index], "i4"),
+    }
 
 
 def _trajectories(name: str, forest: Forest) -> dict[str, Any]:

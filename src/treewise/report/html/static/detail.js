@@ -3,7 +3,8 @@
 (function (TW) {
   const HEAD = 360,
     TAIL = 120,
-    AROUND = 60; // tokens shown
+    AROUND = 60, // tokens shown
+    MOST_IMAGES = 60;
 
   TW.element = function (tag, className, text) {
     const made = document.createElement(tag);
@@ -27,7 +28,7 @@
   };
 
   // The panel below the picture. `token` is a tree position to be pointed out, or null.
-  TW.showDetail = function (panel, tree, s, token, plan, budget) {
+  TW.showDetail = function (panel, tree, s, token, plan, budget, thumbnails) {
     panel.replaceChildren();
     if (s < 0) {
       panel.append(
@@ -43,6 +44,8 @@
     }
     panel.append(TW.element("h3", "", `Segment ${TW.format(s + 1)} of ${TW.format(tree.size)}`));
     panel.append(facts(tree, s, token, plan, budget));
+    const seen = tree.imagesIn(tree.start[s], tree.start[s] + tree.length[s]);
+    if (seen.length) panel.append(images(tree, s, seen, thumbnails));
     if (!tree.tokens.length) {
       panel.append(TW.element("p", "note", "The tokens of this tree were left out of this file to keep it small."));
     } else {
@@ -62,6 +65,11 @@
     add("tokens", TW.format(tree.length[s]));
     add("trained", trained ? `${TW.format(trained)}, weight ${Number(total.toPrecision(5))}` : "none");
     add("trajectories", TW.format(tree.multiplicity[s]));
+    const seen = tree.imagesIn(tree.start[s], tree.start[s] + tree.length[s]);
+    if (seen.length) {
+      const tokens = seen.reduce((sum, image) => sum + tree.images.lengths[image], 0);
+      add("images", `${TW.format(seen.length)}, ${TW.format(tokens)} tokens`);
+    }
     if (tree.numEnds[s]) add("end here", TW.format(tree.numEnds[s]));
     if (tree.after[s] > s + 1)
       add("below", `${TW.format(tree.after[s] - s - 1)} segments${tree.folded[s] ? ", folded" : ""}`);
@@ -81,6 +89,29 @@
     if (token != null && tree.tokens.length)
       add("token", `depth ${TW.format(tree.depth[s] + token - tree.start[s])}, id ${tree.tokenId(token)}`);
     return list;
+  }
+
+  // The images of a segment, in order; what the page has no thumbnail of is named.
+  function images(tree, s, seen, thumbnails) {
+    const strip = TW.element("div", "thumbnails");
+    strip.tabIndex = 0;
+    strip.setAttribute("aria-label", "Images of the segment");
+    seen.slice(0, MOST_IMAGES).forEach((image, number) => {
+      const figure = TW.element("figure");
+      const depth = tree.depth[s] + tree.images.starts[image] - tree.start[s];
+      const words = `image ${TW.format(number + 1)}: ${TW.format(tree.images.lengths[image])} tokens at depth ${TW.format(depth)}`;
+      const small = thumbnails[tree.images.thumbnails[image]];
+      if (small) {
+        const copy = new Image();
+        copy.src = small.src;
+        copy.alt = words;
+        figure.append(copy);
+      } else figure.append(TW.element("p", "note", "not in this file"));
+      figure.append(TW.element("figcaption", "", words));
+      strip.append(figure);
+    });
+    if (seen.length > MOST_IMAGES) strip.append(TW.element("p", "note", `and ${TW.format(seen.length - MOST_IMAGES)} more`));
+    return strip;
   }
 
   // The text, trained runs marked; of a long segment its ends, and what lies around the token pointed at.
@@ -107,7 +138,15 @@
     let here = begin;
     for (const [from, to] of joined) {
       if (from > here) box.append(TW.element("span", "gap", ` … ${TW.format(from - here)} tokens … `));
-      runs(tree, from, to, token, box);
+      let at = from;
+      for (const image of tree.imagesIn(from, to)) {
+        const first = tree.images.starts[image],
+          last = first + tree.images.lengths[image];
+        if (first > at) runs(tree, at, first, token, box);
+        box.append(TW.element("span", "gap", ` [image of ${TW.format(last - first)} tokens] `));
+        at = Math.max(at, Math.min(to, last));
+      }
+      if (to > at) runs(tree, at, to, token, box);
       here = to;
     }
     return box;

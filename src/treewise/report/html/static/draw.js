@@ -5,6 +5,7 @@
   const TEXT_HEIGHT = 12,
     MIN_TEXT_WIDTH = 30,
     TOKEN_WIDTH = 22,
+    MIN_IMAGE = 8,
     LETTER = 6.7;
   TW.AXIS = 20; // pixels of the depth axis at the bottom
 
@@ -153,6 +154,7 @@
     pen.globalAlpha = job.onPath && !isOnPath ? 0.22 : 1;
     if (right > left && y < job.height && y + h > 0) {
       stretches(job, s, x, y, height, left, right);
+      images(job, s, x, y, height);
       if (w > 3) {
         pen.fillStyle = job.paper;
         pen.fillRect(x, y, 1, height);
@@ -197,6 +199,31 @@
       const from = Math.max(left, x + (starts[run] - begin) * job.sx);
       const to = Math.min(right, run < last ? x + (starts[run + 1] - begin) * job.sx : right);
       if (to > from) paint(from, to, values[run]);
+    }
+  }
+
+  // The images of a segment in their place, where there is room; a frame where there is little.
+  function images(job, s, x, y, height) {
+    const { pen, tree, options } = job;
+    const begin = tree.start[s];
+    const from = begin + Math.max(0, Math.floor(-x / job.sx)),
+      to = Math.min(begin + tree.length[s], begin + Math.ceil((job.width - x) / job.sx));
+    if (height < MIN_IMAGE || !(to > from)) return;
+    for (const image of tree.imagesIn(from, to)) {
+      const left = x + (tree.images.starts[image] - begin) * job.sx,
+        width = tree.images.lengths[image] * job.sx - 1;
+      const small = options.thumbnails[tree.images.thumbnails[image]];
+      if (width < 3) continue;
+      pen.strokeStyle = job.ink;
+      pen.lineWidth = 1;
+      pen.strokeRect(left + 0.5, y + 0.5, Math.max(1, width - 1), height - 1);
+      if (width < MIN_IMAGE || !small || !small.complete || !small.naturalWidth) continue;
+      const scale = Math.min((width - 2) / small.naturalWidth, (height - 2) / small.naturalHeight);
+      const wide = small.naturalWidth * scale,
+        tall = small.naturalHeight * scale;
+      pen.fillStyle = job.paper;
+      pen.fillRect(left + 1, y + 1, width - 2, height - 2);
+      pen.drawImage(small, left + (width - wide) / 2, y + (height - tall) / 2, wide, tall);
     }
   }
 

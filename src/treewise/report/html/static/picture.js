@@ -17,6 +17,12 @@
     constructor(page) {
       this.page = page;
       this.vocabulary = new TW.Vocabulary(page.vocabulary);
+      this.thumbnails = page.thumbnails.map((address) => {
+        const image = new Image();
+        image.onload = () => this.redraw();
+        image.src = address;
+        return image;
+      });
       this.canvas = byId("canvas");
       this.mode = "weight";
       this.budget = page.first_plan;
@@ -175,6 +181,7 @@
           focused: this.focused,
           hovered: this.hovered,
           path: this.path,
+          thumbnails: this.thumbnails,
         });
         const isZoomed =
           this.view.x1 - this.view.x0 < this.full.x1 * 0.999 || this.view.y1 - this.view.y0 < this.full.y1 * 0.999;
@@ -197,7 +204,7 @@
     focus(s, token = null, isQuiet = false) {
       this.focused = s;
       this.token = token;
-      TW.showDetail(byId("detail"), this.tree, s, token, this.page.plans[this.budget], this.budget);
+      TW.showDetail(byId("detail"), this.tree, s, token, this.page.plans[this.budget], this.budget, this.thumbnails);
       const canFold = s >= 0 && this.tree.firstChild[s] >= 0;
       byId("fold").disabled = !canFold;
       byId("fold").textContent = canFold && this.tree.folded[s] ? "unfold segment" : "fold segment";

@@ -13,6 +13,11 @@
       this.tokens = TW.unpack(data.tokens);
       this.endSegment = TW.unpack(data.end_segment);
       this.trajectories = data.trajectories;
+      this.images = {
+        starts: TW.unpack(data.images.starts),
+        lengths: TW.unpack(data.images.lengths),
+        thumbnails: TW.unpack(data.images.thumbnails),
+      };
       this.size = this.start.length;
       this.streams = {};
       for (const [name, runs] of Object.entries(data.streams)) {
@@ -149,6 +154,16 @@
     // The value of a stream at a tree position.
     value(stream, position) {
       return stream.values[TW.lastAtMost(stream.starts, position)];
+    }
+
+    // Images that begin from one tree position up to another, as indices; none reaches over the end of a segment.
+    imagesIn(from, to) {
+      const { starts, lengths } = this.images;
+      const found = [];
+      for (let i = Math.max(0, TW.lastAtMost(starts, from)); i < starts.length && starts[i] < to; i++) {
+        if (starts[i] + lengths[i] > from) found.push(i);
+      }
+      return found;
     }
 
     read(from, to) {
