@@ -4,7 +4,7 @@
 #   make rl       improve the same model on a task by online RL, in under ten minutes
 #   make test     what must hold before a commit: `make check`, then the tests
 #   make test-all also the exhaustive tests: every family, optimizer and number of processes; before a release
-#   make quick    `make check`, then the fast tests with few random examples
+#   make quick    `make check`, then the tests of the core with few random examples, in a minute
 #   make check    lint, format, spelling, banned words, types, import layers
 #   make bench    treewise against flat training and tree rows on this machine's CPU, about six minutes
 #   make bench-check   the same, held against the committed results by ratio
@@ -44,6 +44,10 @@ CPU_TORCH ?= torch==2.13.0
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
+# The way of a record from file to gradient.
+QUICK_TESTS := tests/tree tests/planning tests/advantages tests/data/io tests/data/test_load.py tests/engine/test_engine.py \
+  tests/nn/attention/test_reference.py tests/examples/test_tiny_treewise.py tests/test_package.py
+
 PATHS_TO_CHECK := $(wildcard src tests examples benchmarks docs/*.py docs/figures)
 
 help:
@@ -63,7 +67,7 @@ test-all: check
 	HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 quick: check
-	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not cli and not processes"
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not exhaustive" $(QUICK_TESTS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check $(PATHS_TO_CHECK)

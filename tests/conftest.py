@@ -4,7 +4,8 @@ import gc
 import os
 import random
 import sys
-from pathlib import Path
+from functools import cache
+from pathlib import Path, PurePosixPath
 
 # Before torch and transformers are imported, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -29,25 +30,15 @@ settings.register_profile("thorough", parent=settings.get_profile("ci"), derando
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-# Markers of folders, files and tests (`file::test`) below tests/, by measured time; `make quick` leaves all out.
+# Markers of folders, files and tests (`file::test`) below tests/, by measured time.
 MARKED = {
     "slow": (
-        *("bench", "integrations", "nn/recurrent", "report/html", "nn/test_router_loss.py", "nn/test_support_table.py"),
-        *("documents/test_errors.py", "documents/test_pages.py", "examples/test_examples.py"),
-        *("examples/test_objectives.py", "rl", "grow", "test_cuda_pretend.py", "test_wheel.py"),
-        *("engine/test_differentiable.py", "engine/test_lockstep.py", "distributed/placement/test_brute_force.py"),
-        "data/test_declared_nodes.py::test_a_chain_of_20000_nodes_does_not_recurse",
-        "distributed/placement/test_placement.py::test_steps_of_many_trees_are_even",
         "engine/test_engine.py::test_random_forests_at_random_budgets",
         "engine/test_engine.py::test_gradient_checkpointing",
         "engine/test_engine.py::test_any_loss",
         "engine/test_engine.py::test_adapters",
         "engine/test_engine.py::test_objective_settings_do_not_depend_on_packing",
-        "nn/attention/test_cascade.py::test_float64_output_and_gradients_are_the_references",
-        "nn/test_model.py::test_a_compiled_model_is_trained_through_the_model_inside",
-        "nn/test_model.py::test_layers_from_before_the_attention_interface",
     ),
-    "cli": ("cli",),
     "exhaustive": (
         *("bench/test_results.py", "integrations/trl/test_preferences.py", "rl/online/test_ranks.py"),
         *("trainer/test_ranks_that_end.py",),
@@ -62,13 +53,15 @@ MARKED = {
         "rl/online/test_trainer.py::test_a_run_killed_at_random_moments_again_and_again",
         "trainer/test_checkpoints.py::test_every_optimizer_resumes_bit_for_bit",
         "trainer/test_idle_ranks.py::test_micro_batches_with_router_losses_alone_train_sharded",
+        "trainer/test_hybrid_shards.py::test_four_processes_in_two_copies_train_like_one_which_goes_on_from_their_checkpoint",
+        "trainer/test_ranks.py::test_a_run_resumed_after_the_fit_places_as_the_uninterrupted_one",
+        "trainer/test_ranks.py::test_sharded_bfloat16_is_as_near_to_float32_as_bfloat16_of_one_process",
         "trainer/test_ranks.py::test_four_processes_go_on_where_two_stopped",
         "trainer/test_ranks.py::test_four_processes_train_like_one",
         "trainer/test_torn.py::test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one",
         "tree/test_forest.py::test_100_000_leaves_of_one_fork",
         "tree/test_forest.py::test_100_000_short_trajectories",
     ),
-    "processes": ("trainer", "distributed/test_mesh.py", "distributed/test_watchdog.py", "distributed/test_signals.py"),
 }
 
 # Parameters that `make test` runs of tests with many: one of each kind. The other parameters are exhaustive.
@@ -102,8 +95,29 @@ REPRESENTATIVES = {
         *("dynamic", "vcrl", "speed", "gain_x_learnability"),
     ),
     "test_cuda_pretend.py::test_the_host_waits_once_in_a_step": ("llama4_text",),
+    "trainer/test_idle_ranks.py::test_idle_ranks_change_nothing": (
+        *("3-sft-cut", "3-token ratios-whole", "3-sequence ratios-cut"),
+    ),
     "trainer/test_launchers.py::test_accelerate_launches_processes_that_train_like_one": ("--use_fsdp",),
+    "trainer/test_ranks.py::test_two_processes_train_like_one": (
+        *("ddp", "sharded", "adapters", "routers sharded", "uneven", "small sharded"),
+    ),
+    "trainer/test_ranks.py::test_one_process_goes_on_where_two_stopped": ("sharded", "adapters"),
+    "trainer/test_ranks.py::test_a_signal_to_one_process_ends_and_saves_all": ("signalled-3",),
+    "trainer/test_ranks.py::test_a_disk_that_refuses_one_process_harms_neither_the_run_nor_other_checkpoints": (
+        "full sharded",
+    ),
+    "trainer/test_ranks.py::test_measured_costs_are_fitted_the_same_on_all_ranks_and_change_no_step": (
+        "measured sharded",
+    ),
     "trainer/test_step.py::test_router_losses_belong_to_the_step_however_it_is_cut": ("sft-14-2", "gspo-14-4"),
+    "trainer/test_steps.py::test_a_step_has_flat_loss_and_gradients_however_it_is_cut": (
+        *("two accumulations", "small budget"),
+    ),
+    "trainer/test_steps.py::test_accumulation_changes_no_gradient_under_any_normalization": ("once",),
+    "trainer/test_steps.py::test_an_epoch_trains_every_tree_once": ("2",),
+    "trainer/test_steps.py::test_evaluation_is_the_token_mean_of_the_set_at_any_batch_size": ("3",),
+    "trainer/test_torn.py::test_a_save_that_is_killed_at_any_call_leaves_the_old_state_or_the_new_one": ("replaced",),
     "trainer/test_trainer.py::test_a_signal_saves_the_run_which_then_ends_like_an_undisturbed_one": (
         *("begin-15", "backward-2", "save-15", "optimizer-2"),
     ),
@@ -127,7 +141,7 @@ SHARED_FIXTURES = (
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks the groups. pytest-xdist reads them before it calls the hook below."""
-    below = item.path.relative_to(Path(__file__).parent).as_posix()
+    below = _below(item.path)
     if below in SHARED_FIXTURES:
         item.add_marker(pytest.mark.xdist_group(below))
 
@@ -135,11 +149,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what the tables list; skips tests marked `gpu` where there is no CUDA device."""
     for item in items:
-        below = item.path.relative_to(Path(__file__).parent)
-        name = f"{below.as_posix()}::{item.name.partition('[')[0]}"
-        for marker, listed in MARKED.items():
-            if name in listed or any(below.is_relative_to(path) for path in listed):
-                item.add_marker(marker)
+        name = _name_of(item)
+        for marker in _markers_of(name):
+            item.add_marker(marker)
         if name in REPRESENTATIVES and item.callspec.id not in REPRESENTATIVES[name]:
             item.add_marker("exhaustive")
     _check_representatives(items)
@@ -159,12 +171,29 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def _name_of(item: pytest.Item) -> str:
+    """The file below this folder, and the test without its parameters."""
+    return f"{_below(item.path)}::{item.name.partition('[')[0]}"
+
+
+@cache
+def _below(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).as_posix()
+
+
+@cache
+def _markers_of(name: str) -> tuple[str, ...]:
+    """The rows of `MARKED` that list a test, its file or a folder around it."""
+    file = name.partition("::")[0]
+    places = {name, file, *map(str, PurePosixPath(file).parents)}
+    return tuple(marker for marker, listed in MARKED.items() if places.intersection(listed))
+
+
 def _check_representatives(items: list[pytest.Item]) -> None:
     """Fails where the table lists parameters that a collected test has not."""
     parameters: dict[str, set[str]] = {}
     for item in items:
-        below = item.path.relative_to(Path(__file__).parent)
-        name = f"{below.as_posix()}::{item.name.partition('[')[0]}"
+        name = _name_of(item)
         if name in REPRESENTATIVES:
             parameters.setdefault(name, set()).add(item.callspec.id)
     for name, there in parameters.items():

@@ -315,7 +315,6 @@ def test_scores_and_losses_of_any_kind(tree) -> None:
     assert gradient_error(found, gradients_of(on_cpu.model)) < TOLERANCE
 
 
-@pytest.mark.slow
 def test_a_real_shape_in_bfloat16(tree) -> None:
     """Qwen3-0.6B with random weights on a tree of 20,000 tokens, whole and in parts."""
     from treewise.bench import make, random_model

@@ -45,7 +45,6 @@ def test_a_compiled_model_is_trained_through_the_model_inside() -> None:
     check(torch.compile(model), model)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_layers_compiled_in_place() -> None:
     model = tiny_model(num_hidden_layers=1)

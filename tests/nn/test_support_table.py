@@ -34,7 +34,7 @@ def representatives() -> set[str]:
 
 
 def marks_of(family: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if family in representatives() else [pytest.mark.slow, pytest.mark.exhaustive]
+    return [] if family in representatives() else [pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize("family", [pytest.param(each, marks=marks_of(each)) for each in FAMILIES])

@@ -181,6 +181,12 @@ def outcome(trainer):
     }
 
 
+def exhaustive_wanted(request):
+    """Whether a test of this file that is marked `exhaustive` will run: fixtures run the cases of the others alone."""
+    own = (item for item in request.session.items if item.path == request.path)
+    return any(item.get_closest_marker("exhaustive") for item in own)
+
+
 def launch(num_ranks, folder, runs, timeout=1200):
     """Trains one run after the other under torchrun; returns the outcomes of each rank by the name of the run."""
     folder.mkdir(parents=True, exist_ok=True)

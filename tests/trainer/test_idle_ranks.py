@@ -7,9 +7,7 @@ their backward, and the walks of the others did not.
 import pytest
 import torch
 
-from tests.trainer.ranks import launch, outcome, train
-
-pytestmark = pytest.mark.slow
+from tests.trainer.ranks import exhaustive_wanted, launch, outcome, train
 
 OBJECTIVES = {
     "sft": None,
@@ -21,6 +19,8 @@ OBJECTIVES = {
 }
 BUDGETS = {"whole": None, "cut": 14}
 CASES = [(objective, budget) for objective in OBJECTIVES for budget in BUDGETS]
+# What `make test` runs of these; tests/conftest.py lists the same as representatives.
+COMMON = [("sft", "cut"), ("token ratios", "whole"), ("sequence ratios", "cut")]
 
 EXHAUSTIVE = pytest.mark.exhaustive
 
@@ -41,7 +41,8 @@ def settings_of(objective, budget, num_ranks):
 def of_ranks(request, tmp_path_factory):
     """The number of processes, and the outcomes of the first of them."""
     several = {"sharded": True, "balance_ranks": False, "per_device_train_batch_size": 1}
-    runs = {f"{kind} {cut}": {**settings_of(kind, cut, request.param), **several} for kind, cut in CASES}
+    cases = CASES if exhaustive_wanted(request) else COMMON
+    runs = {f"{kind} {cut}": {**settings_of(kind, cut, request.param), **several} for kind, cut in cases}
     return request.param, launch(request.param, tmp_path_factory.mktemp("idle"), runs)[0]
 
 

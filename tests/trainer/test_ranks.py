@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.helpers import tiny_model
-from tests.trainer.ranks import launch, outcome, train
+from tests.trainer.ranks import exhaustive_wanted, launch, outcome, train
 from treewise.distributed.online_placement import FIT_STEPS
 from treewise.errors import ConfigError
 from treewise.trainer import TreeTrainingArguments
@@ -16,7 +16,6 @@ from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.manifest import read_manifest
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft asks for it
 ]
 
@@ -94,6 +93,18 @@ MEASURED = {
     "measured sharded": ({**FITTED, "max_steps": FIT_STEPS + 4}, {"sharded": True}, {}),
 }
 
+# What `make test` runs of these; tests/conftest.py lists the same as representatives.
+COMMON = (
+    "ddp",
+    "sharded",
+    "adapters",
+    "routers sharded",
+    "uneven",
+    "small sharded",
+    "full sharded",
+    "measured sharded",
+)
+
 
 def batch_of(trees_per_step, num_ranks, settings):
     num_parts = num_ranks * settings.get("gradient_accumulation_steps", 1)
@@ -101,15 +112,18 @@ def batch_of(trees_per_step, num_ranks, settings):
 
 
 @pytest.fixture(scope="module")
-def of_two(tmp_path_factory):
+def of_two(request, tmp_path_factory):
     """The folder and the outcomes of both ranks."""
     folder = tmp_path_factory.mktemp("two")
     cases = {**TWO, **DISKS, **MEASURED}
+    if not exhaustive_wanted(request):
+        cases = {name: cases[name] for name in COMMON}
     runs = {name: {**both, **several, **batch_of(4, 2, both)} for name, (both, several, _) in cases.items()}
     whole = {"sharded": True, "shard_config": {"state_dict_type": "FULL_STATE_DICT"}}
     runs["signalled"] = {**SGD, **CUT, **whole, "trouble": "signal", **batch_of(4, 2, {})}
-    runs["signalled in save"] = {**runs["sharded"], "trouble": "signal in save"}
-    runs["measured again"] = {**runs["measured"], "resume_run": "measured/checkpoint-4"}
+    if exhaustive_wanted(request):
+        runs["signalled in save"] = {**runs["sharded"], "trouble": "signal in save"}
+        runs["measured again"] = {**runs["measured"], "resume_run": "measured/checkpoint-4"}
     return folder, launch(2, folder, runs)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.trainer import forked_ranks
 from tests.trainer.forked_ranks import FAULT_STEP, NUM_KILLS
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 COMMON = {
     "max_steps": 8,

@@ -66,7 +66,6 @@ def test_a_save_that_is_killed_at_any_call_leaves_the_old_state_or_the_new_one(t
     assert found == after
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(make_trainer, tmp_path, in_thread):
     settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}

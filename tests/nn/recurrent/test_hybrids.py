@@ -261,7 +261,6 @@ def test_a_copy_and_a_saved_model_follow_trees_with_their_own_weights() -> None:
     assert gradient_error(tree_gradients(loaded, items)[1], expected) < TOLERANCE
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
 def test_compiled_layers() -> None:
     model, items = hybrid("lfm2"), conversations(30)

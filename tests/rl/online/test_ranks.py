@@ -10,7 +10,6 @@ import torch
 from tests.rl.online.ranks import CASES, trainer_of
 from treewise.rl.online.records import rollouts_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
 COUNTED = (
     "reward",
     "num_rollouts",
