@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 # Before torch and transformers are imported, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["TREEWISE_KEEP_FREED_MEMORY"] = "0"  # tests of memory run in the same process
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")  # models of the tests are tiny: more threads only wait for one another
 
@@ -73,6 +74,9 @@ REPRESENTATIVES = {
         *("dapo-20", "luspo-None", "vespo-20"),
     ),
     "integrations/trl/test_rl.py::test_rloo_ten_steps": ("20",),
+    "nn/attention/test_flex_kernels.py::test_kernels_give_outputs_and_gradients_of_the_reference": (
+        *("whole", "all", "gateway", "broken"),
+    ),
     "nn/recurrent/test_hybrids.py::test_every_hybrid_equals_flat_training": (
         *("lfm2", "qwen3_next", "nemotron_h", "jamba", "minimax", "recurrent_gemma"),
     ),
@@ -132,7 +136,7 @@ REPRESENTATIVES = {
 # all tests of a file, so that they run once.
 SHARED_FIXTURES = (
     *("bench/test_contestants.py", "bench/test_results.py", "cli/commands/test_rl.py", "cli/test_hostile.py"),
-    "distributed/test_mesh.py",
+    *("distributed/test_mesh.py", "nn/attention/test_flex_kernels.py"),
     *("cli/test_online_run.py", "report/html/test_browser.py", "rl/online/test_ranks.py", "rl/online/test_trainer.py"),
     *("test_wheel.py", "trainer/test_idle_ranks.py", "trainer/test_launchers.py", "trainer/test_ranks.py"),
     "trainer/test_ranks_that_end.py",

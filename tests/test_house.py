@@ -30,8 +30,10 @@ CROSS_CUTTING = {
 # Tests of what several modules of one package do together.
 WHOLE_PACKAGE = {
     "advantages/test_tree_credit": "each rule against one that compares prefixes",
+    "engine/test_onednn": "which kernels multiply in bfloat16 on a CPU",
     "engine/test_inputs": "what the engine takes",
     "grow/test_families": "copied width and identity layers in every family",
+    "nn/attention/test_flex_kernels": "generated Triton kernels, interpreted",
     "nn/test_adapters": "every adapter on head and layers against flat training",
     "nn/test_gateway_bytes": "predicted bytes of gateways against real ones",
     "cli/test_hostile": "files and flags that are wrong, through the commands",

@@ -1,11 +1,22 @@
 """Copies, free memory, out-of-memory errors, the clock and autocast, on the CPU and on a pretended GPU."""
 
+import platform
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 from treewise.nn import device
-from treewise.nn.device import Autocast, free_bytes, is_out_of_memory, synchronized_clock, to_device
+from treewise.nn.device import (
+    Autocast,
+    free_bytes,
+    is_out_of_memory,
+    keep_freed_memory,
+    synchronized_clock,
+    to_device,
+)
 
 CPU = torch.device("cpu")
 
@@ -56,3 +67,31 @@ def test_autocast_is_kept_for_later() -> None:
     with kept.again():
         assert (one @ one).dtype == torch.bfloat16
     assert (one @ one).dtype == torch.float32
+
+
+FAULTS = """
+import resource, torch
+from treewise.nn.device import keep_freed_memory
+
+def num_faults():
+    torch.ones(2**24)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(num_faults(), keep_freed_memory(), num_faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_kept_memory_is_not_faulted_in_again() -> None:
+    run = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True)
+    returned, is_kept, kept = run.stdout.split()
+    assert is_kept == "True"
+    assert int(kept) < 20 < int(returned)  # huge pages: 32 of 2 MiB each time
+
+
+def test_memory_of_other_systems_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert not keep_freed_memory()

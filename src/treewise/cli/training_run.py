@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 RESOLVED = "resolved_config.yaml"
 FINISHED = "trainer_state.json"  # written into the run's folder when it ends
 LOG = "log.jsonl"
+KEEP_MEMORY = "TREEWISE_KEEP_FREED_MEMORY"  # 0: freed memory is returned to the system
 
 
 def add_flags(parser: argparse.ArgumentParser, folder: str) -> None:
@@ -68,14 +69,19 @@ def begin(
 ) -> str | bool | None:
     """Locks the run's folder until `stack` closes, prepares it, and returns what to resume from. The first rank acts.
 
+    From now on the process of a run on a CPU keeps the memory that it frees (`KEEP_MEMORY`).
+
     Raises:
         ConfigError: the folder holds another run, is in use, or cannot be written.
         CheckpointError: no such checkpoint.
     """
     from treewise.distributed import ranks
+    from treewise.nn.device import keep_freed_memory
     from treewise.trainer.run_lock import RunLock
 
     folder = Path(arguments.output_dir)
+    if arguments.device.type == "cpu" and os.environ.get(KEEP_MEMORY) != "0":
+        keep_freed_memory()  # once models are loaded, which frees what it does not need again
 
     def prepare() -> str | bool | None:
         stack.enter_context(_leaving_nothing(folder))

@@ -1,5 +1,7 @@
-"""What depends on the device at hand: copies to it, free memory, a clock, the autocast state."""
+"""What depends on the device at hand: copies to it, free and kept memory, a clock, the autocast state."""
 
+import ctypes
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,10 @@ import psutil
 import torch
 
 _NO_LIMIT = 2**62
+# Parameters of glibc's mallopt (malloc.h): no memory is mapped for a large tensor alone, none is returned to the
+# system, and the heap grows by 64 MiB at a time.
+_MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD = -4, -1, -2
+_KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 64 * 2**20))
 
 
 def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -36,6 +42,19 @@ def free_bytes(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + cached)
     return min(psutil.virtual_memory().available, _cgroup_room())
+
+
+def keep_freed_memory() -> bool:
+    """Has freed host memory kept by the process for its next tensors, from now on; returns whether it is.
+
+    glibc returns the memory of each large tensor to the system when it is freed, and the next step faults every page of
+    it in again, zeroed. Kept memory costs what the largest step took, as long as the process lives; other processes
+    cannot use it meanwhile. On systems without glibc nothing changes.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    return sum(libc.mallopt(name, value) for name, value in _KEEPING) == len(_KEEPING)  # each returns 1
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,0 +1,389 @@
+"""The Triton kernels that torch generates for treewise's FlexAttention calls, without a GPU.
+
+    python benchmarks/flex_kernels.py interpret [CASE ...]       # runs them on the CPU, beside the reference
+    python benchmarks/flex_kernels.py resources [--json FILE]    # compiles them for sm_90 and sm_100
+
+Both need the package `triton` (pip install triton), which CPU builds of torch do not bring. Inductor lowers the call
+for CPU tensors with its Triton backend, the tiles that it takes on the GPU of a compute capability, and the lowering of
+CUDA; what stands in its way on a CPU build is replaced in `without_gpu`, where each line says why.
+
+`interpret` executes forward and backward in Triton's interpreter (NumPy) and prints, for every result, the largest
+error and what is allowed: four times the error of the reference in the same dtype, both against the reference in
+float64. Cases named `broken` compute with a wrong mask and must exceed what is allowed. `resources` prints registers,
+spills and shared memory of each kernel, and the blocks that fit on a multiprocessor at once.
+"""
+
+import argparse
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+if __name__ == "__main__" and sys.argv[1:2] == ["interpret"]:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch does
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treewise.nn.attention import flex
+from treewise.nn.attention.mask import LayerRule, TreeMask
+from treewise.nn.attention.reference import reference_attention
+from treewise.planning.layout import lay_out
+from treewise.planning.planner import plan
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+CPU = torch.device("cpu")
+# Large ones, since the interpreter takes as long for a small one; they divide the blocks of the mask.
+INTERPRETED_TILES = {
+    **{"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64},
+    **{"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 64},
+}
+CAPABILITIES = {"sm_90": (9, 0), "sm_100": (10, 0)}
+
+
+# -- what is computed -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention. shape: branches, shared tokens and own tokens of the tree. below: the micro-batch below a
+    gateway rather than the whole tree. is_broken: the kernels get a wrong mask."""
+
+    rule: LayerRule
+    shape: tuple[int, int, int] = (3, 140, 50)
+    below: bool = False
+    head_sizes: tuple[int, int] = (64, 64)
+    num_heads: tuple[int, int] = (2, 1)
+    has_sinks: bool = False
+    dtype: torch.dtype = torch.float32
+    is_broken: bool = False
+
+    def mask(self) -> TreeMask:
+        num_branches, num_shared, num_own = self.shape
+        tokens = np.random.default_rng(0).integers(0, 1000, (num_branches, num_own))
+        shared = np.arange(num_shared)
+        branches = [Trajectory(np.concatenate([shared, 2000 + 1000 * index + own])) for index, own in enumerate(tokens)]
+        parts = plan(Forest.from_trajectories(branches), num_own if self.below else None, hold="never")
+        return TreeMask.from_layout(lay_out(parts, parts.num_micro_batches - 1 if self.below else 0))
+
+    def inputs(self, mask: TreeMask) -> list[Tensor]:
+        (heads, key_heads), (size, value_size) = self.num_heads, self.head_sizes
+        shapes = [(1, heads, mask.num_queries, size), (1, key_heads, mask.num_keys, size)]
+        shapes += [(1, key_heads, mask.num_keys, value_size), *([(heads,)] if self.has_sinks else [])]
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(each, generator=generator).to(self.dtype).requires_grad_() for each in shapes]
+
+
+PLAIN = LayerRule(scaling=0.2)
+CASES = {
+    "whole": Case(PLAIN),
+    "all": Case(LayerRule(0.3, window=150, chunk=300, softcap=0.9), has_sinks=True),
+    "gateway": Case(PLAIN, shape=(3, 270, 150), below=True),
+    "broken": Case(PLAIN, is_broken=True),
+    "broken gateway": Case(PLAIN, shape=(3, 270, 150), below=True, is_broken=True),
+    "one block": Case(PLAIN, shape=(2, 20, 9)),
+    "whole blocks": Case(PLAIN, shape=(2, 128, 128)),
+    "window": Case(replace(PLAIN, window=90)),
+    "chunk": Case(replace(PLAIN, chunk=100)),
+    "softcap": Case(replace(PLAIN, softcap=1.3)),
+    "sinks": Case(PLAIN, has_sinks=True),
+    "window and sinks below a gateway": Case(
+        replace(PLAIN, window=90), shape=(3, 270, 150), below=True, has_sinks=True
+    ),
+    "one head": Case(PLAIN, num_heads=(1, 1)),
+    "four heads of a group": Case(PLAIN, num_heads=(4, 1)),
+    "heads of 16": Case(PLAIN, head_sizes=(16, 16)),
+    "heads of 96": Case(PLAIN, head_sizes=(96, 96)),
+    "heads of 128": Case(PLAIN, head_sizes=(128, 128)),
+    "heads of 192 and 128": Case(PLAIN, head_sizes=(192, 128)),
+    "heads of 256": Case(PLAIN, head_sizes=(256, 256)),
+    "bfloat16": Case(PLAIN, dtype=torch.bfloat16),
+    "bfloat16 all": Case(
+        LayerRule(0.3, window=150, chunk=300, softcap=0.9), has_sinks=True, dtype=torch.bfloat16, head_sizes=(128, 128)
+    ),
+}
+
+
+# -- the lowering of CUDA on a CPU build ------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_gpu(capability: tuple[int, int], tiles: dict[str, int] | None = None) -> Iterator[None]:
+    """Inside, `flex._compiled` on CPU tensors generates the Triton kernels of a GPU of this compute capability.
+
+    tiles: kernel options that replace treewise's own.
+    """
+    import triton
+    from torch._inductor import choices, config
+    from torch._inductor.kernel.flex import flex_attention as lowering
+    from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
+    from torch.nn.attention import flex_attention as public
+    from triton.backends.compiler import GPUTarget
+
+    options_of, heuristics = public._apply_kernel_options, CUDAConfigHeuristic()
+
+    def with_lse(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        options = options_of(*args, **kwargs)
+        if torch.is_grad_enabled():  # as on CUDA; left out on a CPU, where there is no backward
+            options["OUTPUT_LOGSUMEXP"] = True
+        return options
+
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    driver = SimpleNamespace(  # asked for the target and for the memory of a multiprocessor
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _=0: 0,
+        get_active_torch_device=lambda: CPU,
+        utils=SimpleNamespace(
+            get_device_properties=lambda _: {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132}
+        ),
+    )
+    fwd, bwd = "get_flex_attention_fwd_configs", "get_flex_attention_bwd_configs"
+    with ExitStack() as stack:
+        use = stack.enter_context
+        use(mock.patch.object(triton.runtime.driver, "_active", driver))
+        use(config.patch(cpu_backend="triton", force_disable_caches=True, compile_threads=1))
+        use(mock.patch.object(public, "_validate_device", return_value=None))  # no backward on a CPU
+        use(mock.patch.object(public, "_apply_kernel_options", with_lse))
+        use(mock.patch.object(torch.cuda, "get_device_capability", return_value=capability))
+        use(mock.patch.object(choices.InductorChoices, fwd, lambda _, *a: heuristics.get_flex_attn_fwd_configs(*a[:2])))
+        use(mock.patch.object(choices.InductorChoices, bwd, lambda _, *a: heuristics.get_flex_attn_bwd_configs(*a[:2])))
+        use(_lowered_as_on_cuda(lowering))
+        use(mock.patch.object(flex, "_uncompiled", flex._compiled))
+        if tiles is not None:
+            use(mock.patch.object(flex, "_tiles", return_value=dict(tiles)))
+        torch._dynamo.reset()
+        flex._compiled_kernel.cache_clear()
+        yield
+    torch._dynamo.reset()
+    flex._compiled_kernel.cache_clear()
+
+
+@contextmanager
+def _lowered_as_on_cuda(lowering: Any) -> Iterator[None]:
+    """torch's lowering without its first lines, which send tensors of a CPU to kernels in C++."""
+    condition = 'if query.get_device().type == "cpu":'
+    original = lowering.flex_attention
+    source = inspect.getsource(original)
+    if source.count(condition) != 1:
+        raise SystemExit(f"torch {torch.__version__} lowers FlexAttention for CPUs in another way than 2.13")
+    exec(compile(source.replace(condition, "if False:"), lowering.__file__, "exec"), vars(lowering))
+    try:
+        yield
+    finally:
+        exec(compile(source, lowering.__file__, "exec"), vars(lowering))
+
+
+# -- executed by the interpreter --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter replaces the functions of its language at each call of a device function, which takes nine
+    tenths of the time; here once for each module."""
+    from triton.runtime import interpreter
+
+    is_replaced = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self.fn.__globals__["__name__"]
+        if module not in is_replaced:
+            is_replaced.add(module)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    with mock.patch.object(interpreter.InterpretedFunction, "__call__", call):
+        yield
+
+
+def interpret(case: Case) -> dict[str, tuple[float, float]]:
+    """Largest error and what is allowed, of the output and of each gradient."""
+    mask = case.mask()
+    inputs = case.inputs(mask)
+    names = ["out", "query", "key", "value", "sinks"][: 1 + len(inputs)]
+    cotangent = torch.randn(inputs[0].shape[:3] + inputs[2].shape[3:], generator=torch.Generator().manual_seed(1))
+    given = _with_a_wrong_key(mask) if case.is_broken else mask
+    with quick_interpreter():
+        found = with_gradients(flex.flex_attention_tree, inputs, given, case.rule, cotangent)
+    plain = with_gradients(reference_attention, inputs, mask, case.rule, cotangent)
+    wide = [each.detach().double().requires_grad_() for each in inputs]
+    exact = with_gradients(reference_attention, wide, mask, case.rule, cotangent)
+    sizes = [_largest(each) for each in exact[:4]]
+    sizes += [
+        float((exact[0].detach() * cotangent).square().sum(dim=(0, 2, 3)).max().sqrt())
+    ]  # roundings of all rows add up
+    eps = torch.finfo(case.dtype).eps
+    return {
+        name: (_largest(ours - want), 4 * (_largest(same - want) + eps * size))
+        for name, ours, same, want, size in zip(names, found, plain, exact, sizes[: len(found)], strict=True)
+    }
+
+
+def with_gradients(
+    attention: Callable[..., Tensor], inputs: list[Tensor], mask: TreeMask, rule: LayerRule, cotangent: Tensor
+) -> list[Tensor]:
+    """The output, and the gradient of each input."""
+    query, key, value, *sinks = inputs
+    out = attention(query, key, value, mask, rule, *sinks)
+    return [out, *torch.autograd.grad(out, inputs, cotangent.to(out.dtype))]
+
+
+def _with_a_wrong_key(mask: TreeMask) -> TreeMask:
+    """The mask with one key hidden from the last query that sees it."""
+    hi = mask.hi.copy()
+    hi[np.argmax(hi - mask.lo)] -= 1
+    return TreeMask(mask.lo, hi, mask.key_depth, mask.num_queries)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().max())
+
+
+def is_right(results: dict[str, tuple[float, float]]) -> bool:
+    """Whether every error is within what is allowed; NaN is not."""
+    return all(error <= allowed for error, allowed in results.values())
+
+
+# -- compiled for a GPU -----------------------------------------------------------------------------------------------
+
+# Of a multiprocessor of sm_90 and sm_100 (CUDA C++ Programming Guide, table of technical specifications).
+REGISTERS, SHARED_BYTES, SHARED_BYTES_OF_ALL, WARPS = 65_536, 232_448, 233_472, 64
+RESERVED_BYTES = 1_024  # of shared memory, by each block
+BF16_SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))
+TILES: dict[str, dict[str, int] | None] = {
+    "default": None,
+    "128x64": {
+        **{"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64},
+        **{"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64},
+    },
+}
+
+
+def sources(case: Case, capability: tuple[int, int], tiles: dict[str, int] | None) -> dict[str, str]:
+    """The generated source of the forward and the backward kernel."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    found: dict[str, str] = {}
+
+    def keep(_: Any, name: str, source: str, *__: Any, **___: Any) -> Any:
+        if "_tem_" in name:
+            found["backward" if "backward" in name else "forward"] = source
+        return SimpleNamespace(run=lambda *_, **__: None)
+
+    mask = case.mask()
+    inputs = case.inputs(mask)
+    cotangent = torch.zeros(inputs[0].shape[:3] + inputs[2].shape[3:])
+    with without_gpu(capability, tiles), mock.patch.object(AsyncCompile, "triton", keep):
+        with_gradients(flex.flex_attention_tree, inputs, mask, case.rule, cotangent)
+    return found
+
+
+def resources(source: str, target_name: str) -> dict[str, Any]:
+    """What one block of a kernel takes on a GPU, and how many blocks a multiprocessor holds."""
+    import triton
+    from torch._inductor.codecache import PyCodeCache
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    name = re.search(r"def (triton_tem_\w+)", source)
+    assert name is not None
+    kernel = getattr(PyCodeCache.load(source), name[1])
+    (chosen,) = kernel.configs
+    major, minor = CAPABILITIES[target_name]
+    constants = kernel.triton_meta["constants"] | chosen.kwargs
+    described = ASTSource(kernel.fn, kernel.triton_meta["signature"], constants, kernel.triton_meta["configs"][0])
+    options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    compiled = triton.compile(described, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
+    facts = {
+        **{key: int(value) for key, value in re.findall(r"(BLOCK_[MN][12]?) : tl\.constexpr = (\d+)", source)},
+        **{"warps": chosen.num_warps, "stages": chosen.num_stages, "shared_bytes": compiled.metadata.shared},
+        **_assembled(compiled.asm["ptx"], target_name),
+    }
+    registers = -(-facts["registers"] // 8) * 8 * 32 * chosen.num_warps
+    by_memory = SHARED_BYTES_OF_ALL // (facts["shared_bytes"] + RESERVED_BYTES)
+    fits = facts["shared_bytes"] <= SHARED_BYTES
+    facts["blocks"] = min(REGISTERS // registers, by_memory, WARPS // chosen.num_warps) if fits else 0
+    return facts
+
+
+def _assembled(ptx: str, target_name: str) -> dict[str, int]:
+    """Registers of a thread and bytes that it spills, as NVIDIA's assembler reports them."""
+    from triton import knobs
+
+    assembler = knobs.nvidia.ptxas_blackwell if target_name == "sm_100" else knobs.nvidia.ptxas
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        command = [assembler.path, "-v", f"--gpu-name={target_name}a", str(file), "-o", str(file.with_suffix(".cubin"))]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    used = re.search(r"Used (\d+) registers", report)
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert used is not None, report
+    assert spilled is not None, report
+    return {"registers": int(used[1]), "spilled_bytes": int(spilled[1])}
+
+
+def all_resources() -> list[dict[str, Any]]:
+    """One row for each kernel, GPU, head size and choice of tiles, in bfloat16."""
+    rows = []
+    for target_name, capability in CAPABILITIES.items():
+        for sizes in BF16_SIZES:
+            for tiles_name, tiles in TILES.items():
+                case = Case(PLAIN, head_sizes=sizes, dtype=torch.bfloat16)
+                for kernel, source in sources(case, capability, tiles).items():
+                    try:
+                        facts = resources(source, target_name)
+                    except subprocess.CalledProcessError as error:
+                        facts = {"failed": error.stderr.strip().splitlines()[-1]}
+                    row = {"gpu": target_name, "head_sizes": sizes, "tiles": tiles_name, "kernel": kernel, **facts}
+                    print(json.dumps(row), flush=True)
+                    rows.append(row)
+    return rows
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=("interpret", "resources"))
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (all)")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.action == "resources":
+        results: Any = {"torch": torch.__version__, "triton": _triton_version(), "kernels": all_resources()}
+        passed = True
+    else:
+        results, passed = {}, True
+        for name in args.cases or CASES:
+            with without_gpu(CAPABILITIES["sm_90"], INTERPRETED_TILES):
+                results[name] = interpret(CASES[name])
+            passed &= is_right(results[name]) is not CASES[name].is_broken
+            print(
+                name, *(f"{key} {error:.1e} of {most:.1e}" for key, (error, most) in results[name].items()), flush=True
+            )
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if passed else 1
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""The Triton kernels that FlexAttention generates from our masks, executed by Triton's interpreter without a GPU.
+
+They run in one process of its own, since Triton reads at its import whether it interprets. Skipped without the package
+`triton` (pip install triton).
+"""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks.flex_kernels import CASES, is_right
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory) -> dict[str, dict[str, tuple[float, float]]]:
+    chosen = [item.callspec.params["name"] for item in request.session.items if item.path == Path(__file__)]
+    file = tmp_path_factory.mktemp("kernels") / "results.json"
+    script = str(ROOT / "benchmarks" / "flex_kernels.py")
+    subprocess.run([sys.executable, script, "interpret", *dict.fromkeys(chosen), "--json", str(file)], cwd=ROOT)
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_give_outputs_and_gradients_of_the_reference(results, name):
+    """Those of cases with a deliberately wrong mask do not."""
+    assert is_right(results[name]) is not CASES[name].is_broken, results[name]
