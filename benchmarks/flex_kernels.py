@@ -126,7 +126,7 @@ def without_gpu(capability: tuple[int, int], tiles: dict[str, int] | None = None
     tiles: kernel options that replace treewise's own.
     """
     import triton
-    from torch._inductor import choices, config
+    from torch._inductor import choices, config, graph
     from torch._inductor.kernel.flex import flex_attention as lowering
     from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
     from torch.nn.attention import flex_attention as public
@@ -160,6 +160,8 @@ def without_gpu(capability: tuple[int, int], tiles: dict[str, int] | None = None
         use(mock.patch.object(torch.cuda, "get_device_capability", return_value=capability))
         use(mock.patch.object(choices.InductorChoices, fwd, lambda _, *a: heuristics.get_flex_attn_fwd_configs(*a[:2])))
         use(mock.patch.object(choices.InductorChoices, bwd, lambda _, *a: heuristics.get_flex_attn_bwd_configs(*a[:2])))
+        # On CUDA a score cap is a tensor of the device; zero-dimensional ones of a CPU would be passed as numbers.
+        use(mock.patch.object(graph.GraphLowering, "is_unspec_arg", return_value=False))
         use(_lowered_as_on_cuda(lowering))
         use(mock.patch.object(flex, "_uncompiled", flex._compiled))
         if tiles is not None:
