@@ -13,7 +13,7 @@ from treewise.errors import TaskError as TaskError
 from treewise.errors import TreewiseError as TreewiseError
 from treewise.errors import UnsupportedModelError as UnsupportedModelError
 from treewise.errors import VerificationError as VerificationError
-from treewise.integrations.trl import share_prefixes as share_prefixes
+from treewise.integrations.any_trainer import share_prefixes as share_prefixes
 from treewise.nn.device import keep_freed_memory as keep_freed_memory
 from treewise.objectives import CISPO as CISPO
 from treewise.objectives import DAPO as DAPO

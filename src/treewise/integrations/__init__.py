@@ -1,1 +1,1 @@
-"""The seams of other trainers: TRL."""
+"""The seams of other trainers: TRL, verl."""

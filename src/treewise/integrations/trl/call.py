@@ -7,7 +7,7 @@ import torch
 
 from treewise.distributed import ranks
 from treewise.errors import ConfigError
-from treewise.integrations.trl.batch_forest import NotShareable, Rows, rows_to_forest
+from treewise.integrations.batch_forest import NotShareable, Rows, rows_to_forest
 
 # Arguments of a forward that define the rows, or that do not change what a fused head returns.
 _SUPPORTED = {"input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"}

@@ -18,12 +18,11 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from treewise.errors import UnsupportedModelError
+from treewise.integrations.tree_batches import Fields
 from treewise.nn.device import Autocast
 
 # Fields of TRL's output that are not one value per label computed from hidden rows.
 _NOT_PER_LABEL = ("loss", "label_mask", "aux_loss")
-
-Fields = dict[str, torch.Tensor]
 
 
 class FusedHead:

@@ -9,68 +9,39 @@ computed once, and the fields are restored to the rows' shape. All losses and me
 import functools
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from treewise.distributed import ranks
-from treewise.engine.differentiable import Entries, Reader
 from treewise.engine.engine import TreeEngine
-from treewise.engine.scoring import router_loss_of, router_loss_reader
-from treewise.engine.walk import MicroBatchOutput
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.integrations.trl.batch_forest import IGNORED, NotShareable, Rows
+from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows
+from treewise.integrations.tree_batches import Fields, TreeBatches, fields_in_rows, require_no_dropout
 from treewise.integrations.trl.call import rows_of_call
-from treewise.integrations.trl.fused_head import Fields, FusedHead, has_fused_head
-from treewise.nn.device import to_device
+from treewise.integrations.trl.fused_head import FusedHead, has_fused_head
 from treewise.nn.model import is_peft, unwrap_model
-from treewise.nn.model_checks import refuse_dropout
-from treewise.nn.router_loss import RouterLoss, RouterLossRule, router_loss_rule
+from treewise.nn.router_loss import RouterLossRule, router_loss_rule
 from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
 
 
-@dataclass
-class Counts:
-    """Batches and tokens that a model computed so far.
-
-    num_calls: batches computed as trees. num_left: batches computed by the model's own forward. Of the former:
-    num_rows; num_flat_tokens, without padding; num_tree_tokens, without repeated prefixes and tokens that no label
-    depends on; num_computed_tokens, forwards of tokens with recomputed ones.
-    """
-
-    num_calls: int = 0
-    num_left: int = 0
-    num_rows: int = 0
-    num_flat_tokens: int = 0
-    num_tree_tokens: int = 0
-    num_computed_tokens: int = 0
-
-    @property
-    def share_ratio(self) -> float:
-        """Flat tokens / tree tokens; 1 before the first batch."""
-        return self.num_flat_tokens / self.num_tree_tokens if self.num_tree_tokens else 1.0
-
-
 class Sharing:
     """The patch that `share_prefixes` returns: `counts` are its statistics, `remove()` undoes it."""
 
     def __init__(self, model: nn.Module, engine: TreeEngine, min_ratio: float) -> None:
-        self.model, self.engine, self.min_ratio = model, engine, min_ratio
-        self.counts = Counts()
+        self.model, self.engine = model, engine
+        self._batches = TreeBatches(engine, min_ratio)
+        self.counts = self._batches.counts
         self._head: FusedHead | None = None
         self._before: MethodType | None = None
         self._installed: MethodType | None = None
         self._is_active, self._is_probed = True, False
         self._class: type[nn.Module] | None = None
-        self._is_relative = not _has_absolute_positions(engine)
-        self._logged: set[str] = set()
 
     @property
     def is_waiting(self) -> bool:
@@ -85,13 +56,7 @@ class Sharing:
             self.model.forward = self._before
 
     def __repr__(self) -> str:
-        counts = self.counts
-        state = "waiting for a trainer, " if self.is_waiting else ""
-        return (
-            f"Sharing({state}{counts.num_calls:,} batches, {counts.num_rows:,} rows, {counts.num_flat_tokens:,} flat "
-            f"tokens, {counts.num_tree_tokens:,} tree tokens, {counts.num_computed_tokens:,} computed, "
-            f"share ratio {counts.share_ratio:.2f}; {counts.num_left:,} batches left as they were)"
-        )
+        return f"Sharing({'waiting for a trainer, ' if self.is_waiting else ''}{self.counts})"
 
     # -- installation -----------------------------------------------------------------------------------------------
 
@@ -142,13 +107,13 @@ class Sharing:
             rule = self._router_loss_rule(kwargs)
             rows, labels = self._rows(args, kwargs, keeps_all=rule is not None)
         except NotShareable as reason:
-            self._log_once(logging.WARNING, f"a batch is left to the model's own forward: {reason}.")
+            self._batches.log_left(reason)
             rows = None
-        if rows is None or not self._is_worth_it(rows, labels):
+        if rows is None or not self._batches.is_worth_it(rows, labels.shape[0] * (labels.shape[1] + 1)):
             self.counts.num_left += 1
             return self._before(*args, **kwargs)
         fields, aux_loss, plan = self._fields(rows, rule)
-        self._count(rows, labels, plan)
+        self._batches.count(rows, labels.shape[0], plan)
         output = _output(fields, rows, labels, kwargs.get("num_items_in_batch"))
         if aux_loss is not None:
             output.aux_loss = aux_loss
@@ -174,36 +139,18 @@ class Sharing:
     def _rows(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps_all: bool
     ) -> tuple[Rows | None, torch.Tensor]:
-        try:
-            refuse_dropout(self.model)
-        except UnsupportedModelError as error:
-            raise NotShareable(f"every row would have a dropout mask of its own. {str(error).rstrip('.')}") from None
-        return rows_of_call(args, kwargs, is_relative=self._is_relative, keeps_all=keeps_all)
-
-    def _is_worth_it(self, rows: Rows, labels: torch.Tensor) -> bool:
-        """Whether the tree is smaller than the rows by enough, or the rows would not fit the budget."""
-        num_padded = labels.shape[0] * (labels.shape[1] + 1)
-        budget = self.engine.max_tokens
-        if num_padded >= self.min_ratio * rows.forest.num_tokens or (budget is not None and num_padded > budget):
-            return True
-        self._log_once(
-            logging.INFO,
-            f"batches with little to share (fewer than {self.min_ratio:g} tokens of the rows, padding included, for "
-            "each tree token) are left to the model's own forward.",
-        )
-        return False
+        require_no_dropout(self.model)
+        return rows_of_call(args, kwargs, is_relative=self._batches.is_relative, keeps_all=keeps_all)
 
     def _fields(self, rows: Rows, rule: RouterLossRule | None) -> tuple[Fields, torch.Tensor | None, Plan]:
-        """[E] values of the edges by name, the router loss if there is a rule, and the plan that gave them."""
+        """`TreeBatches.fields`, under the autocast that the model's own forward enters."""
         assert self._head is not None
         head, autocast = self._head, self._head.autocast
 
         def compute() -> tuple[Fields, torch.Tensor | None, Plan]:
             with nullcontext() if autocast is None else autocast.again():
                 self._probe_once(rows.forest)
-                plan = self.engine.plan(rows.forest)
-                _refuse_pieces_on_several_ranks(plan)
-                return *self._values(rows, plan, head, rule), plan
+                return self._batches.fields(rows, head, rule)
 
         # The forward adds to no gradient, so it may run again with a smaller budget.
         return self.engine.budget.run(compute, rows.forest.num_tokens)
@@ -221,29 +168,6 @@ class Sharing:
         finally:
             self.model.forward = outermost
         self._is_probed = True
-
-    def _values(
-        self, rows: Rows, plan: Plan, head: FusedHead, rule: RouterLossRule | None
-    ) -> tuple[Fields, torch.Tensor | None]:
-        reader = _field_reader(rows, head)
-        if rule is None:
-            return self.engine.values(plan, [reader])[0], None
-        router_loss = RouterLoss(rule, plan.forest.multiplicity)
-        fields, parts = self.engine.values(plan, [reader, router_loss_reader(router_loss, plan)])
-        return fields, router_loss_of(router_loss, parts)
-
-    def _count(self, rows: Rows, labels: torch.Tensor, plan: Plan) -> None:
-        counts = self.counts
-        counts.num_calls += 1
-        counts.num_rows += labels.shape[0]
-        counts.num_flat_tokens += rows.num_real
-        counts.num_tree_tokens += rows.forest.num_tokens
-        counts.num_computed_tokens += plan.num_computed_tokens
-
-    def _log_once(self, level: int, message: str) -> None:
-        if message not in self._logged:
-            self._logged.add(message)
-            logger.log(level, message)
 
 
 def share_prefixes(
@@ -272,8 +196,6 @@ def share_prefixes(
         ConfigError: TRL is not installed or older than 1.15, an invalid setting, or not a model.
     """
     _require_trl()
-    if not min_ratio >= 0:
-        raise ConfigError(f"min_ratio={min_ratio} must not be negative.")
     argument: Any = model
     if not isinstance(argument, nn.Module):
         is_trainer = hasattr(argument, "train_dataset")
@@ -292,63 +214,16 @@ def share_prefixes(
     return sharing
 
 
-def _field_reader(rows: Rows, head: FusedHead) -> Reader:
-    """Reads the [E] fields of the edges, as TRL's head computes them."""
-
-    def read(output: MicroBatchOutput) -> Entries | None:
-        edges, source = _edges_from(rows, output.positions)
-        if len(edges) == 0:
-            return None
-        device = output.hidden.device
-        return edges, head(output.hidden[to_device(source, device)], to_device(rows.label[edges], device))
-
-    return Reader(read, head.names, len(rows.source), without_gradient=head.without_gradient)
-
-
-def _edges_from(rows: Rows, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The edges that leave the tokens of a micro-batch, and the row of the token that each leaves.
-
-    positions: [T] int64 tree positions, ascending. Returns two int64 arrays of one length.
-    """
-    row = np.searchsorted(positions, rows.source)
-    is_inside = row < len(positions)
-    is_inside[is_inside] = positions[row[is_inside]] == rows.source[is_inside]
-    edges = np.flatnonzero(is_inside)
-    return edges, row[edges]
-
-
 def _output(fields: Fields, rows: Rows, labels: torch.Tensor, num_items_in_batch: Any) -> Any:
     """TRL's output, every field in the shape of the labels, zero where there is no label."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     mask = labels != IGNORED
-    device = fields["log_probs"].device
-    cell = to_device(rows.cell, device)
-    edge = to_device(rows.edge, device)
-    restored = {
-        name: value.new_zeros(labels.numel()).index_copy(0, cell, value[edge]).view(labels.shape)
-        for name, value in fields.items()
-    }
+    restored = fields_in_rows(fields, rows, labels.shape)
     # FusedCausalLMOutput documents the loss: the sum over scored labels by num_items_in_batch, or by their count.
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return FusedCausalLMOutput(loss=-restored["log_probs"].sum() / count, label_mask=mask.to(device), **restored)
-
-
-def _refuse_pieces_on_several_ranks(plan: Plan) -> None:
-    """Raises for several micro-batches on several ranks: each runs a backward and, sharded, gathers of its own, which
-    no other rank would join."""
-    if not plan.is_whole and ranks.count() > 1:
-        raise ConfigError(
-            f"a batch of {plan.forest.num_tokens:,} tree tokens exceeds max_tokens={plan.max_tokens:,}, and on several "
-            "ranks share_prefixes computes a batch whole. Leave max_tokens=None and lower per_device_train_batch_size."
-        )
-
-
-def _has_absolute_positions(engine: TreeEngine) -> bool:
-    """Whether the decoder has a table of position embeddings, so that left padding changes its rows."""
-    return any(
-        isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
-        for name, module in engine.lm.decoder.named_modules()
+    return FusedCausalLMOutput(
+        loss=-restored["log_probs"].sum() / count, label_mask=mask.to(restored["log_probs"].device), **restored
     )
 
 

@@ -1,0 +1,259 @@
+"""Bytes that each process sends in a step, per token and layer, counted on gloo beside the least that each form needs.
+
+Tiny models train two steps on the same trees on a CPU, in 2 and in 4 processes forked from this one; counts are those
+of the second step, of every collective operation that torch dispatches. An operation counts what one process sends by
+the algorithms that send least (rings, pairs): of n bytes and p processes 2 n (p-1)/p for an all-reduce, n (p-1)/p for
+an all-gather (n: its result), a reduce-scatter (n: its input) and an exchange between all. Only floating-point
+tensors count as data; the rest (plans, counts of tokens) is `control`.
+
+    python benchmarks/bench_bytes.py
+
+Least, with D the model's width, b bytes of a number, k experts of a token, n bytes of the parameters:
+
+    data (DDP)   one sum of all gradients in a step: 2 n (p-1)/p
+    fsdp         one gather and one scatter of everything in a step: 2 n (p-1)/p, if all parameters stayed whole
+                 between forward and backward and the step was one micro-batch
+    hsdp         the same of the shards of one copy, and a sum of the shards' gradients over the copies
+    tp           partial sums after attention and after the MLP, forward and backward: 4 x 2 D b (p-1)/p
+    ep           each token's row to each other process that holds one of its experts, and one row back, forward and
+                 backward: 4 D b times the processes other than its own that hold one (for k experts drawn evenly)
+"""
+
+import math
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import save
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from treewise.distributed import ranks
+from treewise.distributed.mesh import load_on_mesh
+from treewise.testing import tiny_model
+from treewise.trainer import TreeTrainer, TreeTrainingArguments
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+VOCABULARY, NUM_TREES, SECONDS = 64, 8, 300
+# Form, family, processes, settings of the run.
+FORMS: list[tuple[str, str, int, dict[str, Any]]] = [
+    *(("data", "llama", size, {}) for size in (2, 4)),
+    *(("fsdp", "llama", size, {"sharded": True}) for size in (2, 4)),
+    ("fsdp, whole to the backward", "llama", 2, {"sharded": True, "shard_config": {"reshard_after_forward": False}}),
+    ("hsdp, 2 copies", "llama", 4, {"sharded": True, "shard_config": {"dp_replicate_size": 2}}),
+    *(("tp", "llama", size, {"tp_size": size}) for size in (2, 4)),
+    *(("ep", "qwen3_moe", size, {"ep_size": size}) for size in (2, 4)),
+    ("tp and ep", "qwen3_moe", 2, {"tp_size": 2, "ep_size": 2}),
+]  # fmt: skip
+
+
+class Collectives(TorchDispatchMode):
+    """Bytes that this process sends, by kind of operation, while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            self.count(func._schema.name.split("::")[1].strip("_"), [*args, *(kwargs or {}).values()])
+        return out
+
+    def count(self, name: str, arguments: list[Any]) -> None:
+        size = _group_size(arguments)
+        if size == 1 or name.startswith(("wait_tensor", "barrier", "monitored")):
+            return
+        tensors = [each for each in _flat(arguments) if isinstance(each, torch.Tensor)]
+        largest = max(tensors, key=lambda each: each.nbytes)
+        kind = _kind(name)
+        data = 2 * largest.nbytes if kind == "all_reduce" else largest.nbytes
+        if kind == "all_gather" and len(tensors) == 1:  # the functional form has the input alone
+            data *= size
+        if kind == "all_to_all":
+            data = _input_of_exchange(name, tensors).nbytes
+        sent = data * (size - 1) / size
+        is_data = largest.is_floating_point()
+        self.sent[kind if is_data else "control"] += sent
+
+
+def _kind(name: str) -> str:
+    for kind, words in {
+        "all_reduce": ("allreduce", "all_reduce"),
+        "reduce_scatter": ("reduce_scatter",),
+        "all_gather": ("allgather", "all_gather"),
+        "all_to_all": ("alltoall", "all_to_all"),
+        "broadcast": ("broadcast",),
+    }.items():
+        if any(word in name for word in words):
+            return kind
+    return name
+
+
+def _input_of_exchange(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """`alltoall_base_` has its output first; the functional form has its input alone."""
+    return tensors[-1] if "base" in name else tensors[0]
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _group_size(arguments: list[Any]) -> int:
+    for each in _flat(arguments):
+        if isinstance(each, torch.ScriptObject):
+            try:
+                return ProcessGroup.unbox(each).size()
+            except RuntimeError:  # a ReduceOp
+                continue
+        if isinstance(each, str) and each not in ("sum", "avg", "max", "min", "product"):
+            return torch.distributed.distributed_c10d._resolve_process_group(each).size()
+    return torch.distributed.get_world_size()
+
+
+def trees() -> list[Forest]:
+    """Eight trees of six answers to one prompt, in two turns, of equal size."""
+    rng, found = np.random.default_rng(0), []
+    for _ in range(NUM_TREES):
+        prompt, turns = rng.integers(3, VOCABULARY, 24), [rng.integers(3, VOCABULARY, 12) for _ in range(2)]
+        rows = [np.concatenate([prompt, turns[row // 3], rng.integers(3, VOCABULARY, 8)]) for row in range(6)]
+        found.append(Forest.from_trajectories([Trajectory(row) for row in rows]))
+    return found
+
+
+@contextmanager
+def tokens_of(model: torch.nn.Module) -> Iterator[list[int]]:
+    """Tokens of each forward of the first layer, recomputed and empty ones included."""
+    counts: list[int] = []
+    layer = next(module for name, module in model.named_modules() if name.endswith("layers.0"))
+    hook = layer.register_forward_pre_hook(lambda _, args, kwargs: counts.append(_rows(args, kwargs)), with_kwargs=True)
+    try:
+        yield counts
+    finally:
+        hook.remove()
+
+
+def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    return hidden.shape[-2]
+
+
+def one_step(folder: Path, family: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """What this process sends in the second of two equal steps."""
+    world = ranks.count()
+    args = TreeTrainingArguments(
+        output_dir=str(folder / "run"), max_steps=2, save_strategy="no", report_to="none", use_cpu=True, seed=1,
+        disable_tqdm=True, learning_rate=1e-3, max_tokens=4096, logging_steps=1, **settings,
+    )  # fmt: skip
+    args.per_device_train_batch_size = NUM_TREES * args.tp_size // world
+    if args.tp_size > 1 or args.ep_size > 1:
+        model = load_on_mesh(str(folder / family), tp_size=args.tp_size, ep_size=args.ep_size, dtype=torch.float32)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32)
+    trainer = TreeTrainer(model, args, train_dataset=trees())
+    mode, steps = Collectives(), []
+    step = trainer.training_step
+
+    def counted(*positional: Any, **named: Any) -> Any:
+        mode.sent.clear()
+        tokens.clear()
+        return step(*positional, **named)
+
+    def ended(*positional: Any, **named: Any) -> Any:
+        steps.append((dict(mode.sent), sum(tokens)))
+        return zero(*positional, **named)
+
+    trainer.training_step = counted  # type: ignore[method-assign]
+    trainer.create_optimizer()
+    zero, trainer.optimizer.zero_grad = trainer.optimizer.zero_grad, ended
+    with tokens_of(model) as tokens, mode:
+        trainer.train()
+    sent, num_tokens = steps[-1]
+    return {"sent": sent, "tokens": num_tokens}
+
+
+def fork(num_processes: int, folder: Path, family: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """`one_step` of each process."""
+    import json
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    children = []
+    for rank in range(num_processes):
+        child = os.fork()
+        if child == 0:
+            here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in here.items()} | {"MASTER_ADDR": "127.0.0.1"})
+            torch.distributed.init_process_group("gloo")
+            (folder / f"{rank}.json").write_text(json.dumps(one_step(folder, family, settings)))
+            os._exit(0)
+        children.append(child)
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    assert not any(ends), f"processes ended with {ends}"
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
+
+
+def least(form: str, family: str, size: int, num_tokens: float) -> float:
+    """Bytes that a process has to send in the step (see above)."""
+    config = tiny_model(family, vocab_size=VOCABULARY).config
+    model_bytes = 4 * sum(each.numel() for each in tiny_model(family, vocab_size=VOCABULARY).parameters())
+    row, part = 4 * config.hidden_size, (size - 1) / size
+    if form in ("data",) or form.startswith("fsdp"):
+        return 2 * model_bytes * part
+    if form.startswith("hsdp"):
+        return 2 * model_bytes * 0.5 + 2 * model_bytes / 2 * 0.5
+    layers = num_tokens * config.num_hidden_layers
+    total = 0.0
+    if form.startswith("tp"):
+        total += layers * 4 * 2 * row * part * (0.5 if "ep" in form else 1)  # beside ep only attention is summed
+    if "ep" in form:
+        here = config.num_experts // size
+        misses = math.comb(config.num_experts - here, config.num_experts_per_tok)
+        reached = 1 - misses / math.comb(config.num_experts, config.num_experts_per_tok)
+        total += layers * 4 * row * (size - 1) * reached / (size if "tp" in form else 1)
+    return total
+
+
+def main() -> None:
+    rows: list[dict[str, Any]] = []
+    for form, family, size, settings in FORMS:
+        with tempfile.TemporaryDirectory() as text:
+            folder = Path(text)
+            tiny_model(family, vocab_size=VOCABULARY).save_pretrained(folder / family)
+            found = fork(size, folder, family, settings)
+        config = tiny_model(family, vocab_size=VOCABULARY).config
+        kinds = sorted({kind for each in found for kind in each["sent"]})
+        sent = {kind: sum(each["sent"].get(kind, 0) for each in found) / size for kind in kinds}
+        tokens = sum(each["tokens"] for each in found) / size
+        data = sum(value for kind, value in sent.items() if kind != "control")
+        layers = tokens * config.num_hidden_layers
+        rows.append(
+            {
+                "form": form, "family": family, "processes": size, "tokens": tokens,
+                "bytes_by_kind": {kind: round(value) for kind, value in sent.items()},
+                "bytes_per_token_and_layer": round(data / layers, 1),
+                "least_per_token_and_layer": round(least(form, family, size, tokens) / layers, 1),
+                "ratio": round(data / least(form, family, size, tokens), 2),
+                "hidden_size": config.hidden_size, "layers": config.num_hidden_layers,
+            }
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+    print(save("bytes", rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Tokens that verl's micro-batches compute: flat, with PrefixSharing's rule, and as trees.
+
+Counted, not run: recorded trees are cut into micro-batches of rows, in order (the rows of one tree follow one another)
+and shuffled over all trees (as dynamic batches balance them).
+
+    python benchmarks/bench_verl.py
+
+    flat            every token of every row
+    PrefixSharing   the add-on to verl of that name (github.com/versatile-ai/PrefixSharing, its detector of July 2026):
+                    a row takes the keys and values of its longest common prefix with an earlier row of the
+                    micro-batch, if it has 8 tokens or more, and computes the rest; `copied` counts keys of prefixes
+                    that it concatenates for each row, in each layer
+    treewise        tokens of the micro-batch's forest; keys are not copied
+"""
+
+from typing import Any
+
+import numpy as np
+from common import save
+from tree_shapes import recorded
+
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+MIN_PREFIX = 8  # PrefixSharing's `min_prefix_len`
+SIZES = (4, 8, 16, 32)
+EVERY = 8  # of the recorded trees, so that the counts take a minute
+
+
+def main() -> None:
+    # Shapes have no tokens: a token is named by its position in its tree, and trees share nothing.
+    forests = [forest for _, forest in recorded()][::EVERY]
+    first = np.cumsum([0] + [forest.num_tokens for forest in forests])
+    in_order = [path + start for forest, start in zip(forests, first, strict=False) for path in forest.paths]
+    shuffled = [in_order[index] for index in np.random.default_rng(0).permutation(len(in_order))]
+    rows: list[dict[str, Any]] = []
+    for order, sequences in (("in order", in_order), ("shuffled", shuffled)):
+        for size in SIZES:
+            batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+            shared = [prefix_sharing(batch) for batch in batches]
+            rows.append(
+                {
+                    "order": order, "rows_of_a_micro_batch": size, "rows": len(sequences),
+                    "flat": sum(map(len, sequences)),
+                    "prefix_sharing": sum(tokens for tokens, _ in shared), "copied": sum(keys for _, keys in shared),
+                    "treewise": sum(tree_tokens(batch) for batch in batches),
+                }
+            )  # fmt: skip
+            print(rows[-1], flush=True)
+    print(save("verl-tokens", rows))
+
+
+def prefix_sharing(batch: list[np.ndarray]) -> tuple[int, int]:
+    """Tokens that are computed and keys that are copied under PrefixSharing's rule."""
+    computed = copied = 0
+    for index, row in enumerate(batch):
+        longest = max((common_prefix(row, earlier) for earlier in batch[:index]), default=0)
+        reused = longest if longest >= MIN_PREFIX else 0
+        computed += len(row) - reused
+        copied += reused
+    return computed, copied
+
+
+def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """Tokens at the begin of both."""
+    length = min(len(left), len(right))
+    differs = np.flatnonzero(left[:length] != right[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def tree_tokens(batch: list[np.ndarray]) -> int:
+    """Tokens of the micro-batch's forest."""
+    return Forest.from_trajectories([Trajectory(row.astype(np.int32)) for row in batch]).num_tokens
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""A batch of another trainer as a tree: what the integrations of all trainers have in common.
+
+A trainer's head turns hidden rows and labels into the fields that the trainer reads (log-probs, entropies, ...). Rows
+of a batch become a forest with edges, each edge gets its fields once, and an integration puts them back into the rows.
+
+Letters: E edges, M model width.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from treewise.distributed import ranks
+from treewise.engine.differentiable import Entries, Reader
+from treewise.engine.engine import TreeEngine
+from treewise.engine.scoring import router_loss_of, router_loss_reader
+from treewise.engine.walk import MicroBatchOutput
+from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.integrations.batch_forest import NotShareable, Rows
+from treewise.nn.device import to_device
+from treewise.nn.model_checks import refuse_dropout
+from treewise.nn.router_loss import RouterLoss, RouterLossRule
+from treewise.planning.planner import Plan
+
+logger = logging.getLogger("treewise")
+
+Fields = dict[str, torch.Tensor]
+
+
+class RowHead(Protocol):
+    """A trainer's own head. names: of its fields. without_gradient: those of them that carry none."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def without_gradient(self) -> tuple[str, ...]: ...
+
+    def __call__(self, hidden_EM: torch.Tensor, labels_E: torch.Tensor) -> Fields:
+        """[E] of each field."""
+        ...
+
+
+@dataclass
+class Counts:
+    """Batches and tokens that a model computed so far.
+
+    num_calls: batches computed as trees. num_left: batches computed by the model's own forward. Of the former:
+    num_rows; num_flat_tokens, without padding; num_tree_tokens, without repeated prefixes and tokens that no label
+    depends on; num_computed_tokens, forwards of tokens with recomputed ones.
+    """
+
+    num_calls: int = 0
+    num_left: int = 0
+    num_rows: int = 0
+    num_flat_tokens: int = 0
+    num_tree_tokens: int = 0
+    num_computed_tokens: int = 0
+
+    @property
+    def share_ratio(self) -> float:
+        """Flat tokens / tree tokens; 1 before the first batch."""
+        return self.num_flat_tokens / self.num_tree_tokens if self.num_tree_tokens else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_calls:,} batches, {self.num_rows:,} rows, {self.num_flat_tokens:,} flat tokens, "
+            f"{self.num_tree_tokens:,} tree tokens, {self.num_computed_tokens:,} computed, share ratio "
+            f"{self.share_ratio:.2f}; {self.num_left:,} batches left as they were"
+        )
+
+
+class TreeBatches:
+    """Computes batches of one model as trees, and counts them.
+
+    min_ratio: batches with fewer tokens than this for each tree token are not worth it, unless they exceed the budget.
+
+    Raises:
+        ConfigError: a negative `min_ratio`.
+    """
+
+    def __init__(self, engine: TreeEngine, min_ratio: float) -> None:
+        if not min_ratio >= 0:
+            raise ConfigError(f"min_ratio={min_ratio} must not be negative.")
+        self.engine, self.min_ratio = engine, min_ratio
+        self.counts = Counts()
+        self.is_relative = not _has_absolute_positions(engine)
+        self._logged: set[str] = set()
+
+    def is_worth_it(self, rows: Rows, num_padded: int) -> bool:
+        """Whether the tree is smaller than the rows by enough, or the rows would not fit the budget.
+
+        num_padded: tokens of the batch, padding included.
+        """
+        budget = self.engine.max_tokens
+        if num_padded >= self.min_ratio * rows.forest.num_tokens or (budget is not None and num_padded > budget):
+            return True
+        self.log_once(
+            logging.INFO,
+            f"batches with little to share (fewer than {self.min_ratio:g} tokens of the rows, padding included, for "
+            "each tree token) are left to the model's own forward.",
+        )
+        return False
+
+    def fields(
+        self, rows: Rows, head: RowHead, rule: RouterLossRule | None = None
+    ) -> tuple[Fields, torch.Tensor | None, Plan]:
+        """[E] values of the edges by name, the router loss if there is a rule, and the plan that gave them.
+
+        Raises:
+            ConfigError: several ranks, and a batch that exceeds `max_tokens`.
+        """
+        plan = self.engine.plan(rows.forest)
+        _refuse_pieces_on_several_ranks(plan)
+        reader = _field_reader(rows, head)
+        if rule is None:
+            return self.engine.values(plan, [reader])[0], None, plan
+        router_loss = RouterLoss(rule, plan.forest.multiplicity)
+        fields, parts = self.engine.values(plan, [reader, router_loss_reader(router_loss, plan)])
+        return fields, router_loss_of(router_loss, parts), plan
+
+    def count(self, rows: Rows, num_rows: int, plan: Plan) -> None:
+        """Adds a batch that was computed as a tree."""
+        counts = self.counts
+        counts.num_calls += 1
+        counts.num_rows += num_rows
+        counts.num_flat_tokens += rows.num_real
+        counts.num_tree_tokens += rows.forest.num_tokens
+        counts.num_computed_tokens += plan.num_computed_tokens
+
+    def log_left(self, reason: NotShareable) -> None:
+        """One warning for each reason to leave batches to the model's own forward."""
+        self.log_once(logging.WARNING, f"a batch is left to the model's own forward: {reason}.")
+
+    def log_once(self, level: int, message: str) -> None:
+        """Logs a message if it was not logged before."""
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.log(level, message)
+
+
+def require_no_dropout(model: nn.Module) -> None:
+    """Raises `NotShareable` where active dropout would give every row a mask of its own."""
+    try:
+        refuse_dropout(model)
+    except UnsupportedModelError as error:
+        raise NotShareable(f"every row would have a dropout mask of its own. {str(error).rstrip('.')}") from None
+
+
+def fields_in_rows(fields: Fields, rows: Rows, shape: torch.Size) -> Fields:
+    """The fields in the shape of the labels, zero where there is no label."""
+    device = next(iter(fields.values())).device
+    cell, edge = to_device(rows.cell, device), to_device(rows.edge, device)
+    return {
+        name: value.new_zeros(shape.numel()).index_copy(0, cell, value[edge]).view(shape)
+        for name, value in fields.items()
+    }
+
+
+def _field_reader(rows: Rows, head: RowHead) -> Reader:
+    """Reads the [E] fields of the edges, as the trainer's head computes them."""
+
+    def read(output: MicroBatchOutput) -> Entries | None:
+        edges, source = _edges_from(rows, output.positions)
+        if len(edges) == 0:
+            return None
+        device = output.hidden.device
+        return edges, head(output.hidden[to_device(source, device)], to_device(rows.label[edges], device))
+
+    return Reader(read, head.names, len(rows.source), without_gradient=head.without_gradient)
+
+
+def _edges_from(rows: Rows, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The edges that leave the tokens of a micro-batch, and the row of the token that each leaves.
+
+    positions: [T] int64 tree positions, ascending. Returns two int64 arrays of one length.
+    """
+    row = np.searchsorted(positions, rows.source)
+    is_inside = row < len(positions)
+    is_inside[is_inside] = positions[row[is_inside]] == rows.source[is_inside]
+    edges = np.flatnonzero(is_inside)
+    return edges, row[edges]
+
+
+def _refuse_pieces_on_several_ranks(plan: Plan) -> None:
+    """Raises for several micro-batches on several ranks: each runs a backward and, sharded, gathers of its own, which
+    no other rank would join."""
+    if not plan.is_whole and ranks.count() > 1:
+        raise ConfigError(
+            f"a batch of {plan.forest.num_tokens:,} tree tokens exceeds max_tokens={plan.max_tokens:,}, and on several "
+            "ranks share_prefixes computes a batch whole. Leave max_tokens=None and lower per_device_train_batch_size."
+        )
+
+
+def _has_absolute_positions(engine: TreeEngine) -> bool:
+    """Whether the decoder has a table of position embeddings, so that left padding changes its rows."""
+    return any(
+        isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
+        for name, module in engine.lm.decoder.named_modules()
+    )

@@ -1,0 +1,219 @@
+"""verl's FSDP engines on trees.
+
+With `use_fused_kernels`, verl's engine calls its model once for each micro-batch and reads log-probs and entropies.
+Only the forward of that model is replaced: the sequences of the micro-batch become a forest, each shared token is
+computed once, and both fields come back in verl's layout. Losses, metrics, clipping and the optimizer are verl's own.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from treewise.distributed import ranks
+from treewise.engine.engine import TreeEngine
+from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.integrations.batch_forest import NotShareable, Rows
+from treewise.integrations.tree_batches import Fields, TreeBatches, fields_in_rows, require_no_dropout
+from treewise.integrations.verl_engine.call import rows_of_call
+from treewise.integrations.verl_engine.fused_head import VerlHead
+from treewise.nn.model import base_model
+
+logger = logging.getLogger("treewise")
+
+# How far a log-prob of the first micro-batch may be from verl's own: the largest difference in float32; in lower
+# precision the median one, because it may route single tokens elsewhere.
+_MAX_GAP, _MAX_MEDIAN_GAP = 1e-2, 0.1
+_BEFORE = "before_treewise"  # the attribute of the method that `install` sets, with the one that it replaces
+
+
+class EngineSharing:
+    """What `share_prefixes` does to one engine: `counts` are its statistics, `remove()` undoes it.
+
+    The first micro-batch is also computed by verl's own forward, without gradients, and its log-probs compared: a model
+    that fails this is an `UnsupportedModelError`.
+    """
+
+    def __init__(self, model: nn.Module, engine: TreeEngine, min_ratio: float) -> None:
+        self.model, self.engine = model, engine
+        self._batches = TreeBatches(engine, min_ratio)
+        self.counts = self._batches.counts
+        self._own: Callable[..., Any] = type(model).forward
+        self._is_compared = False
+        model.forward = MethodType(self._forward_of(), model)
+
+    def remove(self) -> None:
+        """Computes every micro-batch by verl's own forward again."""
+        self.model.__dict__.pop("forward", None)
+
+    def __repr__(self) -> str:
+        return f"EngineSharing({self.counts})"
+
+    def _forward_of(self) -> Callable[..., Any]:
+        @functools.wraps(self._own)
+        def tree_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if model is not self.model or args or not kwargs.get("return_dict") or "temperature" not in kwargs:
+                return self._own(model, *args, **kwargs)  # no call of verl's engine: `generate`, an export
+            return self._serve(kwargs)
+
+        return tree_forward
+
+    def _serve(self, kwargs: dict[str, Any]) -> Any:
+        expected = None if self._is_compared else self._own_logprobs(kwargs)
+        # Of several ranks all compare their first micro-batch, whatever it is, because layers are gathered by all.
+        self._is_compared = ranks.count() > 1
+        rows = self._rows(kwargs)
+        shape = kwargs["input_ids"].shape
+        if rows is None or (expected is None and not self._batches.is_worth_it(rows, shape.numel())):
+            self.counts.num_left += 1
+            return self._own(self.model, **kwargs)
+        head = VerlHead(self.model, self.engine.lm.decoder, self._own, kwargs["temperature"])
+        fields, _, plan = self._batches.fields(rows, head)
+        self._batches.count(rows, rows.forest.num_trajectories, plan)
+        fields = fields_in_rows(fields, rows, shape)
+        if expected is not None:
+            self._compare(fields["log_probs"], expected, rows)
+        return _output(fields)
+
+    def _rows(self, kwargs: dict[str, Any]) -> Rows | None:
+        try:
+            require_no_dropout(self.model)
+            return rows_of_call(kwargs, is_relative=self._batches.is_relative)
+        except NotShareable as reason:
+            self._batches.log_left(reason)
+            return None
+
+    @torch.no_grad()
+    def _own_logprobs(self, kwargs: dict[str, Any]) -> torch.Tensor:
+        return self._own(self.model, **kwargs).log_probs
+
+    def _compare(self, found: torch.Tensor, expected: torch.Tensor, rows: Rows) -> None:
+        """Raises `UnsupportedModelError` where the tree's log-probs are not verl's."""
+        self._is_compared = True
+        gaps = (found.detach() - expected).abs().reshape(-1)[torch.as_tensor(rows.cell, device=found.device)]
+        is_low = torch.is_autocast_enabled(found.device.type) or any(
+            each.dtype.itemsize < 4 for each in self.model.parameters() if each.is_floating_point()
+        )
+        gap, limit = (gaps.median(), _MAX_MEDIAN_GAP) if is_low else (gaps.max(), _MAX_GAP)
+        if not gap.item() <= limit:
+            raise UnsupportedModelError(
+                f"log-probs of {type(self.model).__name__} on a tree differ from those of verl's own forward by "
+                f"{gap.item():.3g} (limit {limit:g}). Leave treewise.integrations.verl out for this model, and please "
+                "report it."
+            )
+
+
+def share_engine(engine: Any, *, attention: str = "auto", min_ratio: float = 1.1) -> EngineSharing:
+    """Makes one engine of verl compute the shared prefixes of each micro-batch once.
+
+    Parameters:
+        engine: an initialized `FSDPEngineWithLMHead`, or a `TrainingWorker` that holds one.
+        attention: as in `TreeEngine`.
+        min_ratio: micro-batches with fewer tokens than this for each tree token are left to verl's own forward.
+
+    Raises:
+        ConfigError: an engine of another kind or not initialized, or a setting of verl that trees cannot follow.
+        UnsupportedModelError: the model cannot follow a tree (docs/models.md).
+    """
+    engine = getattr(engine, "engine", engine)
+    _refuse_settings(engine)
+    module = engine.module
+    base = base_model(module.module if isinstance(module, FullyShardedDataParallel) else module)
+    _refuse_head(base)
+    tree_engine = TreeEngine(base, None, attention, check=False, router_aux_loss=False)
+    return EngineSharing(base, tree_engine, min_ratio)
+
+
+def install() -> None:
+    """Shares the prefixes of every engine with a language-model head that is initialized from now on. Again: nothing.
+
+    Raises:
+        ConfigError: verl is not installed, or has no such engine.
+    """
+    engine_class = _engine_class()
+    before = engine_class.initialize
+    if hasattr(before, _BEFORE):
+        return
+
+    @functools.wraps(before)
+    def initialize(self: Any) -> None:
+        before(self)
+        if self.model_config.model_type == "language_model":
+            self.treewise = share_engine(self)
+        else:
+            logger.info("verl: a %s computes every token of its rows.", self.model_config.model_type)
+
+    setattr(initialize, _BEFORE, before)
+    engine_class.initialize = initialize
+
+
+def uninstall() -> None:
+    """Undoes `install`; engines that are shared stay so until their `treewise.remove()`."""
+    engine_class = _engine_class()
+    before = getattr(engine_class.initialize, _BEFORE, None)
+    if before is not None:
+        engine_class.initialize = before
+
+
+def _engine_class() -> Any:
+    try:
+        from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    except ImportError as error:
+        raise ConfigError(
+            f"treewise.integrations.verl needs verl 0.9 with its FSDP engine, which does not import: {error}. "
+            "See docs/verl.md."
+        ) from error
+    return FSDPEngineWithLMHead
+
+
+def _refuse_settings(engine: Any) -> None:
+    kind = type(engine).__name__
+    if not isinstance(engine, _engine_class()) or kind != "FSDPEngineWithLMHead":
+        raise ConfigError(
+            f"share_prefixes takes verl's FSDPEngineWithLMHead or a TrainingWorker with one, found a {kind}. Set "
+            "actor_rollout_ref.actor.strategy=fsdp2 or fsdp; of an ActorRolloutRefWorker give worker.actor and "
+            "worker.ref, one call each."
+        )
+    if getattr(engine, "module", None) is None:
+        raise ConfigError("this engine of verl has no model yet; call engine.initialize() first.")
+    config, model = engine.engine_config, engine.model_config
+    size = config.ulysses_sequence_parallel_size
+    if size > 1:
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size={size} cuts sequences over ranks, and a tree needs them whole: set it to "
+            "1. Shared prefixes take the place of what it saves where rollouts share theirs."
+        )
+    if not model.use_fused_kernels:
+        raise ConfigError(
+            "verl returns log-probs instead of logits only with its fused kernels: set "
+            "actor_rollout_ref.model.use_fused_kernels=True and "
+            "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch (or triton)."
+        )
+    if model.tiled_mlp.get("enabled", False) or model.mtp.enable:
+        raise ConfigError("tiled_mlp and mtp replace forwards that trees run through; disable both.")
+
+
+def _refuse_head(base: nn.Module) -> None:
+    """Raises for a head whose weight verl's fused forward cannot read, or a forward that is not the fused one."""
+    if not hasattr(base, "_verl_fused_kernels_backend"):
+        raise ConfigError(
+            f"verl left the forward of {type(base).__name__} as it was, although use_fused_kernels is set: "
+            "fused_kernel_options.impl_backend must be torch, triton or liger, and the family one that verl fuses."
+        )
+    if isinstance(base.get_output_embeddings(), FSDPModule):  # type: ignore[operator]
+        raise ConfigError(
+            f"verl shards the head of {type(base).__name__} as a unit of its own under strategy=fsdp2, and its fused "
+            "kernels read the weight outside of that unit, which fails without treewise, too: set "
+            "actor_rollout_ref.actor.strategy=fsdp (and ref), or use a model with tied embeddings."
+        )
+
+
+def _output(fields: Fields) -> Any:
+    from verl.models.transformers.dense_common import CausalLMOutputForPPO
+
+    return CausalLMOutputForPPO(log_probs=fields["log_probs"], entropy=fields["entropy"])

@@ -1,0 +1,145 @@
+"""verl's own engine with the line and without: log-probs, entropies, losses, gradients, weights after updates.
+
+All runs of one number of processes take place in the same forked ones. Skipped where verl is not installed
+(docs/verl.md tells how).
+"""
+
+import logging
+
+import pytest
+import torch
+
+from tests.distributed.test_mesh import fork_ranks
+from tests.integrations.verl_engine import verl_runs
+from treewise import share_prefixes
+from treewise.errors import ConfigError, UnsupportedModelError
+
+verl = pytest.importorskip("verl", reason="verl is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.filterwarnings("ignore")  # of verl, ray and torch, as without the line
+
+CASES = {
+    "packed": {},
+    "padded": {"use_remove_padding": False},
+    "two micro-batches, checkpoints": {"micro_batch_size": 2, "enable_gradient_checkpointing": True},
+    "tokens of padding": {"engine": (("pad_to_length", True), ("pad_to_length_bucket", 64))},
+    "adapters": {"lora_rank": 4, "target_modules": ["q_proj", "down_proj"]},
+    "fsdp1": {"strategy": "fsdp", "family": "untied"},
+    "qwen3_moe": {"family": "qwen3_moe"},
+    "bf16": {"precision": "bf16"},
+}
+ON_TWO = ("packed", "two micro-batches, checkpoints", "fsdp1")
+
+
+def run_all(folder, cases):
+    """Each case without the line, and with it."""
+    verl_runs.prepare()
+    from treewise.integrations import verl_engine
+
+    logging.getLogger("treewise").setLevel(logging.ERROR)
+    found = {}
+    for line in (False, True):
+        if line:
+            import treewise.integrations.verl  # noqa: F401
+        for name in cases:
+            settings = dict(CASES[name])
+            torch.manual_seed(0)
+            family = settings.pop("family", "llama")
+            found[name, line] = verl_runs.outcome(folder / family, **settings)
+    verl_engine.uninstall()
+    return found | {"refusals": refusals(folder) if torch.distributed.get_world_size() == 1 else None}
+
+
+def refusals(folder):
+    """The message of each error."""
+    told = {}
+
+    def tell(name, change, family="llama"):
+        engine = verl_runs.engine_of(folder / family)
+        change(engine)
+        with pytest.raises((ConfigError, UnsupportedModelError)) as caught:
+            share_prefixes(engine)
+        told[name] = str(caught.value)
+
+    def set_of(part, key, value):
+        return lambda engine: object.__setattr__(getattr(engine, part), key, value)
+
+    tell("ulysses", set_of("engine_config", "ulysses_sequence_parallel_size", 2))
+    tell("no fused kernels", set_of("model_config", "use_fused_kernels", value=False))
+    tell("not fused", lambda engine: delattr(engine.module, "_verl_fused_kernels_backend"))
+    tell("own unit", lambda _: None, "untied")
+    tell("no model", lambda engine: setattr(engine, "module", None))
+    engine = verl_runs.engine_of(folder / "llama")
+    sharing = share_prefixes(engine)
+    told["repr"] = repr(sharing)
+    own = sharing._own
+
+    def wrong(model, **kwargs):
+        output = own(model, **kwargs)
+        output.log_probs = output.log_probs + 0.5 * (kwargs.get("input_ids") is not None)
+        return output
+
+    sharing._own = wrong
+    with pytest.raises(UnsupportedModelError) as caught, engine.eval_mode():
+        engine.infer_batch(verl_runs.batch_of(0, engine))
+    told["differs"] = str(caught.value)
+    sharing.remove()
+    told["removed"] = "forward" not in vars(engine.module)
+    with pytest.raises(ConfigError) as caught:
+        share_prefixes(engine, 100)
+    told["budget"] = str(caught.value)
+    return told
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verl")
+    for family in ("llama", "qwen3_moe"):
+        verl_runs.save_model(folder / family, family)
+    verl_runs.save_model(folder / "untied", tie_word_embeddings=False)
+    found = {1: fork_ranks(1, lambda: run_all(folder, CASES), folder)}
+    return folder, found | {2: fork_ranks(2, lambda: run_all(folder, ON_TWO), folder)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(1, each) for each in CASES] + [(2, each) for each in ON_TWO], ids=lambda value: str(value)
+)
+def test_everything_is_what_it_is_without_the_line(runs, ranks, case):
+    tolerance = {"rtol": 0.1, "atol": 0.1} if case == "bf16" else {"rtol": 1e-5, "atol": 1e-5}
+    for found in runs[1][ranks]:
+        (plain, none), (tree, counts) = found[case, False], found[case, True]
+        assert none is None
+        assert counts.num_left == 0
+        assert counts.share_ratio > 1.4
+        torch.testing.assert_close(tree, plain, **tolerance)
+
+
+def test_log_probs_and_entropies_are_those_of_each_row_alone(runs):
+    folder, found = runs
+    model = verl_runs.save_model(folder / "llama")
+    outcome, _ = found[1][0]["packed", True]
+    for row, logprobs, entropies in zip(verl_runs.rows_of(0), outcome["log_probs"], outcome["entropy"], strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor(row)[None]).logits[0] / 0.7
+        every = logits.log_softmax(-1)
+        alone = every[:-1].gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+        torch.testing.assert_close(logprobs[:-1], alone, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(entropies, -(every.exp() * every).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("ulysses", "ulysses_sequence_parallel_size=2 cuts sequences over ranks"),
+        ("no fused kernels", "actor_rollout_ref.model.use_fused_kernels=True"),
+        ("not fused", "fused_kernel_options.impl_backend must be torch"),
+        ("own unit", "use a model with tied embeddings"),
+        ("no model", "call engine.initialize() first"),
+        ("budget", "set ppo_micro_batch_size_per_gpu"),
+        ("differs", "differ from those of verl's own forward by 0.5 (limit 0.01)"),
+    ],
+)
+def test_what_trees_cannot_follow_is_an_error(runs, name, words):
+    told = runs[1][1][0]["refusals"]
+    assert words in told[name]
+    assert told["removed"]
+    assert told["repr"].startswith("EngineSharing(0 batches")
