@@ -45,7 +45,10 @@ MARKED = {
         *("trainer/test_ranks_that_end.py",),
         "cli/commands/test_bench.py::test_a_run_is_printed_written_and_checked",
         "cli/commands/test_train.py::test_a_closed_pipe_does_not_end_training",
+        "distributed/test_context.py::test_more_families_on_two_processes",
+        "distributed/test_context.py::test_four_processes_give_what_one_gives",
         "distributed/test_mesh.py::test_more_families_on_a_mesh_of_two",
+        "distributed/test_mesh.py::test_more_meshes_of_four",
         "engine/test_vision.py::test_every_family_trains_as_flat",
         "grow/test_families.py::test_logits_stay_where_one_size_grows",
         "grow/test_families.py::test_odd_configurations_keep_logits",
@@ -58,6 +61,7 @@ MARKED = {
         "trainer/test_ranks.py::test_a_run_resumed_after_the_fit_places_as_the_uninterrupted_one",
         "trainer/test_ranks.py::test_sharded_bfloat16_is_as_near_to_float32_as_bfloat16_of_one_process",
         "trainer/test_ranks.py::test_four_processes_go_on_where_two_stopped",
+        "trainer/test_meshes.py::test_four_processes_train_like_one_and_resume",
         "trainer/test_ranks.py::test_four_processes_train_like_one",
         "trainer/test_torn.py::test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one",
         "tree/test_forest.py::test_100_000_leaves_of_one_fork",
@@ -103,6 +107,7 @@ REPRESENTATIVES = {
         *("3-sft-cut", "3-token ratios-whole", "3-sequence ratios-cut"),
     ),
     "trainer/test_launchers.py::test_accelerate_launches_processes_that_train_like_one": ("--use_fsdp",),
+    "trainer/test_meshes.py::test_a_process_that_dies_ends_the_run": ("context",),
     "trainer/test_ranks.py::test_two_processes_train_like_one": (
         *("ddp", "sharded", "adapters", "routers sharded", "uneven", "small sharded"),
     ),
@@ -136,7 +141,7 @@ REPRESENTATIVES = {
 # all tests of a file, so that they run once.
 SHARED_FIXTURES = (
     *("bench/test_contestants.py", "bench/test_results.py", "cli/commands/test_rl.py", "cli/test_hostile.py"),
-    *("distributed/test_mesh.py", "nn/attention/test_flex_kernels.py"),
+    *("distributed/test_context.py", "distributed/test_mesh.py", "nn/attention/test_flex_kernels.py"),
     *("cli/test_online_run.py", "report/html/test_browser.py", "rl/online/test_ranks.py", "rl/online/test_trainer.py"),
     *("test_wheel.py", "trainer/test_idle_ranks.py", "trainer/test_launchers.py", "trainer/test_ranks.py"),
     "trainer/test_ranks_that_end.py",

@@ -6,6 +6,7 @@ All cases of one number of processes run in the same ones, forked from this one,
 import os
 import traceback
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.trainer.forked_ranks import free_port
 from tests.trainer.helpers import in_child
 from treewise import SFT, Trajectory, TreeEngine, verify
 from treewise.distributed import ranks
+from treewise.distributed.fsdp import ShardSettings, shard
 from treewise.distributed.mesh import load_on_mesh, mesh_config, mesh_of
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import Distillation, PolicyGradient
@@ -40,6 +42,7 @@ class Case:
     budgets: tuple = (None, 16)
     dtype: torch.dtype = torch.float32
     lora: bool = False
+    sharded: bool = False
     changes: tuple = ()
 
     @property
@@ -49,6 +52,7 @@ class Case:
     @property
     def name(self):
         rest = [str(self.dtype)[6:] if self.dtype != torch.float32 else "", "lora" if self.lora else ""]
+        rest.append("sharded" if self.sharded else "")
         return " ".join(filter(None, [self.family, f"tp{self.tp}", f"ep{self.ep}", self.objective, *rest]))
 
 
@@ -73,6 +77,19 @@ MORE = [
     *(Case(each, tp=2, objective="policy") for each in ("llama", "qwen3", "gpt_oss", "qwen3_moe")),
     Case("llama", tp=2, dtype=torch.float64),
     Case("qwen3", tp=2, objective="distillation"),
+]
+FOUR = [
+    Case("qwen3", tp=2, budgets=(16,), sharded=True),
+    Case("qwen3_moe", ep=2, objective="router", budgets=(16,), sharded=True),
+]
+MORE_ON_FOUR = [
+    Case("llama", tp=2, lora=True, sharded=True),
+    Case("gemma3_text", tp=2, objective="policy", sharded=True),
+    *(Case(each, tp=2, sharded=True) for each in ("llama", "gpt_oss", "deepseek_v3", "qwen3_next")),
+    *(Case(each, ep=2, sharded=True) for each in ("gpt_oss", "deepseek_v3")),
+    *(Case("qwen3_moe", *sizes, objective="router", sharded=True) for sizes in ((2, 1), (2, 2), (2, 4), (1, 4))),
+    *(Case("qwen3_moe", *sizes) for sizes in ((2, 1), (2, 2), (2, 4), (1, 2), (1, 4))),
+    *(Case(each, tp=4, changes=(("num_key_value_heads", 4),)) for each in ("llama", "qwen3")),
 ]
 
 
@@ -115,9 +132,10 @@ def with_adapters(model):
     return model
 
 
-def engine_of(model, case, budget):
+def engine_of(model, case, budget, check=True):
     wants_router = case.objective == "router"
-    return TreeEngine(model, budget, router_aux_loss=wants_router, router_z_coefficient=0.1 if wants_router else 0.0)
+    z_coefficient = 0.1 if wants_router else 0.0
+    return TreeEngine(model, budget, check=check, router_aux_loss=wants_router, router_z_coefficient=z_coefficient)
 
 
 def expected(case):
@@ -136,17 +154,36 @@ def on_mesh(case, folder):
     """The same of the processes of a mesh together, by budget."""
     model = load_on_mesh(str(folder / case.folder), tp_size=case.tp, ep_size=case.ep, dtype=case.dtype).train()
     model = with_adapters(model) if case.lora else model
-    return {budget: at_budget(model, case, budget) for budget in case.budgets}
+    engine, ends = engine_of(model, case, None), None
+    if case.sharded:
+        engine.check(engine.plan(trajectories()).forest)
+        ends = shard(model, engine.lm, torch.device("cpu"), ShardSettings(), None)
+    return {budget: at_budget(model, case, budget, ends) for budget in case.budgets}
 
 
-def at_budget(model, case, budget):
+def at_budget(model, case, budget, ends):
     model.zero_grad()
-    mesh, engine, items = mesh_of(model), engine_of(model, case, budget), trajectories()
+    mesh, engine, items = mesh_of(model), engine_of(model, case, budget, check=ends is None), trajectories()
     own = items[mesh.data.get_local_rank() :: mesh.data.size()]
-    objective, counts = OBJECTIVES[case.objective], None
-    if mesh.needs_lockstep:
+    if mesh.needs_lockstep and ends is None:
         engine.check(engine.plan(items).forest)
+    if mesh.needs_lockstep or ends is not None:
         engine.enable_lockstep(ranks.gather_texts)
+    with nullcontext() if ends is None else ends.whole(trains=True):
+        out, logprobs = step_of(engine, case, own, items)
+    if ends is None:
+        mesh.sum_gradients(model.parameters())
+    loss = ranks.sum_over(torch.device("cpu"), out.loss if mesh.is_first_of_batch else 0.0)[0]
+    whole = {name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
+             for name, each in model.named_parameters() if each.grad is not None}  # fmt: skip
+    held = sum(each.to_local().numel() if isinstance(each.data, DTensor) else each.numel()
+               for each in model.parameters())  # fmt: skip
+    return {"loss": loss, "logprobs": logprobs, "gradients": whole, "held": held}
+
+
+def step_of(engine, case, own, items):
+    """This rank's step and log-probs."""
+    objective, counts = OBJECTIVES[case.objective], None
     if engine.router_loss_rule is not None:
         counts = engine.count_experts(own)
         engine.drain()
@@ -155,16 +192,10 @@ def at_budget(model, case, budget):
     denominator = objective.denominator(engine.plan(items).forest)
     out = engine.step(own, objective, denominator=denominator, router_counts=counts)
     engine.drain()
-    mesh.sum_gradients(model.parameters())
-    loss = ranks.sum_over(torch.device("cpu"), out.loss if mesh.is_first_of_batch else 0.0)[0]
     with torch.no_grad():
         logprobs = engine.logprobs(own)
         engine.drain()
-    whole = {name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
-             for name, each in model.named_parameters() if each.grad is not None}  # fmt: skip
-    held = sum(each.to_local().numel() if isinstance(each.data, DTensor) else each.numel()
-               for each in model.parameters())  # fmt: skip
-    return {"loss": loss, "logprobs": logprobs, "gradients": whole, "held": held}
+    return out, logprobs
 
 
 def other_checks(folder):
@@ -218,7 +249,7 @@ def fork_ranks(num_ranks, work, folder, codes=None):
             raise
         torch.save(found, folder / f"found{rank}.pt")
 
-    children = [in_child(lambda rank=rank: run(rank), 400) for rank in range(num_ranks)]
+    children = [in_child(lambda rank=rank: run(rank), 900) for rank in range(num_ranks)]
     ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert ends == (codes or [0] * num_ranks), "\n".join(each.read_text() for each in sorted(folder.glob("error*")))
     files = [folder / f"found{rank}.pt" for rank in range(num_ranks)]
@@ -247,13 +278,14 @@ def check(found, case):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
             assert own["gradients"].keys() == gradients.keys()
             gaps = {name: float((own["gradients"][name] - each).norm()) for name, each in gradients.items()}
-            assert sum(gap**2 for gap in gaps.values()) ** 0.5 <= TOLERANCE * norm
+            assert sum(gap**2 for gap in gaps.values()) ** 0.5 <= TOLERANCE * norm, max(gaps, key=gaps.__getitem__)
             for name, gap in gaps.items():
                 limit = TOLERANCE * max(float(gradients[name].norm()), SMALLEST * norm)
                 assert gap <= 2 * limit, (name, budget, gap / limit)
         whole = sum(each.numel() for each in model_of(case).parameters())
         assert all(each["held"] < whole for each in of_ranks)
-        mesh = {"tp": case.tp, "ep": case.ep, "fsdp": 1, "dp": num_data}
+        axes = {"fsdp": num_data, "dp": 1} if case.sharded else {"fsdp": 1, "dp": num_data}
+        mesh = {"tp": case.tp, "ep": case.ep, **axes}
         predicted = report_mesh(model_of(case).config, mesh, torch.float32).bytes_weights
         assert case.lora or np.mean([each["held"] for each in of_ranks]) == pytest.approx(predicted / 4, abs=1)
     return True
@@ -272,6 +304,27 @@ def test_two_processes_give_what_one_gives(two, case):
 @pytest.mark.parametrize("case", MORE, ids=names(MORE))
 def test_more_families_on_a_mesh_of_two(more, case):
     check(more, case)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return run_on(4, FOUR, tmp_path_factory.mktemp("four"))
+
+
+@pytest.mark.parametrize("case", FOUR, ids=names(FOUR))
+def test_four_processes_give_what_one_gives(four, case):
+    check(four, case)
+
+
+@pytest.fixture(scope="module")
+def more_on_four(tmp_path_factory):
+    return run_on(4, MORE_ON_FOUR, tmp_path_factory.mktemp("more_on_four"))
+
+
+@pytest.mark.filterwarnings("default")  # of peft about transformers
+@pytest.mark.parametrize("case", MORE_ON_FOUR, ids=names(MORE_ON_FOUR))
+def test_more_meshes_of_four(more_on_four, case):
+    check(more_on_four, case)
 
 
 def test_models_on_a_mesh_are_verified_and_scored(two):

@@ -22,7 +22,18 @@ SETTINGS = {
     "use_cpu": True, "disable_tqdm": True, "max_tokens": 12, "per_device_train_batch_size": 2, "weight_decay": 0.1,
 }  # fmt: skip
 # Family and settings of a run; batches of one process times their number.
-TWO = {"tensor": ("qwen3", {"tp_size": 2}), "experts": ("qwen3_moe", {"ep_size": 2})}
+TWO = {
+    "tensor": ("qwen3", {"tp_size": 2}),
+    "experts": ("qwen3_moe", {"ep_size": 2, "sharded": True}),
+    "context": ("qwen3", {"context_size": 2}),
+}
+FOUR = {
+    "tensor": ("qwen3", {"tp_size": 2, "sharded": True}),
+    "experts": ("qwen3_moe", {"ep_size": 2, "sharded": True, "shard_config": {"cpu_offload": True}}),
+    "both": ("qwen3_moe", {"tp_size": 2, "ep_size": 4, "sharded": True}),
+    "copies": ("qwen3_moe", {"tp_size": 2, "ep_size": 2}),
+    "context": ("qwen3_moe", {"context_size": 2, "sharded": True}),
+}
 
 
 def model_folder(folder, family):
@@ -37,7 +48,9 @@ def trainer_of(folder, family, run, settings):
     """A trainer of the model on its mesh; batches of a step are the same whatever the mesh."""
     args = TreeTrainingArguments(**{**SETTINGS, **settings}, output_dir=str(folder / run))
     args.per_device_train_batch_size = 4 // args.data_size
-    model = load_on_mesh(str(folder / family), tp_size=args.tp_size, ep_size=args.ep_size, dtype=torch.float32)
+    sizes = {"tp_size": args.tp_size, "ep_size": args.ep_size}
+    is_on_mesh = args.tp_size * args.ep_size > 1
+    model = load_on_mesh(str(folder / family), **sizes, dtype=torch.float32) if is_on_mesh else type_of(folder, family)
     return TreeTrainer(model, args, train_dataset=some_trees())
 
 
@@ -109,13 +122,26 @@ def test_two_processes_train_like_one_and_resume(two, name):
     check(two[1], two[0], name, TWO[name][0])
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("four")
+    for family, _ in FOUR.values():
+        model_folder(folder, family)
+    return folder, fork_ranks(4, lambda: run_all(FOUR, folder), folder)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_processes_train_like_one_and_resume(four, name):
+    check(four[1], four[0], name, FOUR[name][0])
+
+
 def test_settings_of_another_mesh_are_an_error(tmp_path):
     def run():
         model = load_on_mesh(str(model_folder(tmp_path, "qwen3")), tp_size=2, dtype=torch.float32)
         with pytest.raises(ConfigError, match=r"tp_size=1, ep_size=1, and the model was loaded with tp_size=2"):
             TreeTrainer(model, TreeTrainingArguments(**SETTINGS, output_dir=str(tmp_path)), train_dataset=some_trees())
         sharded = trainer_of(tmp_path, "qwen3", "run", {"tp_size": 2, "sharded": True})
-        with pytest.raises(ConfigError, match="sharded=True cannot be combined with tp_size or ep_size yet"):
+        with pytest.raises(ConfigError, match="sharded=True has nothing to shard over: tp_size=2 divides every layer"):
             sharded.train()
 
     model_folder(tmp_path, "qwen3")

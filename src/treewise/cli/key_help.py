@@ -98,7 +98,15 @@ GROUPS: Mapping[str, Sequence[str]] = {
         *("logging_steps", "report_to", "run_name"),
     ),
     "When something goes wrong": ("nonfinite", "max_skipped_steps", "spike_factor", "on_save_failure"),
-    "Several processes": ("sharded", "shard_config", "tp_size", "ep_size", "balance_ranks", "balance_costs"),
+    "Several processes": (
+        "sharded",
+        "shard_config",
+        "tp_size",
+        "ep_size",
+        "context_size",
+        "balance_ranks",
+        "balance_costs",
+    ),
 }
 WIDTH = 100
 COLUMN = 32

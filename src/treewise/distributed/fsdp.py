@@ -1,27 +1,34 @@
 """Sharded parameters by PyTorch's FSDP2, on the CPU (gloo) and on CUDA (NCCL).
 
 Each decoder layer is one FSDP unit: its parameters are gathered for its forward and backward, and its gradients are
-added up and scattered in its backward. Parameters outside the layers (embedding, last norm, head: `Ends`) are sharded
-here. The engine calls the decoder and uses the head's weight apart from any module's forward, for many micro-batches,
-so these parameters are gathered once for all micro-batches of a batch, and their gradients scattered once after it.
+added up and scattered in its backward. Parameters outside the layers are sharded by `ends`. On a mesh each layer's part
+of this rank is sharded over the ranks with batches of their own, and experts over the ranks with the same ones.
 
 Gradients are sums over ranks, not means: losses are divided by the denominator of the whole step.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from treewise.distributed import ranks
-from treewise.distributed.mesh import local_part, mesh_of, num_copies
+from treewise.distributed.ends import Ends
+from treewise.distributed.mesh import (
+    Mesh,
+    broadcast,
+    divided_dimensions,
+    local_part,
+    mesh_of,
+    num_copies,
+    spread_experts,
+)
 from treewise.errors import ConfigError
 from treewise.nn.model import DecoderAndHead, base_model
 
@@ -121,51 +128,6 @@ class ShardedModel(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class Ends:
-    """The parameters outside the layers: shards, and whole while `whole` is entered."""
-
-    def __init__(self, model: nn.Module, inside: set[nn.Parameter], mesh: Any, device: torch.device) -> None:
-        self._owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        self._is_whole = False
-        outside: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter not in inside:
-                    outside.setdefault(parameter, []).append((module, name))  # several modules: a tied parameter
-        for parameter, owners in outside.items():
-            placement = Shard(0) if parameter.dim() else Replicate()
-            # From rank 0: its parameters win, as under DistributedDataParallel.
-            placements = [*[Replicate()] * (mesh.ndim - 1), placement]
-            data = distribute_tensor(parameter.data.to(device), mesh, placements, src_data_rank=0)
-            shard = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            self._owners[shard] = owners
-            _put(owners, shard)
-
-    @contextmanager
-    def whole(self, trains: bool) -> Iterator[None]:
-        """Gathers the parameters; afterwards adds the ranks' gradients up into the shards' `.grad` where `trains`.
-
-        A collective: every rank enters and leaves at the same time.
-        """
-        if self._is_whole:
-            yield
-            return
-        gathered = {shard: _gathered(shard) for shard in self._owners}
-        for shard, owners in self._owners.items():
-            _put(owners, gathered[shard])
-        self._is_whole = True
-        try:
-            yield
-            if trains:
-                for shard, parameter in gathered.items():
-                    if shard.requires_grad:
-                        _add_gradient(shard, parameter.grad)
-        finally:
-            self._is_whole = False
-            for shard, owners in self._owners.items():
-                _put(owners, shard)
-
-
 def shard(
     model: nn.Module, lm: DecoderAndHead, device: torch.device, settings: ShardSettings, dtype: torch.dtype | None
 ) -> Ends:
@@ -174,26 +136,24 @@ def shard(
     dtype: of the layers' computation, where it is not that of their parameters; gradients are added up in float32.
 
     Raises:
-        ConfigError: no process group, a model on a mesh, one that cannot hold so many copies, no layers found, or
-            parameters that are not sharded in the end.
+        ConfigError: no process group, a mesh that leaves nothing to shard over, a number of ranks that cannot hold so
+            many copies, no layers found, or parameters that are not sharded in the end.
     """
     if not distributed.is_initialized():
         raise ConfigError("fsdp needs a process group; start the run with torchrun or accelerate launch.")
-    if mesh_of(model) is not None:
-        raise ConfigError("sharded=True cannot be combined with tp_size or ep_size yet; leave sharded (fsdp) out.")
-    mesh = _mesh(device, settings.dp_replicate_size)
+    mesh = mesh_of(model)
+    data = _data_mesh(device, settings.dp_replicate_size, mesh)
     layers = find_layers(lm, settings.layer_names)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     outside = {parameter for parameter in lm.decoder.parameters() if parameter not in inside}
     for tensor in [*inside_in_order(layers), *model.buffers()]:
-        _broadcast(tensor.data, device)
+        broadcast(tensor.data, device, mesh)
     # Buffers of the model that no unit moves.
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
     policy: dict[str, Any] = {
-        "mesh": mesh,
         "reshard_after_forward": settings.reshard_after_forward,
         # On a CPU the same code runs, and moves nothing.
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if settings.cpu_offload else OffloadPolicy(),
@@ -202,21 +162,39 @@ def shard(
         # Inputs are cast by autocast, as without shards; FSDP would cast copies of the tree that travels with them.
         policy["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for layer in layers:
-        _add_up(fully_shard(layer, **policy))
+        for experts in spread_experts(layer):
+            assert mesh is not None
+            experts.register_forward_hook(_without_views)
+            _add_up(fully_shard(experts, mesh=mesh.expert_data, **policy))
+        _add_up(fully_shard(layer, mesh=data, shard_placement_fn=partial(_free_dimension, data.size(-1)), **policy))
     # The root has no parameters of its own; it makes layers share their streams and gather ahead of one another.
     decoder_class = type(lm.decoder)
-    _add_up(fully_shard(lm.decoder, mesh=mesh, ignored_params=outside))
+    _add_up(fully_shard(lm.decoder, mesh=data, ignored_params=outside))
     # transformers looks up by the name of the decoder's class what it can return (router logits), and FSDP made a new
     # class; its hooks and its state do not depend on it.
     lm.decoder.__class__ = decoder_class
-    ends = Ends(model, {parameter for layer in layers for parameter in layer.parameters()}, mesh, device)
+    ends = Ends(model, {parameter for layer in layers for parameter in layer.parameters()}, data, device, mesh)
     check_sharded(model)
     return ends
 
 
-def _mesh(device: torch.device, num_copies: int) -> DeviceMesh:
-    """All ranks in one row, or hybrid sharding: a row for each copy of the model, over which that copy is sharded."""
+def _data_mesh(device: torch.device, num_copies: int, mesh: Mesh | None) -> DeviceMesh:
+    """All ranks in one row, or hybrid sharding: a row for each copy of the model, over which that copy is sharded. On a
+    mesh: the ranks that hold the same parts.
+    """
     num_ranks = ranks.count()
+    if mesh is not None:
+        if num_copies > 1:
+            raise ConfigError(
+                f"dp_replicate_size={num_copies} cannot be combined with tp_size or ep_size; leave dp_replicate_size "
+                "out, and the model is sharded over all ranks that hold the same parts."
+            )
+        if mesh.data.size() == 1:
+            raise ConfigError(
+                f"sharded=True has nothing to shard over: tp_size={mesh.tensor.size()} divides every layer among all "
+                f"{num_ranks} processes already; leave sharded (fsdp) out, or lower tp_size."
+            )
+        return mesh.data
     if num_copies == 1:
         return init_device_mesh(device.type, (num_ranks,))
     if num_ranks % num_copies or num_ranks == num_copies:
@@ -228,9 +206,30 @@ def _mesh(device: torch.device, num_copies: int) -> DeviceMesh:
     return init_device_mesh(device.type, (num_copies, num_ranks // num_copies), mesh_dim_names=names)
 
 
+def _without_views(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """FSDP gathers for the backward by a hook on the output, which an in-place operation on a view would drop."""
+    del module, inputs
+    return output.clone()
+
+
+def _free_dimension(num_ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """The dimension that a parameter is sharded along: the first, or one that tensor parallelism has not divided."""
+    divided = divided_dimensions(parameter.data)
+    if 0 not in divided:
+        return None
+    free = (dim for dim in range(1, parameter.dim()) if dim not in divided)
+    return next((Shard(dim) for dim in free if parameter.shape[dim] % num_ranks == 0), None)
+
+
 def check_sharded(model: nn.Module) -> None:
     """Raises `ConfigError` if any parameter is whole though sharding was asked for."""
-    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    is_on_mesh = mesh_of(model) is not None
+
+    def is_shard(parameter: torch.Tensor) -> bool:
+        axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
+        return isinstance(parameter, DTensor) and (not is_on_mesh or bool({"fsdp", "efsdp"} & set(axes)))
+
+    whole = [name for name, parameter in model.named_parameters() if not is_shard(parameter)]
     if whole:
         raise ConfigError(f"fsdp was asked for, but {len(whole)} parameters are whole: {', '.join(whole[:5])}.")
 
@@ -322,33 +321,6 @@ def _add_up(unit: Any) -> None:
     """Sums gradients instead of averaging them, by an operation that gloo supports, too."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-
-
-def _gathered(shard: nn.Parameter) -> nn.Parameter:
-    assert isinstance(shard.data, DTensor)
-    return nn.Parameter(shard.data.full_tensor(), requires_grad=shard.requires_grad)
-
-
-def _add_gradient(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Adds the sum of the ranks' gradients; a rank without one contributes zeros."""
-    held = shard.data
-    assert isinstance(held, DTensor)
-    own = torch.zeros(held.shape, dtype=held.dtype, device=held.to_local().device) if grad is None else grad
-    total = DTensor.from_local(own, held.device_mesh, [Partial()] * held.device_mesh.ndim, run_check=False)
-    summed = total.redistribute(held.device_mesh, held.placements)
-    shard.grad = summed if shard.grad is None else shard.grad + summed
-
-
-def _put(owners: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
-    for module, name in owners:
-        module._parameters[name] = parameter
-
-
-def _broadcast(tensor: torch.Tensor, device: torch.device) -> None:
-    moved = tensor.to(device)
-    distributed.broadcast(moved, 0)
-    if moved is not tensor:
-        tensor.copy_(moved)
 
 
 def _is_true(value: Any) -> bool:

@@ -36,12 +36,14 @@ class Mesh:
 
     tensor: ranks with parts of the same layers and the same batch. expert: ranks that hold all experts together.
     data: ranks that hold the same parts of layers, with batches of their own. expert_data: ranks with the same experts.
+    data_and_tensor: both axes, of all ranks.
     """
 
     tensor: DeviceMesh
     expert: DeviceMesh
     data: DeviceMesh
     expert_data: DeviceMesh
+    data_and_tensor: DeviceMesh
 
     @property
     def is_first_of_batch(self) -> bool:
@@ -55,8 +57,7 @@ class Mesh:
 
     def data_of(self, parameter: torch.Tensor) -> DeviceMesh:
         """The ranks whose gradients of a parameter are to be added up."""
-        is_expert = isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
-        return self.expert_data if is_expert else self.data
+        return self.expert_data if _is_expert(parameter) else self.data
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Adds gradients up over the ranks with batches of their own; a rank without one contributes zeros."""
@@ -65,6 +66,7 @@ class Mesh:
             if parameter.requires_grad and mesh.size() > 1:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = placed_like(parameter.grad, parameter)
                 distributed.all_reduce(local_part(parameter.grad), group=mesh.get_group())
 
 
@@ -85,7 +87,7 @@ def mesh_of(model: nn.Module) -> Mesh | None:
             "decoder. Load it with treewise.distributed.mesh.load_on_mesh(folder, tp_size=..., ep_size=...), whose "
             "other ranks get batches of their own."
         )
-    axes = ("tp", "ep", "fsdp", "efsdp")
+    axes: tuple[Any, ...] = ("tp", "ep", "fsdp", "efsdp", ("fsdp", "tp"))
     return Mesh(*(manager.get_mesh(axis) for axis in axes))
 
 
@@ -178,9 +180,45 @@ def take_over(model: nn.Module) -> None:
         vars(base).update(_is_distributed_loading_by_transformers=False, _tp_size=None)
 
 
+def spread_experts(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a layer whose own parameters are experts that ranks hold together."""
+    return [each for each in layer.modules() if any(map(_is_expert, each.parameters(recurse=False)))]
+
+
+def _is_expert(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def broadcast(tensor: torch.Tensor, device: torch.device, mesh: Mesh | None) -> None:
+    """Makes a tensor equal on all ranks that hold the same part of it; the first one's wins. All of them call this."""
+    held = local_part(tensor)
+    moved = held.to(device)
+    if mesh is None:
+        distributed.broadcast(moved, 0)
+    else:
+        distributed.broadcast(moved, group=mesh.data_of(tensor).get_group(), group_src=0)
+    if moved is not held:
+        held.copy_(moved)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_like(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient divided as its parameter is: torch leaves that of a divided embedding whole on each rank."""
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        return grad.redistribute(parameter.device_mesh, parameter.placements)
+    return grad
+
+
+def divided_dimensions(tensor: torch.Tensor) -> set[int]:
+    """The dimensions along which processes hold parts of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    of_placements: list[Any] = [each for each in tensor.placements if not each.is_replicate()]
+    return {each.dim % tensor.dim() for each in of_placements}
 
 
 def num_copies(tensor: torch.Tensor) -> int:
@@ -191,22 +229,22 @@ def num_copies(tensor: torch.Tensor) -> int:
     return ranks.count() // math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
-def check_same_plan(mesh: Mesh | None, plan: Plan) -> None:
+def check_same_plan(group: Any, plan: Plan, key: str) -> None:
     """Compares a plan and the values of its trajectories over the ranks that compute it together; all call this.
+
+    group: of these ranks. key: the setting that made them.
 
     Raises:
         DataError: a rank has another one, on every rank.
     """
-    if mesh is None or mesh.tensor.size() == 1:
-        return
-    digests: list[Any] = [None] * mesh.tensor.size()
-    distributed.all_gather_object(digests, _digest(plan), group=mesh.tensor.get_group())
+    digests: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(digests, _digest(plan), group=group)
     if len(set(digests)) > 1:
         others = [index for index, digest in enumerate(digests) if digest != digests[0]]
         raise DataError(
-            f"ranks of one tensor-parallel group have different trees or budgets: number {', '.join(map(str, others))} "
-            f"of the group differs from number 0. They compute one batch together (tp_size={mesh.tensor.size()}), so "
-            "give all of them the same trajectories in the same order and the same max_tokens."
+            f"ranks that compute one batch together ({key}={len(digests)}) have different trees or budgets: number "
+            f"{', '.join(map(str, others))} of the group differs from number 0. Give all of them the same trajectories "
+            "in the same order and the same max_tokens."
         )
 
 

@@ -61,7 +61,7 @@ def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list
             "with sharded parameters, values that carry gradients would run their backward outside of a step, where "
             "other ranks do not take part; give the loss to engine.step as a function, or use torch.no_grad()."
         )
-    if walk.plan.is_whole and walk.lockstep is None:  # in lockstep, every forward is a turn of all ranks
+    if walk.is_one_graph:
         output = walk.whole_output()
         return [_joined([reader.read(output)], reader, output.hidden) for reader in readers]
     if not torch.is_grad_enabled():
@@ -86,7 +86,7 @@ def backward_through(
     loss_of: maps each reader's tensors by name to a scalar that requires a gradient.
     """
     walk = new_walk()
-    if walk.plan.is_whole and walk.lockstep is None:
+    if walk.is_one_graph:
         loss = loss_of(tree_values(new_walk, readers))
         loss.backward()
         return loss.detach()
@@ -190,7 +190,11 @@ def _visited(walk: Walk, readers: Sequence[Reader]) -> list[Values]:
         hidden = output.hidden
 
     walk.visit(use)
-    return [_joined(each, reader, hidden) for each, reader in zip(entries, readers, strict=True)]
+    results = [_joined(each, reader, hidden) for each, reader in zip(entries, readers, strict=True)]
+    if walk.context is None:
+        return results
+    add_up = walk.context.ranks.add_up  # each rank has the entries of its tokens
+    return [{name: add_up(tensor) for name, tensor in values.items()} for values in results]
 
 
 def _joined(entries: Sequence[Entries | None], reader: Reader, hidden: Float[Tensor, "T M"]) -> Values:

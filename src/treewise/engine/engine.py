@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treewise.distributed.context import ContextGroup
 from treewise.distributed.mesh import check_same_plan, mesh_of
 from treewise.engine.budget import AUTO, Budget, gateway_token_bytes, state_bytes
+from treewise.engine.context_walk import ContextWalk
 from treewise.engine.differentiable import Reader, Values, backward_through, hidden_reader, restore, tree_values
 from treewise.engine.gradient_probe import probe_gradients
 from treewise.engine.lockstep import Exchange, Lockstep
@@ -72,6 +74,8 @@ class TreeEngine:
             (`router_aux_loss_coef`); None: as its configuration says (`output_router_logits`).
         router_z_coefficient: the factor of a z-loss on router logits; 0: none.
         processor: the model's processor (`transformers.AutoProcessor`), for trajectories with images.
+        context: the ranks that compute each batch together, a part of the tokens of every micro-batch each
+            (`treewise.distributed.context.context_group`). Gradients are then this rank's part of a sum over them.
 
     Raises:
         UnsupportedModelError: the model cannot follow a tree; names the layer or setting.
@@ -92,6 +96,7 @@ class TreeEngine:
         router_aux_loss: bool | None = None,
         router_z_coefficient: float = 0.0,
         processor: Any = None,
+        context: ContextGroup | None = None,
     ) -> None:
         if not temperature > 0:
             raise ConfigError(f"temperature={temperature} must be positive.")
@@ -102,7 +107,15 @@ class TreeEngine:
         self.lm = split_model(model)
         choose(attention, self.lm.device.type)  # raises for an unknown name
         self._mesh = mesh_of(model)
+        self._context = None if context is None else ContextWalk.of(self.lm, context)
+        if self._context is not None and self._mesh is not None:
+            raise ConfigError("context_size cannot be combined with tp_size or ep_size; load the model whole.")
+        self._batch_group: tuple[Any, str] | None = None  # of the ranks that compute a batch together
         if self._mesh is not None and self._mesh.tensor.size() > 1:
+            self._batch_group = self._mesh.tensor.get_group(), "tp_size"
+        elif context is not None:
+            self._batch_group = context.group, "context_size"
+        if self._batch_group is not None:
             self._require_fixed_budget()
         if self._mesh is not None and self._mesh.needs_lockstep:
             self._require_no_held_passes()
@@ -131,7 +144,8 @@ class TreeEngine:
         if not self.budget.is_measured:
             self._measure(forest)
         plan = make_plan(forest, self.budget.tokens, hold=self.hold)
-        check_same_plan(self._mesh, plan)
+        if self._batch_group is not None:
+            check_same_plan(self._batch_group[0], plan, self._batch_group[1])
         return plan
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -190,6 +204,8 @@ class TreeEngine:
         if objective.is_separable(plan.forest):
             walk = self.new_walk(plan, with_router_logits=router_loss is not None)
             walk.visit(with_router_loss(loss.of_micro_batch, router_loss))
+            if self._context is not None:
+                loss.add_up(self._context.ranks)
         else:
             counting = [] if router_loss is None else [router_loss_reader(router_loss, plan)]
             loss.of_terms(self.values(plan, [loss.reader, *counting])[0])
@@ -216,10 +232,12 @@ class TreeEngine:
         loss, router_loss = self._step_loss(plan.forest, objective, denominator), self.router_loss(plan, counts)
         needs_first_walk = router_loss is not None and counts is None
         if objective.is_separable(plan.forest):
-            if router_loss is not None and not plan.is_whole and counts is None:
-                self._count_experts(plan, router_loss)
             walk = self.new_walk(plan, with_router_logits=router_loss is not None)
+            if router_loss is not None and counts is None and not walk.counts_at_once:
+                self._count_experts(plan, router_loss)
             walk.train(with_router_loss(loss.of_micro_batch, router_loss))
+            if self._context is not None:
+                loss.add_up(self._context.ranks)
         else:
             needs_first_walk = True
             self._backward_through(plan, loss.reader, router_loss, loss.of_terms)
@@ -341,6 +359,7 @@ class TreeEngine:
             lockstep=self._lockstep,
             with_router_logits=with_router_logits,
             vision=self._vision(plan) if vision is None else vision,
+            context=self._context,
         )
 
     def _vision(self, plan: Plan) -> ForestVision | None:
@@ -349,6 +368,11 @@ class TreeEngine:
             return None
         if self._mesh is not None:
             raise UnsupportedModelError("images are not supported yet with tp_size or ep_size; use copies or sharded.")
+        if self._context is not None:
+            raise UnsupportedModelError(
+                "images are not supported with context_size, which divides tokens among ranks and no vision tower: "
+                "leave it out and give max_tokens a number."
+            )
         return ForestVision(self.lm, plan.forest, self.processor, plan.max_tokens)
 
     def check(self, forest: Forest) -> None:
@@ -402,12 +426,14 @@ class TreeEngine:
     def router_loss(self, plan: Plan, counts: RouterCounts | None = None) -> RouterLoss | None:
         """The router losses of one step on a plan; None if the engine adds none. counts: of the whole step."""
         rule = self.router_loss_rule
-        return None if rule is None else RouterLoss(rule, plan.forest.multiplicity, counts)
+        add_up = None if self._context is None else self._context.ranks.add_up
+        return None if rule is None else RouterLoss(rule, plan.forest.multiplicity, counts, add_up)
 
     def _count_experts(self, plan: Plan, router_loss: RouterLoss) -> None:
         """A walk without a graph, which counts the choices of the whole step."""
         walk = self.new_walk(plan, with_router_logits=True)
         walk.visit(lambda output: router_loss.part(output.router_logits, output.positions))
+        router_loss.finish_counting()
 
     def _step_loss(self, forest: Forest, objective: Objective, denominator: float | None) -> StepLoss:
         loss = StepLoss(forest, objective, denominator)
@@ -437,8 +463,8 @@ class TreeEngine:
         """Ranks that compute a batch together all need the budget of the others, and none may run a step again."""
         if self.budget.setting == AUTO:
             raise ConfigError(
-                "max_tokens='auto' measures the free memory of each rank, and the ranks of a tensor-parallel group "
-                "need one budget; give max_tokens a number, or None."
+                "max_tokens='auto' measures the free memory of each rank, and ranks that compute a batch together "
+                "(tp_size, context_size) need one budget; give max_tokens a number, or None."
             )
         self.budget.recovers = False
 

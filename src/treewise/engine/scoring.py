@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.distributed.context import ContextGroup
 from treewise.engine.differentiable import Entries, Reader, Values
 from treewise.engine.walk import LossOf, MicroBatchOutput
 from treewise.errors import DataError, num
@@ -141,6 +142,15 @@ class StepLoss:
             metrics = self.objective.token_metrics(constants, streams)
         self._reported.append({"": loss.detach()} | {name: value.sum() for name, value in metrics.items()})
         return loss
+
+    def add_up(self, ranks: ContextGroup) -> None:
+        """Replaces what this rank's parts report by the sum over the ranks that compute the others; all call this."""
+        own: dict[str, float] = {}
+        for part in self._reported:
+            for name, value in part.items():
+                own[name] = own.get(name, 0.0) + float(value)
+        wide = torch.float64
+        self._reported = [{name: torch.tensor(each, dtype=wide) for name, each in ranks.add_up_by_name(own).items()}]
 
     def totals(self) -> tuple[float, dict[str, float]]:
         """The loss and the metrics over all parts; the only host synchronisation of a step."""

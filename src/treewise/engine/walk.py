@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.engine.context_walk import ContextWalk
 from treewise.engine.lockstep import Lockstep
 from treewise.engine.sparse_embedding import sparse_embedding_gradients
 from treewise.engine.vision import ForestVision
@@ -22,6 +23,7 @@ from treewise.nn.device import to_device
 from treewise.nn.lm_head import AnyHead
 from treewise.nn.model import DecoderAndHead, run_decoder
 from treewise.nn.recurrent import TreeRows
+from treewise.planning.context_parts import ContextPart
 from treewise.planning.layout import Layout, lay_out
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Plan
 from treewise.shapes import Float, Int
@@ -56,6 +58,7 @@ class Walk:
         lockstep: runs the same passes as other ranks; None on one rank.
         with_router_logits: whether outputs hold the router logits.
         vision: the forest's images; None: it has none.
+        context: the ranks that each compute a part of every micro-batch; None: this one computes all.
     """
 
     def __init__(
@@ -69,11 +72,12 @@ class Walk:
         lockstep: Lockstep | None = None,
         with_router_logits: bool = False,
         vision: ForestVision | None = None,
+        context: ContextWalk | None = None,
     ) -> None:
-        self.lm, self.plan, self.impl = lm, plan, impl
+        self.lm, self.plan, self.impl, self.context = lm, plan, impl, context
         self.temperature, self.offload, self.lockstep = temperature, offload, lockstep
         self.with_router_logits, self.vision = with_router_logits, vision
-        self._layouts: dict[int, tuple[Layout, TreeMask]] = {}
+        self._layouts: dict[int, tuple[Layout, TreeMask, ContextPart | None]] = {}
         self._tree_rows: dict[int, TreeRows] = {}
         self._gateways: dict[int, Gateway] = {}
         self._held: dict[int, torch.Tensor] = {}
@@ -126,6 +130,16 @@ class Walk:
                 self._close(index)
         next(turns, None)
 
+    @property
+    def is_one_graph(self) -> bool:
+        """Whether the caller's graph can hold the whole walk: one micro-batch, and no rank to keep in step with."""
+        return self.plan.is_whole and self.lockstep is None and self.context is None
+
+    @property
+    def counts_at_once(self) -> bool:
+        """Whether the first micro-batch shows this rank all tokens of the plan."""
+        return self.plan.is_whole and self.context is None
+
     def whole_output(self) -> MicroBatchOutput:
         """The output of the only micro-batch, in the caller's graph."""
         assert self.plan.is_whole
@@ -158,11 +172,14 @@ class Walk:
             return torch.autograd.graph.save_on_cpu(pin_memory=True)
         return nullcontext()
 
-    def _layout(self, index: int) -> tuple[Layout, TreeMask]:
+    def _layout(self, index: int) -> tuple[Layout, TreeMask, ContextPart | None]:
         if index not in self._layouts:
-            layout = lay_out(self.plan, index)
+            layout, part = lay_out(self.plan, index), None
+            if self.context is not None:
+                part = self.context.part(layout)
+                layout = part.layout
             mask = TreeMask.from_layout(layout) if self.vision is None else self.vision.mask(layout)
-            self._layouts[index] = layout, mask
+            self._layouts[index] = layout, mask, part
         return self._layouts[index]
 
     def _open(self, index: int, *, keep_graph: bool = False) -> MicroBatchOutput:
@@ -171,12 +188,15 @@ class Walk:
         return self._run(index, writes=gateway, injects=gateway if keep_graph else None)
 
     def _run(self, index: int, writes: Gateway | None = None, injects: Gateway | None = None) -> MicroBatchOutput:
-        layout, mask = self._layout(index)
+        layout, mask, part = self._layout(index)
         if writes is None and self.plan.micro_batches[index].is_open:
             injects = self._gateways[index]
         reads = tuple(self._read(above, rows) for above, rows in layout.gateway)
         tree_rows = self._tree_rows.setdefault(index, TreeRows(self.plan, index, layout))
-        context = TreeContext(mask, self.impl, reads, writes, injects, tree_rows)
+        exchange = None
+        if self.context is not None and part is not None:
+            exchange = self.context.exchange(part, self.lm.device)
+        context = TreeContext(mask, self.impl, reads, writes, injects, tree_rows, exchange)
         hidden, router_logits = run_decoder(
             self.lm,
             layout.token_ids,
@@ -185,7 +205,11 @@ class Walk:
             with_router_logits=self.with_router_logits,
             inside=None if self.vision is None else self.vision.inside(layout.positions, in_graph=self.plan.is_whole),
         )
-        return MicroBatchOutput(index, layout.positions, hidden, router_logits, self._make_head)
+        positions = layout.positions
+        if part is not None:
+            positions, hidden = positions[: part.num_own], hidden[: part.num_own]
+            router_logits = tuple(each[: part.num_own] for each in router_logits)
+        return MicroBatchOutput(index, positions, hidden, router_logits, self._make_head)
 
     def _make_head(self) -> AnyHead:
         if not self._is_collecting:

@@ -92,6 +92,13 @@ class FlopModel:
         last = first + forest.segments.lengths
         return self._step(forest.num_tokens, tree_head_rows(forest), last, first)
 
+    def of_tokens(self, depth: np.ndarray) -> np.ndarray:
+        """[T] float64: one forward and backward of each token, without the head. depth: [T] integers."""
+        low = depth.astype(np.int64)
+        pairs = sum(cost * (reach.pairs_below(low + 1) - reach.pairs_below(low)) for reach, cost in self.pair_forward)
+        costs: np.ndarray = self.linear + self.linear_backward + (1.0 + ATTENTION_BACKWARD) * pairs + np.zeros(len(low))
+        return costs
+
     def recomputed(self, plan: Plan) -> float:
         """What a plan adds: one more forward of the open tokens that are not held, without the head."""
         again = [batch.positions() for batch in plan.micro_batches if batch.is_open and not batch.is_held]

@@ -12,6 +12,7 @@ several calls or ranks, their counts (`RouterCounts`) are added up before any of
 Letters: T tokens of a micro-batch, L layers with a router, E experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +64,18 @@ class RouterLoss:
     """Both router losses of one step, computed micro-batch by micro-batch.
 
     multiplicity: [tree tokens], how many trajectories go through each. step_counts: of the whole optimizer step, of
-    which these trees are a part; None: these trees are the step.
+    which these trees are a part; None: these trees are the step. add_up: returns the sum of a tensor over the ranks
+    that compute these trees together, a part of the tokens each; None: this rank computes all.
     """
 
-    def __init__(self, rule: RouterLossRule, multiplicity: np.ndarray, step_counts: RouterCounts | None = None) -> None:
-        self.rule, self.multiplicity, self.step_counts = rule, multiplicity, step_counts
+    def __init__(
+        self,
+        rule: RouterLossRule,
+        multiplicity: np.ndarray,
+        step_counts: RouterCounts | None = None,
+        add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.rule, self.multiplicity, self.step_counts, self._add_up = rule, multiplicity, step_counts, add_up
         self._num_counted = 0  # tree tokens
         self._counts: torch.Tensor | None = None  # [L, E] float64, how often each expert is chosen
         self._sums: torch.Tensor | None = None  # [E + 1] float32 or wider, see `_row_sums`
@@ -77,8 +85,18 @@ class RouterLoss:
         """Whether every tree token has been counted."""
         return self._num_counted == len(self.multiplicity)
 
+    def finish_counting(self) -> None:
+        """After a walk: adds up what the ranks have counted that compute these trees together; all call this."""
+        if self._add_up is None or self.is_counted:
+            return
+        assert self._counts is not None
+        assert self._sums is not None
+        self._counts, self._sums = self._add_up(self._counts), self._add_up(self._sums)
+        self._num_counted = len(self.multiplicity)
+
     def counts(self) -> RouterCounts:
         """Those of these trees, once every token is counted."""
+        self.finish_counting()
         assert self.is_counted
         assert self._counts is not None
         return RouterCounts(self._counts.sum(0).cpu().numpy(), self._num_rows())
@@ -105,11 +123,13 @@ class RouterLoss:
 
     def total(self) -> torch.Tensor:
         """Both losses of these trees with their factors, a scalar without a graph; those of a step's parts add up."""
+        self.finish_counting()
         assert self._sums is not None
         return self._with_factors(self._terms(self._sums))
 
     def report(self) -> RoutingReport:
         """Statistics of the step, once every token is counted."""
+        self.finish_counting()
         assert self._counts is not None
         assert self._sums is not None
         aux, z = self._terms(self._sums).double().tolist()

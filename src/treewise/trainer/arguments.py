@@ -10,6 +10,7 @@ from typing import Any
 from torch import distributed
 from transformers import TrainingArguments
 
+from treewise.distributed.context import check_context_size
 from treewise.distributed.fsdp import ShardSettings, shard_settings
 from treewise.distributed.mesh import mesh_config
 from treewise.distributed.online_placement import COST_SOURCES
@@ -32,7 +33,7 @@ _UNSUPPORTED = {
     "average_tokens_across_devices": "the loss is always the mean over the whole step, on all ranks; leave it on.",
     "deepspeed": "use sharded=True (PyTorch's FSDP2).",
     "enable_jit_checkpoint": "a run is always saved when a signal ends it; leave it off.",
-    "parallelism_config": "give tp_size and ep_size; context parallelism is not supported.",
+    "parallelism_config": "give tp_size, ep_size or context_size.",
 }
 _CHOICES = {"nonfinite": ("stop", "skip"), "on_save_failure": ("stop", "continue"), "balance_costs": COST_SOURCES}
 _SAMPLING = ("random", "sequential")
@@ -69,6 +70,8 @@ class TreeTrainingArguments(TrainingArguments):
         tp_size: processes that share each layer and compute one batch together (tensor parallelism). The model has to
             be loaded for it (`treewise.distributed.mesh.load_on_mesh`; the command line does).
         ep_size: processes that share the experts of each mixture (expert parallelism): a multiple of `tp_size`.
+        context_size: processes that compute one batch together, a part of the tokens of every micro-batch each (context
+            parallelism). `max_tokens` counts the tokens of all of them.
         balance_ranks: with several processes, place the trajectories of a step by predicted time;
             False: ranks take trees in turn. Changes no loss.
         balance_costs: costs that placements assume: `flops` of the model, `measured` (fitted to the first steps), or
@@ -110,6 +113,7 @@ class TreeTrainingArguments(TrainingArguments):
     shard_config: dict[str, Any] | None = field(default=None, metadata={"help": "How; as transformers' fsdp_config."})
     tp_size: int = field(default=1, metadata={"help": "Processes that share each layer (tensor parallelism)."})
     ep_size: int = field(default=1, metadata={"help": "Processes that share a mixture's experts."})
+    context_size: int = field(default=1, metadata={"help": "Processes that share each micro-batch's tokens."})
     balance_ranks: bool = field(default=True, metadata={"help": "Place trees on processes by predicted time."})
     balance_costs: str = field(default="auto", metadata={"help": "Costs of placements: auto, flops or measured."})
     merge_across_trees: bool = field(default=True, metadata={"help": "Compute prefixes common to several trees once."})
@@ -154,6 +158,7 @@ class TreeTrainingArguments(TrainingArguments):
         super().__post_init__()
         self._check_launched_alone()
         mesh_config(self.tp_size, self.ep_size, int(self.world_size))
+        check_context_size(self.context_size, int(self.world_size), self.tp_size, self.ep_size)
 
     def _start_group(self) -> None:
         """Joins the processes of a run on CPUs. transformers does it, too, but ignores `ddp_timeout`."""
@@ -212,13 +217,18 @@ class TreeTrainingArguments(TrainingArguments):
 
     @property
     def data_size(self) -> int:
-        """Batches that are computed at a time: processes, or groups of `tp_size` that compute one together."""
-        return int(self.world_size) // self.tp_size
+        """Batches that are computed at a time: processes, or groups of `ranks_per_batch`."""
+        return int(self.world_size) // self.ranks_per_batch
 
     @property
     def data_index(self) -> int:
         """Which of them this process computes."""
-        return int(self.process_index) // self.tp_size
+        return int(self.process_index) // self.ranks_per_batch
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Processes that compute one batch together."""
+        return self.tp_size * self.context_size
 
     @property
     def merges_trees(self) -> bool:

@@ -298,5 +298,5 @@ def make_placer(args: TreeTrainingArguments, model: Any, objective: Objective) -
         getattr(objective, "weighting", "per_trajectory"),
         fits=measures_costs(args.balance_costs, args.device, args.full_determinism),
         in_lockstep=args.shard_settings() is not None or args.ep_size > args.tp_size,
-        ranks_per_batch=args.tp_size,
+        ranks_per_batch=args.ranks_per_batch,
     )

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from treewise.distributed import ranks
-from treewise.distributed.fsdp import Ends, ShardSettings, gradient_norm, shard
+from treewise.distributed.context import context_group
+from treewise.distributed.ends import Ends
+from treewise.distributed.fsdp import ShardSettings, gradient_norm, shard
 from treewise.distributed.mesh import mesh_of
 from treewise.distributed.online_placement import OnlinePlacer
 from treewise.engine.budget import AUTO
@@ -64,6 +66,7 @@ class StepRunner:
         self._ends: Ends | None = None  # of a sharded model
         self._router_counts: RouterCounts | None = None  # of the present optimizer step
         self.mesh = mesh_of(model)
+        self.context = context_group(args.context_size, args.device.type)
         self._is_in_lockstep = False
         self.engine = self._new_engine()
 
@@ -82,6 +85,7 @@ class StepRunner:
             reserve_bytes=self._reserve_bytes,
             check=not self._is_in_lockstep,  # was probed on all ranks at once
             processor=self._processor,
+            context=self.context,
         )
         if self._is_in_lockstep:
             engine.enable_lockstep(ranks.gather_texts)
@@ -124,8 +128,14 @@ class StepRunner:
 
     def sum_over_batches(self, *values: float) -> list[float]:
         """The sum of each value over the ranks; those that compute one batch together count once."""
-        speaks = self.mesh is None or self.mesh.is_first_of_batch
-        return ranks.sum_over(self.args.device, *(value if speaks else 0.0 for value in values))
+        return ranks.sum_over(self.args.device, *(value if self._is_first_of_batch else 0.0 for value in values))
+
+    @property
+    def _is_first_of_batch(self) -> bool:
+        """Whether this rank speaks for those that compute its batch."""
+        if self.context is not None:
+            return self.context.index == 0
+        return self.mesh is None or self.mesh.is_first_of_batch
 
     def sum_gradients(self) -> None:
         """Adds the gradients of all ranks up; sharded ones were added up in their backward."""
@@ -176,7 +186,7 @@ class StepRunner:
             with self._batch(trains=False, step=step), self._autocast():
                 if trained:
                     own.append(self.engine.count_experts(trained))
-        if self.mesh is not None and not self.mesh.is_first_of_batch:
+        if not self._is_first_of_batch:
             own = []
         parts = [part for each in ranks.on_every_rank(lambda: own) for part in each]
         self._router_counts = reduce(add, parts) if parts else None

@@ -157,7 +157,7 @@ def _run_online(args: argparse.Namespace, path: str | None, overrides: list[str]
 
 def _check_mesh(config: RunConfig) -> None:
     """Raises `ConfigError` for a model on a mesh: each process scores rollouts of its own."""
-    for key in ("tp_size", "ep_size"):
+    for key in ("tp_size", "ep_size", "context_size"):
         if config.training.get(key, 1) != 1:
             raise ConfigError(f"{key}: treewise rl does not score rollouts on a mesh yet; leave it out (or: fsdp).")
 

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import mask_audit
+from treewise.nn.attention.context_parallel import ContextExchange, exchange
 from treewise.nn.attention.gateway import Gateway, GatewayRead, inject
 from treewise.nn.attention.implementations import implementation_named
 from treewise.nn.attention.mask import LayerRule, TreeMask
@@ -53,7 +54,8 @@ class TreeContext:
 
     impl: a name of `IMPLEMENTATIONS`. reads: gateway rows in front of the own keys. writes: the gateway to fill.
     injects: the gateway whose collected gradients are added in the backward. rows: segments and schedule of recurrent
-    layers, for models that have some. is_done: the forward is over; later calls of attention recompute.
+    layers, for models that have some. exchange: with the ranks that compute other tokens of the micro-batch. is_done:
+    the forward is over; later calls of attention recompute.
 
     Raises:
         ConfigError: an unknown implementation.
@@ -65,6 +67,7 @@ class TreeContext:
     writes: Gateway | None = None
     injects: Gateway | None = None
     rows: "TreeRows | None" = None
+    exchange: ContextExchange | None = None
     is_done: bool = False
     _num_calls: dict[nn.Module, int] = field(default_factory=dict)
 
@@ -87,7 +90,7 @@ class TreeContext:
             UnsupportedModelError: such a layer is recomputed by gradient checkpointing, whose order is unknown.
         """
         num_calls = self._num_calls.get(module, 0)
-        if not (self.reads or self.writes or self.injects):
+        if not (self.reads or self.writes or self.injects or self.exchange):
             return module, 0  # nothing is kept under this name
         if not self.is_done:
             self._num_calls[module] = num_calls + 1
@@ -172,12 +175,17 @@ def attend(
     sinks = kwargs.get("s_aux")
     call = context.next_call(module)
     query, key, value = _as_autocast(rescaled_for_depth(module, query, context.mask), key, value)
-    if context.writes is not None:
-        context.writes.write(call, key, value)
-    if context.injects is not None:
-        key, value = inject(key, value, context.injects, call)
+    reads = context.reads
+    if context.exchange is not None:
+        key, value = exchange(key, value, context.exchange, call, context.writes, context.injects)
+        reads = (*reads, context.exchange.read) if len(context.exchange.rows) else reads
+    else:
+        if context.writes is not None:
+            context.writes.write(call, key, value)
+        if context.injects is not None:
+            key, value = inject(key, value, context.injects, call)
     run = implementation_named(context.impl).run
-    out = run(query, key, value, context.mask, rule, sinks, context.reads, call)
+    out = run(query, key, value, context.mask, rule, sinks, reads, call)
     return out.transpose(1, 2).contiguous()
 
 

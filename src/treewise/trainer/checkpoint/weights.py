@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from treewise.distributed.fsdp import like_shard, whole_tensor
 from treewise.distributed.mesh import load_on_mesh, mesh_of
 from treewise.errors import CheckpointError, ConfigError, num
 from treewise.trainer.checkpoint.manifest import listed_files
@@ -116,12 +117,19 @@ def _load_converted(
     missing = set(info["missing_keys"]) | {name for name in wanted if name not in parameters}
     for name, value in wanted.items():
         if name in parameters:
-            value.copy_(parameters[name].data)
+            value.copy_(_placed_like(parameters[name].data, value))
     buffers = dict(loaded.named_buffers())
     for name, buffer in model.named_buffers():
         if name in buffers:
             buffer.copy_(buffers[name])
     return sorted(missing & set(wanted))
+
+
+def _placed_like(loaded: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A weight that was loaded on a mesh, in the shards of a model that was sharded on it since."""
+    if not isinstance(value, DTensor) or not isinstance(loaded, DTensor) or loaded.device_mesh == value.device_mesh:
+        return loaded if isinstance(loaded, DTensor) or not isinstance(value, DTensor) else like_shard(loaded, value)
+    return like_shard(whole_tensor(loaded), value)
 
 
 def _load_adapters(model: Any, folder: Path) -> None:
