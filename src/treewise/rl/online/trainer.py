@@ -104,9 +104,8 @@ class OnlineTrainer:
         args = TreeTrainingArguments() if args is None else args
         if int(args.world_size) > 1 and (args.shard_settings() is not None or args.ranks_per_batch * args.ep_size > 1):
             raise ConfigError(
-                "an online run samples from the model in training, which is whole on every process; leave fsdp, "
-                "tp_size, ep_size and context_size out. Recorded rollouts train models sharded by fsdp: treewise rl "
-                "--data."
+                "an online run samples from the model in training, whole on every process; leave fsdp, tp_size, "
+                "ep_size and context_size out. Recorded rollouts train models sharded by fsdp: treewise rl --data."
             )
         if args.async_checkpoints:
             raise ConfigError("async_checkpoints: an online run saves between two iterations; leave it out.")
