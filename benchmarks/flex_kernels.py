@@ -140,6 +140,9 @@ def without_gpu(capability: tuple[int, int], tiles: dict[str, int] | None = None
             options["OUTPUT_LOGSUMEXP"] = True
         return options
 
+    def accepted(*_: Tensor) -> None:  # traced, which a Mock cannot be
+        return None
+
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     driver = SimpleNamespace(  # asked for the target and for the memory of a multiprocessor
         get_current_target=lambda: target,
@@ -155,7 +158,7 @@ def without_gpu(capability: tuple[int, int], tiles: dict[str, int] | None = None
         use = stack.enter_context
         use(mock.patch.object(triton.runtime.driver, "_active", driver))
         use(config.patch(cpu_backend="triton", force_disable_caches=True, compile_threads=1))
-        use(mock.patch.object(public, "_validate_device", return_value=None))  # no backward on a CPU
+        use(mock.patch.object(public, "_validate_device", accepted))  # refuses a backward on a CPU
         use(mock.patch.object(public, "_apply_kernel_options", with_lse))
         use(mock.patch.object(torch.cuda, "get_device_capability", return_value=capability))
         use(mock.patch.object(choices.InductorChoices, fwd, lambda _, *a: heuristics.get_flex_attn_fwd_configs(*a[:2])))
