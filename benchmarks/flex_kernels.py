@@ -7,9 +7,9 @@ Both need the package `triton` (pip install triton), which CPU builds of torch d
 for CPU tensors with its Triton backend, the tiles that it takes on the GPU of a compute capability, and the lowering of
 CUDA; what stands in its way on a CPU build is replaced in `without_gpu`, where each line says why.
 
-`interpret` executes forward and backward in Triton's interpreter (NumPy) and prints, for every result, the largest
-error and what is allowed: four times the error of the reference in the same dtype, both against the reference in
-float64. Cases named `broken` compute with a wrong mask and must exceed what is allowed. `resources` prints registers,
+`interpret` executes forward and backward in Triton's interpreter (NumPy) on the cases of
+`treewise.nn.attention.kernel_cases`, and prints the largest error of each result beside what is allowed. Cases named
+`broken` compute with a wrong mask and must exceed it. `resources` prints registers,
 spills and shared memory of each kernel, and the blocks that fit on a multiprocessor at once.
 """
 
@@ -21,9 +21,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,83 +37,15 @@ import torch
 from torch import Tensor
 
 from treewise.nn.attention import flex
-from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.attention.reference import reference_attention
-from treewise.planning.layout import lay_out
-from treewise.planning.planner import plan
-from treewise.tree.forest import Forest
-from treewise.tree.trajectory import Trajectory
+from treewise.nn.attention.kernel_cases import CASES, CPU, Case, Errors, is_within, kernel_errors, with_gradients
+from treewise.nn.attention.mask import LayerRule
 
-CPU = torch.device("cpu")
 # Large ones, since the interpreter takes as long for a small one; they divide the blocks of the mask.
 INTERPRETED_TILES = {
     **{"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64},
     **{"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 64},
 }
 CAPABILITIES = {"sm_90": (9, 0), "sm_100": (10, 0)}
-
-
-# -- what is computed -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call of attention. shape: branches, shared tokens and own tokens of the tree. below: the micro-batch below a
-    gateway rather than the whole tree. is_broken: the kernels get a wrong mask."""
-
-    rule: LayerRule
-    shape: tuple[int, int, int] = (3, 140, 50)
-    below: bool = False
-    head_sizes: tuple[int, int] = (64, 64)
-    num_heads: tuple[int, int] = (2, 1)
-    has_sinks: bool = False
-    dtype: torch.dtype = torch.float32
-    is_broken: bool = False
-
-    def mask(self) -> TreeMask:
-        num_branches, num_shared, num_own = self.shape
-        tokens = np.random.default_rng(0).integers(0, 1000, (num_branches, num_own))
-        shared = np.arange(num_shared)
-        branches = [Trajectory(np.concatenate([shared, 2000 + 1000 * index + own])) for index, own in enumerate(tokens)]
-        parts = plan(Forest.from_trajectories(branches), num_own if self.below else None, hold="never")
-        return TreeMask.from_layout(lay_out(parts, parts.num_micro_batches - 1 if self.below else 0))
-
-    def inputs(self, mask: TreeMask) -> list[Tensor]:
-        (heads, key_heads), (size, value_size) = self.num_heads, self.head_sizes
-        shapes = [(1, heads, mask.num_queries, size), (1, key_heads, mask.num_keys, size)]
-        shapes += [(1, key_heads, mask.num_keys, value_size), *([(heads,)] if self.has_sinks else [])]
-        generator = torch.Generator().manual_seed(0)
-        return [torch.randn(each, generator=generator).to(self.dtype).requires_grad_() for each in shapes]
-
-
-PLAIN = LayerRule(scaling=0.2)
-CASES = {
-    "whole": Case(PLAIN),
-    "all": Case(LayerRule(0.3, window=150, chunk=300, softcap=0.9), has_sinks=True),
-    "gateway": Case(PLAIN, shape=(3, 270, 150), below=True),
-    "broken": Case(PLAIN, is_broken=True),
-    "broken gateway": Case(PLAIN, shape=(3, 270, 150), below=True, is_broken=True),
-    "one block": Case(PLAIN, shape=(2, 20, 9)),
-    "whole blocks": Case(PLAIN, shape=(2, 128, 128)),
-    "window": Case(replace(PLAIN, window=90)),
-    "chunk": Case(replace(PLAIN, chunk=100)),
-    "softcap": Case(replace(PLAIN, softcap=1.3)),
-    "sinks": Case(PLAIN, has_sinks=True),
-    "window and sinks below a gateway": Case(
-        replace(PLAIN, window=90), shape=(3, 270, 150), below=True, has_sinks=True
-    ),
-    "one head": Case(PLAIN, num_heads=(1, 1)),
-    "four heads of a group": Case(PLAIN, num_heads=(4, 1)),
-    "heads of 16": Case(PLAIN, head_sizes=(16, 16)),
-    "heads of 96": Case(PLAIN, head_sizes=(96, 96)),
-    "heads of 128": Case(PLAIN, head_sizes=(128, 128)),
-    "heads of 192 and 128": Case(PLAIN, head_sizes=(192, 128)),
-    "heads of 256": Case(PLAIN, head_sizes=(256, 256)),
-    "bfloat16": Case(PLAIN, dtype=torch.bfloat16),
-    "bfloat16 all": Case(
-        LayerRule(0.3, window=150, chunk=300, softcap=0.9), has_sinks=True, dtype=torch.bfloat16, head_sizes=(128, 128)
-    ),
-}
 
 
 # -- the lowering of CUDA on a CPU build ------------------------------------------------------------------------------
@@ -180,8 +112,7 @@ def without_gpu(capability: tuple[int, int], tiles: dict[str, int] | None = None
 def _lowered_as_on_cuda(lowering: Any) -> Iterator[None]:
     """torch's lowering without its first lines, which send tensors of a CPU to kernels in C++."""
     condition = 'if query.get_device().type == "cpu":'
-    original = lowering.flex_attention
-    source = inspect.getsource(original)
+    source = _source_of_lowering(lowering)
     if source.count(condition) != 1:
         raise SystemExit(f"torch {torch.__version__} lowers FlexAttention for CPUs in another way than 2.13")
     exec(compile(source.replace(condition, "if False:"), lowering.__file__, "exec"), vars(lowering))
@@ -191,14 +122,27 @@ def _lowered_as_on_cuda(lowering: Any) -> Iterator[None]:
         exec(compile(source, lowering.__file__, "exec"), vars(lowering))
 
 
+@cache
+def _source_of_lowering(lowering: Any) -> str:
+    return inspect.getsource(lowering.flex_attention)  # before it is replaced, which ends with another one
+
+
 # -- executed by the interpreter --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Triton's interpreter replaces the functions of its language at each call of a device function, which takes nine
-    tenths of the time; here once for each module."""
+    """Triton's interpreter, with the hyperbolic tangent that it lacks (a function of NVIDIA's library).
+
+    It replaces the functions of its language at each call of a device function, which takes nine tenths of the time;
+    here once for each module.
+    """
+    from torch._inductor.runtime import triton_helpers
+    from triton import language
     from triton.runtime import interpreter
+
+    def tanh(x: Any) -> Any:
+        return language.tensor(interpreter.TensorHandle(np.tanh(x.handle.data), x.handle.dtype), x.type)
 
     is_replaced = set()
 
@@ -209,56 +153,15 @@ def quick_interpreter() -> Iterator[None]:
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*args, **kwargs)
 
-    with mock.patch.object(interpreter.InterpretedFunction, "__call__", call):
+    library = mock.patch.object(triton_helpers.libdevice, "tanh", tanh)
+    with library, mock.patch.object(interpreter.InterpretedFunction, "__call__", call):
         yield
 
 
-def interpret(case: Case) -> dict[str, tuple[float, float]]:
+def interpret(case: Case) -> Errors:
     """Largest error and what is allowed, of the output and of each gradient."""
-    mask = case.mask()
-    inputs = case.inputs(mask)
-    names = ["out", "query", "key", "value", "sinks"][: 1 + len(inputs)]
-    cotangent = torch.randn(inputs[0].shape[:3] + inputs[2].shape[3:], generator=torch.Generator().manual_seed(1))
-    given = _with_a_wrong_key(mask) if case.is_broken else mask
-    with quick_interpreter():
-        found = with_gradients(flex.flex_attention_tree, inputs, given, case.rule, cotangent)
-    plain = with_gradients(reference_attention, inputs, mask, case.rule, cotangent)
-    wide = [each.detach().double().requires_grad_() for each in inputs]
-    exact = with_gradients(reference_attention, wide, mask, case.rule, cotangent)
-    sizes = [_largest(each) for each in exact[:4]]
-    sizes += [
-        float((exact[0].detach() * cotangent).square().sum(dim=(0, 2, 3)).max().sqrt())
-    ]  # roundings of all rows add up
-    eps = torch.finfo(case.dtype).eps
-    return {
-        name: (_largest(ours - want), 4 * (_largest(same - want) + eps * size))
-        for name, ours, same, want, size in zip(names, found, plain, exact, sizes[: len(found)], strict=True)
-    }
-
-
-def with_gradients(
-    attention: Callable[..., Tensor], inputs: list[Tensor], mask: TreeMask, rule: LayerRule, cotangent: Tensor
-) -> list[Tensor]:
-    """The output, and the gradient of each input."""
-    query, key, value, *sinks = inputs
-    out = attention(query, key, value, mask, rule, *sinks)
-    return [out, *torch.autograd.grad(out, inputs, cotangent.to(out.dtype))]
-
-
-def _with_a_wrong_key(mask: TreeMask) -> TreeMask:
-    """The mask with one key hidden from the last query that sees it."""
-    hi = mask.hi.copy()
-    hi[np.argmax(hi - mask.lo)] -= 1
-    return TreeMask(mask.lo, hi, mask.key_depth, mask.num_queries)
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.detach().abs().max())
-
-
-def is_right(results: dict[str, tuple[float, float]]) -> bool:
-    """Whether every error is within what is allowed; NaN is not."""
-    return all(error <= allowed for error, allowed in results.values())
+    with without_gpu(CAPABILITIES["sm_90"], INTERPRETED_TILES), quick_interpreter():
+        return kernel_errors(flex.flex_attention_tree, case)
 
 
 # -- compiled for a GPU -----------------------------------------------------------------------------------------------
@@ -346,7 +249,7 @@ def all_resources() -> list[dict[str, Any]]:
     for target_name, capability in CAPABILITIES.items():
         for sizes in BF16_SIZES:
             for tiles_name, tiles in TILES.items():
-                case = Case(PLAIN, head_sizes=sizes, dtype=torch.bfloat16)
+                case = Case(LayerRule(scaling=0.2), head_sizes=sizes, dtype=torch.bfloat16)
                 for kernel, source in sources(case, capability, tiles).items():
                     try:
                         facts = resources(source, target_name)
@@ -373,9 +276,8 @@ def main() -> int:
     else:
         results, passed = {}, True
         for name in args.cases or CASES:
-            with without_gpu(CAPABILITIES["sm_90"], INTERPRETED_TILES):
-                results[name] = interpret(CASES[name])
-            passed &= is_right(results[name]) is not CASES[name].is_broken
+            results[name] = interpret(CASES[name])
+            passed &= is_within(results[name]) is not CASES[name].is_broken
             print(
                 name, *(f"{key} {error:.1e} of {most:.1e}" for key, (error, most) in results[name].items()), flush=True
             )

@@ -64,7 +64,7 @@ class TreeEngine:
         max_tokens: the most tokens with live activations at a time; None computes each forest in one micro-batch,
             `auto` measures at the first step how many fit into the free memory. A step that runs out of memory
             runs again with half as many.
-        attention: `auto` (flex on CUDA, cascade on CPU), `reference`, `cascade` or `flex`.
+        attention: `auto` (flex on CUDA, cascade on CPU), `reference`, `cascade`, `flex`, `flash`.
         hold: whether open micro-batches keep their activations instead of being recomputed (`auto`, `never`, `always`).
         temperature: divides the logits, as the sampler did.
         check: whether to probe the model before its first step.

@@ -34,7 +34,7 @@ _EXPERTS = ("expert", "moe", "router", "gate")  # in paths of what tokens that a
 def probe_gradients(lm: DecoderAndHead, impl: str, token_ids: Int[np.ndarray, " n"]) -> None:
     """Raises if the tree gives a trained parameter another gradient than flat training. Leaves `.grad` as it is.
 
-    token_ids: [n] integers, a few of the user's own tokens. impl: `reference`, `cascade` or `flex`.
+    token_ids: [n] integers, a few of the user's own tokens. impl: a name of `IMPLEMENTATIONS`.
 
     Raises:
         UnsupportedModelError: with the first such parameter.

@@ -46,7 +46,7 @@ def probe(lm: DecoderAndHead, impl: str, token_ids: Int[np.ndarray, " n"]) -> No
     """Raises if the model leaks between branches, or if decoder and head do not give its logits.
 
     token_ids: [n] integers, a few of the user's own tokens; on tokens that a model never saw in training, low precision
-    alone moves log-probs by several nats. impl: `reference`, `cascade` or `flex`.
+    alone moves log-probs by several nats. impl: a name of `IMPLEMENTATIONS`.
 
     Raises:
         UnsupportedModelError: with the measured difference.

@@ -52,7 +52,7 @@ class Walk:
     """One pass, or several, over the micro-batches of one plan.
 
     Parameters:
-        impl: `reference`, `cascade` or `flex`.
+        impl: a name of `nn.attention.IMPLEMENTATIONS`.
         temperature: divides the logits of the head.
         offload: gateways and the graphs of held micro-batches wait in host memory.
         lockstep: runs the same passes as other ranks; None on one rank.

@@ -52,7 +52,7 @@ class TreeTrainingArguments(TrainingArguments):
             memory, measured at the first step. None: a batch is one micro-batch.
         steps_per_epoch: cut the trees of an epoch into so many optimizer steps, as equal as possible;
             `per_device_train_batch_size` is then ignored. None: as many steps as batches of that size give.
-        attention: `auto`, `reference`, `cascade` or `flex`.
+        attention: `auto`, `reference`, `cascade`, `flex` or `flash`.
         temperature: divides the logits, as the sampler of the data did.
         offload: gateways and the activations of held micro-batches are moved to host memory.
         router_z_coefficient: the factor of a z-loss on the router logits of a mixture of experts; 0: none.
@@ -94,7 +94,7 @@ class TreeTrainingArguments(TrainingArguments):
         default="auto", metadata={"help": "The most tokens with live activations at a time; auto measures it."}
     )
     steps_per_epoch: int | None = field(default=None, metadata={"help": "Cut an epoch into so many optimizer steps."})
-    attention: str = field(default="auto", metadata={"help": "auto, reference, cascade or flex."})
+    attention: str = field(default="auto", metadata={"help": "auto, reference, cascade, flex or flash."})
     temperature: float = field(default=1.0, metadata={"help": "Divides the logits, as the sampler did."})
     offload: bool = field(default=False, metadata={"help": "Move gateways and held activations to host memory."})
     router_z_coefficient: float = field(default=0.0, metadata={"help": "Factor of a z-loss on router logits."})

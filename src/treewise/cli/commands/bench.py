@@ -20,6 +20,7 @@ from treewise.cli.data_arguments import add_data_arguments, apply_config, load_d
 from treewise.cli.devices import chosen_device
 from treewise.cli.load_model import DTYPES, load_tokenizer, load_weights
 from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.tree.trajectory import Trajectory
 
 DEFAULT_MODEL = {"cpu": "qwen3-17m", "cuda": "qwen3-0.6b"}
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     against.add_argument("--max_tokens", "--max-tokens", nargs="+", type=int, help="budgets; a quarter of each tree")
     against.add_argument("--checkpointing", action="store_true", help="each also with gradient checkpointing")
     against.add_argument("--row_tokens", "--row-tokens", type=int, help="of a packed row of flat training; by memory")
-    against.add_argument("--attention", choices=("auto", "reference", "cascade", "flex"))
+    against.add_argument("--attention", choices=("auto", *IMPLEMENTATIONS))
     how = parser.add_argument_group("how")
     how.add_argument("--dtype", choices=DTYPES, help="float32 on a CPU, bfloat16 on a GPU")
     how.add_argument("--device", help="cuda where there is a GPU, else cpu")

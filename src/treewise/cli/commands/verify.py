@@ -13,6 +13,7 @@ from treewise.cli.objective import typed_settings
 from treewise.cli.yaml_file import read_value
 from treewise.data import Trees
 from treewise.errors import ConfigError
+from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.objectives import WEIGHTINGS, Objective, PolicyGradient, objective_named
 from treewise.report import verification_view
 from treewise.tree.trajectory import Trajectory
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch; whole trees without")
     parser.add_argument("--limit", type=int, default=32, help="the first K trajectories (32; 0 for all)")
-    parser.add_argument("--attention", choices=("auto", "reference", "cascade", "flex"))
+    parser.add_argument("--attention", choices=("auto", *IMPLEMENTATIONS))
     parser.add_argument("--objective", default="sft", help="whose loss is compared: sft, grpo, dapo, cispo, ... (sft)")
     parser.add_argument("--settings", default="{}", metavar="YAML", help="of the objective: '{clip_high: 0.28}'")
     parser.add_argument(

@@ -45,10 +45,11 @@ def flex_attention_tree(
     sinks: Float[Tensor, " H"] | None = None,
     *,
     block_size: int = BLOCK_SIZE,
+    backend: str = "TRITON",
 ) -> Float[Tensor, "1 H T Dv"]:
     """Attention of [1, H, T, D] queries over [1, Hkv, K, D] keys and values; returns [1, H, T, D of the values].
 
-    The contract of `reference_attention`.
+    The contract of `reference_attention`. backend: torch's name of the kernels, on CUDA.
     """
     num_queries, num_padding = query.shape[2], -query.shape[2] % block_size
     # Whole blocks of queries: the backward kernel loads an undefined log-sum-exp for rows beyond the last one (a
@@ -58,7 +59,7 @@ def flex_attention_tree(
     attend = _compiled if query.is_cuda else _uncompiled
     softcap = None if rule.softcap is None else _softcap(rule.softcap, query)
     blocks = block_mask(mask, rule, query.device, block_size)
-    out, lse = attend(query, key, value, blocks, softcap, rule.scaling, needs_lse=sinks is not None)
+    out, lse = attend(query, key, value, blocks, softcap, rule.scaling, needs_lse=sinks is not None, backend=backend)
     out = out[:, :, :num_queries, :width]
     if sinks is None:
         return out
@@ -225,6 +226,7 @@ def _uncompiled(
     scaling: float,
     *,
     needs_lse: bool,  # noqa: ARG001
+    backend: str,  # noqa: ARG001
 ) -> tuple[torch.Tensor, MaybeTensor]:
     """The operator itself, which can be differentiated on the CPU; torch's function around it cannot."""
     score_mod = _score_mod(softcap) or _identity
@@ -246,6 +248,7 @@ def _compiled(
     scaling: float,
     *,
     needs_lse: bool,
+    backend: str,
 ) -> tuple[torch.Tensor, MaybeTensor]:
     # Lengths and block counts are symbols of their own from the first call; all else is constant. `dynamic=True` would
     # also make symbols of heads, head sizes and the scale, and one symbol of two lengths that happen to be equal.
@@ -254,8 +257,8 @@ def _compiled(
     for name in _BLOCK_TENSORS:
         tensor = getattr(blocks, name)
         torch._dynamo.maybe_mark_dynamic(tensor, list(range(2, tensor.dim())))  # noqa: SLF001
-    # BACKEND: only the kernel that the tests cover.
-    options: FlexKernelOptions = {"BACKEND": "TRITON", **_tiles(query)}
+    # BACKEND: only the kernel that the tests cover, unless another was asked for.
+    options = cast(FlexKernelOptions, {"BACKEND": backend, **_tiles(query)})
     with torch._dynamo.config.patch(  # noqa: SLF001
         recompile_limit=RECOMPILE_LIMIT, specialize_float=True, automatic_dynamic_shapes=False
     ):

@@ -74,6 +74,12 @@ def _flex(*inputs: Any) -> torch.Tensor:
     return flex_attention_tree(*inputs)
 
 
+def _flash(*inputs: Any) -> torch.Tensor:
+    from treewise.nn.attention.flash import flash_attention_tree
+
+    return flash_attention_tree(*inputs)
+
+
 def _flex_key_rows(mask: TreeMask, device: torch.device) -> int:
     from treewise.nn.attention.flex import num_key_rows
 
@@ -102,9 +108,10 @@ def _all_keys(mask: TreeMask, _: torch.device) -> int:
     return mask.num_keys * mask.num_queries
 
 
-# In the order in which `auto` prefers them.
+# In the order in which `auto` prefers them; it never takes one that suits no device.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "flex": Implementation(_behind_gateways(_flex), lambda device_type: device_type == "cuda", _flex_key_rows),
+    "flash": Implementation(_behind_gateways(_flash), lambda _: False, _flex_key_rows),
     "cascade": Implementation(cascade.cascade_attention, cascade.is_available, cascade.num_key_rows),
     "reference": Implementation(_behind_gateways(reference_attention), lambda _: True, _all_keys),
 }
