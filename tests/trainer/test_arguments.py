@@ -56,7 +56,7 @@ def test_a_z_loss_below_zero_is_an_error(tmp_path):
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"dataloader_drop_last": True}, "no tree is dropped"),
         ({"max_tokens": 0}, "max_tokens=0; give a positive"),
-        ({"attention": "flash"}, "attention='flash' is unknown"),
+        ({"attention": "sdpa"}, "attention='sdpa' is unknown"),
         ({"weighting": "twice"}, "weighting='twice' is unknown"),
         ({"normalization": "constant"}, "constant"),
         ({"train_sampling_strategy": "group_by_length"}, "choose random or sequential"),

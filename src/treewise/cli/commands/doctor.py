@@ -1,7 +1,8 @@
 """`treewise doctor`: what this machine has, which attention and kernels will run, and one check that they are right:
 gradients against flat training, and the sampler's log-probs against the engine's.
 
-Exit code 1 where the check fails; what is missing but optional is only shown.
+With `--gpu` also two minutes of comparisons on a GPU. Exit code 1 where a check fails; what is missing but optional is
+only shown.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import treewise
 from treewise.cli.devices import chosen_device
 from treewise.engine.engine import TreeEngine
-from treewise.errors import bytes_as_text
+from treewise.errors import ConfigError, bytes_as_text
 from treewise.nn.attention import AUTO, choose
 from treewise.nn.device import free_bytes
 from treewise.nn.support_table import CapabilityTable
@@ -43,13 +44,19 @@ _LIMIT = 1e-4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; the first GPU where there is one")
+    parser.add_argument("--gpu", action="store_true", help="kernels against the reference, speed, memory: two minutes")
+    parser.add_argument("--max_seconds", "--max-seconds", type=float, default=120.0, help="of --gpu (120)")
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the facts; returns 1 where the self-check fails."""
     device = chosen_device(args.device)
-    facts = {
+    if args.gpu and device.type == "cpu" and args.device is None:
+        raise ConfigError(
+            f"--gpu: torch {torch.__version__} finds no GPU here; --device cpu runs the checks on the CPU."
+        )
+    facts: dict[str, Any] = {
         "environment": _environment(),
         "packages": _versions(),
         "devices": _devices(),
@@ -57,11 +64,18 @@ def run(args: argparse.Namespace) -> int:
         "missing": {name: why for name, why in _OPTIONAL.items() if find_spec(name) is None},
         "self-check": _self_check(device),
     }
+    passed, lines = facts["self-check"]["passed"], []
+    if args.gpu:
+        from treewise.bench import gpu_check  # slow to import
+
+        facts["gpu"] = gpu_check.check_gpu(device, args.max_seconds)
+        passed, lines = passed and facts["gpu"]["passed"], gpu_check.as_lines(facts["gpu"])
     if args.json:
         print(json.dumps(facts, indent=1))
     else:
-        _print(facts)
-    return 0 if facts["self-check"]["passed"] else 1
+        _print({name: each for name, each in facts.items() if name != "gpu"}, lines)
+        print("ready" if passed else "a check FAILED")
+    return 0 if passed else 1
 
 
 def _environment() -> dict[str, Any]:
@@ -169,7 +183,7 @@ def _gradient(model: nn.Module) -> torch.Tensor:
     return torch.cat([each.grad.reshape(-1) for each in model.parameters() if each.grad is not None]).double()
 
 
-def _print(facts: dict[str, dict[str, Any]]) -> None:
+def _print(facts: dict[str, dict[str, Any]], gpu: list[str]) -> None:
     for title, lines in facts.items():
         if not lines:
             continue
@@ -179,4 +193,5 @@ def _print(facts: dict[str, dict[str, Any]]) -> None:
             if isinstance(line, float):
                 text = f"{line:.6f} (1: none)" if name == "logprob_gap" else f"{line:.1e}"
             print(f"  {name:18} {text}")
-    print("ready" if facts["self-check"]["passed"] else "the self-check FAILED")
+    for line in ["gpu", *(f"  {each}" for each in gpu)] if gpu else []:
+        print(line)

@@ -1,0 +1,74 @@
+"""`treewise doctor --gpu`, with the CPU in the place of a GPU: FlexAttention's uncompiled operator, a tiny step."""
+
+import json
+
+import pytest
+import torch
+
+from treewise.bench import gpu_check
+from treewise.cli.main import main
+from treewise.nn.attention.kernel_cases import CASES
+
+NAMES = ("one block", "broken")
+
+
+@pytest.fixture(autouse=True)
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "CASES", {name: CASES[name] for name in NAMES})
+
+
+def test_the_command_passes_where_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--gpu", "--device", "cpu", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["gpu"]
+    assert facts["passed"]
+    assert facts["issue"] is None
+    assert list(facts["kernels"]) == list(NAMES)
+    assert facts["step"]["speed_up"] > 0
+    assert facts["step"]["gradient_error"] < 1e-5
+    lines = "\n".join(gpu_check.as_lines(facts))
+    assert "one block" in lines
+    assert "times flat (FLOPs allow" in lines
+
+
+def test_wrong_kernels_give_a_sentence_for_an_issue(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = gpu_check.flex_attention_tree
+    monkeypatch.setattr(gpu_check, "flex_attention_tree", lambda *args: 1.01 * own(*args))
+    assert main(["doctor", "--gpu", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "a check FAILED" in out
+    assert f"for an issue: treewise 0.1.0, torch {torch.__version__}, transformers" in out
+    assert "one block: out " in out.split("for an issue: ")[1]
+
+
+def test_a_kernel_that_does_not_compile_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no triton")
+
+    monkeypatch.setattr(gpu_check, "flex_attention_tree", broken)
+    facts = gpu_check.check_gpu(torch.device("cpu"), 60)
+    assert facts["issue"].endswith("one block: RuntimeError: no triton; broken: RuntimeError: no triton")
+
+
+def test_cases_beyond_the_time_are_named() -> None:
+    facts = gpu_check.check_gpu(torch.device("cpu"), 0)
+    assert facts["not run"] == list(NAMES)
+    assert "not run, for lack of time: one block, broken" in gpu_check.as_lines(facts)
+
+
+def test_versions_with_faults_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.12.0+cu130", "flash-attn-4": "4.0.0b25"}
+    monkeypatch.setattr(gpu_check, "_version", installed.get)
+    assert [fault.split(":")[0] for fault in gpu_check.known_faults()] == [
+        "torch 2.12.0+cu130",
+        "flash-attn-4 4.0.0b25",
+    ]
+    monkeypatch.setattr(gpu_check, "_version", {"torch": "2.13.0", "flash-attn-4": "4.0.0b26"}.get)
+    assert gpu_check.known_faults() == []
+
+
+def test_without_a_gpu_the_command_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "--gpu"]) == 2
+    assert "finds no GPU here; --device cpu runs the checks on the CPU" in capsys.readouterr().err
