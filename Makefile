@@ -104,7 +104,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python -m mkdocs build --strict
 
 models: $(VENV)/.dev
-	$(BIN)/python tests/capability.py
+	$(BIN)/python -m tests.capability
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix $(PATHS_TO_CHECK)

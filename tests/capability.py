@@ -1,25 +1,29 @@
 """Makes the capability table: every family of transformers as a tiny random model, its tree against its flat training.
 
-    python tests/capability.py            # all families; writes the table and the pages; what `make models` runs
-    python tests/capability.py llama ...  # these alone; prints, writes nothing
+    python -m tests.capability            # all families; writes the table and the pages; what `make models` runs
+    python -m tests.capability llama ...  # these alone; prints, writes nothing
 
 A family is supported when loss and whole gradient equal flat training's to a relative 1e-5 in float32, as one
 micro-batch by the reference and by the implementation of this device, and in parts by two budgets; and when the
 engine's own probe finds no leak between branches. It is refused when the engine refuses it. Anything else is a fault,
-which ends the run with exit code 1.
+which ends the run with exit code 1. Families that see are tried with images, too (`tests/image_capability.py`), and
+their images are supported under the same conditions, or refused for the reason in the table.
 """
 
 # ruff: noqa: T201 - a command
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from tests.image_capability import every_family_admitted, image_error, image_model
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import UnsupportedModelError
 from treewise.nn import recurrent
@@ -63,7 +67,21 @@ def examine(family: str) -> Capability:
     except Exception as fault:
         return Capability(family, BROKEN, name, _first_line(fault))
     status = SUPPORTED if error < TOLERANCE else WRONG
-    return Capability(family, status, name, layers=layers_of(model), error=float(f"{error:.0e}"))
+    row = Capability(family, status, name, layers=layers_of(model), error=float(f"{error:.0e}"))
+    return with_images(row) if family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else row
+
+
+def with_images(row: Capability) -> Capability:
+    """The row with what came of images."""
+    try:
+        with every_family_admitted():
+            error = image_error(image_model(row.family))
+    except Exception as fault:  # of many models
+        reason = str(fault).removesuffix(" Supported models: docs/models.md.")
+        return replace(row, image_reason=reason if isinstance(fault, UnsupportedModelError) else _first_line(fault))
+    if error < TOLERANCE:
+        return replace(row, image_error=float(f"{error:.0e}"))
+    return replace(row, image_reason=f"gradients differ from flat training's by {error:.0e}")
 
 
 def largest_error(model: nn.Module) -> float:
@@ -114,34 +132,48 @@ def main(families: list[str]) -> int:
     rows = []
     for family in families or [*causal_families(), *image_families()]:
         rows.append(examine(family))
-        print(f"{family:28} {rows[-1].status:10} {rows[-1].error or rows[-1].reason}", flush=True)
+        row = rows[-1]
+        print(
+            f"{family:28} {row.status:10} {row.error or row.reason} {row.image_error or row.image_reason}", flush=True
+        )
     if not families:
-        table = CapabilityTable(transformers.__version__, tuple(rows))
-        table.save(ROOT / "src" / "treewise" / FILE)
-        page = ROOT / "docs" / "models.md"
-        prose = page.read_text(encoding="utf-8").split(MARK)[0]
-        page.write_text(prose + MARK + "\n" + as_markdown(table), encoding="utf-8")
-        readme = ROOT / "README.md"
-        claim = f"{table.counts()[SUPPORTED]} of {len(rows)} families of transformers {transformers.__version__[:4]}"
-        text = re.sub(r"\d+ of \d+ families of transformers \S+(?=,)", claim, readme.read_text(encoding="utf-8"))
-        readme.write_text(text, encoding="utf-8")
-        print(dict(table.counts()))
+        write(CapabilityTable(transformers.__version__, tuple(rows)))
     return 1 if any(row.status in (WRONG, BROKEN) for row in rows) else 0
+
+
+def write(table: CapabilityTable) -> None:
+    """The table, and the pages that quote it."""
+    table.save(ROOT / "src" / "treewise" / "nn" / FILE)
+    page = ROOT / "docs" / "models.md"
+    prose = page.read_text(encoding="utf-8").split(MARK)[0]
+    page.write_text(prose + MARK + "\n" + as_markdown(table), encoding="utf-8")
+    readme = ROOT / "README.md"
+    count = f"{table.counts()[SUPPORTED]} of {len(table.rows)}"
+    claim = f"{count} families of transformers {transformers.__version__[:4]}"
+    text = re.sub(r"\d+ of \d+ families of transformers \S+(?=,)", claim, readme.read_text(encoding="utf-8"))
+    readme.write_text(text, encoding="utf-8")
+    print(dict(table.counts()))
 
 
 def as_markdown(table: CapabilityTable) -> str:
     """The table for the documentation."""
     counts = table.counts()
     parts = [
-        f"Tried with transformers {table.transformers}: {counts[SUPPORTED]} families supported, {counts[REFUSED]} "
-        f"refused, {counts[UNTRIED]} not tried.",
+        f"Tried with transformers {table.transformers}: {counts[SUPPORTED]} families supported, "
+        f"{len(table.with_images())} of them with images, too, {counts[REFUSED]} refused, {counts[UNTRIED]} not tried.",
         "### Supported",
         _columns(
-            ("family", "model", "layers", "error"),
+            ("family", "model", "layers", "error", "error with images"),
             [
-                (f"`{row.family}`", row.model, ", ".join(row.layers), f"{row.error:.0e}")
+                (f"`{row.family}`", row.model, ", ".join(row.layers), f"{row.error:.0e}", _of_images(row))
                 for row in table.of_status(SUPPORTED)
             ],
+        ),
+        "### Images refused",
+        "Of families that are supported on text.",
+        _columns(
+            ("family", "why"),
+            [(f"`{row.family}`", row.image_reason) for row in table.of_status(SUPPORTED) if row.image_reason],
         ),
         "### Refused",
         _columns(
@@ -153,6 +185,10 @@ def as_markdown(table: CapabilityTable) -> str:
         _columns(("family", "why"), [(f"`{row.family}`", row.reason) for row in table.of_status(UNTRIED)]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _of_images(row: Capability) -> str:
+    return "refused" if row.image_reason else "" if row.image_error is None else f"{row.image_error:.0e}"
 
 
 def _columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -13,8 +13,9 @@ import treewise as tw
 from tests.vision_models import FAMILIES, IMAGE_TOKEN, png, seeing_model
 from treewise.data.images import decoded
 from treewise.engine import engine as engine_module
+from treewise.nn.flops import FlopModel
 from treewise.nn.model import split_model
-from treewise.nn.vision import pixel_inputs, vision_model
+from treewise.nn.vision import VisionModel, pixel_inputs, tower, vision_model
 from treewise.testing import assert_equals_flat, gradient_error, gradients_of, tiny_model
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
@@ -139,17 +140,51 @@ def test_two_images_that_touch_are_refused_where_the_model_takes_them_for_one():
 def test_the_tower_runs_once_for_each_distinct_image():
     model, images = seeing_model("llava"), FAMILIES["llava"].images()
     items = trajectories(model, images)
+    size = tw.Forest.from_trajectories(items).num_tokens
+    loss, _, gradients = flat_gradients(model, images, items)
     seen = []
     hook = model.model.vision_tower.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
-    counts = []
-    for budget, is_frozen in ((None, False), (12, False), (12, True)):
+    found = {}
+    # One micro-batch, with room for the tower's graph and without; several, with room and without; a frozen tower.
+    for budget, is_frozen in ((None, False), (10 * size, False), (size, False), (size - 1, False), (12, True)):
         for parameter in (*model.model.vision_tower.parameters(), *model.model.multi_modal_projector.parameters()):
             parameter.requires_grad_(not is_frozen)
+        engine = tw.TreeEngine(model, budget, processor=images, check=False)
+        model.zero_grad()
         seen.clear()
-        tw.TreeEngine(model, budget, processor=images, check=False).step(items)
-        counts.append(sum(seen))
+        assert engine.step(items).loss == pytest.approx(loss, rel=1e-5)
+        plan = engine.plan(items)
+        found[budget] = sum(seen), plan.is_whole, engine._costs.keeps_images(plan)
+        if not is_frozen:
+            assert gradient_error(gradients_of(model), gradients) < 1e-5
     hook.remove()
-    assert counts == [3, 6, 3]  # with the graph; without it and again with it; without it
+    assert found[None] == found[10 * size] == (3, True, True)
+    assert found[12][0] == 3
+    for budget in (size, size - 1):
+        assert found[budget][0] == (3 if found[budget][2] else 6)
+
+
+def test_the_tower_s_graph_is_kept_beside_micro_batches_where_both_fit(monkeypatch):
+    model, images = seeing_model("llava"), FAMILIES["llava"].images()
+    items = trajectories(model, images)
+    gradients = flat_gradients(model, images, items)[2]
+    passes = []
+    hook = model.model.vision_tower.register_forward_pre_hook(lambda _, given: passes.append(len(given[0])))
+    # Of a row's budget that is next to nothing, and of a whole micro-batch's, in a whole tree and in parts.
+    for per_row, budget, count in ((0.01, 30, 3), (5.0, 30, 6), (5.0, 70, 6), (0.01, 70, 3)):
+        monkeypatch.setattr(FlopModel, "tokens_per_row", per_row)
+        for objective in (None, _squares):
+            model.zero_grad()
+            passes.clear()
+            tw.TreeEngine(model, budget, processor=images, check=False).step(items, objective)
+            if objective is None:
+                assert sum(passes) == count
+                assert gradient_error(gradients_of(model), gradients) < 1e-5
+        found = gradients_of(model)
+        model.zero_grad()
+        _squares(tw.TreeEngine(model, None, processor=images, check=False).logprobs(items)).backward()
+        assert gradient_error(found, gradients_of(model)) < 1e-5
+    hook.remove()
 
 
 def test_a_frozen_tower_and_the_loss_of_a_function():
@@ -203,3 +238,32 @@ def test_models_on_meshes_refuse_images(monkeypatch):
     monkeypatch.setattr(engine_module, "check_same_plan", lambda mesh, plan: None)
     with pytest.raises(tw.UnsupportedModelError, match="tp_size or ep_size"):
         tw.TreeEngine(model, processor=images).step(trajectories(model, images, HISTORIES[:1]))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_the_probe_computes_images(family, monkeypatch):
+    model, images = seeing_model(family), FAMILIES[family].images()
+    items = trajectories(model, images, HISTORIES[:2])
+    with torch.no_grad():
+        for parameter in model.parameters():  # tiny random models hardly look back
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+    tw.TreeEngine(model, processor=images).evaluate(items)
+    if family == "gemma3":
+        monkeypatch.setattr(tower, "_BOTH_WAYS", {})
+    else:  # without the features of further layers
+        own = VisionModel.arguments
+        monkeypatch.setattr(
+            VisionModel, "arguments", lambda self, rows: own(self, (rows[0], *(0 * x for x in rows[1:])))
+        )
+    with pytest.raises(tw.UnsupportedModelError, match="computes something with images"):
+        tw.TreeEngine(model, processor=images).evaluate(items)
+    tw.TreeEngine(model, processor=images, check=False).evaluate(items)
+
+
+def test_videos_and_sounds_are_refused_by_name():
+    model, images = seeing_model("qwen2_vl"), FAMILIES["qwen2_vl"].images()
+    model.config.video_token_id, model.config.audio_token_id = 61, 62
+    items = trajectories(model, images, HISTORIES[:1])
+    for token, name in ((61, "video_token_id"), (62, "audio_token_id")):
+        with pytest.raises(tw.UnsupportedModelError, match=rf"holds token {token}, the {name} of .*videos and sounds"):
+            tw.TreeEngine(model, processor=images).step([*items, Trajectory([5, token, 6])])

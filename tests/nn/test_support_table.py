@@ -6,7 +6,15 @@ from functools import cache
 import pytest
 import transformers
 
-from tests.capability import REFUSED, SUPPORTED, UNTRIED, as_markdown, examine
+from tests.capability import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    REFUSED,
+    SUPPORTED,
+    TOLERANCE,
+    UNTRIED,
+    as_markdown,
+    examine,
+)
 from treewise.nn.support_table import Capability, CapabilityTable
 from treewise.testing.families import causal_families, image_families
 
@@ -50,11 +58,23 @@ def test_family_is_as_the_table_says(family: str) -> None:
         pytest.skip(found.reason)  # the model itself needs what this environment lacks
     assert (found.status, found.layers) == (stored.status, stored.layers)
     assert without_numbers(found.reason) == without_numbers(stored.reason)
+    if "No module named" not in found.image_reason:
+        assert (found.image_error is None) == (stored.image_error is None), found.image_reason
 
 
 @pytest.mark.skipif(not is_same_release, reason="the table belongs to another release of transformers")
 def test_the_table_holds_every_family_of_this_release() -> None:
     assert {row.family for row in TABLE.rows} == set(FAMILIES)
+
+
+def test_images_are_refused_for_a_reason_and_supported_at_the_tolerance() -> None:
+    for row in TABLE.of_status(SUPPORTED):
+        if row.family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            assert (row.image_error is None) == bool(row.image_reason), row.family
+            assert row.image_error is None or row.image_error < TOLERANCE
+    named = {"gemma3", "idefics3", "internvl", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"}
+    assert named <= set(TABLE.with_images())
+    assert len(TABLE.with_images()) >= 40
 
 
 def test_at_least_60_causal_families_are_supported() -> None:

@@ -19,7 +19,7 @@ from treewise.engine.context_walk import ContextWalk
 from treewise.engine.differentiable import Reader, Values, backward_through, hidden_reader, restore, tree_values
 from treewise.engine.gradient_probe import probe_gradients
 from treewise.engine.lockstep import Exchange, Lockstep
-from treewise.engine.probe import probe
+from treewise.engine.probe import probe, probe_images, text_ids
 from treewise.engine.scoring import (
     StepLoss,
     StepOutput,
@@ -34,6 +34,7 @@ from treewise.engine.walk import Walk
 from treewise.errors import ConfigError, UnsupportedModelError, check_choice
 from treewise.nn.attention import choose
 from treewise.nn.device import to_device
+from treewise.nn.flops import FlopModel, flop_model
 from treewise.nn.model import base_model, is_current, split_model
 from treewise.nn.model_checks import (
     refuse_candidates,
@@ -122,8 +123,10 @@ class TreeEngine:
         self.router_loss_rule = router_loss_rule(
             base_model(model), wants_aux=router_aux_loss, z_coefficient=router_z_coefficient
         )
-        self._should_probe, self._is_probed, self._are_gradients_probed = check, False, False
+        self._should_probe = check
+        self._is_probed = self._are_images_probed = self._are_gradients_probed = False
         self._lockstep: Lockstep | None = None
+        self._flops: FlopModel | None = None  # for images
 
     def __repr__(self) -> str:
         return f"TreeEngine({type(self.model).__name__}, max_tokens={self.max_tokens}, attention={self.attention!r})"
@@ -143,7 +146,10 @@ class TreeEngine:
         forest = one_forest(forests)
         if not self.budget.is_measured:
             self._measure(forest)
-        plan = make_plan(forest, self.budget.tokens, hold=self.hold)
+        if len(forest.images):
+            plan = self._costs.plan(forest, self.budget.tokens, hold=self.hold)
+        else:
+            plan = make_plan(forest, self.budget.tokens, hold=self.hold)
         if self._batch_group is not None:
             check_same_plan(self._batch_group[0], plan, self._batch_group[1])
         return plan
@@ -362,6 +368,13 @@ class TreeEngine:
             context=self._context,
         )
 
+    @property
+    def _costs(self) -> FlopModel:
+        """The costs of the model, for plans with images."""
+        if self._flops is None:
+            self._flops = flop_model(self.lm.model)
+        return self._flops
+
     def _vision(self, plan: Plan) -> ForestVision | None:
         """The images of a plan's forest, for walks with the present weights; None if it has none."""
         if not len(plan.forest.images):
@@ -373,7 +386,15 @@ class TreeEngine:
                 "images are not supported with context_size, which divides tokens among ranks and no vision tower: "
                 "leave it out and give max_tokens a number."
             )
-        return ForestVision(self.lm, plan.forest, self.processor, plan.max_tokens)
+        fits, per_row = self._costs.keeps_images(plan), self._costs.tokens_per_row
+        return ForestVision(
+            self.lm,
+            plan.forest,
+            self.processor,
+            is_in_graph=plan.is_whole and fits,
+            keeps_graph=fits,
+            max_rows=None if plan.max_tokens is None else int(plan.max_tokens / max(per_row, 1.0)),
+        )
 
     def check(self, forest: Forest) -> None:
         """Checks whether model and tokens can be trained, as the first step does.
@@ -385,20 +406,25 @@ class TreeEngine:
         """
         if not is_current(self.lm):
             self.lm = split_model(self.model)
-            self._is_probed = self._are_gradients_probed = False
-        text_ids = _text_ids(forest)
+            self._is_probed = self._are_images_probed = self._are_gradients_probed = False
+        some_text = text_ids(forest)
         refuse_dropout(self.model)
         refuse_tokens(self.lm, forest)
         refuse_placeholders(self.lm, np.where(forest.images.covers(forest.num_tokens), -1, forest.token_ids))
         refuse_lengths(self.lm, int(forest.depth.max()) + 1)
         if self._should_probe and not self._is_probed:
-            probe(self.lm, self.implementation, text_ids)
+            probe(self.lm, self.implementation, some_text)
             if self.router_loss_rule is not None and self.router_loss_rule.aux_coefficient:
-                some = to_device(text_ids[:12], self.lm.device, torch.long)
+                some = to_device(some_text[:12], self.lm.device, torch.long)
                 check_router_loss(self.lm.model, self.router_loss_rule, some)
             self._is_probed = True
+        # Where ranks compute together, a forward of one rank alone would wait for the others for ever.
+        is_alone = self._lockstep is None and self._mesh is None and self._context is None
+        if self._should_probe and len(forest.images) and not self._are_images_probed and is_alone:
+            probe_images(self.lm, self.implementation, forest, self.processor)
+            self._are_images_probed = True
         if self._should_probe and not self._are_gradients_probed and torch.is_grad_enabled():
-            probe_gradients(self.lm, self.implementation, text_ids)
+            probe_gradients(self.lm, self.implementation, some_text)
             self._are_gradients_probed = True
 
     def enable_lockstep(self, exchange: Exchange) -> None:
@@ -446,7 +472,7 @@ class TreeEngine:
 
         @torch.enable_grad()
         def train(num_tokens: int) -> None:
-            chain = Forest.from_trajectories([Trajectory(np.resize(_text_ids(forest)[:2], num_tokens))])
+            chain = Forest.from_trajectories([Trajectory(np.resize(text_ids(forest)[:2], num_tokens))])
             self.new_walk(make_plan(chain)).train(StepLoss(chain, SFT(), None).of_micro_batch)
 
         self.check(forest)
@@ -485,12 +511,6 @@ class TreeEngine:
             )
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ConfigError("no parameter of the model requires a gradient, so a step would do nothing.")
-
-
-def _text_ids(forest: Forest) -> np.ndarray:
-    """[t] int32, the tokens that stand for no image."""
-    text_ids: np.ndarray = forest.token_ids[~forest.images.covers(forest.num_tokens)]
-    return text_ids
 
 
 def _logprob_reader(forest: Forest, trained_only: bool) -> Reader:

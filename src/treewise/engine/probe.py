@@ -11,8 +11,9 @@ lower precision rows are compared with the model's own spread between two correc
 stirred first, because a fresh one is the identity. Gradients are probed in `probe_gradients`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from treewise.engine.stirring import adapters_stirred
+from treewise.engine.vision import ForestVision, flat_images
 from treewise.engine.walk import MicroBatchOutput, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
@@ -69,6 +71,45 @@ def probe(lm: DecoderAndHead, impl: str, token_ids: Int[np.ndarray, " n"]) -> No
         _check_head(lm, np.concatenate([trunk, left]))
 
 
+def probe_images(lm: DecoderAndHead, impl: str, forest: Forest, processor: Any) -> None:
+    """Raises if the model with an image leaks between branches, or does not give its own log-probs on a tree.
+
+    The smallest image of a forest is seen twice on the trunk, with text before, between and after, so that an image
+    that sees a later one shows. processor: the model's.
+
+    Raises:
+        UnsupportedModelError: with the measured difference.
+    """
+    images = forest.images
+    place = int(np.argmin(images.end - images.start))
+    image = images.sources[images.index[place]]
+    tokens, text = forest.token_ids[images.start[place] : images.end[place]], text_ids(forest)
+    ids = np.resize(text if len(text) else tokens, 12)
+    trunk = np.concatenate([ids[:2], tokens, ids[2:4], tokens])
+    starts = (2, len(trunk) - len(tokens))
+    spans = tuple(replace(image, start=start, end=start + len(tokens)) for start in starts)
+    left, right, other = (
+        Trajectory(np.concatenate([trunk, branch]), images=spans)
+        for branch in (ids[4:8], ids[8:12], (ids[8:12] + 1) % lm.head().num_tokens)
+    )
+    given = torch.as_tensor(left.token_ids, dtype=torch.long, device=lm.device)
+    with torch.no_grad(), adapters_stirred(lm.model), widest_precision(lm, ids):
+        rows = _rows(lm, impl, (left, right), processor=processor)
+        _check_finite(lm, rows)
+        spread = 0.0 if _is_exact(rows) else torch.finfo(_compute_dtype(rows)).eps
+        size = len(left)
+        _check_leak(lm, rows[:size], _rows(lm, impl, (left, other), processor=processor)[:size], "second", spread)
+        in_parts = _rows(lm, impl, (left, right), len(tokens) + 4, processor=processor)
+        _check_budget(lm, rows, in_parts, spread)
+        _check_logprobs(lm, rows, left.token_ids, flat_images(lm.model, processor, left, given))
+
+
+def text_ids(forest: Forest) -> np.ndarray:
+    """[t] int32, the tokens of a forest that stand for no image."""
+    ids: np.ndarray = forest.token_ids[~forest.images.covers(forest.num_tokens)]
+    return ids
+
+
 @contextmanager
 def widest_precision(lm: DecoderAndHead, token_ids: np.ndarray) -> Iterator[None]:
     """Without autocast, if all weights are in float32 or wider: then rounding hides nothing and refuses nothing.
@@ -113,8 +154,16 @@ def _hidden(
 ) -> torch.Tensor:
     """[12, M] hidden rows of trunk, left branch and right branch."""
     branches = [Trajectory(np.concatenate([trunk, branch])) for branch in (left, right)]
+    return _rows(lm, impl, branches, budget)
+
+
+def _rows(
+    lm: DecoderAndHead, impl: str, branches: Sequence[Trajectory], budget: int | None = None, processor: Any = None
+) -> torch.Tensor:
+    """[n, M] hidden rows of the first branch, then those of the second beyond the four last tokens' fork."""
     forest = Forest.from_trajectories(branches)
-    walk = Walk(lm, make_plan(forest, budget, hold="never"), impl)
+    vision = ForestVision(lm, forest, processor, is_in_graph=False) if len(forest.images) else None
+    walk = Walk(lm, make_plan(forest, budget, hold="never"), impl, vision=vision)
     by_position: dict[int, torch.Tensor] = {}
 
     def keep(output: MicroBatchOutput) -> None:
@@ -128,7 +177,7 @@ def _hidden(
         raise UnsupportedModelError(
             f"{type(lm.decoder).__name__} fails on a tree: {type(error).__name__}: {error}. {SUPPORTED_MODELS}"
         ) from error
-    order = np.concatenate([forest.paths[0], forest.paths[1][4:]])
+    order = np.concatenate([forest.paths[0], forest.paths[1][-4:]])
     return torch.stack([by_position[position] for position in order.tolist()])
 
 
@@ -245,29 +294,37 @@ def _check_head(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
         )
 
 
-def _own_logits(lm: DecoderAndHead, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
-    """[n, V] in float32 or wider: those of the model's own forward. tokens: [n] int64."""
+def _own_logits(
+    lm: DecoderAndHead, tokens: Int[Tensor, " n"], images: dict[str, torch.Tensor] | None = None
+) -> Float[Tensor, "n V"]:
+    """[n, V] in float32 or wider: those of the model's own forward. tokens: [n] int64. images: what it is given for
+    them."""
     try:
-        logits = lm.model(input_ids=tokens[None], use_cache=False).logits[0]
+        logits = lm.model(input_ids=tokens[None], use_cache=False, **(images or {})).logits[0]
     except (AttributeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
-            f"{type(lm.model).__name__} does not run on text alone: {type(error).__name__}: {error}. {SUPPORTED_MODELS}"
+            f"{type(lm.model).__name__} does not run on {'images' if images else 'text alone'}: "
+            f"{type(error).__name__}: {error}. {SUPPORTED_MODELS}"
         ) from error
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def own_logprobs(lm: DecoderAndHead, token_ids: Int[np.ndarray, " n"]) -> Float[Tensor, " _"]:
+def own_logprobs(
+    lm: DecoderAndHead, token_ids: Int[np.ndarray, " n"], images: dict[str, torch.Tensor] | None = None
+) -> Float[Tensor, " _"]:
     """[n - 1] log-probs of a row's tokens by the model's own forward, with a graph where gradients are enabled."""
     tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)
-    return torch.log_softmax(_own_logits(lm, tokens)[:-1], dim=-1).gather(1, tokens[1:, None])[:, 0]
+    return torch.log_softmax(_own_logits(lm, tokens, images)[:-1], dim=-1).gather(1, tokens[1:, None])[:, 0]
 
 
-def _check_logprobs(lm: DecoderAndHead, rows: torch.Tensor, token_ids: np.ndarray) -> None:
+def _check_logprobs(
+    lm: DecoderAndHead, rows: torch.Tensor, token_ids: np.ndarray, images: dict[str, torch.Tensor] | None = None
+) -> None:
     tokens = torch.as_tensor(token_ids, dtype=torch.long, device=rows.device)
     source = torch.arange(len(tokens) - 1, device=rows.device)
     ours = edge_values(rows[: len(tokens)], lm.head(), source, tokens[1:])["log_probs"]
     with observe_masks() as observations:
-        native = own_logprobs(lm, token_ids)
+        native = own_logprobs(lm, token_ids, images)
     if not native.isfinite().all():
         raise UnsupportedModelError(
             f"{type(lm.model).__name__} gives logits that are not finite: {_why_not_finite(lm)}"
@@ -279,14 +336,15 @@ def _check_logprobs(lm: DecoderAndHead, rows: torch.Tensor, token_ids: np.ndarra
     gap = (gaps.max() if is_exact else gaps.median()).item()
     limit = _MAX_LOGPROB_GAP[rows.dtype] if is_exact else _LOW_PRECISION_GAP
     if not gap <= limit:
-        if not torch.equal(own_logprobs(lm, token_ids), native):
+        if not torch.equal(own_logprobs(lm, token_ids, images), native):
             raise UnsupportedModelError(
                 f"{type(lm.model).__name__} is random while training: the same tokens gave other log-probs. Call "
                 "model.eval(), or disable what is random."
             )
         raise UnsupportedModelError(
             f"{type(lm.model).__name__}: log-probs on the tree differ from the model's own by {gap:.3g} "
-            f"(limit {limit:g}). It computes something between decoder and logits that treewise does not support. "
+            f"(limit {limit:g}). It computes something {'with images' if images else 'between decoder and logits'} "
+            "that treewise does not support. "
             f"{SUPPORTED_MODELS}"
         )
 

@@ -1,14 +1,15 @@
 """The images of a forest: one pass of the vision tower for each distinct one, however many micro-batches see it.
 
-With one micro-batch the features are part of its graph. With several they are kept like a gateway: the tower runs
-first, without a graph, in batches under the budget; every micro-batch adds gradients into the rows that it read, in
-float32; at the end the tower runs again with a graph, and its backward starts from these gradients. A tower and
-projector without trained parameters run once.
+With one micro-batch the features are part of its graph, if the budget has room for both. Else they are kept like a
+gateway: the tower runs first; every micro-batch adds gradients into the rows that it read, in float32; the tower's
+backward starts from these gradients at the end. Where the budget has room for the tower's graph beside every
+micro-batch it is kept until then; where not, the tower runs first without a graph and at the end again, in batches
+under the budget. A tower and projector without trained parameters run once.
 
 Letters: P placeholder tokens of the forest, R feature rows of its distinct images, M model width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from treewise.nn.attention import TreeMask
 from treewise.nn.device import to_device
 from treewise.nn.model import DecoderAndHead, base_model
 from treewise.nn.vision import (
+    IN_WINDOWS,
     Features,
     PixelInputs,
     has_own_positions,
@@ -41,7 +43,9 @@ class ForestVision:
 
     Parameters:
         processor: the model's processor, or its image processor.
-        max_tokens: the most feature rows that one pass of the tower computes; None: all.
+        is_in_graph: the features are computed in the graph of the forest's only micro-batch.
+        keeps_graph: a walk that trains keeps the tower's graph until its end.
+        max_rows: the most feature rows that one pass of the tower computes, but for an image that has more; None: all.
 
     Raises:
         ConfigError: no processor.
@@ -49,15 +53,25 @@ class ForestVision:
         UnsupportedModelError: a model whose images cannot be shared.
     """
 
-    def __init__(self, lm: DecoderAndHead, forest: Forest, processor: Any, max_tokens: int | None) -> None:
+    def __init__(
+        self,
+        lm: DecoderAndHead,
+        forest: Forest,
+        processor: Any,
+        *,
+        is_in_graph: bool = True,
+        keeps_graph: bool = True,
+        max_rows: int | None = None,
+    ) -> None:
         if processor is None:
             raise ConfigError(NEEDS_PROCESSOR.format("TreeEngine(model, processor=...)"))
         self.vision = vision_model(lm)
-        self._sources, self._processor, self._max_tokens = forest.images.sources, processor, max_tokens
+        self.is_in_graph, self._keeps_graph = is_in_graph, keeps_graph
+        self._sources, self._processor, self._max_rows = forest.images.sources, processor, max_rows
         self._positions, self._rows, self._num_rows = _placeholders(forest, self.vision.image_token)
         self._bounds = np.concatenate([[0], np.cumsum(self._num_rows)])
         self._rows_before = None  # [T], where images attend both ways
-        if self.vision.attends_both_ways:
+        if self.vision.both_ways:
             self._rows_before = _rows_before(forest, self._positions)
         self._pixels: dict[int, PixelInputs] = {}
         self._decoder = lm.decoder
@@ -68,12 +82,12 @@ class ForestVision:
                 self.vision.module, self.vision.image_token, forest, lambda each: self._pixels_of(self._index(each))
             )
         self._kept: Features | None = None  # leaves, to which micro-batches add gradients
+        self._graph: Features | None = None  # what the leaves are copies of, with the tower's graph
 
-    def inside(self, positions: np.ndarray, *, in_graph: bool) -> tuple[Any, dict[str, Any]] | None:
+    def inside(self, positions: np.ndarray) -> tuple[Any, dict[str, Any]] | None:
         """The part of the model that a micro-batch runs, and its arguments; None if it is as without images.
 
-        positions: [T] int64 tree positions, ascending. in_graph: features are computed in the caller's graph, for a
-        forest of one micro-batch; otherwise the kept ones are read.
+        positions: [T] int64 tree positions, ascending.
         """
         rows = self._rows[np.isin(self._positions, positions, assume_unique=True)]
         arguments: dict[str, Any] = {}
@@ -82,42 +96,53 @@ class ForestVision:
             arguments["position_ids"] = to_device(own, self.vision.module.device, torch.long)[:, None]
         if len(rows) == 0:
             return (self._decoder, arguments) if arguments else None
-        features = self._all_features() if in_graph else self._keep()
+        features = self._all_features() if self.is_in_graph else self._keep()
         index = to_device(rows, features[0].device)
         seen = tuple(each.index_select(0, index) for each in features)
-        if not in_graph:
+        if not self.is_in_graph:
             seen = tuple(each.to(self.vision.module.dtype) for each in seen)
         return self.vision.module, {**arguments, **self.vision.arguments(seen)}
 
     def mask(self, layout: Layout) -> TreeMask:
         """The mask of a micro-batch."""
         before = None if self._rows_before is None else self._rows_before[layout.positions]
-        return TreeMask.from_layout(layout, before)
+        return TreeMask.from_layout(layout, before, only_windows=self.vision.both_ways == IN_WINDOWS)
+
+    def begin_training(self) -> None:
+        """Computes the features with a graph, where a walk that trains keeps it."""
+        if self._keeps_graph and self._kept is None and self.vision.is_trained and not self.is_in_graph:
+            with torch.enable_grad():
+                self._graph = self._all_features()
+            self._kept = self._leaves(self._graph)
 
     def backward(self) -> None:
         """Backward of the tower, from the gradients that micro-batches added to the kept features."""
-        kept = self._kept
+        kept, graph = self._kept, self._graph
+        self._graph = None
         if kept is None or all(each.grad is None for each in kept):
             return
         grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in kept]
+        for each in kept:
+            each.grad = None
+        if graph is not None:
+            _backward(graph, grads)
+            return
         for first, last in self._batches():
             part = slice(self._bounds[first], self._bounds[last])
             with torch.enable_grad():
                 features = self._encode(first, last)
-            torch.autograd.backward(
-                features, [grad[part].to(each.dtype) for grad, each in zip(grads, features, strict=True)]
-            )
-        for each in kept:
-            each.grad = None
+            _backward(features, [grad[part] for grad in grads])
 
     def _keep(self) -> Features:
         """Features without a graph, in float32 or wider, computed once."""
         if self._kept is None:
             with torch.no_grad():
-                features = self._all_features()
-            wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in features]
-            self._kept = tuple(each.detach().requires_grad_(self.vision.is_trained) for each in wide)
+                self._kept = self._leaves(self._all_features())
         return self._kept
+
+    def _leaves(self, features: Features) -> Features:
+        wide = [each.detach().to(torch.promote_types(each.dtype, torch.float32)) for each in features]
+        return tuple(each.requires_grad_(self.vision.is_trained) for each in wide)
 
     def _all_features(self) -> Features:
         parts = [self._encode(first, last) for first, last in self._batches()]
@@ -134,7 +159,7 @@ class ForestVision:
         first = 0
         for last in range(1, len(self._sources) + 1):
             is_over = last < len(self._sources) and (
-                (self._max_tokens is not None and self._bounds[last + 1] - self._bounds[first] > self._max_tokens)
+                (self._max_rows is not None and self._bounds[last + 1] - self._bounds[first] > self._max_rows)
                 or _shapes(self._pixels_of(last)) != _shapes(self._pixels_of(first))
             )
             if is_over or last == len(self._sources):
@@ -168,6 +193,11 @@ def opened(image: ImageSpan) -> Any:
     from treewise.data.images import decoded
 
     return decoded(image.read(), image.name)
+
+
+def _backward(features: Features, grads: Sequence[torch.Tensor]) -> None:
+    """grads: of each of the features, in any precision."""
+    torch.autograd.backward(features, [grad.to(each.dtype) for grad, each in zip(grads, features, strict=True)])
 
 
 def _shapes(pixels: PixelInputs) -> list[tuple[str, tuple[int, ...]]]:

@@ -85,6 +85,11 @@ class Walk:
         self._is_collecting = False  # whether one head accumulates the gradients of all micro-batches
         self._head: AnyHead | None = None
 
+    @property
+    def has_one_root(self) -> bool:
+        """Whether one backward is all: of a single micro-batch, whose graph holds the features that it reads."""
+        return self.plan.is_whole and (self.vision is None or self.vision.is_in_graph)
+
     def train(self, loss_of: LossOf) -> None:
         """Forward and backward of every micro-batch.
 
@@ -100,11 +105,13 @@ class Walk:
             )
 
     def _train_all(self, loss_of: LossOf) -> None:
-        if self.plan.is_whole:
+        if self.has_one_root:
             self._train(loss_of)
             return
         self._is_collecting = True
         with sparse_embedding_gradients(self.lm):
+            if self.vision is not None:
+                self.vision.begin_training()
             self._train(loss_of)
             if self.vision is not None:
                 self.vision.backward()
@@ -132,8 +139,8 @@ class Walk:
 
     @property
     def is_one_graph(self) -> bool:
-        """Whether the caller's graph can hold the whole walk: one micro-batch, and no rank to keep in step with."""
-        return self.plan.is_whole and self.lockstep is None and self.context is None
+        """Whether the caller's graph can hold the whole walk: all in one graph, and no rank to keep in step with."""
+        return self.has_one_root and self.lockstep is None and self.context is None
 
     @property
     def counts_at_once(self) -> bool:
@@ -142,7 +149,7 @@ class Walk:
 
     def whole_output(self) -> MicroBatchOutput:
         """The output of the only micro-batch, in the caller's graph."""
-        assert self.plan.is_whole
+        assert self.has_one_root
         return self._run(0)
 
     def _train(self, loss_of: LossOf) -> None:
@@ -203,7 +210,7 @@ class Walk:
             layout.depth,
             context,
             with_router_logits=self.with_router_logits,
-            inside=None if self.vision is None else self.vision.inside(layout.positions, in_graph=self.plan.is_whole),
+            inside=None if self.vision is None else self.vision.inside(layout.positions),
         )
         positions = layout.positions
         if part is not None:

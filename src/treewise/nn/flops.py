@@ -4,23 +4,27 @@ Conventions. A multiply-add is two FLOPs. A linear layer costs one pass forward 
 input, and of its weight where that is trained). An expert counts by the fraction of experts that a token visits.
 Attention costs `2 H (D + D of the values)` per pair of query and key it may see, which is `4 H D`; its backward 2.5
 times that, as in FlashAttention (arXiv 2307.08691), whose backward computes the scores again. The head counts per
-projected row, which is a row with a trained target; its backward projects again, so it costs 4 passes. Embeddings,
-norms, activations, the scans of recurrent layers and the optimizer are left out, on both sides.
+projected row, which is a row with a trained target; its backward projects again, so it costs 4 passes. The tower runs
+once for each distinct image of a forest, and flat once for each image of each trajectory. Embeddings, norms,
+activations, the scans of recurrent layers and the optimizer are left out, on both sides.
 
 Letters: T tree tokens, N trajectories, S segments.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from treewise.nn.vision.costs import VisionCosts, vision_costs
 from treewise.planning.partition import ATTENTION_BACKWARD
 from treewise.planning.planner import Plan
+from treewise.planning.planner import plan as make_plan
 from treewise.tree.forest import Forest
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -58,7 +62,7 @@ class FlopModel:
 
     linear, linear_backward: per token. head, head_backward: per projected row. pair_forward: per pair, for all layers
     of a reach together. gateway_values: keys and values per token, all layers. activation_values: an estimate of
-    the values kept per token for the backward.
+    the values kept per token for the backward. vision: of the tower and its projector; None without one.
     """
 
     linear: float
@@ -70,27 +74,34 @@ class FlopModel:
     num_trained_parameters: int
     gateway_values: int
     activation_values: int
+    vision: VisionCosts | None = None
 
     def flat(self, forest: Forest) -> float:
         """One forward and backward of every trajectory alone."""
-        return self._step(forest.num_flat_tokens, flat_head_rows(forest), forest.path_lengths)
+        step = self._step(forest.num_flat_tokens, flat_head_rows(forest), forest.path_lengths)
+        return step + self._images(forest, forest.multiplicity[forest.images.start])
 
     def leaf(self, forest: Forest) -> float:
         """The same without the trajectories contained in another, whose trained tokens count in the longer one."""
         lengths = forest.path_lengths[forest.leaf_trajectories]
-        return self._step(int(lengths.sum()), leaf_head_rows(forest), lengths)
+        ends = np.sort(forest.ends[forest.leaf_trajectories])
+        start = forest.images.start
+        num_leaves = np.searchsorted(ends, forest.subtree_end[start]) - np.searchsorted(ends, start)
+        return self._step(int(lengths.sum()), leaf_head_rows(forest), lengths) + self._images(forest, num_leaves)
 
     def native_flat(self, forest: Forest) -> float:
         """Every trajectory through the model's own forward: logits of all rows, kept for the backward."""
         head = self.head + self.head_backward - (self.head if self.head_backward > self.head else 0)
         trained_rows = self._step(forest.num_flat_tokens, 0, forest.path_lengths)
-        return trained_rows + head * forest.num_flat_tokens
+        images = self._images(forest, forest.multiplicity[forest.images.start])
+        return trained_rows + images + head * forest.num_flat_tokens
 
     def tree(self, forest: Forest) -> float:
-        """One forward and backward of every tree token."""
+        """One forward and backward of every tree token and of every distinct image."""
         first = forest.segments.depth
         last = first + forest.segments.lengths
-        return self._step(forest.num_tokens, tree_head_rows(forest), last, first)
+        step = self._step(forest.num_tokens, tree_head_rows(forest), last, first)
+        return step + self._images(forest, _is_first_place(forest))
 
     def of_tokens(self, depth: np.ndarray) -> np.ndarray:
         """[T] float64: one forward and backward of each token, without the head. depth: [T] integers."""
@@ -100,16 +111,64 @@ class FlopModel:
         return costs
 
     def recomputed(self, plan: Plan) -> float:
-        """What a plan adds: one more forward of the open tokens that are not held, without the head."""
+        """What a plan adds: one more forward of the open tokens that are not held, without the head, and of the images
+        if their graph is not kept."""
         again = [batch.positions() for batch in plan.micro_batches if batch.is_open and not batch.is_held]
-        if not again:
-            return 0.0
-        depth = plan.forest.depth[np.concatenate(again)].astype(np.int64)
-        return self.linear * len(depth) + self._pairs(depth + 1, depth)
+        positions = np.concatenate([np.zeros(0, dtype=np.int64), *again])
+        depth = plan.forest.depth[positions].astype(np.int64)
+        total = self.linear * len(depth) + self._pairs(depth + 1, depth)
+        if self.vision is not None and self.vision.linear_backward and not self.keeps_images(plan):
+            total += float(self.vision.forward(self._distinct_rows(plan.forest)).sum())
+        return total
 
     def planned(self, plan: Plan) -> float:
         """Everything that a plan computes."""
         return self.tree(plan.forest) + self.recomputed(plan)
+
+    def plan(self, forest: Forest, max_tokens: int | None, *, hold: str = "auto") -> Plan:
+        """The plan of a budget (`treewise.plan`).
+
+        With images, the cheaper of two: micro-batches that use all of the budget, and smaller ones that leave room for
+        the graph of the tower, which then runs once instead of twice.
+
+        Raises:
+            PlanError: see `treewise.plan`.
+        """
+        full = make_plan(forest, max_tokens, hold=hold)
+        if max_tokens is None or self.vision is None or self.keeps_images(full):
+            return full
+        room = math.floor(max_tokens - self.tokens_per_row * self._distinct_rows(forest).sum())
+        if room < max(1, forest.images.largest):
+            return full
+        smaller = replace(make_plan(forest, room, hold=hold), max_tokens=max_tokens)
+        return min((full, smaller), key=self.recomputed)
+
+    def keeps_images(self, plan: Plan) -> bool:
+        """Whether the graph of all images of a plan fits beside its micro-batches, so that the tower runs once.
+
+        A feature row takes the budget of as many tokens as have its activations.
+        """
+        if self.vision is None or plan.max_tokens is None:
+            return True
+        largest = max(tokens for _, tokens in plan.timeline)
+        return bool(largest + self.tokens_per_row * self._distinct_rows(plan.forest).sum() <= plan.max_tokens)
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Tokens that keep as many values for the backward as a feature row does in tower and projector."""
+        return 0.0 if self.vision is None else self.vision.activation_values / max(self.activation_values, 1)
+
+    def _distinct_rows(self, forest: Forest) -> np.ndarray:
+        """[n] int64, the feature rows of each distinct image of a forest."""
+        if self.vision is None:
+            return np.zeros(0, dtype=np.int64)
+        return self.vision.rows_of(forest)[_is_first_place(forest)]
+
+    def _images(self, forest: Forest, times: np.ndarray) -> float:
+        """Forward and backward of the images of a forest, each so often ([I] integers)."""
+        if self.vision is None or not len(forest.images):
+            return 0.0
+        return float((self.vision.step(self.vision.rows_of(forest)) * times).sum())
 
     def _step(self, num_tokens: int, num_rows: int, last: np.ndarray, first: np.ndarray | int = 0) -> float:
         linear = (self.linear + self.linear_backward) * num_tokens
@@ -126,7 +185,7 @@ class FlopModel:
 def flop_model(model: nn.Module) -> FlopModel:
     """The costs of a transformers causal LM, read from the shapes of its parameters; `meta` tensors will do.
 
-    Of a model that sees, those of its decoder: what a tower does for an image is not a cost of a token.
+    In a model that sees, `vision` holds what its tower costs for an image.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     decoder = model if config is model.config else model.get_decoder()  # type: ignore[operator]
@@ -159,6 +218,7 @@ def flop_model(model: nn.Module) -> FlopModel:
         num_trained_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad),
         gateway_values=gateway_values(config),
         activation_values=round(activations),
+        vision=vision_costs(model, ACTIVATIONS_PER_LINEAR),
     )
 
 
@@ -225,6 +285,13 @@ def flat_head_rows(forest: Forest) -> int:
 def tree_head_rows(forest: Forest) -> int:
     """Tree tokens that predict at least one trained token."""
     return len(np.unique(forest.parent[forest.token_weights() > 0]))
+
+
+def _is_first_place(forest: Forest) -> np.ndarray:
+    """[I] bool: the first place of each distinct image on a forest."""
+    is_first = np.zeros(len(forest.images), dtype=bool)
+    is_first[np.unique(forest.images.index, return_index=True)[1]] = True
+    return is_first
 
 
 def leaf_head_rows(forest: Forest) -> int:

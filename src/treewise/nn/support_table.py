@@ -7,13 +7,12 @@ for another release of transformers.
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
 SUPPORTED, REFUSED, UNTRIED = "supported", "refused", "not tried"
 FILE = "capabilities.json"
-# Families whose images are computed exactly, each tried against flat training (tests/engine/test_vision.py).
-WITH_IMAGES = ("gemma3", "idefics3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +22,8 @@ class Capability:
     family: the `model_type` of its configuration. model: the class that was tried. status: `supported`, `refused`, or
     `not tried` (transformers builds no small model of it from its configuration class alone). reason: why not. layers:
     what its layers are, in words. error: the largest relative difference of the whole gradient from flat training.
+    image_error: the same with images, of the tower's gradient alone, too; None where images are refused, for
+    image_reason (empty for families of text).
     """
 
     family: str
@@ -31,6 +32,8 @@ class Capability:
     reason: str = ""
     layers: tuple[str, ...] = ()
     error: float | None = None
+    image_error: float | None = None
+    image_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,16 @@ class CapabilityTable:
         """The rows of one status, by name."""
         return sorted((row for row in self.rows if row.status == status), key=lambda row: row.family)
 
+    def with_images(self) -> tuple[str, ...]:
+        """The families whose images are computed exactly, by name."""
+        return tuple(sorted(row.family for row in self.rows if row.image_error is not None))
+
     def counts(self) -> Counter[str]:
         """Families by status."""
         return Counter(row.status for row in self.rows)
+
+
+@cache
+def own_table() -> CapabilityTable:
+    """The table of this release of treewise, read once."""
+    return CapabilityTable.load()

@@ -237,13 +237,14 @@ def image_families() -> list[str]:
 
 
 def tiny_model(
-    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, *, sees: bool = False, **changes: Any
 ) -> PreTrainedModel:
     """A random model of a family in training mode, the same at every call: 3 layers, width 32, 64 tokens.
 
     Parameters:
         family: `model_type` of the family's configuration (`llama`, `qwen3`, `qwen3_next`, ...).
         seed: of torch's global generator, which is set.
+        sees: with a tower, where the family has a class without one, too.
         changes: fields of the configuration in place of the tiny ones.
 
     Raises:
@@ -253,7 +254,8 @@ def tiny_model(
     kind = CONFIG_MAPPING[family]
     config = kind(**_tiny_fields(kind, {**FAMILIES.get(family, {}), **changes}))
     config._attn_implementation = "eager" if family in _EAGER else None
-    builder = AutoModelForCausalLM if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
+    is_text = family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not sees
+    builder = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
     model = builder.from_config(config)
     embedding = model.get_input_embeddings()
     if getattr(embedding, "padding_idx", None) is not None:  # an ordinary token here

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from treewise.errors import ConfigError, did_you_mean
-from treewise.nn.support_table import REFUSED, SUPPORTED, UNTRIED, WITH_IMAGES, Capability, CapabilityTable
+from treewise.nn.support_table import REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable
 
 _COLOURS = {SUPPORTED: "green", REFUSED: "red", UNTRIED: "yellow"}
 
@@ -73,10 +73,12 @@ def _print_one(row: Capability) -> None:
         print(row.reason)
     if row.layers:
         print(f"layers: {', '.join(row.layers)}")
-    if row.family in WITH_IMAGES:
-        print("images: supported, too (docs/images.md)")
     if row.error is not None:
         print(f"largest relative difference from flat training, whole and in parts, float32: {row.error:.0e}")
+    if row.image_error is not None:
+        print(f"images: supported, too; the same difference with images: {row.image_error:.0e}")
+    elif row.image_reason:
+        print(f"images: refused: {row.image_reason}")
 
 
 def _print_all(table: CapabilityTable, rows: list[Capability]) -> None:
@@ -89,7 +91,7 @@ def _print_all(table: CapabilityTable, rows: list[Capability]) -> None:
     Console().print(shown)
     counts = table.counts()
     print(", ".join(f"{counts[status]} {status}" for status in (SUPPORTED, REFUSED, UNTRIED)))
-    print(f"with images, too: {', '.join(WITH_IMAGES)}")
+    print(f"with images, too: {', '.join(table.with_images())}")
 
 
 def _print_release(table: CapabilityTable) -> None:

@@ -11,6 +11,7 @@ from treewise.cli.load_model import DTYPES, load_config, load_flop_model
 from treewise.errors import ConfigError
 from treewise.planning.planner import plan
 from treewise.report import mesh_view, plan_view, read_bytes_setting, read_mesh, report_mesh, report_plan
+from treewise.tree.forest import one_forest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
     data = load_data(args, data_tokenizer(args), progress=not args.json)
     count = len(data) if args.limit is None else min(args.limit, len(data))
     forests = [data[index].forest() for index in range(count)]
-    whole = plan(forests, args.max_tokens, hold=args.hold)
+    forest = one_forest(forests)
+    planned = plan if flops is None else flops.plan
+    whole = planned(forest, args.max_tokens, hold=args.hold)
     report = report_plan(whole, flops, args.model, args.dtype)
     processes = None
     if args.mesh or gpu:

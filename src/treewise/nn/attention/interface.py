@@ -185,7 +185,7 @@ def attend(
         if context.injects is not None:
             key, value = inject(key, value, context.injects, call)
     run = implementation_named(context.impl).run
-    out = run(query, key, value, context.mask, rule, sinks, reads, call)
+    out = run(query, key, value, context.mask.of_layer(rule), rule, sinks, reads, call)
     return out.transpose(1, 2).contiguous()
 
 

@@ -24,24 +24,32 @@ class TreeMask:
     A key is seen from its own row on: `lo[k] = k`. Where images attend both ways (Gemma 3) an image's keys are seen
     from its first row on: `lo[k]` is that row. No fork and no cut is inside an image, so one interval is still enough.
 
-    lo, hi, key_depth: [K] int32 NumPy, kept on the host for planning. `on(device)` gives the tensors.
+    lo, hi, key_depth: [K] int32 NumPy, kept on the host for planning. `on(device)` gives the tensors. without_window:
+    the mask of layers without a window, where it is another one (Gemma 4).
     """
 
     lo: np.ndarray
     hi: np.ndarray
     key_depth: np.ndarray
     num_queries: int
+    without_window: "TreeMask | None" = None
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def from_layout(cls, layout: Layout, rows_before: np.ndarray | None = None) -> "TreeMask":
-        """The mask of a micro-batch. rows_before: [T] int64, how many rows before its own a key is seen already; 0 but
-        for tokens of images that attend both ways."""
-        lo = layout.lo
+    def from_layout(
+        cls, layout: Layout, rows_before: np.ndarray | None = None, *, only_windows: bool = False
+    ) -> "TreeMask":
+        """The mask of a micro-batch.
+
+        rows_before: [T] int64, how many rows before its own a key is seen already; 0 but for tokens of images that
+        attend both ways. only_windows: they do so in layers with a window alone.
+        """
+        causal = cls(layout.lo, layout.hi, layout.key_depth, layout.num_tokens)
         if rows_before is not None and rows_before.any():
-            lo = lo.copy()
+            lo = layout.lo.copy()
             lo[len(lo) - layout.num_tokens :] -= rows_before.astype(lo.dtype)
-        return cls(lo, layout.hi, layout.key_depth, layout.num_tokens)
+            return cls(lo, layout.hi, layout.key_depth, layout.num_tokens, causal if only_windows else None)
+        return causal
 
     @property
     def num_keys(self) -> int:
@@ -50,6 +58,10 @@ class TreeMask:
     @property
     def num_gateway_keys(self) -> int:
         return len(self.lo) - self.num_queries
+
+    def of_layer(self, rule: "LayerRule") -> "TreeMask":
+        """The mask of a layer with this rule."""
+        return self if self.without_window is None or rule.window is not None else self.without_window
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`lo`, `hi` and `key_depth` as [K] int32 tensors; the depths of the queries are the last T of `key_depth`."""

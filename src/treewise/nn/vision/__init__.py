@@ -2,9 +2,10 @@
 
 from treewise.nn.vision.pixels import PixelInputs, pixel_inputs, row_arguments
 from treewise.nn.vision.positions import has_own_positions, tree_positions
-from treewise.nn.vision.tower import Features, VisionModel, vision_model
+from treewise.nn.vision.tower import IN_WINDOWS, Features, VisionModel, vision_model
 
 __all__ = [
+    "IN_WINDOWS",
     "Features",
     "PixelInputs",
     "VisionModel",

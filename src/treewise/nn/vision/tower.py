@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
-from treewise.nn.support_table import WITH_IMAGES
+from treewise.nn.support_table import own_table
 from treewise.nn.vision.pixels import PixelInputs, image_token_of
 from treewise.shapes import Float
 
 # [R, M] rows for the embeddings, then those for each decoder layer that takes some (Qwen3-VL's deepstack).
 Features = tuple[torch.Tensor, ...]
-# Families whose images always attend both ways; others have a setting for it.
-_BOTH_WAYS = {"gemma3"}
+EVERYWHERE, IN_WINDOWS = "everywhere", "in windows"
+# Where images attend both ways, by family and its setting use_bidirectional_attention.
+_BOTH_WAYS = {("gemma3", None): EVERYWHERE, ("gemma3", False): EVERYWHERE, ("gemma4", "vision"): IN_WINDOWS}
 
 
 @dataclass(eq=False)
@@ -33,13 +34,14 @@ class VisionModel:
     """The part of a model that sees.
 
     module: has `get_image_features`, and a forward that takes `mm_encoder_outputs`. image_token: the placeholder.
-    parameters: those outside of the decoder. attends_both_ways: the tokens of an image see all of it.
+    parameters: those outside of the decoder. both_ways: where the tokens of an image see all of it: nowhere (""), in
+    all layers (`EVERYWHERE`), or in those with a window (`IN_WINDOWS`).
     """
 
     module: Any
     image_token: int
     parameters: tuple[nn.Parameter, ...]
-    attends_both_ways: bool = False
+    both_ways: str = ""
     _is_joined: bool = False  # whether the model has the features of all images as one tensor
 
     @property
@@ -99,25 +101,37 @@ def vision_model(lm: DecoderAndHead) -> VisionModel:
     refuse_unsupported(base)
     in_decoder = {id(each) for each in lm.decoder.parameters()}
     outside = tuple(each for each in module.parameters() if id(each) not in in_decoder)
-    return VisionModel(module, token, outside, attends_both_ways(base.config))
+    return VisionModel(module, token, outside, _both_ways(base))
 
 
-def attends_both_ways(config: Any) -> bool:
-    """Whether the tokens of an image see those after them in it, by a model's configuration."""
-    is_set = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
-    return is_set or config.model_type in _BOTH_WAYS
+def _both_ways(base: Any) -> str:
+    """Where the tokens of an image see those after them in it: nowhere (""), `EVERYWHERE` or `IN_WINDOWS`.
+
+    Raises:
+        UnsupportedModelError: a setting that is not known of this family.
+    """
+    setting = getattr(base.config.get_text_config(), "use_bidirectional_attention", None)
+    kind = _BOTH_WAYS.get((base.config.model_type, setting))
+    if setting and kind is None:
+        raise UnsupportedModelError(
+            f"{type(base).__name__}: images under use_bidirectional_attention={setting!r} are not supported, as its "
+            f"mask lets them see beyond its windows. {SUPPORTED_MODELS}"
+        )
+    return kind or ""
 
 
 def refuse_unsupported(base: Any) -> None:
-    """Raises if a family's images were not tried against flat training.
+    """Raises if a family's images do not equal flat training, or were not tried against it.
 
     Raises:
-        UnsupportedModelError: with the families that were.
+        UnsupportedModelError: with the reason.
     """
-    if base.config.model_type not in WITH_IMAGES:
+    row = own_table().find(base.config.model_type)
+    if row is None or row.image_error is None:
+        reason = (row and row.image_reason) or "they were not tried against flat training"
         raise UnsupportedModelError(
-            f"{type(base).__name__}: images of {base.config.model_type!r} are not supported, only text. With images: "
-            f"{', '.join(WITH_IMAGES)}. {SUPPORTED_MODELS}"
+            f"{type(base).__name__}: images of {base.config.model_type!r} are not supported ({reason}), only text. "
+            f"{SUPPORTED_MODELS}"
         )
 
 
