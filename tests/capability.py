@@ -77,8 +77,9 @@ def with_images(row: Capability) -> Capability:
         with every_family_admitted():
             error = image_error(image_model(row.family))
     except Exception as fault:  # of many models
-        reason = str(fault).removesuffix(" Supported models: docs/models.md.")
-        return replace(row, image_reason=reason if isinstance(fault, UnsupportedModelError) else _first_line(fault))
+        is_named = isinstance(fault, UnsupportedModelError | NotImplementedError)
+        reason = " ".join(str(fault).split()).removesuffix(" Supported models: docs/models.md.")
+        return replace(row, image_reason=reason[:300] if is_named else _first_line(fault))
     if error < TOLERANCE:
         return replace(row, image_error=float(f"{error:.0e}"))
     return replace(row, image_reason=f"gradients differ from flat training's by {error:.0e}")

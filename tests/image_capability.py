@@ -71,7 +71,7 @@ class RandomPixels:
         assert return_tensors == "pt"
         seeds = [int.from_bytes(hashlib.sha256(each.tobytes()).digest()[:4], "big") for each in images]
         parts = [self._layout(np.random.default_rng(seed)) for seed in seeds]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return {name: tower.join([part[name] for part in parts], name, parts[0].keys()) for name in parts[0]}
 
 
 @contextmanager
@@ -87,7 +87,11 @@ def every_family_admitted() -> Iterator[None]:
 def image_model(family: str) -> Any:
     """A tiny random model of a family, with a tower."""
     changes = FAMILIES[family].changes if family in FAMILIES else CHANGES.get(family, {})
-    return tiny_model(family, sees=True, **{"image_token_id": IMAGE_TOKEN, **changes}).eval()
+    try:
+        model = tiny_model(family, sees=True, **{"image_token_id": IMAGE_TOKEN, **changes})
+    except Exception as fault:  # whatever transformers raises for a configuration that it cannot build
+        raise NotImplementedError(f"no small model of it with a tower can be built: {fault}") from fault
+    return model.eval()
 
 
 def image_error(model: nn.Module) -> float:
@@ -147,6 +151,8 @@ def random_pixels(model: nn.Module) -> tuple[RandomPixels, int]:
             faults.append(f"{type(fault).__name__}: {' '.join(str(fault).split())[:80]}")
             continue
         rows = output.pooler_output
+        if rows is None:
+            raise NotImplementedError("its get_image_features gives no pooler_output")
         parts = [rows] if isinstance(rows, torch.Tensor) else list(rows)
         return RandomPixels(layout), sum(each.reshape(-1, each.shape[-1]).shape[0] for each in parts)
     raise NotImplementedError("its tower takes none of the forms of pixels that were tried: " + faults[0])
@@ -192,6 +198,7 @@ def _patches(config: Any, known: frozenset[str]) -> Iterator[Layout]:
     shapes = {
         "image_grid_thw": torch.tensor([[1, side, side]]),
         "spatial_shapes": torch.tensor([[side, side]]),
+        "target_sizes": torch.tensor([[8, 8]]),
         "image_merge_sizes": torch.tensor([merge]),
         "image_position_ids": torch.cartesian_prod(torch.arange(side), torch.arange(side))[None],
     }
@@ -205,6 +212,8 @@ def _patches(config: Any, known: frozenset[str]) -> Iterator[Layout]:
         if "image_grid_thw" in found
         else ((1, side**2, 3 * patch**2), (1, side**2, 3 * (patch * merge) ** 2))
     )
+    if "target_sizes" in found:
+        shapes_of_patches = ((1, 3, patch, 64 * patch),)
     for shape in shapes_of_patches:
         yield partial(_with_patches, found, shape)
 

@@ -229,12 +229,16 @@ def flop_model_of_config(config: Any) -> FlopModel:
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that makes a model of this configuration: of text, or of images and text."""
+    """The class of transformers that makes a model of this configuration: of text, or of images and text.
+
+    Of families that have both (Qwen3.5), the one that the checkpoint was saved with.
+    """
     import transformers
     from transformers.models.auto import modeling_auto
 
     is_text = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    sees = not is_text and config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    with_images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    sees = with_images is not None and (not is_text or with_images in (config.architectures or ()))
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 

@@ -8,7 +8,7 @@ Letters: R feature rows, one for each placeholder token of an image; M model wid
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -58,8 +58,8 @@ class VisionModel:
             UnsupportedModelError: the tower gives another number of rows than there are placeholders.
         """
         device = self.module.device
-        joined = {name: torch.cat([each[name] for each in images]).to(device) for name in images[0]}
         known = inspect.signature(self.module.get_image_features).parameters
+        joined = {name: join([each[name] for each in images], name, known).to(device) for name in images[0]}
         output = self.module.get_image_features(
             **{name: value for name, value in joined.items() if name in known}, return_dict=True
         )
@@ -83,6 +83,11 @@ class VisionModel:
         return {"mm_encoder_outputs": {"image": output}}
 
 
+def join(tensors: Sequence[torch.Tensor], name: str, arguments: Collection[str]) -> torch.Tensor:
+    """The tensors of several images as one. arguments: of the tower; MiniCPM's takes all patches in one row."""
+    return torch.cat(list(tensors), dim=-1 if name == "pixel_values" and "target_sizes" in arguments else 0)
+
+
 def vision_model(lm: DecoderAndHead) -> VisionModel:
     """The part of a model that sees.
 
@@ -93,7 +98,9 @@ def vision_model(lm: DecoderAndHead) -> VisionModel:
     module, token = base.base_model, image_token_of(base.config)
     name = type(base).__name__
     if token is None or not hasattr(module, "get_image_features"):
-        raise UnsupportedModelError(f"{name} takes no images. {SUPPORTED_MODELS}")
+        sees = getattr(base.config, "vision_config", None) is not None
+        reason = "has no features of images that stand for placeholder tokens" if sees else "takes no images"
+        raise UnsupportedModelError(f"{name} {reason}. {SUPPORTED_MODELS}")
     if "mm_encoder_outputs" not in inspect.signature(type(module).forward).parameters:
         raise UnsupportedModelError(
             f"{name} takes images only as pixels, so their features cannot be shared by branches. {SUPPORTED_MODELS}"
