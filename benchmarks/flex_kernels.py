@@ -132,7 +132,8 @@ def _source_of_lowering(lowering: Any) -> str:
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Triton's interpreter, with the hyperbolic tangent that it lacks (a function of NVIDIA's library).
+    """Triton's interpreter, with the hyperbolic tangent that it lacks (a function of NVIDIA's library), and products of
+    bfloat16, whose bits it multiplies as integers (triton 3.9).
 
     It replaces the functions of its language at each call of a device function, which takes nine tenths of the time;
     here once for each module.
@@ -153,8 +154,16 @@ def quick_interpreter() -> Iterator[None]:
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*args, **kwargs)
 
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        if a.dtype.scalar == language.bfloat16:
+            a, b = self.cast_impl(a, language.float32), self.cast_impl(b, language.float32)
+        return multiply(self, a, b, *others)
+
     library = mock.patch.object(triton_helpers.libdevice, "tanh", tanh)
-    with library, mock.patch.object(interpreter.InterpretedFunction, "__call__", call):
+    products = mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot)
+    with library, products, mock.patch.object(interpreter.InterpretedFunction, "__call__", call):
         yield
 
 

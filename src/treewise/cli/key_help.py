@@ -95,7 +95,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "Evaluation, checkpoints, logs": (
         *("eval_strategy", "eval_steps", "per_device_eval_batch_size", "save_strategy", "save_steps"),
         *("save_total_limit", "async_checkpoints", "load_best_model_at_end", "push_to_hub", "hub_model_id"),
-        *("logging_steps", "report_to", "run_name"),
+        *("logging_steps", "report_to", "run_name", "profile"),
     ),
     "When something goes wrong": ("nonfinite", "max_skipped_steps", "spike_factor", "on_save_failure"),
     "Several processes": (

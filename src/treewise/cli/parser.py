@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "how trees are cut into micro-batches",
     "verify": "flat against tree on your own model and rows",
     "bench": "treewise against flat training and tree rows, measured on this machine",
+    "profile": "where the time of a training step goes, tree beside flat",
     "doctor": "what this machine has, which attention will run, and a check that it is right",
     "curriculum": "whether a curriculum's signal predicts anything on your tasks or data",
     "grow": "a larger model from a smaller one, to train on",

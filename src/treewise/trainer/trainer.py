@@ -52,6 +52,7 @@ from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_path
 from treewise.trainer.run_context import entered_run, stop_of_all, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
 from treewise.trainer.step import StepRunner, optimizer_bytes
+from treewise.trainer.step_profile import profilers
 from treewise.trainer.tree_order import TreeOrder
 from treewise.tree.forest import Forest, forest_of
 
@@ -121,7 +122,7 @@ class TreeTrainer(Trainer):
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             model_init=model_init,
-            callbacks=[_StepEnd(self._signals, self._end_step), *(callbacks or [])],
+            callbacks=[_StepEnd(self._signals, self._end_step), *profilers(args), *(callbacks or [])],
             optimizers=optimizers,
         )
         if use_cache is not None:

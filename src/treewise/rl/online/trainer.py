@@ -107,6 +107,8 @@ class OnlineTrainer:
                 "an online run samples from the model in training, whole on every process; leave fsdp, tp_size, "
                 "ep_size and context_size out. Recorded rollouts train models sharded by fsdp: treewise rl --data."
             )
+        if args.profile:
+            raise ConfigError("profile: an online run is not profiled; leave it out. `treewise rl --data` takes it.")
         if args.async_checkpoints:
             raise ConfigError("async_checkpoints: an online run saves between two iterations; leave it out.")
         self.args = args

@@ -1,0 +1,122 @@
+"""`treewise profile DATA --model M`: where the time of a training step goes, tree beside flat, by part."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from treewise.cli.data_arguments import add_data_arguments, apply_config, load_data
+from treewise.cli.devices import chosen_device
+from treewise.cli.load_model import DTYPES, load_model, load_processor
+from treewise.engine.engine import TreeEngine
+from treewise.engine.profiling import PARTS, Profile, mean, profile_step
+from treewise.errors import ConfigError
+from treewise.nn.attention import IMPLEMENTATIONS
+from treewise.nn.gradients import zero_gradients
+from treewise.tree.forest import Forest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    add_data_arguments(parser)
+    parser.add_argument("--model", help="folder, Hub name, .gguf file or smollm2-demo")
+    parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the model (float32)")
+    parser.add_argument("--device", help="cuda where there is a GPU, else cpu")
+    parser.add_argument("--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch; whole trees without")
+    parser.add_argument("--attention", choices=("auto", *IMPLEMENTATIONS))
+    parser.add_argument("--limit", type=int, default=32, help="the first K trajectories (32; 0 for all)")
+    parser.add_argument("--steps", type=int, default=3, help="profiled steps, after one that warms up (3)")
+    parser.add_argument("--no_flat", "--no-flat", action="store_true", help="leave flat training out")
+    parser.add_argument("--trace", metavar="FILE", help="Chrome trace of the last step on the tree, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints seconds and FLOP/s by part."""
+    apply_config(args, ("data", "model"), dtype="float32", attention="auto")
+    if args.limit < 0:
+        raise ConfigError(f"--limit is {args.limit}; give a number of trajectories, or 0 for all.")
+    if args.steps < 1:
+        raise ConfigError(f"--steps is {args.steps}; give at least 1.")
+    device = chosen_device(args.device)
+    model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
+    if args.tokenizer is not None:
+        tokenizer = load_processor(args.tokenizer)
+    data = load_data(args, tokenizer, progress=False)
+    data.check_vocabulary(model.get_input_embeddings().weight.shape[0])
+    items = [item for tree in data for item in tree.flat_trajectories()][: args.limit or None]
+    forest = Forest.from_trajectories(items)
+    model = model.to(device).train()
+    from treewise.bench.contestants import plain_parts  # slow to import
+    from treewise.bench.flat import FlatRows, can_pack
+
+    profiles: dict[str, Profile] = {}
+    if not args.no_flat:
+        lm = plain_parts(model)
+        longest = max(map(len, items))
+        rows = FlatRows(lm, items, max_row_tokens=max(2_048, longest), packs=can_pack(lm.model))
+        profiles["flat"] = _profiled(rows.step, model, device, args.steps, None)
+    engine = TreeEngine(model, args.max_tokens, args.attention)
+    trace = None if args.trace is None else Path(args.trace)
+    profiles["tree"] = _profiled(lambda: engine.step(forest), model, device, args.steps, trace)
+    facts = {
+        "tree_tokens": forest.num_tokens,
+        "flat_tokens": forest.num_flat_tokens,
+        "max_tokens": args.max_tokens,
+        **{name: each.to_dict() for name, each in profiles.items()},
+    }
+    if args.json:
+        print(json.dumps(facts, indent=1))
+        return 0
+    console = Console(width=None if Console().is_terminal else 120)
+    console.print(
+        f"{forest.num_tokens:,} tree tokens of {forest.num_flat_tokens:,} flat ones; mean of {args.steps} steps"
+    )
+    console.print(_view(profiles))
+    if trace is not None:
+        console.print(f"trace written to {trace}", highlight=False)
+    return 0
+
+
+def _profiled(
+    step: Callable[[], object], model: nn.Module, device: torch.device, num_steps: int, trace: Path | None
+) -> Profile:
+    """The mean of so many steps, after one that warms up. trace: of the last one."""
+    step()
+    profiles = []
+    for index in range(num_steps):
+        zero_gradients(model)
+        profiles.append(profile_step(step, device, trace if index == num_steps - 1 else None))
+    zero_gradients(model)
+    return mean(profiles)
+
+
+def _view(profiles: dict[str, Profile]) -> Table:
+    table = Table(box=box.SIMPLE)
+    table.add_column("part")
+    for name in profiles:
+        for column in (f"{name}, s", "%", "GFLOP/s"):
+            table.add_column(column, justify="right")
+    for part in [each for each in PARTS if any(each in one.parts for one in profiles.values())]:
+        cells = [part]
+        for each in profiles.values():
+            cost = each.parts.get(part)
+            if cost is None:
+                cells += ["", "", ""]
+                continue
+            rate = f"{cost.flops_per_second / 1e9:,.1f}" if cost.flops else ""
+            cells += [f"{cost.seconds:.3f}", f"{100 * cost.seconds / each.seconds:.0f}", rate]
+        table.add_row(*cells)
+    totals = ["all"]
+    for each in profiles.values():
+        flops = sum(cost.flops for cost in each.parts.values())
+        totals += [f"{each.seconds:.3f}", "100", f"{flops / each.seconds / 1e9:,.1f}"]
+    table.add_row(*totals, style="bold")
+    return table

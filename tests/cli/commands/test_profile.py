@@ -1,0 +1,43 @@
+"""`treewise profile`: one table, one trace, the same facts as JSON."""
+
+import json
+
+import pytest
+
+from treewise.cli.main import main
+from treewise.engine import profiling
+from treewise.testing import tiny_model
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("profile")
+    tiny_model(num_hidden_layers=1).save_pretrained(folder / "model")
+    rows = [{"token_ids": [*range(1, 20), *range(last, last + 9)], "group": "a"} for last in (20, 30, 40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["profile", str(folder / "rows.jsonl"), "--model", str(folder / "model"), "--device", "cpu", "--steps", "1"]
+
+
+def test_tree_beside_flat_as_json(arguments, capsys, tmp_path) -> None:
+    assert main([*arguments, "--json", "--trace", str(tmp_path / "trace.json")]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["tree_tokens"], facts["flat_tokens"]) == (19 + 27, 3 * 28)
+    flops = {name: facts[name]["parts"][profiling.PROJECTIONS]["flops"] for name in ("tree", "flat")}
+    assert flops["flat"] / flops["tree"] == 84 / 46
+    assert (tmp_path / "trace.json").is_file()
+
+
+def test_the_table(arguments, capsys) -> None:
+    assert main([*arguments, "--no_flat"]) == 0
+    out = capsys.readouterr().out
+    assert "46 tree tokens of 84 flat ones; mean of 1 steps" in out
+    assert profiling.HEAD in out
+    assert "flat, s" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), [(["--steps", "0"], "--steps is 0"), (["--limit", "-1"], "--limit is -1")]
+)
+def test_wrong_numbers_are_refused(arguments, capsys, flags, message) -> None:
+    assert main([*arguments, *flags]) == 2
+    assert message in capsys.readouterr().err
