@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
@@ -132,7 +133,7 @@ def _parts(events: list[FunctionEvent], seconds: float, *, on_gpu: bool) -> dict
     sums = {name: [0.0, 0.0, 0] for name in PARTS}
     seen: dict[int, str] = {}
     for event in sorted(events, key=lambda each: (each.time_range.start, -each.time_range.end)):
-        if event.device_type != torch.autograd.DeviceType.CPU:
+        if event.device_type != DeviceType.CPU:
             continue  # kernels count with the operation that launched them
         name = seen[id(event)] = _part_of(event, seen)
         total = sums[name]
@@ -144,7 +145,7 @@ def _parts(events: list[FunctionEvent], seconds: float, *, on_gpu: bool) -> dict
     return {name: PartCost(*total) for name, total in sums.items() if total[0] or total[2]}  # type: ignore[arg-type]
 
 
-def _part_of(event: FunctionEvent, seen: dict[int, str]) -> str:
+def _part_of(event: Any, seen: dict[int, str]) -> str:
     parent = event.cpu_parent
     around = ELEMENTWISE if parent is None else seen.get(id(parent), ELEMENTWISE)
     if event.name in _OWN_KERNELS:
@@ -161,7 +162,7 @@ def _part_of(event: FunctionEvent, seen: dict[int, str]) -> str:
     return GATHERS if event.name in _GATHERS else around
 
 
-def _kernel_part(event: FunctionEvent) -> str:
+def _kernel_part(event: Any) -> str:
     """Which kind of block a call of the CPU's attention kernel computes, from its arguments."""
     shapes = [each for each in event.input_shapes or () if each]
     if any(len(shape) == 4 and shape[0] == 1 and shape[1] == 1 for shape in shapes[3:]):
@@ -170,7 +171,7 @@ def _kernel_part(event: FunctionEvent) -> str:
     return CAUSAL if query[2] == key[2] else RECTANGLES
 
 
-def _flops(event: FunctionEvent) -> float:
+def _flops(event: Any) -> float:
     shapes = [each for each in event.input_shapes or () if each]
     if event.name in _PRODUCTS:
         first = 1 if "add" in event.name else 0  # after what is added to; a tensor given for the result comes last
