@@ -237,9 +237,10 @@ def resources(source: str, target_name: str) -> dict[str, Any]:
 
 def _assembled(ptx: str, target_name: str) -> dict[str, int]:
     """Registers of a thread and bytes that it spills, as NVIDIA's assembler reports them."""
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    assembler = knobs.nvidia.ptxas_blackwell if target_name == "sm_100" else knobs.nvidia.ptxas
+    major, minor = CAPABILITIES[target_name]
+    assembler = get_ptxas(10 * major + minor)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)

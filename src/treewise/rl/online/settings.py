@@ -12,6 +12,13 @@ from treewise.rl.curriculum.self_check import is_refusable
 from treewise.rl.success_book import BookSettings
 
 
+def refuse_settings(args: Any) -> None:
+    """Raises `ConfigError` for settings of a training run that an online run does not have. args: of transformers."""
+    for name, why in (("async_checkpoints", "saves between two iterations"), ("profile", "is not profiled")):
+        if getattr(args, name):
+            raise ConfigError(f"{name}: an online run {why}; leave it out.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineSettings:
     """Settings of `OnlineTrainer`. A token counts here when it was generated; prompts and observations do not.

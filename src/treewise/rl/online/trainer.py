@@ -47,7 +47,7 @@ from treewise.rl.online.progress import token_progress
 from treewise.rl.online.records import write_rollouts
 from treewise.rl.online.report import PrintedLine, figures
 from treewise.rl.online.sampling import GrowingTree, Rounds
-from treewise.rl.online.settings import OnlineSettings
+from treewise.rl.online.settings import OnlineSettings, refuse_settings
 from treewise.rl.online.state import LoopState
 from treewise.rl.online.update import Updater
 from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
@@ -107,10 +107,7 @@ class OnlineTrainer:
                 "an online run samples from the model in training, whole on every process; leave fsdp, tp_size, "
                 "ep_size and context_size out. Recorded rollouts train models sharded by fsdp: treewise rl --data."
             )
-        if args.profile:
-            raise ConfigError("profile: an online run is not profiled; leave it out. `treewise rl --data` takes it.")
-        if args.async_checkpoints:
-            raise ConfigError("async_checkpoints: an online run saves between two iterations; leave it out.")
+        refuse_settings(args)
         self.args = args
         self.objective_name = objective if isinstance(objective, str) else "grpo"
         self.objective = _named(objective) if isinstance(objective, str) else objective
