@@ -29,7 +29,7 @@ from treewise.engine.scoring import (
     token_reader,
     with_router_loss,
 )
-from treewise.engine.vision import ForestVision
+from treewise.engine.vision import ForestVision, PixelsOf, processed_by
 from treewise.engine.walk import Walk
 from treewise.errors import ConfigError, UnsupportedModelError, check_choice
 from treewise.nn.attention import choose
@@ -321,9 +321,12 @@ class TreeEngine:
         changes: list[dict[str, Any]] = [{stream: values_T[path]} for path in plan.forest.paths]
         return [replace(item, **change) for item, change in zip(items, changes, strict=True)]
 
-    def values(self, plan: Plan, readers: Sequence[Reader]) -> list[Values]:
-        """Each reader's values over the plan's forest, by name; differentiable at any budget (see `tree_values`)."""
-        reads_routers, vision = any(reader.reads_routers for reader in readers), self._vision(plan)
+    def values(self, plan: Plan, readers: Sequence[Reader], pixels_of: PixelsOf | None = None) -> list[Values]:
+        """Each reader's values over the plan's forest, by name; differentiable at any budget (see `tree_values`).
+
+        pixels_of: maps an image to its tensors; None: the engine's processor makes them.
+        """
+        reads_routers, vision = any(reader.reads_routers for reader in readers), self._vision(plan, pixels_of)
         return tree_values(lambda: self.new_walk(plan, with_router_logits=reads_routers, vision=vision), readers)
 
     def _backward_through(
@@ -375,7 +378,7 @@ class TreeEngine:
             self._flops = flop_model(self.lm.model)
         return self._flops
 
-    def _vision(self, plan: Plan) -> ForestVision | None:
+    def _vision(self, plan: Plan, pixels_of: PixelsOf | None = None) -> ForestVision | None:
         """The images of a plan's forest, for walks with the present weights; None if it has none."""
         if not len(plan.forest.images):
             return None
@@ -386,11 +389,13 @@ class TreeEngine:
                 "images are not supported with context_size, which divides tokens among ranks and no vision tower: "
                 "leave it out and give max_tokens a number."
             )
+        if pixels_of is None:
+            pixels_of = processed_by(self.processor, "TreeEngine(model, processor=...)")
         fits, per_row = self._costs.keeps_images(plan), self._costs.tokens_per_row
         return ForestVision(
             self.lm,
             plan.forest,
-            self.processor,
+            pixels_of,
             is_in_graph=plan.is_whole and fits,
             keeps_graph=fits,
             max_rows=None if plan.max_tokens is None else int(plan.max_tokens / max(per_row, 1.0)),

@@ -9,7 +9,7 @@ under the budget. A tower and projector without trained parameters run once.
 Letters: P placeholder tokens of the forest, R feature rows of its distinct images, M model width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,19 +36,19 @@ from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
 NEEDS_PROCESSOR = "the trajectories hold images, for which the model's processor (AutoProcessor) is needed: {}."
+PixelsOf = Callable[[ImageSpan], PixelInputs]
 
 
 class ForestVision:
     """The features of a forest's images, on its placeholder tokens.
 
     Parameters:
-        processor: the model's processor, or its image processor.
+        pixels_of: maps an image to the tensors that the model's processor makes of it.
         is_in_graph: the features are computed in the graph of the forest's only micro-batch.
         keeps_graph: a walk that trains keeps the tower's graph until its end.
         max_rows: the most feature rows that one pass of the tower computes, but for an image that has more; None: all.
 
     Raises:
-        ConfigError: no processor.
         DataError: placeholders without an image, or an image with other numbers of placeholders in two places.
         UnsupportedModelError: a model whose images cannot be shared.
     """
@@ -57,17 +57,15 @@ class ForestVision:
         self,
         lm: DecoderAndHead,
         forest: Forest,
-        processor: Any,
+        pixels_of: PixelsOf,
         *,
         is_in_graph: bool = True,
         keeps_graph: bool = True,
         max_rows: int | None = None,
     ) -> None:
-        if processor is None:
-            raise ConfigError(NEEDS_PROCESSOR.format("TreeEngine(model, processor=...)"))
         self.vision = vision_model(lm)
         self.is_in_graph, self._keeps_graph = is_in_graph, keeps_graph
-        self._sources, self._processor, self._max_rows = forest.images.sources, processor, max_rows
+        self._sources, self._source_pixels, self._max_rows = forest.images.sources, pixels_of, max_rows
         self._positions, self._rows, self._num_rows = _placeholders(forest, self.vision.image_token)
         self._bounds = np.concatenate([[0], np.cumsum(self._num_rows)])
         self._rows_before = None  # [T], where images attend both ways
@@ -171,8 +169,19 @@ class ForestVision:
 
     def _pixels_of(self, index: int) -> PixelInputs:
         if index not in self._pixels:
-            self._pixels[index] = pixel_inputs(self._processor, [opened(self._sources[index])])
+            self._pixels[index] = self._source_pixels(self._sources[index])
         return self._pixels[index]
+
+
+def processed_by(processor: Any, where: str) -> PixelsOf:
+    """Images as the model's processor (or its image processor) makes tensors of them. where: it is given.
+
+    Raises:
+        ConfigError: no processor.
+    """
+    if processor is None:
+        raise ConfigError(NEEDS_PROCESSOR.format(where))
+    return lambda image: pixel_inputs(processor, [opened(image)])
 
 
 def flat_images(model: nn.Module, processor: Any, item: Trajectory, token_ids: torch.Tensor) -> dict[str, torch.Tensor]:

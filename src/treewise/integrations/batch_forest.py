@@ -8,11 +8,16 @@ Letters: B rows of the batch, L tokens of a row, F real tokens, P scored labels,
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from treewise.integrations.trl.images import BatchImages
 
 IGNORED = -100
 
@@ -27,7 +32,7 @@ class Rows:
 
     source: [E] int64 tree position of the token that predicts, ascending. label: [E] int64 token ids. cell: [P] int64,
     index of each scored label in the flattened labels. edge: [P] int64, index of the edge that scores it. num_real:
-    tokens of the batch without padding.
+    tokens of the batch without padding. images: of the forest.
     """
 
     forest: Forest
@@ -36,6 +41,7 @@ class Rows:
     cell: np.ndarray
     edge: np.ndarray
     num_real: int
+    images: "BatchImages | None" = None
 
 
 def rows_to_forest(
@@ -46,6 +52,7 @@ def rows_to_forest(
     *,
     is_relative: bool = True,
     keeps_all: bool = False,
+    images: "BatchImages | None" = None,
 ) -> Rows | None:
     """Merges the rows' shared prefixes. None where no label is scored.
 
@@ -54,6 +61,7 @@ def rows_to_forest(
     attention mask a row in which they start anew holds several sequences that do not attend to one another, as in
     transformers. is_relative: whether the model depends on differences of positions only; otherwise a sequence has to
     begin at position 0. keeps_all: whether every real token is computed, scored or not.
+    images: of the batch.
 
     Raises:
         NotShareable: padding inside a sequence, positions that jump, or a label predicted by padding.
@@ -75,8 +83,15 @@ def rows_to_forest(
     last_F = np.append(starts[1:], len(flat_ids)) - 1 if keeps_all else source_F
     kept, lengths = _used_lengths(starts, last_F, len(flat_ids))
     first = starts[kept]
+    if images is None:
+        spans: list[tuple[ImageSpan, ...]] = [()] * len(first)
+    else:
+        spans, lengths = _spans_of_sequences(images, flat_of, first, lengths)
     forest = Forest.from_trajectories(
-        [Trajectory(flat_ids[start : start + length]) for start, length in zip(first, lengths, strict=True)]
+        [
+            Trajectory(flat_ids[start : start + length], loss_weights=np.arange(length) > 0, images=own)
+            for start, length, own in zip(first, lengths, spans, strict=True)
+        ]
     )
     sequence = np.searchsorted(first, source_F, side="right") - 1
     tree_source = forest.path_index[forest.path_offsets[sequence] + source_F - first[sequence]]
@@ -92,7 +107,28 @@ def rows_to_forest(
         cell=row * labels.shape[1] + column,
         edge=edge.reshape(-1),
         num_real=int(is_real.sum()),
+        images=images,
     )
+
+
+def _spans_of_sequences(
+    images: "BatchImages", flat_of: np.ndarray, first: np.ndarray, lengths: np.ndarray
+) -> tuple[list[tuple[ImageSpan, ...]], np.ndarray]:
+    """The images of each sequence, and its length ([sequences] int64), so that none ends inside an image.
+
+    flat_of: [B, L] int64, the index of each real token without padding. first: [sequences] int64, ascending.
+    """
+    start, last = flat_of[images.row, images.start], flat_of[images.row, images.end - 1]
+    sequence = np.searchsorted(first, start, side="right") - 1
+    spans: list[list[ImageSpan]] = [[] for _ in first]
+    lengths = lengths.copy()
+    for low, high, digest, index in zip(start, last + 1, images.digests, sequence, strict=True):
+        if index < 0 or low >= first[index] + lengths[index]:
+            continue  # of a sequence, or a part of one, that no label depends on
+        lengths[index] = max(lengths[index], high - first[index])
+        source = f"an image of the batch ({digest[:8]})"
+        spans[index].append(ImageSpan(source, int(low - first[index]), int(high - first[index]), digest))
+    return [tuple(each) for each in spans], lengths
 
 
 def _first_tokens(is_real: np.ndarray, position_ids: np.ndarray | None, may_restart: bool) -> np.ndarray:

@@ -116,11 +116,11 @@ class TreeBatches:
         """
         plan = self.engine.plan(rows.forest)
         _refuse_pieces_on_several_ranks(plan)
-        reader = _field_reader(rows, head)
+        reader, pixels_of = _field_reader(rows, head), None if rows.images is None else rows.images.pixels_of
         if rule is None:
-            return self.engine.values(plan, [reader])[0], None, plan
+            return self.engine.values(plan, [reader], pixels_of)[0], None, plan
         router_loss = RouterLoss(rule, plan.forest.multiplicity)
-        fields, parts = self.engine.values(plan, [reader, router_loss_reader(router_loss, plan)])
+        fields, parts = self.engine.values(plan, [reader, router_loss_reader(router_loss, plan)], pixels_of)
         return fields, router_loss_of(router_loss, parts), plan
 
     def count(self, rows: Rows, num_rows: int, plan: Plan) -> None:

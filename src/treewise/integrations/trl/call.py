@@ -8,6 +8,8 @@ import torch
 from treewise.distributed import ranks
 from treewise.errors import ConfigError
 from treewise.integrations.batch_forest import NotShareable, Rows, rows_to_forest
+from treewise.integrations.trl.images import OF_IMAGES, PIXELS, images_of_call
+from treewise.nn.vision import image_token_of
 
 # Arguments of a forward that define the rows, or that do not change what a fused head returns.
 _SUPPORTED = {"input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"}
@@ -17,18 +19,19 @@ _OF_THE_HEAD = {"fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}
 
 
 def rows_of_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *, is_relative: bool, keeps_all: bool
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, config: Any, is_relative: bool, keeps_all: bool
 ) -> tuple[Rows | None, torch.Tensor]:
     """The batch as a forest (None if no label is scored), and the labels, [B, L - 1] or [B, L], each at the index of
     the token that predicts it.
 
-    is_relative, keeps_all: as in `rows_to_forest`.
+    config: of the whole model. is_relative, keeps_all: as in `rows_to_forest`.
 
     Raises:
         NotShareable: the batch has to be computed by the model's own forward.
         ConfigError: a call without labels.
     """
-    arguments = _arguments(args, kwargs)
+    token = image_token_of(config)
+    arguments = _arguments(args, kwargs, _SUPPORTED if token is None else _SUPPORTED | set(OF_IMAGES))
     labels: Any = kwargs.get("labels")
     shifted: Any = kwargs.get("shift_labels")
     if labels is None and shifted is None:
@@ -39,18 +42,23 @@ def rows_of_call(
     labels = labels[:, 1:] if shifted is None else shifted
     if token_ids.shape[0] != labels.shape[0] or token_ids.shape[1] - labels.shape[1] not in (0, 1):
         raise NotShareable(f"labels of shape {tuple(labels.shape)} do not fit {tuple(token_ids.shape)} tokens")
+    ids = _numpy(token_ids)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in arguments and ((_numpy(arguments[name]) != 0) != (ids == token)).any():
+            raise NotShareable(f"{name} marks other tokens than those of images")
     rows = rows_to_forest(
-        _numpy(token_ids),
+        ids,
         _numpy(labels),
         _numpy(arguments.get("attention_mask")),
         _numpy(_expanded(arguments.get("position_ids"), token_ids)),
         is_relative=is_relative,
         keeps_all=keeps_all,
+        images=images_of_call(arguments, ids, config, token) if PIXELS in arguments else None,
     )
     return rows, labels
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any], supported: set[str]) -> dict[str, Any]:
     """The arguments by name.
 
     Raises:
@@ -61,7 +69,7 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         raise NotShareable(f"its forward has {len(args)} arguments without names")
     arguments |= {name: value for name, value in kwargs.items() if name not in _OF_THE_HEAD and value is not None}
     for name, value in arguments.items():
-        if name not in _SUPPORTED and not (value is False and name.startswith("output_")):
+        if name not in supported and not (value is False and name.startswith("output_")):
             raise NotShareable(f"the argument {name!r} is not supported")
     for name in ("input_ids", "attention_mask"):
         if name in arguments and arguments[name].dim() != 2:

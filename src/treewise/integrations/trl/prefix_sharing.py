@@ -140,7 +140,8 @@ class Sharing:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps_all: bool
     ) -> tuple[Rows | None, torch.Tensor]:
         require_no_dropout(self.model)
-        return rows_of_call(args, kwargs, is_relative=self._batches.is_relative, keeps_all=keeps_all)
+        config, is_relative = self.model.config, self._batches.is_relative
+        return rows_of_call(args, kwargs, config=config, is_relative=is_relative, keeps_all=keeps_all)
 
     def _fields(self, rows: Rows, rule: RouterLossRule | None) -> tuple[Fields, torch.Tensor | None, Plan]:
         """`TreeBatches.fields`, under the autocast that the model's own forward enters."""
