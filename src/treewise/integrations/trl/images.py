@@ -50,7 +50,8 @@ def images_of_call(arguments: Mapping[str, Any], token_ids: np.ndarray, config: 
     token_ids: [B, L] int64. config: of the whole model. token: the placeholder.
 
     Raises:
-        NotShareable: tensors that cannot be told apart by image, or another number of placeholders than these have.
+        NotShareable: tensors that do not show which image they belong to, or another number of placeholders
+            than these have.
     """
     if token is None or config.model_type not in WITH_IMAGES:
         raise NotShareable(f"images of {config.model_type!r} are not supported")
