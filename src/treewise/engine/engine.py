@@ -425,6 +425,8 @@ class TreeEngine:
             self._is_probed = True
         # Where ranks compute together, a forward of one rank alone would wait for the others for ever.
         is_alone = self._lockstep is None and self._mesh is None and self._context is None
+        # Tensors of images that a trainer gives (`values(pixels_of=)`) come without a processor for a flat row.
+        is_alone &= self.processor is not None
         if self._should_probe and len(forest.images) and not self._are_images_probed and is_alone:
             probe_images(self.lm, self.implementation, forest, self.processor)
             self._are_images_probed = True

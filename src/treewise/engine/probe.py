@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from treewise.engine.stirring import adapters_stirred
-from treewise.engine.vision import ForestVision, flat_images
+from treewise.engine.vision import ForestVision, flat_images, processed_by
 from treewise.engine.walk import MicroBatchOutput, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
@@ -162,7 +162,11 @@ def _rows(
 ) -> torch.Tensor:
     """[n, M] hidden rows of the first branch, then those of the second beyond the four last tokens' fork."""
     forest = Forest.from_trajectories(branches)
-    vision = ForestVision(lm, forest, processor, is_in_graph=False) if len(forest.images) else None
+    vision = None
+    if len(forest.images):
+        vision = ForestVision(
+            lm, forest, processed_by(processor, "TreeEngine(model, processor=...)"), is_in_graph=False
+        )
     walk = Walk(lm, make_plan(forest, budget, hold="never"), impl, vision=vision)
     by_position: dict[int, torch.Tensor] = {}
 
