@@ -16,7 +16,7 @@ import torch
 
 from treewise.errors import num
 from treewise.integrations.batch_forest import NotShareable
-from treewise.nn.support_table import WITH_IMAGES
+from treewise.nn.support_table import own_table
 from treewise.nn.vision import PixelInputs
 from treewise.tree.images import ImageSpan
 
@@ -53,7 +53,7 @@ def images_of_call(arguments: Mapping[str, Any], token_ids: np.ndarray, config: 
         NotShareable: tensors that do not show which image they belong to, or another number of placeholders
             than these have.
     """
-    if token is None or config.model_type not in WITH_IMAGES:
+    if token is None or config.model_type not in own_table().with_images():
         raise NotShareable(f"images of {config.model_type!r} are not supported")
     pixels, grid = arguments[PIXELS], arguments.get("image_grid_thw")
     if grid is not None:
