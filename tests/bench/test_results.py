@@ -79,7 +79,7 @@ def test_workloads_after_one_that_disagrees_are_measured_too(
     monkeypatch.setattr("treewise.bench.suite._check_losses", refuse)
     told: list[dict] = []
     with pytest.raises(VerificationError, match="not the same work"):
-        run(lambda: model, "tiny", lambda _: workloads, told.append, against=["flat"], repetitions=1)
+        run(lambda: model, "tiny", lambda *_: workloads, told.append, against=["flat"], repetitions=1)
     assert [(row["workload"], "skipped" in row) for row in told] == [("grpo", True), ("ratio-6.5", False)]
 
 

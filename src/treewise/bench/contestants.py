@@ -66,11 +66,13 @@ def builders(
     attention: str = "auto",
     with_checkpointing: bool = False,
     row_tokens: int | None = None,
+    processor: Any = None,
 ) -> Builders:
     """The contestants by name, each built when called. Those without treewise run on a twin of the model, which
     shares its parameters and nothing else.
 
-    A builder raises a `TreewiseError` if its contestant cannot run here.
+    A builder raises a `TreewiseError` if its contestant cannot run here. processor: of the items' images, which TRL's
+    tree rows take none of.
 
     Raises:
         ConfigError: an unknown name in `against`.
@@ -81,24 +83,26 @@ def builders(
     plain = plain_parts(model)
     forest = Forest.from_trajectories(items)
     merged = merged_trajectories(forest)
-    is_recurrent = bool(kinds_of(model))
+    is_recurrent, sees = bool(kinds_of(model)), bool(len(forest.images))
     contestants: Builders = {}
     for suffix, is_checkpointed in (("", False), ("-ckpt", True)) if with_checkpointing else (("", False),):
         if "flat" in against:
-            contestants["flat" + suffix] = partial(_flat, plain, items, row_tokens, is_checkpointed)
+            contestants["flat" + suffix] = partial(_flat, plain, items, row_tokens, is_checkpointed, processor)
         if "merged" in against and len(merged) < len(items):
-            contestants["merged" + suffix] = partial(_flat, plain, merged, row_tokens, is_checkpointed)
-        if "trl" in against and not is_recurrent:
+            contestants["merged" + suffix] = partial(_flat, plain, merged, row_tokens, is_checkpointed, processor)
+        if "trl" in against and not is_recurrent and not sees:
             contestants["trl" + suffix] = partial(_trl, plain, items, is_checkpointed=is_checkpointed)
         if "tree-recurrence" in against and is_recurrent:
             contestants["tree-recurrence" + suffix] = partial(
                 _trl, plain, items, is_checkpointed=is_checkpointed, follows_states=True
             )
-        contestants["tree" + suffix] = partial(_tree, model, items, None, attention, is_checkpointed=is_checkpointed)
+        contestants["tree" + suffix] = partial(
+            _tree, model, items, None, attention, is_checkpointed=is_checkpointed, processor=processor
+        )
     for budget in max_tokens:
         if budget < forest.num_tokens:
-            contestants |= _at_budget(model, items, forest, budget, attention)
-            if "trl" in against and not is_recurrent and budget >= forest.path_lengths.max():
+            contestants |= _at_budget(model, items, forest, budget, attention, processor)
+            if "trl" in against and not is_recurrent and not sees and budget >= forest.path_lengths.max():
                 contestants[f"trl@{budget}"] = partial(_trl, plain, items, budget)
     return contestants
 
@@ -129,14 +133,20 @@ def prepare(build: Callable[[], Contestant]) -> Contestant | str:
 # -- one function for each --------------------------------------------------------------------------------------------
 
 
-def _flat(lm: DecoderAndHead, items: Sequence[Trajectory], row_tokens: int | None, is_checkpointed: bool) -> Contestant:
+def _flat(
+    lm: DecoderAndHead,
+    items: Sequence[Trajectory],
+    row_tokens: int | None,
+    is_checkpointed: bool,
+    processor: Any = None,
+) -> Contestant:
     longest = max(len(item) for item in items)
     room = _room(lm, is_checkpointed)
     limit = row_tokens or max(longest, min(ROW_TOKENS.get(lm.device.type, ROW_TOKENS["cpu"]), room))
     _refuse_beyond(room, longest, lm)
     started = time.perf_counter()
     packs = can_pack(lm.model)
-    rows = FlatRows(lm, items, max_row_tokens=limit, packs=packs, is_checkpointed=is_checkpointed)
+    rows = FlatRows(lm, items, max_row_tokens=limit, packs=packs, is_checkpointed=is_checkpointed, processor=processor)
     seconds = time.perf_counter() - started
     return Contestant(rows.step, rows.num_computed_tokens, seconds, 1.0, len(rows.rows))
 
@@ -166,8 +176,9 @@ def _tree(
     attention: str,
     hold: str = "auto",
     is_checkpointed: bool = False,
+    processor: Any = None,
 ) -> Contestant:
-    engine = TreeEngine(model, max_tokens, attention, hold=hold, router_aux_loss=False)
+    engine = TreeEngine(model, max_tokens, attention, hold=hold, router_aux_loss=False, processor=processor)
     engine.budget.recovers = False  # a smaller budget would be another contestant
     started = time.perf_counter()
     forest = Forest.from_trajectories(items)
@@ -194,12 +205,14 @@ def _tree(
     )
 
 
-def _at_budget(model: nn.Module, items: Sequence[Trajectory], forest: Forest, budget: int, attention: str) -> Builders:
+def _at_budget(
+    model: nn.Module, items: Sequence[Trajectory], forest: Forest, budget: int, attention: str, processor: Any
+) -> Builders:
     def held(hold: str) -> int:
         return TreeEngine(model, budget, attention, hold=hold, check=False).plan(forest).num_held_tokens
 
     def build(hold: str) -> Callable[[], Contestant]:
-        return partial(_tree, model, items, budget, attention, hold)
+        return partial(_tree, model, items, budget, attention, hold, processor=processor)
 
     contestants = {f"tree@{budget}": build("auto")}
     if held("always") != held("auto"):

@@ -16,11 +16,12 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from treewise.bench.varlen import varlen_attention
+from treewise.engine.vision import flat_images
 from treewise.nn import recurrent
 from treewise.nn.device import to_device
 from treewise.nn.flops import LayerReach, flop_model
 from treewise.nn.lm_head import edge_values
-from treewise.nn.model import DecoderAndHead
+from treewise.nn.model import DecoderAndHead, base_model
 from treewise.planning.bin_packing import best_fit
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -39,7 +40,8 @@ class Bounds:
 class FlatRows:
     """All trajectories in packed rows of at most `max_row_tokens` (a longer one is alone); `step` trains them.
 
-    packs: several trajectories in a row; without it each is alone, through the attention the model has.
+    packs: several trajectories in a row; without it each is alone, through the attention the model has, and so are
+    trajectories with images, by the model's own forward. processor: of these, whose tensors are made beforehand.
     is_checkpointed: layers are computed again in the backward instead of kept.
     """
 
@@ -51,11 +53,14 @@ class FlatRows:
         max_row_tokens: int,
         packs: bool,
         is_checkpointed: bool = False,
+        processor: Any = None,
     ) -> None:
         self.lm, self.is_checkpointed = lm, is_checkpointed
-        self.packs = packs
+        self.packs = packs = packs and not any(item.images for item in items)
         self.denominator = sum(float(_weights(item).sum()) for item in items)
-        self.rows = [_pack([items[index] for index in row]) for row in _rows(items, max_row_tokens if packs else 1)]
+        rows = _rows(items, max_row_tokens if packs else 1)
+        self.rows = [_pack([items[index] for index in row]) for row in rows]
+        self._seen = [self._arguments_of(items[row[0]], processor) for row in rows]
 
     @property
     def num_computed_tokens(self) -> int:
@@ -67,8 +72,8 @@ class FlatRows:
         losses = []
         own_attention = attention(self.lm, NAME) if self.packs else nullcontext()
         with own_attention, checkpointing(self.lm.model) if self.is_checkpointed else nullcontext():
-            for row in self.rows:
-                hidden = self._hidden(row)
+            for row, seen in zip(self.rows, self._seen, strict=True):
+                hidden = self._hidden(row, seen)
                 source, *streams = row.edges
                 target, weight = (to_device(each, device) for each in streams)
                 logprobs = edge_values(hidden, self.lm.head(), source, target)["log_probs"]
@@ -77,9 +82,17 @@ class FlatRows:
                 losses.append(loss.detach())
         return float(torch.stack(losses).double().sum())
 
-    def _hidden(self, row: "_Row") -> torch.Tensor:
+    def _arguments_of(self, item: Trajectory, processor: Any) -> dict[str, torch.Tensor]:
+        """What the model's own forward takes for the images of a row."""
+        return flat_images(self.lm.model, processor, item, to_device(item.token_ids, self.lm.device, torch.long))
+
+    def _hidden(self, row: "_Row", seen: dict[str, torch.Tensor]) -> torch.Tensor:
         device = self.lm.device
         ids = to_device(row.token_ids, device, torch.long)[None]
+        if seen:
+            sees: Any = base_model(self.lm.model).base_model
+            hidden: torch.Tensor = sees(input_ids=ids, use_cache=False, **seen).last_hidden_state[0]
+            return hidden
         if not self.packs:
             return self.lm.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
         bounds = Bounds(to_device(row.bounds, device, torch.int32), row.longest)

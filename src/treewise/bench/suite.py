@@ -10,6 +10,7 @@ from torch import nn
 
 from treewise.bench.contestants import AGAINST, Contestant, builders, plain_parts, prepare, twin, values_per_token
 from treewise.bench.flat import FlatRows, merged_trajectories
+from treewise.bench.images import ImageFormat, image_format, tower_seconds
 from treewise.bench.measure import Gradients, Measured, gradients, measure, spread
 from treewise.bench.results import is_ours
 from treewise.bench.varlen import kernel
@@ -51,7 +52,7 @@ def measure_workload(
     items = list(workload.trajectories)
     forest = Forest.from_trajectories(items)
     budgets = _budgets(workload, forest) if max_tokens is None else list(max_tokens)
-    wide, reference_name = _reference(model, forest, reference)
+    wide, reference_name = _reference(model, forest, reference, workload.processor)
     prepared = {
         name: prepare(build)
         for name, build in builders(
@@ -62,6 +63,7 @@ def measure_workload(
             attention=attention,
             with_checkpointing=with_checkpointing,
             row_tokens=row_tokens,
+            processor=workload.processor,
         ).items()
     }
     ready = {name: each for name, each in prepared.items() if isinstance(each, Contestant)}
@@ -80,6 +82,25 @@ def measure_workload(
             for name, each in prepared.items()
         },
         "speed_up": speed_ups(measured),
+        **_seen(model, workload, forest, repetitions, measured),
+    }
+
+
+def _seen(
+    model: nn.Module, workload: Workload, forest: Forest, repetitions: int, measured: dict[str, Measured]
+) -> dict[str, Any]:
+    """Images of a workload, the seconds of the tower over the distinct ones, and their share of the step of `tree`."""
+    if not len(forest.images):
+        return {}
+    seconds = spread(tower_seconds(twin(model), forest, workload.processor, repetitions))
+    tree = measured.get("tree")
+    share = None if tree is None or tree.skipped else seconds["median"] / spread(tree.seconds)["median"]
+    return {
+        "images": len(forest.images.sources),
+        "flat_images": sum(len(item.images) for item in forest.trajectories),
+        "image_tokens": int((forest.images.end - forest.images.start).sum()),
+        "tower_seconds": seconds,
+        "tower_share": share,
     }
 
 
@@ -148,7 +169,7 @@ def _check_losses(measured: dict[str, Measured], dtype: torch.dtype) -> None:
 # -- the reference of the gradients -----------------------------------------------------------------------------------
 
 
-def _reference(model: nn.Module, forest: Forest, name: str) -> tuple[Gradients | None, str]:
+def _reference(model: nn.Module, forest: Forest, name: str, processor: Any) -> tuple[Gradients | None, str]:
     """Gradients of a wide copy in host memory, or None where the first contestant is the reference; and its name."""
     if name not in REFERENCES:
         raise ConfigError(f"--reference {name!r} is unknown; choose one of {', '.join(REFERENCES)}.")
@@ -171,7 +192,12 @@ def _reference(model: nn.Module, forest: Forest, name: str) -> tuple[Gradients |
     wide = copy.deepcopy(model).to(dtype)
     wide.zero_grad(set_to_none=True)
     rows = FlatRows(
-        plain_parts(wide), merged_trajectories(forest), max_row_tokens=1, packs=False, is_checkpointed=is_checkpointed
+        plain_parts(wide),
+        merged_trajectories(forest),
+        max_row_tokens=1,
+        packs=False,
+        is_checkpointed=is_checkpointed,
+        processor=processor,
     )
     try:
         rows.step()
@@ -192,14 +218,15 @@ def _dtype(model: nn.Module) -> torch.dtype:
 def run(
     model_of: Callable[[], nn.Module],
     name: str,
-    workloads_of: Callable[[int], Iterable[Workload]],
+    workloads_of: Callable[[int, ImageFormat | None], Iterable[Workload]],
     on_row: Callable[[dict[str, Any]], None],
     **options: Any,
 ) -> None:
     """Measures every workload on one model; `on_row` is called with each row as soon as it is complete.
 
-    workloads_of: from the size of the vocabulary. A model that does not fit in memory gives one row with the reason
-    under `skipped`; so does a workload whose contestants differ in their losses. options: see `measure_workload`.
+    workloads_of: from the size of the vocabulary and the format of the model's images. A model that does not fit in
+    memory gives one row with the reason under `skipped`; so does a workload whose contestants differ in their losses.
+    options: see `measure_workload`.
 
     Raises:
         VerificationError: contestants whose losses differ, once all workloads are measured.
@@ -211,7 +238,7 @@ def run(
         return
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     failures: list[VerificationError] = []
-    for workload in workloads_of(vocabulary):
+    for workload in workloads_of(vocabulary, image_format(model)):
         try:
             on_row({"model": name, **measure_workload(twin(model), workload, **options)})
         except VerificationError as error:

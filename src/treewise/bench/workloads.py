@@ -5,12 +5,14 @@ workload exists in three sizes: `tiny` for tests, `cpu` for a small model on two
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from treewise.bench.images import ImageFormat, random_png
 from treewise.errors import ConfigError
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
 SIZES = ("tiny", "cpu", "full")
@@ -21,47 +23,62 @@ Build = Callable[..., list[Trajectory]]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Trajectories to train on, and the budgets at which treewise cuts them unless others are given."""
+    """Trajectories to train on, and the budgets at which treewise cuts them unless others are given.
+
+    processor: of their images.
+    """
 
     name: str
     trajectories: Sequence[Trajectory]
     max_tokens: tuple[int, ...] = ()
+    processor: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A generator with its arguments in each size. budgets: those of each size, where they are part of the kind."""
+    """A generator with its arguments in each size. budgets: those of each size, where they are part of the kind.
+    has_images: whether its trajectories hold images.
+    """
 
     summary: str
     build: Build
     sizes: dict[str, dict[str, Any]]
     budgets: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    has_images: bool = False
 
 
-def make(name: str, size: str, vocabulary: int, seed: int = 0) -> Workload:
-    """One workload; the same at every call.
+def make(name: str, size: str, vocabulary: int, seed: int = 0, images: ImageFormat | None = None) -> Workload:
+    """One workload; the same at every call. images: how the model takes images; None: not at all.
 
     Raises:
-        ConfigError: an unknown name or size.
+        ConfigError: an unknown name or size, or a workload with images for a model that takes none.
     """
     if name not in KINDS:
         raise ConfigError(f"workload {name!r} is unknown; choose one of {', '.join(KINDS)}.")
     if size not in SIZES:
         raise ConfigError(f"size {size!r} is unknown; choose one of {', '.join(SIZES)}.")
     kind = KINDS[name]
-    items = kind.build(Tokens(vocabulary, seed), **kind.sizes[size])
-    return Workload(name, items, kind.budgets.get(size, ()))
+    if kind.has_images and images is None:
+        raise ConfigError(f"workload {name!r} holds images; choose a model of the Qwen-VL families, or its shape.")
+    items = kind.build(Tokens(vocabulary, seed, images if kind.has_images else None), **kind.sizes[size])
+    return Workload(name, items, kind.budgets.get(size, ()), images.processor if images and kind.has_images else None)
 
 
 class Tokens:
-    """Random tokens and choices."""
+    """Random tokens, images and choices."""
 
-    def __init__(self, vocabulary: int, seed: int) -> None:
-        self.vocabulary, self.rng = vocabulary, np.random.default_rng(seed)
+    def __init__(self, vocabulary: int, seed: int, images: ImageFormat | None = None) -> None:
+        self.vocabulary, self.rng, self.images = vocabulary, np.random.default_rng(seed), images
 
     def __call__(self, count: int) -> np.ndarray:
-        """[count] int64."""
-        return self.rng.integers(FIRST_TOKEN, self.vocabulary, count)
+        """[count] int64; without the tokens that mark images."""
+        last = self.vocabulary if self.images is None else min(self.vocabulary, self.images.first_special)
+        return self.rng.integers(FIRST_TOKEN, last, count)
+
+    def screen(self, width: int, height: int) -> tuple[np.ndarray, bytes]:
+        """The placeholders of a new screenshot ([n] int64), and its file."""
+        assert self.images is not None
+        return self.images.placeholders(width, height), random_png(self.rng, width, height)
 
 
 def group(tokens: Tokens, num_samples: int, prompt: int, shortest: int, longest: int) -> list[Trajectory]:
@@ -129,6 +146,66 @@ def alone(tokens: Tokens, num_samples: int, shortest: int, longest: int) -> list
     return [Trajectory(tokens(length)) for length in lengths]
 
 
+def browser(
+    tokens: Tokens,
+    num_tries: int,
+    num_turns: int,
+    window: int,
+    system: int,
+    note: int,
+    action: int,
+    width: int,
+    height: int,
+) -> list[Trajectory]:
+    """An agent in a browser: each call sees the last `window` screenshots, and trains the action that it answers with.
+
+    Older screenshots become a note of a few tokens, so that the context forks at the first one that is dropped. Each
+    further try goes on from a turn of an earlier one, whose page, history and screenshots it shares.
+    """
+    prompt, dropped, items = tokens(system), tokens(2), []
+    tries: list[list[_Turn]] = []
+    for index in range(num_tries):
+        first = 0 if index == 0 else int(tokens.rng.integers(0, num_turns - 1))
+        turns = list(tries[int(tokens.rng.integers(0, index))][: first + 1]) if index else []
+        if turns:  # the same page, another action
+            turns[-1] = _Turn(turns[-1].note, *turns[-1].screen, tokens(action))
+        while len(turns) < num_turns:
+            turns.append(_Turn(tokens(note), *tokens.screen(width, height), tokens(action)))
+        items += [_call(prompt, turns[: last + 1], window, dropped) for last in range(first, num_turns)]
+        tries.append(turns)
+    return items
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Tokens of a turn's text, placeholders of its screenshot, the screenshot's file, tokens of the action."""
+
+    note: np.ndarray
+    placeholders: np.ndarray
+    shot: bytes
+    action: np.ndarray
+
+    @property
+    def screen(self) -> tuple[np.ndarray, bytes]:
+        return self.placeholders, self.shot
+
+
+def _call(prompt: np.ndarray, turns: Sequence[_Turn], window: int, dropped: np.ndarray) -> Trajectory:
+    """The last of some turns, with what it saw."""
+    parts, spans, length = [prompt], [], len(prompt)
+    for index, turn in enumerate(turns):
+        is_seen = index >= len(turns) - window
+        own = [turn.note, turn.placeholders if is_seen else dropped]
+        length += len(turn.note)
+        if is_seen:
+            spans.append(ImageSpan(turn.shot, length, length + len(turn.placeholders)))
+        own += [turn.action] if index < len(turns) - 1 else []
+        parts += own
+        length += sum(map(len, own[1:]))
+    context, answer = np.concatenate(parts), turns[-1].action
+    return replace(_trained_end(context, answer), images=tuple(spans))
+
+
 def _trained_end(context: np.ndarray, trained: np.ndarray) -> Trajectory:
     weights = np.repeat([0.0, 1.0], [len(context), len(trained)])
     return Trajectory(np.concatenate([context, trained]), weights)
@@ -138,6 +215,7 @@ def _sizes(tiny: dict[str, Any], cpu: dict[str, Any], full: dict[str, Any] | Non
     return {"tiny": tiny, "cpu": cpu, "full": cpu if full is None else full}
 
 
+_SCREENS = {"num_tries": 4, "num_turns": 7, "window": 3}
 _STRIPPED = {"think": 3, "answer": 2, "feedback": 2}
 
 KINDS: dict[str, Kind] = {
@@ -214,5 +292,15 @@ KINDS: dict[str, Kind] = {
             {"num_turns": 20, "system": 4_800, "think": 300, "answer": 160, "feedback": 340, "thinks": 0.7},
         ),
         {"tiny": (24,), "cpu": (256,), "full": (4_096, 16_384)},
+    ),
+    "screenshots": Kind(
+        "an agent in a browser with the last three screenshots in its context, and tries that begin on the way",
+        browser,
+        _sizes(
+            {**_SCREENS, "num_turns": 4, "system": 6, "note": 3, "action": 4, "width": 56, "height": 56},
+            {**_SCREENS, "system": 64, "note": 12, "action": 32, "width": 364, "height": 252},
+            {**_SCREENS, "num_tries": 8, "system": 800, "note": 40, "action": 200, "width": 1288, "height": 728},
+        ),
+        has_images=True,
     ),
 }
