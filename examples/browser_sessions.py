@@ -30,7 +30,8 @@ function list(){m.innerHTML=goods.map((g,i)=>`<div class=row><span>${g[0]}</span
 function show(){m.innerHTML=cart.map((i,k)=>`<div class=row><span>${goods[i][0]}</span><button
 onclick="cart.splice(${k},1);n.textContent='cart: '+cart.length;show()">Remove ${goods[i][0]}</button></div>`).join("")+
 `<p>Total ${cart.reduce((s,i)=>s+goods[i][1],0)} EUR</p><button onclick=list()>Back</button>
-<button onclick="m.innerHTML='<p class=good>Ordered: '+cart.map(i=>goods[i][0])+'</p>'">Order</button>`}list()</script>"""
+<button onclick="m.innerHTML='<p class=good>Ordered: '+cart.map(i=>goods[i][0])+'</p>'">Order</button>`}
+list()</script>"""
 SETTINGS = """<header>Settings</header><main><div class=row>Newsletter <button id=a onclick=f(a)>on</button></div>
 <div class=row>Dark theme <button id=b onclick=f(b)>off</button></div>
 <div class=row>Two-factor login <button id=c onclick=f(c)>off</button></div>
