@@ -57,7 +57,9 @@ def images_of_call(arguments: Mapping[str, Any], token_ids: np.ndarray, config: 
         raise NotShareable(f"images of {config.model_type!r} are not supported")
     pixels, grid = arguments[PIXELS], arguments.get("image_grid_thw")
     if grid is not None:
-        merged = config.vision_config.spatial_merge_size**2
+        merged = getattr(config.vision_config, "spatial_merge_size", 0) ** 2
+        if not merged:
+            raise NotShareable(f"{config.model_type!r} does not tell how many placeholders an image has")
         counts = (grid.prod(-1) // merged).tolist()
         parts = pixels.split(grid.prod(-1).tolist())
         each = [{PIXELS: part, "image_grid_thw": size[None]} for part, size in zip(parts, grid, strict=True)]
