@@ -8,6 +8,7 @@ import traceback
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.trainer.forked_ranks import free_port
 from tests.trainer.helpers import in_child
-from treewise import SFT, Trajectory, TreeEngine, verify
+from treewise import SFT, Trajectory, TreeEngine, share_prefixes, verify
 from treewise.distributed import ranks
-from treewise.distributed.fsdp import ShardSettings, shard
+from treewise.distributed.context import context_group
+from treewise.distributed.fsdp import ShardSettings, data_mesh, shard
 from treewise.distributed.mesh import load_on_mesh, mesh_config, mesh_of
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import Distillation, PolicyGradient
@@ -28,6 +30,7 @@ from treewise.testing import flat_sft, gradients_of, tiny_model
 
 TOLERANCE = 1e-6  # of the whole gradient, and of every parameter's own but for tiny ones
 SMALLEST = 1e-2  # of the whole gradient's norm: errors of smaller ones are relative to this
+TIMEOUT = timedelta(seconds=600)  # another one than torch's default
 VOCABULARY = 61  # which neither 2 nor 4 divides
 
 
@@ -211,6 +214,9 @@ def other_checks(folder):
     found["verified"] = verify(model, trajectories(), 9).passed
     scored = engine.scored(trajectories())
     found["scored"] = [each.old_logprobs for each in scored]
+    found["values"] = with_value_head(model, TreeEngine(model, 9))
+    with pytest.raises(ConfigError, match=r"loaded with tp_size=2, ep_size=1, and trainers of TRL give"):
+        share_prefixes(model)
     with pytest.raises(ConfigError, match=r"hold='always' cannot be combined with ep_size > tp_size"):
         TreeEngine(load_on_mesh(str(folder / "qwen3_moe"), ep_size=2), hold="always")
     with pytest.raises(ConfigError, match=r"tp_size=3 does not divide the 2 processes"):
@@ -218,6 +224,19 @@ def other_checks(folder):
     with pytest.raises(ConfigError, match=r"has no `ep_plan`"):
         load_on_mesh(str(folder / "qwen3"), ep_size=2)
     return found
+
+
+def with_value_head(model, engine):
+    """Values of a head of ours on hidden rows, its gradient, and that of the model."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(model.config.hidden_size, 1)
+    model.zero_grad()
+    values = [head(rows)[:, 0] for rows in engine.hidden_states(trajectories())]
+    sum(each.square().sum() for each in values).backward()
+    parameters = {"head": head.weight, **dict(model.named_parameters())}
+    grads = {name: each.grad for name, each in parameters.items() if each.grad is not None}
+    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in grads.items()}
+    return [each.detach() for each in values], whole
 
 
 def run_on(num_ranks, cases, folder, extra=None):
@@ -242,7 +261,7 @@ def fork_ranks(num_ranks, work, folder, codes=None):
         try:
             warnings.simplefilter("default")  # of transformers and peft about torch
             AcceleratorState._reset_state(reset_partial_state=True)  # of earlier tests of the parent
-            torch.distributed.init_process_group("gloo")
+            torch.distributed.init_process_group("gloo", timeout=TIMEOUT)
             found = work()
         except BaseException:
             (folder / f"error{rank}").write_text(traceback.format_exc())
@@ -308,12 +327,26 @@ def test_more_families_on_a_mesh_of_two(more, case):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return run_on(4, FOUR, tmp_path_factory.mktemp("four"))
+    return run_on(4, FOUR, tmp_path_factory.mktemp("four"), timeouts)
+
+
+def timeouts(folder):
+    """Those of all groups of a mesh."""
+    mesh = mesh_of(load_on_mesh(str(folder / "qwen3"), tp_size=2))
+    copies = data_mesh(torch.device("cpu"), 2, None)
+    context = context_group(2, "cpu").group
+    groups = [mesh.tensor.get_group(), mesh.data.get_group(), context, *copies.get_all_groups()]
+    return [each._get_backend(torch.device("cpu")).options._timeout for each in groups]
 
 
 @pytest.mark.parametrize("case", FOUR, ids=names(FOUR))
 def test_four_processes_give_what_one_gives(four, case):
     check(four, case)
+
+
+def test_groups_of_meshes_wait_as_long_as_the_run(four):
+    for each in four:
+        assert each["extra"] == [TIMEOUT] * 5
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +367,17 @@ def test_models_on_a_mesh_are_verified_and_scored(two):
     for ours, theirs, other in zip(first["scored"], expected, second["scored"], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-6)
         np.testing.assert_array_equal(ours, other)
+
+
+def test_a_value_head_on_a_mesh(two):
+    model = model_of(TWO[0])
+    values, gradients = with_value_head(model, TreeEngine(model, None))
+    for each in two:
+        torch.testing.assert_close(each["extra"]["values"][0], values, rtol=1e-5, atol=2e-6)
+        norm = sum(float(grad.norm()) ** 2 for grad in gradients.values()) ** 0.5
+        for name, grad in gradients.items():
+            gap = float((each["extra"]["values"][1][name] - grad).norm())
+            assert gap <= 2 * TOLERANCE * max(float(grad.norm()), SMALLEST * norm), name
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
@@ -66,6 +67,21 @@ def check_post_accumulate_grad_hooks() -> None:
     assert not weight._post_accumulate_grad_hooks
     weight.register_post_accumulate_grad_hook(lambda _: None)
     assert weight._post_accumulate_grad_hooks
+
+
+def check_group_timeouts() -> None:
+    is_own = not torch.distributed.is_initialized()
+    if is_own:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        options = torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options
+        before = options._timeout
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=9), torch.distributed.group.WORLD)
+        assert options._timeout == timedelta(seconds=9)
+        torch.distributed.distributed_c10d._set_pg_timeout(before, torch.distributed.group.WORLD)
+    finally:
+        if is_own:
+            torch.distributed.destroy_process_group()
 
 
 def check_dropout() -> None:
@@ -164,6 +180,9 @@ CHECKS = {
     "_buffers": lambda: check_members("_buffers"),
     "_backward_hooks": check_backward_hooks,
     "_post_accumulate_grad_hooks": check_post_accumulate_grad_hooks,
+    "_set_pg_timeout": check_group_timeouts,
+    "_get_backend": check_group_timeouts,
+    "_timeout": check_group_timeouts,
     "_DropoutNd": check_dropout,
     "torch.utils._python_dispatch": check_dispatch_mode,
     "torch.utils._pytree": check_pytree,

@@ -43,6 +43,7 @@ def context_group(size: int, device_type: str) -> ContextGroup | None:
     if size == 1:
         return None
     mesh = init_device_mesh(device_type, (ranks.count() // size, size), mesh_dim_names=("data", "context"))["context"]
+    ranks.follow_timeout(mesh)
     return ContextGroup(mesh.get_group(), size, mesh.get_local_rank())
 
 

@@ -142,7 +142,7 @@ def shard(
     if not distributed.is_initialized():
         raise ConfigError("fsdp needs a process group; start the run with torchrun or accelerate launch.")
     mesh = mesh_of(model)
-    data = _data_mesh(device, settings.dp_replicate_size, mesh)
+    data = data_mesh(device, settings.dp_replicate_size, mesh)
     layers = find_layers(lm, settings.layer_names)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     outside = {parameter for parameter in lm.decoder.parameters() if parameter not in inside}
@@ -178,7 +178,7 @@ def shard(
     return ends
 
 
-def _data_mesh(device: torch.device, num_copies: int, mesh: Mesh | None) -> DeviceMesh:
+def data_mesh(device: torch.device, num_copies: int, mesh: Mesh | None) -> DeviceMesh:
     """All ranks in one row, or hybrid sharding: a row for each copy of the model, over which that copy is sharded. On a
     mesh: the ranks that hold the same parts.
     """
@@ -203,7 +203,9 @@ def _data_mesh(device: torch.device, num_copies: int, mesh: Mesh | None) -> Devi
             "give a divisor, less than all."
         )
     names = ("dp_replicate", "dp_shard")
-    return init_device_mesh(device.type, (num_copies, num_ranks // num_copies), mesh_dim_names=names)
+    copies = init_device_mesh(device.type, (num_copies, num_ranks // num_copies), mesh_dim_names=names)
+    ranks.follow_timeout(copies)
+    return copies
 
 
 def _without_views(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

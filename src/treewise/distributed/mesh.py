@@ -122,6 +122,8 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
     def prepare(cls: type, distributed_config: Any, device_map: Any = None) -> Any:
         del cls, device_map
         device, manager = initialize_distributed_mesh(distributed_config)
+        for axes in (("fsdp", "tp"), ("efsdp", "ep")) if manager is not None else ():
+            ranks.follow_timeout(manager.get_mesh(axes))
         return distributed_config, device, manager
 
     # transformers makes no mesh for ep_size alone unless it applies FSDP2; everything else is the model's own class.

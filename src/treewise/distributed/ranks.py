@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from treewise import errors
 from treewise.errors import TreewiseError
@@ -54,6 +56,14 @@ def group_for_threads(timeout_seconds: float) -> Any:
     if count() == 1:
         return None
     return distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+
+def follow_timeout(mesh: DeviceMesh) -> None:
+    """Gives the groups of a mesh the timeout of the run (`ddp_timeout`); torch gives them a default one."""
+    world: Any = distributed.group.WORLD
+    options = world._get_backend(torch.device(mesh.device_type)).options  # noqa: SLF001
+    for group in mesh.get_all_groups():
+        distributed_c10d._set_pg_timeout(options._timeout, group)  # noqa: SLF001
 
 
 def gather_texts(own_text: str) -> list[str]:

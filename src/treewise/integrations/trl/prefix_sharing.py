@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from treewise.distributed.mesh import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows
@@ -194,7 +195,7 @@ def share_prefixes(
     Raises:
         UnsupportedModelError: the model cannot follow a tree (docs/models.md), learns a prompt, or has a head that is
             not TRL's fused one.
-        ConfigError: TRL is not installed or older than 1.15, an invalid setting, or not a model.
+        ConfigError: TRL is not installed or older than 1.15, an invalid setting, not a model, or one on a mesh.
     """
     _require_trl()
     argument: Any = model
@@ -203,6 +204,12 @@ def share_prefixes(
         hint = " Give it the trainer's model: share_prefixes(trainer.model)." if is_trainer else ""
         raise ConfigError(f"share_prefixes takes a model, found a {type(argument).__name__}.{hint}")
     outer = unwrap_model(model)
+    mesh = mesh_of(outer)
+    if mesh is not None:
+        raise ConfigError(
+            f"the model was loaded with tp_size={mesh.tensor.size()}, ep_size={mesh.expert.size()}, and trainers of "
+            "TRL give each process rows of its own; load it whole on every process, or train it by treewise.TreeTrainer."
+        )
     # Raises for adapters around the base model that cannot follow a tree. TRL asks for a router loss call by call.
     TreeEngine(outer, max_tokens, attention, check=False, router_aux_loss=False)
     base: nn.Module = outer.get_base_model() if is_peft(outer) else outer
