@@ -44,9 +44,8 @@ def on_context(case, size):
             model, budget, router_aux_loss=router, router_z_coefficient=0.1 if router else 0.0, context=group
         )
         out = engine.step(trajectories(), OBJECTIVES[case.objective])
+        group.sum_gradients(model.parameters())
         gradients = gradients_of(model)
-        for each in gradients.values():
-            torch.distributed.all_reduce(each)
         with torch.no_grad():
             logprobs = engine.logprobs(trajectories())
         found[budget] = {"loss": out.loss, "metrics": dict(out.metrics), "logprobs": logprobs, "gradients": gradients}

@@ -1,10 +1,11 @@
 """Ranks that compute one batch together, each a part of the tokens of every micro-batch (context parallelism)."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from treewise.distributed import ranks
@@ -24,6 +25,14 @@ class ContextGroup:
         total = tensor.contiguous().clone()
         distributed.all_reduce(total, group=self.group)
         return total
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Adds the ranks' gradients up; a rank without one contributes zeros. All call this after a step."""
+        for parameter in parameters:
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                distributed.all_reduce(parameter.grad, group=self.group)
 
     def add_up_by_name(self, values: dict[str, float]) -> dict[str, float]:
         """The sums of numbers, of which a rank may lack some; all call this."""

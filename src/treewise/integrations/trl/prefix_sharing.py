@@ -208,7 +208,7 @@ def share_prefixes(
     if mesh is not None:
         raise ConfigError(
             f"the model was loaded with tp_size={mesh.tensor.size()}, ep_size={mesh.expert.size()}, and trainers of "
-            "TRL give each process rows of its own; load it whole on every process, or train it by treewise.TreeTrainer."
+            "TRL give each process rows of its own; load it whole on every process, or train it by TreeTrainer."
         )
     # Raises for adapters around the base model that cannot follow a tree. TRL asks for a router loss call by call.
     TreeEngine(outer, max_tokens, attention, check=False, router_aux_loss=False)
