@@ -153,6 +153,12 @@ class FlopModel:
         largest = max(tokens for _, tokens in plan.timeline)
         return bool(largest + self.tokens_per_row * self._distinct_rows(plan.forest).sum() <= plan.max_tokens)
 
+    def kept_image_values(self, plan: Plan) -> int:
+        """Values of the tower that are kept beside the micro-batches of a plan; 0 where it runs twice."""
+        if self.vision is None or not self.keeps_images(plan):
+            return 0
+        return round(self.vision.activation_values * self._distinct_rows(plan.forest).sum())
+
     @property
     def tokens_per_row(self) -> float:
         """Tokens that keep as many values for the backward as a feature row does in tower and projector."""

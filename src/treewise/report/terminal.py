@@ -96,6 +96,8 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     table.add_row(
         "activations", f"{bytes_as_text(report.bytes_activations)} for {report.peak_live_tokens:,} live tokens"
     )
+    if report.bytes_images:
+        table.add_row("images", f"{bytes_as_text(report.bytes_images)} of the tower's graph, kept beside them")
     table.add_row("gateways", f"{bytes_as_text(report.bytes_gateways)} for {report.peak_gateway_tokens:,} tokens")
     table.add_row("peak memory", bytes_as_text(report.bytes_peak))
     table.add_row("time / flat", f"{report.relative_time:.3f}  {1 / report.relative_time:.2f} times faster by FLOPs")

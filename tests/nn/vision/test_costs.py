@@ -9,6 +9,7 @@ from tests.image_capability import HISTORIES, cost_ratio, image_model, trajector
 from tests.vision_models import FAMILIES
 from treewise.nn.flops import flop_model
 from treewise.planning.planner import plan
+from treewise.report import report_plan
 from treewise.tree.forest import Forest
 
 ROWS = 4
@@ -66,6 +67,11 @@ def test_a_plan_takes_the_cheaper_of_two_passes_of_the_tower_and_smaller_micro_b
     again = float(costs.vision.forward(np.array([ROWS]))[0]) * 3
     extra = costs.recomputed(made) - replace(costs, vision=None).recomputed(made)
     assert extra == pytest.approx(0 if costs.keeps_images(made) else again)
+    report = report_plan(made, costs, "llava")
+    kept = 4 * 3 * ROWS * costs.vision.activation_values if costs.keeps_images(made) else 0
+    assert report.bytes_images == pytest.approx(kept, abs=4)
+    parts = (report.bytes_weights, report.bytes_activations, report.bytes_images, report.bytes_gateways)
+    assert report.bytes_peak == sum(parts)
 
 
 def test_plans_of_a_frozen_tower_are_those_of_the_text():

@@ -16,8 +16,8 @@ class PlanReport:
     """A plan, and what it should cost on a model. Bytes and times are predictions from shapes, not measurements.
 
     relative_time: FLOPs of the plan / FLOPs of flat training. bytes_*: of the model's dtype, gradients of gateways in
-    float32; bytes_peak adds weights, gradients, AdamW's moments, one micro-batch with what is held, and the
-    gateways.
+    float32; bytes_peak adds weights, gradients, AdamW's moments, one micro-batch with what is held, the graph of the
+    images where it is kept beside (bytes_images), and the gateways.
     """
 
     max_tokens: int | None
@@ -36,6 +36,7 @@ class PlanReport:
     bytes_per_gateway_token: int | None = None
     bytes_weights: int | None = None
     bytes_activations: int | None = None
+    bytes_images: int | None = None
     bytes_gateways: int | None = None
     bytes_peak: int | None = None
     relative_time: float | None = None
@@ -58,14 +59,16 @@ def report_plan(
         trained = flops.num_trained_parameters * (1 + ADAMW_VALUES)
         weights = width * (flops.num_parameters + trained)
         activations, gateways = width * flops.activation_values * live, per_token * plan.peak_gateway_tokens
+        images = width * flops.kept_image_values(plan)
         predictions = {
             "model": model,
             "dtype": dtype,
             "bytes_per_gateway_token": per_token,
             "bytes_weights": weights,
             "bytes_activations": activations,
+            "bytes_images": images,
             "bytes_gateways": gateways,
-            "bytes_peak": weights + activations + gateways,
+            "bytes_peak": weights + activations + images + gateways,
             "relative_time": flops.planned(plan) / flops.flat(plan.forest),
             "relative_leaf_time": flops.planned(plan) / flops.leaf(plan.forest),
         }

@@ -236,7 +236,8 @@ def memory_chart(drawn: DrawnPlan) -> Chart | None:
     steps = list(range(len(drawn.timeline) + 1))
     points = (*drawn.timeline, drawn.timeline[-1])
     gateways = [facts.bytes_per_gateway_token * alive / 2**30 for alive, _ in points]
-    above = [facts.bytes_weights / 2**30 + gateway for gateway in gateways]
+    always = (facts.bytes_weights + (facts.bytes_images or 0)) / 2**30
+    above = [always + gateway for gateway in gateways]
     total = [below + per_live * live / 2**30 for below, (_, live) in zip(above, points, strict=True)]
     series = [
         ("with activations", steps, total),
