@@ -8,6 +8,9 @@ tensors count as data; the rest (plans, counts of tokens) is `control`.
 
     python benchmarks/bench_bytes.py
 
+`parameter_bytes` are what a process holds of the parameters, in the mean; `predicted` is what `treewise plan --mesh`
+counts from the configuration.
+
 Least, with D the model's width, b bytes of a number, k experts of a token, n bytes of the parameters:
 
     data (DDP)   one sum of all gradients in a step: 2 n (p-1)/p
@@ -16,12 +19,16 @@ Least, with D the model's width, b bytes of a number, k experts of a token, n by
     hsdp         the same of the shards of one copy, and a sum of the shards' gradients over the copies
     tp           partial sums after attention and after the MLP, forward and backward: 4 x 2 D b (p-1)/p
     ep           each token's row to each other process that holds one of its experts, and one row back, forward and
-                 backward: 4 D b times the processes other than its own that hold one (for k experts drawn evenly)
+                 backward: 4 D b times the processes other than its own that hold one (for k experts drawn evenly);
+                 and one sum of the gradients of all other parameters in a step
 """
 
+import json
 import math
 import os
+import socket
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,15 +40,18 @@ import torch
 from common import save
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from treewise.distributed import ranks
-from treewise.distributed.mesh import load_on_mesh
+from treewise.distributed.mesh import load_on_mesh, local_part
+from treewise.nn.model import unwrap_model
+from treewise.report import report_mesh
 from treewise.testing import tiny_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-VOCABULARY, NUM_TREES, SECONDS = 64, 8, 300
+VOCABULARY, NUM_TREES = 64, 8
 # Form, family, processes, settings of the run.
 FORMS: list[tuple[str, str, int, dict[str, Any]]] = [
     *(("data", "llama", size, {}) for size in (2, 4)),
@@ -69,7 +79,7 @@ class Collectives(TorchDispatchMode):
 
     def count(self, name: str, arguments: list[Any]) -> None:
         size = _group_size(arguments)
-        if size == 1 or name.startswith(("wait_tensor", "barrier", "monitored")):
+        if size == 1 or name.startswith(("wait_tensor", "wrap_tensor", "barrier", "monitored")):
             return
         tensors = [each for each in _flat(arguments) if isinstance(each, torch.Tensor)]
         largest = max(tensors, key=lambda each: each.nbytes)
@@ -122,6 +132,11 @@ def _group_size(arguments: list[Any]) -> int:
     return torch.distributed.get_world_size()
 
 
+def the_model(family: str) -> Any:
+    """Three layers of width 32, with heads enough for four processes."""
+    return tiny_model(family, vocab_size=VOCABULARY, num_key_value_heads=4)
+
+
 def trees() -> list[Forest]:
     """Eight trees of six answers to one prompt, in two turns, of equal size."""
     rng, found = np.random.default_rng(0), []
@@ -160,36 +175,32 @@ def one_step(folder: Path, family: str, settings: dict[str, Any]) -> dict[str, A
     if args.tp_size > 1 or args.ep_size > 1:
         model = load_on_mesh(str(folder / family), tp_size=args.tp_size, ep_size=args.ep_size, dtype=torch.float32)
     else:
-        from transformers import AutoModelForCausalLM
-
         model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32)
     trainer = TreeTrainer(model, args, train_dataset=trees())
-    mode, steps = Collectives(), []
-    step = trainer.training_step
-
-    def counted(*positional: Any, **named: Any) -> Any:
-        mode.sent.clear()
-        tokens.clear()
-        return step(*positional, **named)
-
-    def ended(*positional: Any, **named: Any) -> Any:
-        steps.append((dict(mode.sent), sum(tokens)))
-        return zero(*positional, **named)
-
-    trainer.training_step = counted  # type: ignore[method-assign]
-    trainer.create_optimizer()
-    zero, trainer.optimizer.zero_grad = trainer.optimizer.zero_grad, ended
-    with tokens_of(model) as tokens, mode:
+    watch = Watch()
+    trainer.add_callback(watch)
+    with tokens_of(model) as watch.tokens, watch.mode:
         trainer.train()
-    sent, num_tokens = steps[-1]
-    return {"sent": sent, "tokens": num_tokens}
+    held = sum(local_part(each.data).nbytes for each in unwrap_model(trainer.model).parameters())
+    return {**watch.steps[-1], "held": held}
+
+
+class Watch(TrainerCallback):
+    """What is sent and computed within each step."""
+
+    def __init__(self) -> None:
+        self.mode, self.tokens, self.steps = Collectives(), list[int](), list[dict[str, Any]]()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.mode.sent.clear()
+        self.tokens.clear()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.steps.append({"sent": dict(self.mode.sent), "tokens": sum(self.tokens)})
 
 
 def fork(num_processes: int, folder: Path, family: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """`one_step` of each process."""
-    import json
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     children = []
@@ -198,34 +209,52 @@ def fork(num_processes: int, folder: Path, family: str, settings: dict[str, Any]
         if child == 0:
             here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in here.items()} | {"MASTER_ADDR": "127.0.0.1"})
+            for stream in (1, 2):
+                os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT), stream)
             torch.distributed.init_process_group("gloo")
-            (folder / f"{rank}.json").write_text(json.dumps(one_step(folder, family, settings)))
-            os._exit(0)
+            code = 1
+            try:
+                (folder / f"{rank}.json").write_text(json.dumps(one_step(folder, family, settings)))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
         children.append(child)
     ends = [os.waitpid(child, 0)[1] for child in children]
-    assert not any(ends), f"processes ended with {ends}"
+    assert not any(ends), (folder / "0.log").read_text()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
 
 
 def least(form: str, family: str, size: int, num_tokens: float) -> float:
     """Bytes that a process has to send in the step (see above)."""
-    config = tiny_model(family, vocab_size=VOCABULARY).config
-    model_bytes = 4 * sum(each.numel() for each in tiny_model(family, vocab_size=VOCABULARY).parameters())
+    model = the_model(family)
+    config, experts = model.config, sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
+    model_bytes = 4 * sum(each.numel() for each in model.parameters())
     row, part = 4 * config.hidden_size, (size - 1) / size
-    if form in ("data",) or form.startswith("fsdp"):
+    if form.startswith("hsdp"):  # two copies of two processes
+        return 2 * model_bytes / 2 + 2 * (model_bytes / 2) / 2
+    if form == "data" or form.startswith("fsdp"):
         return 2 * model_bytes * part
-    if form.startswith("hsdp"):
-        return 2 * model_bytes * 0.5 + 2 * model_bytes / 2 * 0.5
     layers = num_tokens * config.num_hidden_layers
-    total = 0.0
-    if form.startswith("tp"):
-        total += layers * 4 * 2 * row * part * (0.5 if "ep" in form else 1)  # beside ep only attention is summed
+    sums = {"tp": 4, "tp and ep": 2, "ep": 0}[form]  # beside experts only attention has partial sums
+    total = layers * sums * 2 * row * part
     if "ep" in form:
         here = config.num_experts // size
         misses = math.comb(config.num_experts - here, config.num_experts_per_tok)
         reached = 1 - misses / math.comb(config.num_experts, config.num_experts_per_tok)
+        # Processes that compute one batch share its tokens.
         total += layers * 4 * row * (size - 1) * reached / (size if "tp" in form else 1)
+        total += 0 if "tp" in form else 2 * (model_bytes - 4 * experts) * part
     return total
+
+
+def mesh_of_form(size: int, settings: dict[str, Any]) -> dict[str, int]:
+    """The sizes by which `treewise plan --mesh` counts a form."""
+    tp, ep = settings.get("tp_size", 1), settings.get("ep_size", 1)
+    copies = settings.get("shard_config", {}).get("dp_replicate_size", 1)
+    fsdp = size // copies if settings.get("sharded") else 1
+    return {"tp": tp, "ep": ep, "fsdp": fsdp, "dp": size // tp // fsdp}
 
 
 def main() -> None:
@@ -233,14 +262,15 @@ def main() -> None:
     for form, family, size, settings in FORMS:
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
-            tiny_model(family, vocab_size=VOCABULARY).save_pretrained(folder / family)
+            the_model(family).save_pretrained(folder / family)
             found = fork(size, folder, family, settings)
-        config = tiny_model(family, vocab_size=VOCABULARY).config
+        config = the_model(family).config
         kinds = sorted({kind for each in found for kind in each["sent"]})
         sent = {kind: sum(each["sent"].get(kind, 0) for each in found) / size for kind in kinds}
         tokens = sum(each["tokens"] for each in found) / size
         data = sum(value for kind, value in sent.items() if kind != "control")
         layers = tokens * config.num_hidden_layers
+        predicted = report_mesh(config, mesh_of_form(size, settings), torch.float32).bytes_weights
         rows.append(
             {
                 "form": form, "family": family, "processes": size, "tokens": tokens,
@@ -248,6 +278,7 @@ def main() -> None:
                 "bytes_per_token_and_layer": round(data / layers, 1),
                 "least_per_token_and_layer": round(least(form, family, size, tokens) / layers, 1),
                 "ratio": round(data / least(form, family, size, tokens), 2),
+                "parameter_bytes": round(sum(each["held"] for each in found) / size), "predicted": predicted,
                 "hidden_size": config.hidden_size, "layers": config.num_hidden_layers,
             }
         )  # fmt: skip

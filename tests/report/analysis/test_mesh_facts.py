@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from treewise.errors import ConfigError
 from treewise.report.analysis.mesh_facts import read_bytes_setting, read_mesh, report_mesh
@@ -27,7 +28,7 @@ def test_bytes_of_a_small_model_by_hand(mesh, weights):
     assert report.bytes_weights == report.bytes_gradients == report.bytes_optimizer // 2 == pytest.approx(4 * weights)
     tp = report.mesh.get("tp", 1)
     assert report.bytes_per_gateway_token == 3 * (2 // tp) * 2 * 8 * (4 + 4)
-    whole = 0 if "fsdp" not in mesh else 2 * (32 + ENDS / 2) + LAYER_SPLIT / 2 + NORMS
+    whole = 0 if "fsdp" not in mesh else 2 * (32 + ENDS / 2) + 3 * (LAYER_SPLIT / 2 + NORMS)
     assert report.bytes_whole == 4 * whole
     assert report.bytes_static == 4 * (4 * weights + whole)
     assert report.max_tokens * report.bytes_per_activation_token <= 0.9 * 2**30 - report.bytes_static
@@ -70,3 +71,66 @@ def test_sizes_are_read():
     assert read_bytes_setting("1024") == 1024
     with pytest.raises(ConfigError, match=r"'big'.*80GiB"):
         read_bytes_setting("big")
+
+
+# Sizes as published with the weights: width, layers, vocabulary, (heads, key heads, head size).
+LLAMA, QWEN, OSS = (4096, 32, 128256, (32, 8, 128)), (2048, 48, 151936, (32, 4, 128)), (2880, 36, 201088, (64, 8, 64))
+
+
+def attention_of(width, _layers, _vocabulary, heads):
+    """Numbers of the four matrices of one layer."""
+    return width * (2 * heads[0] + 2 * heads[1]) * heads[2]
+
+
+def ends_of(width, _layers, vocabulary, _heads):
+    return 2 * vocabulary * width
+
+
+def config_of(family, sizes, **more):
+    width, layers, vocabulary, (heads, key_heads, size) = sizes
+    return AutoConfig.for_model(
+        family, hidden_size=width, num_hidden_layers=layers, vocab_size=vocabulary, num_attention_heads=heads,
+        num_key_value_heads=key_heads, head_dim=size, tie_word_embeddings=False, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", ["tp=1", "tp=2,fsdp=4"])
+def test_bytes_of_llama_8b_by_hand(mesh):
+    report = report_mesh(config_of("llama", LLAMA, intermediate_size=14336), read_mesh(mesh), torch.bfloat16)
+    split = 32 * (attention_of(*LLAMA) + 3 * 4096 * 14336) + ends_of(*LLAMA)
+    norms = 65 * 4096
+    assert split + norms == 8_030_261_248  # as published
+    expected = split + norms if mesh == "tp=1" else (split / 2 + norms) / 4
+    assert report.bytes_weights == 2 * expected
+    assert report.bytes_optimizer == 4 * expected
+
+
+@pytest.mark.parametrize("mesh", ["tp=1", "ep=8,dp=8", "tp=2,dp=4", "ep=8,fsdp=16"])
+def test_bytes_of_qwen3_30b_by_hand(mesh):
+    config = config_of("qwen3_moe", QWEN, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
+    experts = 48 * 128 * 3 * 2048 * 768
+    split, routers, norms = 48 * attention_of(*QWEN) + ends_of(*QWEN), 48 * 128 * 2048, 97 * 2048 + 96 * 128
+    whole = split + routers + norms
+    assert experts + whole == 30_532_122_624  # as published
+    expected = {
+        "tp=1": experts + whole, "ep=8,dp=8": experts / 8 + whole, "ep=8,fsdp=16": experts / 16 + whole / 16,
+        "tp=2,dp=4": (experts + split) / 2 + routers + norms,
+    }  # fmt: skip
+    report = report_mesh(config, read_mesh(mesh), torch.bfloat16, gpu_bytes=80 * 2**30)
+    assert report.bytes_weights == 2 * expected[mesh]
+    assert (report.max_tokens > 0) == (8 * expected[mesh] + report.bytes_whole < 0.9 * 80 * 2**30)
+
+
+@pytest.mark.parametrize("mesh", ["tp=1", "ep=8,dp=8", "tp=2,ep=8,fsdp=4"])
+def test_bytes_of_gpt_oss_120b_by_hand(mesh):
+    config = config_of("gpt_oss", OSS, intermediate_size=2880, num_local_experts=128, num_experts_per_tok=4)
+    experts = 36 * 128 * (2880 * 5760 + 5760 + 2880 * 2880 + 2880)
+    biases, sinks, norms = 36 * (64 * 64 + 2 * 8 * 64 + 2880), 36 * 64, 73 * 2880
+    rest = 36 * attention_of(*OSS) + biases + sinks + norms + 36 * (128 * 2880 + 128) + ends_of(*OSS)
+    assert experts + rest == 116_829_156_672  # as published
+    head = 201088 * 2880  # of the parts of `rest`, tp splits the head alone
+    expected = {
+        "tp=1": experts + rest, "ep=8,dp=8": experts / 8 + rest,
+        "tp=2,ep=8,fsdp=4": experts / 8 + (rest - head / 2) / 4,
+    }  # fmt: skip
+    assert report_mesh(config, read_mesh(mesh), torch.bfloat16).bytes_weights == 2 * expected[mesh]

@@ -25,14 +25,16 @@ _SPLIT = {
 _EXPERTS = "grouped_gemm"  # splits experts
 # The part of a GPU that a step can use; the rest is the context, fragmentation and buffers of collectives.
 USABLE = 0.9
+_WHOLE_LAYERS = 3  # a layer, its gradients and the next layer
 
 
 @dataclass(frozen=True, slots=True)
 class MeshReport:
     """Bytes of one process of a mesh.
 
-    processes: of all axes. bytes_whole: parameters outside the layers, with their gradients, which are gathered during
-    a step where parameters are sharded, and one layer. bytes_per_activation_token: an estimate. max_tokens: activations
+    processes: of all axes. bytes_whole: where parameters are sharded, those outside the layers with their gradients,
+    which are whole during a step, and of the largest layer: itself, its gradients, and the next one, which FSDP2
+    gathers meanwhile. bytes_per_activation_token: an estimate. max_tokens: activations
     that fit beside everything else and no gateways; None without the size of a GPU.
     """
 
@@ -132,7 +134,8 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
     if local_heads is None:
         raise ConfigError(f"{heads} heads of keys cannot be shared by tp={mesh['tp']} processes; give a divisor.")
     flops = flop_model(model)
-    static = width * (held * (2 + ADAMW_VALUES) + (whole + largest_layer if mesh["fsdp"] > 1 else 0))
+    gathered = whole + _WHOLE_LAYERS * largest_layer if mesh["fsdp"] > 1 else 0
+    static = width * (held * (2 + ADAMW_VALUES) + gathered)
     activation = max(1, round(width * flops.activation_values * split_sizes / max(1.0, all_sizes)))
     room = None if gpu_bytes is None else max(0, int((USABLE * gpu_bytes - static) / activation))
     return MeshReport(
@@ -141,7 +144,7 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
         bytes_weights=round(width * held),
         bytes_gradients=round(width * held),
         bytes_optimizer=round(width * held * ADAMW_VALUES),
-        bytes_whole=round(width * (whole + largest_layer)) if mesh["fsdp"] > 1 else 0,
+        bytes_whole=round(width * gathered),
         bytes_per_gateway_token=gateway_bytes(flops.gateway_values * local_heads // heads, dtype),
         bytes_per_activation_token=activation,
         gpu_bytes=gpu_bytes,
