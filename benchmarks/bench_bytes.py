@@ -11,16 +11,16 @@ tensors count as data; the rest (plans, counts of tokens) is `control`.
 `parameter_bytes` are what a process holds of the parameters, in the mean; `predicted` is what `treewise plan --mesh`
 counts from the configuration.
 
-Least, with D the model's width, b bytes of a number, k experts of a token, n bytes of the parameters:
+Least, with D the model's width, b bytes of a number, k experts of a token:
 
-    data (DDP)   one sum of all gradients in a step: 2 n (p-1)/p
-    fsdp         one gather and one scatter of everything in a step: 2 n (p-1)/p, if all parameters stayed whole
-                 between forward and backward and the step was one micro-batch
-    hsdp         the same of the shards of one copy, and a sum of the shards' gradients over the copies
-    tp           partial sums after attention and after the MLP, forward and backward: 4 x 2 D b (p-1)/p
+    gradients    one sum in a step over the p processes that hold the same n bytes: 2 n (p-1)/p; shards that are
+                 gathered once and scattered once come to the same
+    tp           partial sums after attention and after the MLP, forward and backward: 4 x 2 D b (p-1)/p per token and
+                 layer (2 sums where experts take the place of the MLP)
     ep           each token's row to each other process that holds one of its experts, and one row back, forward and
-                 backward: 4 D b times the processes other than its own that hold one (for k experts drawn evenly);
-                 and one sum of the gradients of all other parameters in a step
+                 backward: 4 D b times the processes other than its own that hold one (for k experts drawn evenly)
+    context      keys and values of each token to all other processes, and their gradients back, if all have tokens
+                 that see it
 """
 
 import json
@@ -42,7 +42,6 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from treewise.distributed import ranks
 from treewise.distributed.mesh import load_on_mesh, local_part
 from treewise.nn.model import unwrap_model
 from treewise.report import report_mesh
@@ -59,9 +58,12 @@ FORMS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("fsdp, whole to the backward", "llama", 2, {"sharded": True, "shard_config": {"reshard_after_forward": False}}),
     ("hsdp, 2 copies", "llama", 4, {"sharded": True, "shard_config": {"dp_replicate_size": 2}}),
     *(("tp", "llama", size, {"tp_size": size}) for size in (2, 4)),
+    ("tp=2, fsdp", "llama", 4, {"tp_size": 2, "sharded": True}),
     *(("ep", "qwen3_moe", size, {"ep_size": size}) for size in (2, 4)),
-    ("tp and ep", "qwen3_moe", 2, {"tp_size": 2, "ep_size": 2}),
-]  # fmt: skip
+    ("tp=2, ep=2", "qwen3_moe", 2, {"tp_size": 2, "ep_size": 2}),
+    ("ep=2, fsdp", "qwen3_moe", 4, {"ep_size": 2, "sharded": True}),
+    *(("context", "llama", size, {"context_size": size}) for size in (2, 4)),
+]
 
 
 class Collectives(TorchDispatchMode):
@@ -81,17 +83,22 @@ class Collectives(TorchDispatchMode):
         size = _group_size(arguments)
         if size == 1 or name.startswith(("wait_tensor", "wrap_tensor", "barrier", "monitored")):
             return
-        tensors = [each for each in _flat(arguments) if isinstance(each, torch.Tensor)]
-        largest = max(tensors, key=lambda each: each.nbytes)
-        kind = _kind(name)
-        data = 2 * largest.nbytes if kind == "all_reduce" else largest.nbytes
-        if kind == "all_gather" and len(tensors) == 1:  # the functional form has the input alone
+        # Lists of tensors, one for each process, count together; of an input and an output the larger one.
+        parts = [[each for each in _flat([argument]) if isinstance(each, torch.Tensor)] for argument in arguments]
+        parts = [each for each in parts if each]
+        largest = max(parts, key=_num_bytes)
+        kind, data = _kind(name), _num_bytes(largest)
+        if kind == "all_reduce":
+            data *= 2
+        if kind == "all_gather" and len(parts) == 1:  # the functional form has the input alone
             data *= size
-        if kind == "all_to_all":
-            data = _input_of_exchange(name, tensors).nbytes
-        sent = data * (size - 1) / size
-        is_data = largest.is_floating_point()
-        self.sent[kind if is_data else "control"] += sent
+        if kind == "all_to_all":  # `alltoall_base_` has its output first; the functional form has its input alone
+            data = _num_bytes(parts[-1] if "base" in name else parts[0])
+        self.sent[kind if largest[0].is_floating_point() else "control"] += data * (size - 1) / size
+
+
+def _num_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(each.nbytes for each in tensors)
 
 
 def _kind(name: str) -> str:
@@ -105,11 +112,6 @@ def _kind(name: str) -> str:
         if any(word in name for word in words):
             return kind
     return name
-
-
-def _input_of_exchange(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """`alltoall_base_` has its output first; the functional form has its input alone."""
-    return tensors[-1] if "base" in name else tensors[0]
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -166,12 +168,11 @@ def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 def one_step(folder: Path, family: str, settings: dict[str, Any]) -> dict[str, Any]:
     """What this process sends in the second of two equal steps."""
-    world = ranks.count()
     args = TreeTrainingArguments(
         output_dir=str(folder / "run"), max_steps=2, save_strategy="no", report_to="none", use_cpu=True, seed=1,
         disable_tqdm=True, learning_rate=1e-3, max_tokens=4096, logging_steps=1, **settings,
     )  # fmt: skip
-    args.per_device_train_batch_size = NUM_TREES * args.tp_size // world
+    args.per_device_train_batch_size = NUM_TREES // args.data_size
     if args.tp_size > 1 or args.ep_size > 1:
         model = load_on_mesh(str(folder / family), tp_size=args.tp_size, ep_size=args.ep_size, dtype=torch.float32)
     else:
@@ -226,34 +227,33 @@ def fork(num_processes: int, folder: Path, family: str, settings: dict[str, Any]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
 
 
-def least(form: str, family: str, size: int, num_tokens: float) -> float:
+def least(family: str, size: int, settings: dict[str, Any], num_tokens: float) -> float:
     """Bytes that a process has to send in the step (see above)."""
-    model = the_model(family)
-    config, experts = model.config, sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
-    model_bytes = 4 * sum(each.numel() for each in model.parameters())
-    row, part = 4 * config.hidden_size, (size - 1) / size
-    if form.startswith("hsdp"):  # two copies of two processes
-        return 2 * model_bytes / 2 + 2 * (model_bytes / 2) / 2
-    if form == "data" or form.startswith("fsdp"):
-        return 2 * model_bytes * part
-    layers = num_tokens * config.num_hidden_layers
-    sums = {"tp": 4, "tp and ep": 2, "ep": 0}[form]  # beside experts only attention has partial sums
-    total = layers * sums * 2 * row * part
-    if "ep" in form:
-        here = config.num_experts // size
-        misses = math.comb(config.num_experts - here, config.num_experts_per_tok)
+    model, mesh, context = the_model(family), mesh_of_form(size, settings), settings.get("context_size", 1)
+    config, tp, ep = model.config, mesh["tp"], mesh["ep"]
+    layers, row = num_tokens * config.num_hidden_layers, 4 * config.hidden_size
+    experts = sum(each.nbytes for name, each in model.named_parameters() if ".experts." in name) if ep > 1 else 0
+    rest = report_mesh(config, {**mesh, "fsdp": 1, "dp": size // tp}, torch.float32).bytes_weights - experts / ep
+    total = sum_of(rest, size // tp) + sum_of(experts / ep, size // ep)
+    total += layers * (2 if ep > 1 else 4) * sum_of(row, tp)
+    if ep > 1:
+        misses = math.comb(config.num_experts - config.num_experts // ep, config.num_experts_per_tok)
         reached = 1 - misses / math.comb(config.num_experts, config.num_experts_per_tok)
-        # Processes that compute one batch share its tokens.
-        total += layers * 4 * row * (size - 1) * reached / (size if "tp" in form else 1)
-        total += 0 if "tp" in form else 2 * (model_bytes - 4 * experts) * part
-    return total
+        total += layers * 4 * row * (ep - 1) * reached / tp  # processes that compute one batch share its tokens
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return total + layers * 2 * (context - 1) * 2 * 4 * config.num_key_value_heads * head_size
+
+
+def sum_of(num_bytes: float, size: int) -> float:
+    """What each process sends so that all have the sum."""
+    return 2 * num_bytes * (size - 1) / size
 
 
 def mesh_of_form(size: int, settings: dict[str, Any]) -> dict[str, int]:
     """The sizes by which `treewise plan --mesh` counts a form."""
     tp, ep = settings.get("tp_size", 1), settings.get("ep_size", 1)
     copies = settings.get("shard_config", {}).get("dp_replicate_size", 1)
-    fsdp = size // copies if settings.get("sharded") else 1
+    fsdp = size // tp // copies if settings.get("sharded") else 1
     return {"tp": tp, "ep": ep, "fsdp": fsdp, "dp": size // tp // fsdp}
 
 
@@ -270,14 +270,15 @@ def main() -> None:
         tokens = sum(each["tokens"] for each in found) / size
         data = sum(value for kind, value in sent.items() if kind != "control")
         layers = tokens * config.num_hidden_layers
+        needed = least(family, size, settings, tokens)
         predicted = report_mesh(config, mesh_of_form(size, settings), torch.float32).bytes_weights
         rows.append(
             {
                 "form": form, "family": family, "processes": size, "tokens": tokens,
                 "bytes_by_kind": {kind: round(value) for kind, value in sent.items()},
                 "bytes_per_token_and_layer": round(data / layers, 1),
-                "least_per_token_and_layer": round(least(form, family, size, tokens) / layers, 1),
-                "ratio": round(data / least(form, family, size, tokens), 2),
+                "least_per_token_and_layer": round(needed / layers, 1),
+                "ratio": round(data / needed, 2),
                 "parameter_bytes": round(sum(each["held"] for each in found) / size), "predicted": predicted,
                 "hidden_size": config.hidden_size, "layers": config.num_hidden_layers,
             }

@@ -38,10 +38,9 @@ def run_all(folder, cases):
     logging.getLogger("treewise").setLevel(logging.ERROR)
     found = {}
     for line in (False, True):
-        if line:
-            import treewise.integrations.verl  # noqa: F401
+        library = {"external_lib": "treewise.integrations.verl"} if line else {}
         for name in cases:
-            settings = dict(CASES[name])
+            settings = CASES[name] | library
             torch.manual_seed(0)
             family = settings.pop("family", "llama")
             found[name, line] = verl_runs.outcome(folder / family, **settings)
@@ -66,6 +65,7 @@ def refusals(folder):
     tell("ulysses", set_of("engine_config", "ulysses_sequence_parallel_size", 2))
     tell("no fused kernels", set_of("model_config", "use_fused_kernels", value=False))
     tell("not fused", lambda engine: delattr(engine.module, "_verl_fused_kernels_backend"))
+    tell("offloading", set_of("model_config", "enable_activation_offload", value=True))
     tell("own unit", lambda _: None, "untied")
     tell("no model", lambda engine: setattr(engine, "module", None))
     engine = verl_runs.engine_of(folder / "llama")
@@ -132,6 +132,7 @@ def test_log_probs_and_entropies_are_those_of_each_row_alone(runs):
         ("ulysses", "ulysses_sequence_parallel_size=2 cuts sequences over ranks"),
         ("no fused kernels", "actor_rollout_ref.model.use_fused_kernels=True"),
         ("not fused", "fused_kernel_options.impl_backend must be torch"),
+        ("offloading", "actor_rollout_ref.model.enable_activation_offload counts on forwards of flat rows"),
         ("own unit", "use a model with tied embeddings"),
         ("no model", "call engine.initialize() first"),
         ("budget", "set ppo_micro_batch_size_per_gpu"),

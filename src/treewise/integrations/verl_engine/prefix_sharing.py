@@ -194,8 +194,17 @@ def _refuse_settings(engine: Any) -> None:
             "actor_rollout_ref.model.use_fused_kernels=True and "
             "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch (or triton)."
         )
-    if model.tiled_mlp.get("enabled", False) or model.mtp.enable:
-        raise ConfigError("tiled_mlp and mtp replace forwards that trees run through; disable both.")
+    on = {
+        "model.tiled_mlp.enabled": model.tiled_mlp.get("enabled", False),
+        "model.mtp.enable": model.mtp.enable,
+        "model.enable_activation_offload": model.enable_activation_offload,
+        "actor.router_replay": config.router_replay.mode != "disabled",
+    }
+    for name in (name for name, is_on in on.items() if is_on):
+        raise ConfigError(
+            f"actor_rollout_ref.{name} counts on forwards of flat rows, layer by layer; disable it, or leave "
+            "treewise.integrations.verl out."
+        )
 
 
 def _refuse_head(base: nn.Module) -> None:
