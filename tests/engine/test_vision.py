@@ -260,6 +260,13 @@ def test_the_probe_computes_images(family, monkeypatch):
     tw.TreeEngine(model, processor=images, check=False).evaluate(items)
 
 
+def test_the_probe_puts_no_placeholder_into_its_text():
+    model, images = seeing_model("llava"), FAMILIES["llava"].images()
+    span = ImageSpan(A, 1, 5)
+    ids = [[5, *[IMAGE_TOKEN] * 4, 6, 7, *[IMAGE_TOKEN - 1] * 12, last] for last in (8, 9)]
+    assert tw.TreeEngine(model, processor=images).evaluate([Trajectory(each, images=(span,)) for each in ids]).loss > 0
+
+
 def test_videos_and_sounds_are_refused_by_name():
     model, images = seeing_model("qwen2_vl"), FAMILIES["qwen2_vl"].images()
     model.config.video_token_id, model.config.audio_token_id = 61, 62

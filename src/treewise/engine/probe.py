@@ -84,13 +84,14 @@ def probe_images(lm: DecoderAndHead, impl: str, forest: Forest, processor: Any) 
     place = int(np.argmin(images.end - images.start))
     image = images.sources[images.index[place]]
     tokens, text = forest.token_ids[images.start[place] : images.end[place]], text_ids(forest)
-    ids = np.resize(text if len(text) else tokens, 12)
+    ids = np.resize(text if len(text) else np.zeros(1, dtype=np.int32), 12)
+    changed = (ids[8:12] + 1) % lm.head().num_tokens
+    changed[np.isin(changed, tokens)] = ids[0]  # a placeholder of no image
     trunk = np.concatenate([ids[:2], tokens, ids[2:4], tokens])
     starts = (2, len(trunk) - len(tokens))
     spans = tuple(replace(image, start=start, end=start + len(tokens)) for start in starts)
     left, right, other = (
-        Trajectory(np.concatenate([trunk, branch]), images=spans)
-        for branch in (ids[4:8], ids[8:12], (ids[8:12] + 1) % lm.head().num_tokens)
+        Trajectory(np.concatenate([trunk, branch]), images=spans) for branch in (ids[4:8], ids[8:12], changed)
     )
     given = torch.as_tensor(left.token_ids, dtype=torch.long, device=lm.device)
     with torch.no_grad(), adapters_stirred(lm.model), widest_precision(lm, ids):
