@@ -178,9 +178,10 @@ def interpret(case: Case) -> Errors:
 # Of a multiprocessor of sm_90 and sm_100 (CUDA C++ Programming Guide, table of technical specifications).
 REGISTERS, SHARED_BYTES, SHARED_BYTES_OF_ALL, WARPS = 65_536, 232_448, 233_472, 64
 RESERVED_BYTES = 1_024  # of shared memory, by each block
+KEYS = ("gpu", "head_sizes", "tiles", "kernel")  # of a row
 BF16_SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))
-TILES: dict[str, dict[str, int] | None] = {
-    "default": None,
+TILES: dict[str, dict[str, int]] = {
+    "default": {},  # torch's
     "128x64": {
         **{"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64},
         **{"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64},
@@ -253,11 +254,11 @@ def _assembled(ptx: str, target_name: str) -> dict[str, int]:
     return {"registers": int(used[1]), "spilled_bytes": int(spilled[1])}
 
 
-def all_resources() -> list[dict[str, Any]]:
+def all_resources(targets: list[str], head_sizes: list[int]) -> Iterator[dict[str, Any]]:
     """One row for each kernel, GPU, head size and choice of tiles, in bfloat16."""
-    rows = []
-    for target_name, capability in CAPABILITIES.items():
-        for sizes in BF16_SIZES:
+    for target_name in targets:
+        capability = CAPABILITIES[target_name]
+        for sizes in (each for each in BF16_SIZES if each[0] in head_sizes):
             for tiles_name, tiles in TILES.items():
                 case = Case(LayerRule(scaling=0.2), head_sizes=sizes, dtype=torch.bfloat16)
                 for kernel, source in sources(case, capability, tiles).items():
@@ -265,10 +266,8 @@ def all_resources() -> list[dict[str, Any]]:
                         facts = resources(source, target_name)
                     except subprocess.CalledProcessError as error:
                         facts = {"failed": error.stderr.strip().splitlines()[-1]}
-                    row = {"gpu": target_name, "head_sizes": sizes, "tiles": tiles_name, "kernel": kernel, **facts}
-                    print(json.dumps(row), flush=True)
-                    rows.append(row)
-    return rows
+                    what = {"gpu": target_name, "head_sizes": list(sizes), "tiles": tiles_name, "kernel": kernel}
+                    yield {**what, **facts}
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -278,22 +277,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("action", choices=("interpret", "resources"))
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (all)")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--gpu", nargs="+", choices=CAPABILITIES, default=list(CAPABILITIES))
+    parser.add_argument("--head_sizes", nargs="+", type=int, default=[key for key, _ in BF16_SIZES])
+    parser.add_argument("--json", type=Path, help="results; rows of `resources` are added to the file's")
     args = parser.parse_args()
     if args.action == "resources":
-        results: Any = {"torch": torch.__version__, "triton": _triton_version(), "kernels": all_resources()}
-        passed = True
-    else:
-        results, passed = {}, True
-        for name in args.cases or CASES:
-            results[name] = interpret(CASES[name])
-            passed &= is_within(results[name]) is not CASES[name].is_broken
-            print(
-                name, *(f"{key} {error:.1e} of {most:.1e}" for key, (error, most) in results[name].items()), flush=True
-            )
+        _tabulate(args.gpu, args.head_sizes, args.json)
+        return 0
+    results = {}
+    for name in args.cases or CASES:
+        results[name] = interpret(CASES[name])
+        errors = [f"{key} {error:.1e} of {most:.1e}" for key, (error, most) in results[name].items()]
+        print(f"{name}: {', '.join(errors)}", flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
-    return 0 if passed else 1
+    return 0 if all(is_within(each) is not CASES[name].is_broken for name, each in results.items()) else 1
+
+
+def _tabulate(targets: list[str], head_sizes: list[int], file: Path | None) -> None:
+    kept = json.loads(file.read_text())["kernels"] if file is not None and file.exists() else []
+    for row in all_resources(targets, head_sizes):
+        print(json.dumps(row), flush=True)
+        kept = [each for each in kept if any(each[key] != row[key] for key in KEYS)] + [row]
+        if file is not None:  # after every row: a run that is cut short leaves what it computed
+            results = {
+                "benchmark": "flex kernels",
+                "torch": torch.__version__,
+                "triton": _triton_version(),
+                "kernels": kept,
+            }
+            file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _triton_version() -> str:

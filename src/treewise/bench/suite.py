@@ -12,12 +12,13 @@ from treewise.bench.contestants import AGAINST, Contestant, builders, plain_part
 from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.bench.images import ImageFormat, image_format, tower_seconds
 from treewise.bench.measure import Gradients, Measured, gradients, measure, spread
+from treewise.bench.prediction import bound_seconds, gpu_of
 from treewise.bench.results import is_ours
 from treewise.bench.varlen import kernel
 from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError, bytes_as_text
 from treewise.nn.device import free_bytes, is_out_of_memory
-from treewise.nn.flops import flop_model
+from treewise.nn.flops import FlopModel, LayerReach, flop_model
 from treewise.tree.forest import Forest
 
 REFERENCES = ("auto", "flat", "float32", "float64")
@@ -129,7 +130,16 @@ def _shape(model: nn.Module, forest: Forest) -> dict[str, Any]:
         "flop_bound": flops.flat(forest) / tree,
         "leaf_flop_bound": flops.leaf(forest) / tree,
         "tree_flops": tree,
+        **_bound(model, flops, forest),
     }
+
+
+def _bound(model: nn.Module, flops: FlopModel, forest: Forest) -> dict[str, Any]:
+    """Seconds that the peak and the bandwidth of a known GPU allow, flat and on the tree."""
+    device = next(model.parameters()).device
+    gpu = gpu_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    has_full_attention = {reach for reach, _ in flops.pair_forward} == {LayerReach()}
+    return {"bound_seconds": bound_seconds(flops, forest, gpu)} if gpu is not None and has_full_attention else {}
 
 
 def _record(contestant: Contestant, measured: Measured, forest: Forest) -> dict[str, Any]:

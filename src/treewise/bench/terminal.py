@@ -34,7 +34,12 @@ def row_view(row: dict[str, Any]) -> RenderableType:
             table.add_row(name, escape(result["skipped"]), end_section=False)
         else:
             table.add_row(name, *_cells(row, name, result, first, second))
-    return Group(table)
+    bound = row.get("bound_seconds")
+    if bound is None:
+        return Group(table)
+    return Group(
+        table, Text(f"peak and bandwidth allow {bound['flat']:.3f} s flat, {bound['tree']:.3f} s on the tree\n")
+    )
 
 
 def baselines_of(row: dict[str, Any]) -> tuple[str | None, str | None]:

@@ -1,0 +1,84 @@
+"""Seconds of a step that a GPU's peak FLOPs and memory bandwidth allow, flat and on the tree: a bound, not a forecast.
+
+Each part takes what its FLOPs take at the peak in bfloat16, or what its bytes take at the bandwidth, whichever is more.
+Attention counts whole blocks of 128 x 128, as FlexAttention computes them, with the keys and values of each block read
+once per key head; linear layers read their weights three times (forward and both gradients), write the gradients, and
+write and read the activations that are kept. Launches, norms, the optimizer and exchanges between GPUs are left out.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from treewise.nn.attention import TreeMask
+from treewise.nn.attention.flex import BLOCK_SIZE, num_key_rows
+from treewise.nn.flops import FlopModel, LayerReach, flat_head_rows, tree_head_rows
+from treewise.planning.layout import lay_out
+from treewise.planning.partition import ATTENTION_BACKWARD
+from treewise.planning.planner import plan
+from treewise.tree.forest import Forest
+
+ITEM_BYTES = 2  # bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Dense bfloat16 FLOPs and bytes of memory, per second, from the vendor's data sheet."""
+
+    flops: float
+    bandwidth: float
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        """Of one part."""
+        return max(flops / self.flops, num_bytes / self.bandwidth)
+
+
+GPUS = {
+    "A100": Gpu(312e12, 2.04e12),
+    "H100": Gpu(989e12, 3.35e12),
+    "H200": Gpu(989e12, 4.8e12),
+    "B200": Gpu(2_250e12, 8e12),
+}
+
+
+def gpu_of(name: str) -> Gpu | None:
+    """The GPU that a device's name names, if it is known here."""
+    return next((gpu for key, gpu in GPUS.items() if key in name), None)
+
+
+def bound_seconds(flops: FlopModel, forest: Forest, gpu: Gpu) -> dict[str, float]:
+    """Of a step without a budget: `flat`, every trajectory alone in packed rows, and `tree`.
+
+    flops: of a model whose attention looks back without windows or chunks.
+    """
+    lengths = -(-forest.path_lengths.astype(np.int64) // BLOCK_SIZE)
+    mask = TreeMask.from_layout(lay_out(plan(forest), 0))
+    blocks = {
+        "flat": float((lengths * (lengths + 1) // 2).sum()),
+        "tree": num_key_rows(mask, torch.device("cpu")) / BLOCK_SIZE,
+    }
+    tokens = {"flat": forest.num_flat_tokens, "tree": forest.num_tokens}
+    rows: dict[str, Callable[[Forest], int]] = {"flat": flat_head_rows, "tree": tree_head_rows}
+    return {
+        name: _linear(flops, tokens[name], gpu)
+        + gpu.seconds((flops.head + flops.head_backward) * rows[name](forest), 2 * flops.head * ITEM_BYTES)
+        + _attention(flops, blocks[name], tokens[name], gpu)
+        for name in blocks
+    }
+
+
+def _linear(flops: FlopModel, num_tokens: int, gpu: Gpu) -> float:
+    weights = flops.linear / 2 * 4
+    activations = 2 * flops.activation_values * num_tokens
+    work = (flops.linear + flops.linear_backward) * num_tokens
+    return gpu.seconds(work, (weights + activations) * ITEM_BYTES)
+
+
+def _attention(flops: FlopModel, num_blocks: float, num_tokens: int, gpu: Gpu) -> float:
+    cost = sum(pair for reach, pair in flops.pair_forward if reach == LayerReach())
+    moved = flops.gateway_values * (num_blocks * BLOCK_SIZE + num_tokens) * ITEM_BYTES  # keys and values, all layers
+    forward = gpu.seconds(cost * num_blocks * BLOCK_SIZE**2, moved)
+    backward = gpu.seconds(ATTENTION_BACKWARD * cost * num_blocks * BLOCK_SIZE**2, 2 * moved)
+    return forward + backward
