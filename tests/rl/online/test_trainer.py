@@ -219,8 +219,9 @@ def test_changed_settings_of_training_apply_and_are_printed_or_are_errors(tmp_pa
 
 
 def test_checkpoints_in_threads_are_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="async_checkpoints"):
-        new_trainer(tmp_path / "run", arguments_={"async_checkpoints": True})
+    for name in ("async_checkpoints", "profile"):
+        with pytest.raises(ConfigError, match=f"{name}: an online run"):
+            new_trainer(tmp_path / "run", arguments_={name: True})
 
 
 class HalfFlat(EvenBytes):
