@@ -1,18 +1,22 @@
 """Online runs of two processes, forked from one that has imported all and computed nothing: `ranks.py FOLDER`."""
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.rl.online.helpers import EvenBytes, new_trainer, tiny_policy
 from tests.trainer.forked_ranks import NUM_RANKS, free_port, join
 from tests.trainer.helpers import in_child
+from treewise.errors import StoppedError
 from treewise.rl.samplers import TransformersSampler
 from treewise.rl.tasks import EnvironmentTask
 from treewise.rl.tasks.small_environments import GuessNumber
+from treewise.trainer.checkpoint import store
 
 SECONDS = 400  # on a machine that does other things, too
 CASES = {
@@ -20,6 +24,8 @@ CASES = {
     "failing": {"curriculum": "uniform", "trees_per_iteration": 3, "update_epochs": 2},
     "turns": {"branching": "none", "branching_settings": {"roots": 3}, "max_new_tokens": 12, "max_length": 900},
 }
+
+SIGNALLED = "sums"  # ended by a signal to one process after its first iteration; the others by their settings
 
 
 class Failing(EvenBytes):
@@ -54,10 +60,30 @@ def trainer_of(case, folder, **changes):
     )
 
 
+def stop_by_signal(rank, trainer):
+    """Rank 1 alone gets SIGTERM, while it waits for rewards: both finish the iteration, save it and stop."""
+    judge = trainer.task.rewards
+
+    def signalled(requests):
+        trainer.task.rewards = judge  # a second signal would end the process at once
+        os.kill(os.getpid(), signal.SIGTERM)
+        return judge(requests)
+
+    if rank == 1:
+        trainer.task.rewards = signalled
+    with pytest.raises(StoppedError, match="SIGTERM"):
+        trainer.train()
+    assert trainer.state.iteration == 1
+    assert [path.name for path in store.checkpoints(trainer.folder)] == ["checkpoint-1"]
+
+
 def run_two(rank, folder, port):
     join(rank, port)
     for case in CASES:
-        trainer_of(case, folder / case, iterations=1).train()
+        if case == SIGNALLED:
+            stop_by_signal(rank, trainer_of(case, folder / case, save_every=2))
+        else:
+            trainer_of(case, folder / case, iterations=1).train()
         trainer = trainer_of(case, folder / case)
         logs = trainer.train(resume_from_checkpoint=True)
         torch.save({"weights": trainer.model.state_dict(), "logs": logs}, folder / f"{case}-{rank}.pt")
