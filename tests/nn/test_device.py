@@ -74,7 +74,8 @@ import resource, torch
 from treewise.nn.device import keep_freed_memory
 
 def num_faults():
-    torch.ones(2**24)
+    for _ in range(4):  # where pieces of memory that were freed lie is settled after a few
+        torch.ones(2**24)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(3):
         torch.ones(2**24)
@@ -95,3 +96,11 @@ def test_kept_memory_is_not_faulted_in_again() -> None:
 def test_memory_of_other_systems_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     assert not keep_freed_memory()
+
+
+def test_an_array_that_cannot_be_written_to_is_copied():
+    array = np.arange(3)
+    array.flags.writeable = False
+    tensor = to_device(array, torch.device("cpu"))  # torch warns where it shares such memory
+    tensor[0] = 7
+    assert array.tolist() == [0, 1, 2]

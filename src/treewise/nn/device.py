@@ -24,8 +24,10 @@ def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None
 
     A plain copy from ordinary memory to a GPU waits until everything queued before it has run. From pinned memory it is
     queued like a kernel, so the host lays out the next micro-batch while the device still computes this one; torch's
-    cache of pinned memory keeps the source until the copy is done.
+    cache of pinned memory keeps the source until the copy is done. Arrays that cannot be written to, such as those of
+    memory-mapped data, are copied: a tensor can be.
     """
+    array = array if array.flags.writeable else array.copy()
     tensor = torch.as_tensor(array, dtype=dtype, device="cpu")  # whatever the default device
     if device.type != "cuda":
         return tensor.to(device)
