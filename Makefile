@@ -25,7 +25,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PYTEST_ARGS ?= -n 2 --dist loadgroup -m "not exhaustive"
+# One more than cores: tests of several processes wait for one another.
+WORKERS ?= 3
+PYTEST_ARGS ?= -n $(WORKERS) --dist loadgroup -m "not exhaustive"
 
 # What `treewise bench` gets besides, as in: make bench-gpu GPU_MODELS=qwen3-8b BENCH_ARGS="--repetitions 1"
 BENCH_ARGS ?=
@@ -64,7 +66,7 @@ test: check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-all: check
-	HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -n 2 --dist loadgroup
+	HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 quick: check
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not exhaustive" $(QUICK_TESTS)

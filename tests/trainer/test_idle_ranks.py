@@ -7,7 +7,7 @@ their backward, and the walks of the others did not.
 import pytest
 import torch
 
-from tests.trainer.ranks import exhaustive_wanted, launch, outcome, train
+from tests.trainer.ranks import launch, outcome, train
 
 OBJECTIVES = {
     "sft": None,
@@ -19,10 +19,6 @@ OBJECTIVES = {
 }
 BUDGETS = {"whole": None, "cut": 14}
 CASES = [(objective, budget) for objective in OBJECTIVES for budget in BUDGETS]
-# What `make test` runs of these; tests/conftest.py lists the same as representatives.
-COMMON = [("sft", "cut"), ("token ratios", "whole"), ("sequence ratios", "cut")]
-
-EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def settings_of(objective, budget, num_ranks):
@@ -37,12 +33,11 @@ def settings_of(objective, budget, num_ranks):
     }
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=EXHAUSTIVE), 3, pytest.param(4, marks=EXHAUSTIVE)])
+@pytest.fixture(scope="module", params=[2, 3, 4])
 def of_ranks(request, tmp_path_factory):
     """The number of processes, and the outcomes of the first of them."""
     several = {"sharded": True, "balance_ranks": False, "per_device_train_batch_size": 1}
-    cases = CASES if exhaustive_wanted(request) else COMMON
-    runs = {f"{kind} {cut}": {**settings_of(kind, cut, request.param), **several} for kind, cut in cases}
+    runs = {f"{kind} {cut}": {**settings_of(kind, cut, request.param), **several} for kind, cut in CASES}
     return request.param, launch(request.param, tmp_path_factory.mktemp("idle"), runs)[0]
 
 
