@@ -216,7 +216,7 @@ def run_arm(start: Any, tokenizer: Any, name: str, arm: str, args: argparse.Name
 
 def grown(trainer: tw.OnlineTrainer, name: str, rounds: Rounds) -> list[GrowingTree]:
     """Trees of the first items, as an iteration grows them, one budget each."""
-    trees = trainer._new_trees((0, 7), range(VALUE_TREES), 0, [SETTINGS[name].tokens] * VALUE_TREES)
+    trees = trainer.rollouts.new_trees((0, 7), range(VALUE_TREES), 0, [SETTINGS[name].tokens] * VALUE_TREES)
     grow_trees(trees, rounds)
     return trees
 
@@ -265,7 +265,7 @@ def value_errors(start: Any, tokenizer: Any, name: str, args: argparse.Namespace
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             trainer = new_trainer(start, tokenizer, Path(folder), name, arm, args, seed)
             trainer.model.eval()
-            rounds = trainer._rounds(Unrecorded())
+            rounds = trainer.rollouts.rounds(trainer.state, Unrecorded())
             trees = grown(trainer, name, rounds)
             rounds = replace(rounds, request=replace(rounds.request, want_entropy=False))
             if of_prompts is None:  # the same items and weights for every arm
@@ -365,15 +365,15 @@ def timing(args: argparse.Namespace) -> Path:
         settings = tw.OnlineSettings(trees_per_iteration=4, max_new_tokens=args.new_tokens)
         arguments = tw.TreeTrainingArguments(output_dir=folder, max_tokens=4096, report_to="none", disable_tqdm=True)
         trainer = tw.OnlineTrainer(model, SumTask(num_terms=4, max_number=99), tokenizer, settings, arguments)
-        engine = trainer._parts.engine
+        engine = trainer.engine
         numbers = itertools.count()
 
         def trees() -> None:
             number = next(numbers)
-            rounds = trainer._rounds(Unrecorded())
+            rounds = trainer.rollouts.rounds(trainer.state, Unrecorded())
             request = replace(rounds.request, stop_ids=())
             rounds = replace(rounds, branching=OneRound(8), request=request)  # type: ignore[arg-type]
-            found = trainer._new_trees((0, number), range(4), 0, [1 << 30] * 4)
+            found = trainer.rollouts.new_trees((0, number), range(4), 0, [1 << 30] * 4)
             grow_trees(found, rounds)
             rows = [row for each in found for row in each.tree.trajectories()]
             counts["trees"] = [len(rows), sum(each.num_sampled for each in found)]
@@ -384,7 +384,7 @@ def timing(args: argparse.Namespace) -> Path:
             rows: list[torch.Tensor] = []
             model.eval()
             for index in range(4):
-                prompt = torch.tensor([trainer._prompt(index)]).expand(8, -1)
+                prompt = torch.tensor([trainer.rollouts.prompt_of(index)]).expand(8, -1)
                 with torch.no_grad():
                     rows += model.generate(
                         prompt,

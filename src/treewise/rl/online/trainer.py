@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from treewise.distributed import ranks
@@ -27,30 +26,27 @@ from treewise.errors import ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.objectives.registry import objective_named
-from treewise.rl.branching import RolloutTree
 from treewise.rl.checks import gap_warning
 from treewise.rl.curriculum import TaskSampler
 from treewise.rl.curriculum.angles import angles_of
 from treewise.rl.curriculum.self_check import CheckReport
 from treewise.rl.online import state as states
-from treewise.rl.online.continuation import Limits
-from treewise.rl.online.conversations import start
 from treewise.rl.online.crediting import account_of, credited_rows, rows_of
 from treewise.rl.online.curriculum import CurriculumCheck
 from treewise.rl.online.draw_log import write_draws
-from treewise.rl.online.evaluation import evaluated
-from treewise.rl.online.items import book_key, pool_of
+from treewise.rl.online.items import pool_of
 from treewise.rl.online.journal import Journal, journal_file, journals
 from treewise.rl.online.practice import Practised, practise
 from treewise.rl.online.processes import hand_over, same_weights
 from treewise.rl.online.progress import token_progress
 from treewise.rl.online.records import write_rollouts
 from treewise.rl.online.report import PrintedLine, figures
+from treewise.rl.online.rollout_factory import RolloutFactory
 from treewise.rl.online.sampling import GrowingTree, Rounds
 from treewise.rl.online.settings import OnlineSettings, refuse_settings
 from treewise.rl.online.state import LoopState
 from treewise.rl.online.update import Updater
-from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
+from treewise.rl.samplers import Sampler, TransformersSampler
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
@@ -113,18 +109,27 @@ class OnlineTrainer:
         self.objective = _named(objective) if isinstance(objective, str) else objective
         self.reference = reference
         _check_reference(self.objective, reference, model)
-        self._parts = TreeTrainer(
+        self._trainer = TreeTrainer(
             model, args, objective=self.objective, processing_class=tokenizer, callbacks=list(callbacks)
         )
         for callback in (PrinterCallback, ProgressCallback):
-            self._parts.remove_callback(callback)
+            self._trainer.remove_callback(callback)
         if args.process_index == 0:
-            self._parts.add_callback(PrintedLine(sys.stdout.write))
-        self.model = self._parts.model
+            self._trainer.add_callback(PrintedLine(sys.stdout.write))
+        self.model = self._trainer.model
         self.folder = Path(args.output_dir)
-        self.chat = ChatTokens(tokenizer, self.settings.chat_template)
         self.sampler: Sampler = TransformersSampler(self.model) if sampler is None else sampler
         self.rewards = RewardRunner(self.settings.reward_timeout, self.settings.on_reward_error)  # type: ignore[arg-type]
+        self.rollouts = RolloutFactory(
+            task=task,
+            chat=ChatTokens(tokenizer, self.settings.chat_template),
+            settings=self.settings,
+            sampler=self.sampler,
+            rewards=self.rewards,
+            temperature=args.temperature,
+            config=self.model.config,
+            eval_seed=args.seed + _EVALUATION,
+        )
         self.state = LoopState(SuccessBook(self.settings.settings_of_book()))
         self._last_saved = 0  # iteration of the newest checkpoint
         self.items = TaskSampler(self.settings.chosen_curriculum(), pool_of(task, self.settings), args.seed)
@@ -132,7 +137,12 @@ class OnlineTrainer:
     @property
     def log_history(self) -> list[dict[str, float]]:
         """The figures of each iteration so far, and the evaluation before the first as iteration 0."""
-        return self._parts.state.log_history
+        return self._trainer.state.log_history
+
+    @property
+    def engine(self) -> TreeEngine:
+        """What computes the updates, at the budget of now."""
+        return self._trainer.engine
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -153,13 +163,13 @@ class OnlineTrainer:
             stack.enter_context(entered_run(self.args, signals))
             stack.callback(self.sampler.close)
             updater = self._begin(resume_from_checkpoint)
-            parts = self._parts
-            parts.control = parts.callback_handler.on_train_begin(self.args, parts.state, parts.control)
+            trainer = self._trainer
+            trainer.control = trainer.callback_handler.on_train_begin(self.args, trainer.state, trainer.control)
             logs = self._iterations(updater, signals)
-            parts.control = parts.callback_handler.on_train_end(self.args, parts.state, parts.control)
-            parts.save_model()
+            trainer.control = trainer.callback_handler.on_train_end(self.args, trainer.state, trainer.control)
+            trainer.save_model()
             if self.args.should_save:
-                parts.state.save_to_json(str(self.folder / contents.STATE))
+                trainer.state.save_to_json(str(self.folder / contents.STATE))
         return logs
 
     def _iterations(self, updater: Updater, signals: StopSignals) -> dict[str, float]:
@@ -198,29 +208,29 @@ class OnlineTrainer:
         return stopped_error(signals, f"stopped after iteration {self.state.iteration}; {where}.")
 
     def _begin(self, wanted: str | bool | None) -> Updater:
-        parts = self._parts
+        trainer = self._trainer
         same_weights(self.model)
         num_updates = self.settings.iterations * self.settings.updates_per_iteration
-        parts.create_optimizer_and_scheduler(num_updates)
+        trainer.create_optimizer_and_scheduler(num_updates)
         guard = NonFiniteGuard(
             self.args.nonfinite, self.args.max_skipped_steps, self.args.spike_factor, self.folder / "nonfinite.jsonl"
         )
-        parts.state.max_steps = self.settings.iterations
+        trainer.state.max_steps = self.settings.iterations
         if wanted:
             self._resume(wanted)
         elif ranks.on_first_rank(lambda: bool(store.checkpoints(self.folder) or journals(self.folder))):
             raise ConfigError(f"{self.folder} holds an online run; resume it, or choose another folder.")
-        return Updater(parts.runner, parts.optimizer, parts.lr_scheduler, guard, self.args)
+        return Updater(trainer.runner, trainer.optimizer, trainer.lr_scheduler, guard, self.args)
 
     def _resume(self, wanted: str | bool) -> None:
-        parts = self._parts
+        trainer = self._trainer
         found = ranks.on_first_rank(lambda: states.find_checkpoint(self.folder, wanted, self._facts(), self.args))
         if found is None:
             return
         folder, manifest = found
-        parts.runner.resume_budget(manifest.get("max_tokens"))
-        parts.state, self.state = states.load(folder, self.model, parts.optimizer, parts.lr_scheduler)
-        parts.state.max_steps = self.settings.iterations
+        trainer.runner.resume_budget(manifest.get("max_tokens"))
+        trainer.state, self.state = states.load(folder, self.model, trainer.optimizer, trainer.lr_scheduler)
+        trainer.state.max_steps = self.settings.iterations
         self._last_saved = self.state.iteration
         self.rewards.failures.update(self.state.failures)
         self.items.load_state_dict(self.state.curriculum)
@@ -230,14 +240,20 @@ class OnlineTrainer:
         """One checkpoint with all state; journals of the iterations before it are no longer needed."""
         if self.state.iteration == self._last_saved:
             return
-        parts = self._parts
+        trainer = self._trainer
         self.state.failures = dict(self.rewards.failures)
         self.state.curriculum = self.items.state_dict()
         exporters = [self.state]
         run = contents.RunState(
-            self.args, self.model, updater.optimizer, updater.scheduler, parts.state, exporters, parts.processing_class
+            self.args,
+            self.model,
+            updater.optimizer,
+            updater.scheduler,
+            trainer.state,
+            exporters,
+            trainer.processing_class,
         )
-        facts = {"step": self.state.iteration, "max_tokens": parts.engine.max_tokens, **self._facts()}
+        facts = {"step": self.state.iteration, "max_tokens": trainer.engine.max_tokens, **self._facts()}
         contents.save(run, self.folder, facts)
         self._last_saved = self.state.iteration
         if self.args.should_save:
@@ -270,13 +286,13 @@ class OnlineTrainer:
         return CurriculumCheck(
             items=self.items,
             settings=self.settings,
-            engine=self._parts.engine,
+            engine=self.engine,
             objective=self.objective,
             objective_name=self.objective_name,
             reference=self._reference_engine(),
-            new_trees=partial(self._new_trees, (self.args.seed, 0, _CHECK)),
-            prompt_of=self._prompt,
-            rounds=self._rounds(Journal(journal_file(self.folder, 0))),
+            new_trees=partial(self.rollouts.new_trees, (self.args.seed, 0, _CHECK)),
+            prompt_of=self.rollouts.prompt_of,
+            rounds=self.rollouts.rounds(self.state, Journal(journal_file(self.folder, 0))),
             rng=np.random.default_rng([self.args.seed, _CHECK]),
         )
 
@@ -290,17 +306,12 @@ class OnlineTrainer:
         self.state.num_sampled += report.num_tokens
         self._log({"check_tokens": float(report.num_tokens)})
 
-    def _prompt(self, index: int) -> list[int]:
-        """Token ids of an item's prompt."""
-        item = self.task.item("train", index)
-        return start(self.task, item, self.chat, self.settings.reward_timeout).token_ids
-
     # -- an iteration -------------------------------------------------------------------------------------------------
 
     def _iteration(self, iteration: int, updater: Updater) -> dict[str, float]:
-        rounds = self._rounds(Journal(journal_file(self.folder, iteration + 1)))
+        rounds = self.rollouts.rounds(self.state, Journal(journal_file(self.folder, iteration + 1)))
         if iteration == 0 and self.settings.eval_every:
-            self._log({"iteration": 0.0, **self._evaluation(rounds)})
+            self._log({"iteration": 0.0, **self.rollouts.evaluation(rounds)})
         practised = self._practise(iteration, rounds)
         trees = practised.trees
         rows = rows_of(trees, iteration + 1)
@@ -310,9 +321,7 @@ class OnlineTrainer:
         account = account_of(trees, rows, update, iteration + 1)
         gap, report = {}, None
         if update is not None:
-            update = scored(
-                update, self._parts.engine, batch_size=len(update.trees), reference=self._reference_engine()
-            )
+            update = scored(update, self.engine, batch_size=len(update.trees), reference=self._reference_engine())
             gap = self._measured_gap(update)
             report = updater.run(update.trees, self._batches(iteration, len(update.trees)), self.state.num_updates + 1)
             hand_over(self.sampler, self.model)
@@ -323,7 +332,7 @@ class OnlineTrainer:
         logs |= practised.figures()
         logs |= {**gap, "learning_rate": float(updater.scheduler.get_last_lr()[0])}
         if self._is_due(iteration, self.settings.eval_every):
-            logs |= self._evaluation(rounds)
+            logs |= self.rollouts.evaluation(rounds)
         self._log(logs)
         self._check_gap(logs)
         return logs
@@ -341,55 +350,15 @@ class OnlineTrainer:
                 self.items,
                 settings.trees_per_iteration,
                 self._budget,
-                partial(self._new_trees, (self.args.seed, iteration, _TREES)),
+                partial(self.rollouts.new_trees, (self.args.seed, iteration, _TREES)),
                 replace(rounds, progress=advance),
                 settings.success_at,
             )
         if self.items.curriculum.kind.measures_angles:
             prompts = [each.tree.prompt_ids for each in practised.trees]
-            found = angles_of(self._parts.engine, prompts, self.items.memory["num_shared"])
+            found = angles_of(self.engine, prompts, self.items.memory["num_shared"])
             practised.angles = found.total.tolist()
         return practised
-
-    def _new_trees(
-        self, stream: tuple[int, ...], indices: Sequence[int], first_number: int, budgets: Sequence[int]
-    ) -> list[GrowingTree]:
-        """Trees of items before their first round. stream: names their random streams, with a tree's number."""
-        trees = []
-        for number, (index, budget) in enumerate(zip(indices, budgets, strict=True), start=first_number):
-            item = self.task.item("train", index)
-            first = start(self.task, item, self.chat, self.settings.reward_timeout)
-            seed = (*stream, number)
-            tree = RolloutTree(first.token_ids, group=item.key)
-            key, rng = book_key(self.task, index), np.random.default_rng(seed)
-            trees.append(GrowingTree(number, item, key, tree, first, budget, seed, rng))
-        return trees
-
-    def _rounds(self, journal: Journal) -> Rounds:
-        settings, policy = self.settings, self.settings.policy()
-        config = self.model.config
-        longest = settings.max_length or getattr(config, "max_position_embeddings", None) or sys.maxsize
-        stop_ids = self.chat.end_ids()
-        request = SampleRequest(
-            (0,),
-            temperature=self.args.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            stop_ids=stop_ids,
-            want_entropy="entropies" in policy.streams,
-            num_top=settings.num_candidates,
-        )
-        return Rounds(
-            branching=policy,
-            sampler=self.sampler,
-            book=self.state.book,
-            rewards=self.rewards,
-            journal=journal,
-            limits=Limits(settings.max_new_tokens, longest, stop_ids),
-            request=request,
-            vocab_size=int(config.get_text_config().vocab_size),
-            expected_tokens=self.state.expected_tokens or float(settings.max_new_tokens),
-        )
 
     def _credited(self, trees: Sequence[GrowingTree], rows: Sequence[list[Trajectory]]) -> Update | None:
         settings = self.settings
@@ -432,27 +401,7 @@ class OnlineTrainer:
         state.overshoot += sampled - practised.extra_budget - self.settings.tokens_per_iteration
         state.num_updates += num_updates
         state.iteration += 1
-        self._parts.state.global_step = state.iteration
-
-    def _evaluation(self, rounds: Rounds) -> dict[str, float]:
-        settings = self.settings
-        total = self.task.num_items("held_out")
-        count = settings.eval_items if total is None else min(settings.eval_items, total)
-        if not count:
-            return {}
-        items = [self.task.item("held_out", index) for index in range(count)]
-        starts = [start(self.task, item, self.chat, settings.reward_timeout) for item in items]
-        failures = self.rewards.failures.copy()
-        with torch.no_grad():
-            found = evaluated(
-                list(zip(items, starts, strict=True)),
-                replace(rounds, seconds=dict(rounds.seconds)),
-                temperature=settings.eval_temperature,
-                success_at=settings.success_at,
-                seed=self.args.seed + _EVALUATION,
-            )
-        self.rewards.failures = failures  # counted by eval_failed
-        return found
+        self._trainer.state.global_step = state.iteration
 
     # -- log-probs ----------------------------------------------------------------------------------------------------
 
@@ -468,7 +417,7 @@ class OnlineTrainer:
         """The gap between sampler and engine where the objective does not measure it in its first step."""
         if isinstance(self.objective, PolicyGradient):
             return {}
-        engine = self._parts.engine
+        engine = self.engine
         items = engine.scored([row for own in update.trees for row in own])
         return {"logprob_gap": logprob_gap(items)}
 
@@ -479,9 +428,9 @@ class OnlineTrainer:
             logger.warning("iteration %d: %s", int(logs["iteration"]), line)
 
     def _log(self, logs: dict[str, float]) -> None:
-        parts = self._parts
-        parts.state.log_history.append({**logs, "step": parts.state.global_step})
-        parts.control = parts.callback_handler.on_log(self.args, parts.state, parts.control, dict(logs))
+        trainer = self._trainer
+        trainer.state.log_history.append({**logs, "step": trainer.state.global_step})
+        trainer.control = trainer.callback_handler.on_log(self.args, trainer.state, trainer.control, dict(logs))
 
 
 def _named(name: str) -> Objective:
