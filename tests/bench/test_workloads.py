@@ -56,7 +56,7 @@ def test_calls_see_the_last_three_screenshots() -> None:
     assert max(len(item.images) for item in items) == 3
     for item in items:
         assert all((item.token_ids[each.start : each.end] == 63).all() for each in item.images)
-        assert (item.token_ids == 63).sum() == 13 * 9 * len(item.images)  # 364 x 252 pixels
+        assert (item.token_ids == 63).sum() == 9 * 6 * len(item.images)  # 252 x 168 pixels
     forest = Forest.from_trajectories(items)
     assert len(forest.images.sources) < len(forest.images) < sum(len(item.images) for item in items)
 

@@ -298,7 +298,7 @@ KINDS: dict[str, Kind] = {
         browser,
         _sizes(
             {**_SCREENS, "num_turns": 4, "system": 6, "note": 3, "action": 4, "width": 56, "height": 56},
-            {**_SCREENS, "system": 64, "note": 12, "action": 32, "width": 364, "height": 252},
+            {**_SCREENS, "system": 64, "note": 12, "action": 32, "width": 252, "height": 168},
             {**_SCREENS, "num_tries": 8, "system": 800, "note": 40, "action": 200, "width": 1288, "height": 728},
         ),
         has_images=True,
