@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.vision_models import IMAGE_TOKEN, png, seeing_model
 from treewise.distributed import online_placement
 from treewise.distributed.online_placement import (
     FIT_STEPS,
@@ -14,11 +15,15 @@ from treewise.distributed.online_placement import (
     OnlinePlacer,
     fit_in_lockstep,
     fit_independent,
+    image_tokens_of,
     measures_costs,
+    prior_of,
 )
 from treewise.distributed.placement import CostFit, CostModel, Work, work_of
+from treewise.nn.flops import flop_model
 from treewise.planning.planner import plan
 from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
 PRIOR = CostModel(1.0, 0.01, 100.0)
@@ -113,3 +118,26 @@ def test_ranks_that_all_take_the_time_of_the_slowest_are_fitted_as_if_it_were_kn
 def test_a_batch_of_no_trees_is_no_measurement(batch):
     work = work_of(plan(Forest.concatenate(batch), 64))
     assert fit_independent(PRIOR, [[(work, 2.0)], [(NO_WORK, 0.1)]]) == fit_independent(PRIOR, [[(work, 2.0)]])
+
+
+def test_a_tree_of_images_is_balanced_by_the_flops_of_its_tower(monkeypatch):
+    """And the work of a plan counts each of its distinct images once."""
+    flops = flop_model(seeing_model("qwen2_5_vl"))
+    tokens = image_tokens_of(flops)
+    ids, weights = np.where(np.arange(40) < 32, IMAGE_TOKEN, 5), np.arange(40) > 37
+    spans = tuple(ImageSpan(png(1), start, start + 8) for start in (0, 8, 16, 24))  # one picture at four places
+    seeing = Forest.from_trajectories([Trajectory(ids, weights, images=spans)])
+    reading = [Forest.from_trajectories([Trajectory(np.full(40, number), weights)]) for number in range(9)]
+    tower = flops.tree(seeing) - flops.tree(reading[0])
+    per_token = flops.linear + flops.linear_backward + flops.head + flops.head_backward
+    assert tokens(seeing) == pytest.approx(np.full(4, tower / per_token))
+    assert tower / per_token > 40  # more than the tree beside it
+    placer = OnlinePlacer(prior_of(flops), None, "per_trajectory", image_tokens=tokens)
+    monkeypatch.setattr(online_placement.ranks, "count", lambda: 2)
+    monkeypatch.setattr(online_placement.ranks, "own", lambda: 0)
+    part = placer.own_part(0, [seeing, *reading])
+    has_images = any(len(tree.images) for tree in part)
+    assert len(part) == (4 if has_images else 6)  # with a tower that cost nothing, five each
+    with placer.measure(plan(seeing), CPU):
+        pass
+    assert placer._measurements[0][0].tokens == pytest.approx(40 + tower / per_token)

@@ -11,11 +11,12 @@ that is acceptable.
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from treewise.distributed import ranks
@@ -40,14 +41,26 @@ _PAIR_FACTORS = (1.0, 0.03, 0.2, 5.0, 30.0)
 _NUM_ROUNDS = 4
 
 Measurements = list[tuple[Work, float]]  # of one rank: work and seconds of each of its batches
+ImageTokens = Callable[[Forest], np.ndarray]
 _Batch = tuple[list[Work], float]  # work of each rank, and seconds of the batch
 
 
 def prior_of(flops: FlopModel) -> CostModel:
     """Estimated costs from the FLOPs of a model, until measurements exist."""
-    per_token = flops.linear + flops.linear_backward + flops.head + flops.head_backward
     pair_forward = sum(per_layer for _, per_layer in flops.pair_forward)
-    return CostModel.from_flops(per_token, (1 + ATTENTION_BACKWARD) * pair_forward)
+    return CostModel.from_flops(_flops_per_token(flops), (1 + ATTENTION_BACKWARD) * pair_forward)
+
+
+def _flops_per_token(flops: FlopModel) -> float:
+    return flops.linear + flops.linear_backward + flops.head + flops.head_backward
+
+
+def image_tokens_of(flops: FlopModel) -> ImageTokens | None:
+    """Maps a forest to [I] float64, how many tokens have the FLOPs of each image on it; None without a tower."""
+    vision = flops.vision
+    if vision is None:
+        return None
+    return lambda forest: vision.step(vision.rows_of(forest)) / _flops_per_token(flops)
 
 
 def measures_costs(source: str, device: torch.device, is_deterministic: bool) -> bool:
@@ -68,6 +81,7 @@ class OnlinePlacer:
     max_tokens: the budget that placements assume; the same on all ranks. weighting: the objective's. fits: whether
     costs are fitted to measured steps. in_lockstep: whether ranks run their passes side by side (sharded parameters),
     so that all take the time of the slowest. ranks_per_batch: neighbouring ranks that compute one part together.
+    image_tokens: maps a forest to the costs of its images, in the sense of `assign_ranks`; None: they cost nothing.
     """
 
     def __init__(
@@ -79,7 +93,9 @@ class OnlinePlacer:
         fits: bool = True,
         in_lockstep: bool = False,
         ranks_per_batch: int = 1,
+        image_tokens: ImageTokens | None = None,
     ) -> None:
+        self._image_tokens = image_tokens
         self.max_tokens, self.weighting = max_tokens, weighting
         self.fits, self.in_lockstep, self.ranks_per_batch = fits, in_lockstep, ranks_per_batch
         self._costs = [(0, prior)]  # the first step of each cost model
@@ -114,7 +130,8 @@ class OnlinePlacer:
         """
         started = synchronized_clock(device)
         yield
-        self._measurements.append((NO_WORK if plan is None else work_of(plan), synchronized_clock(device) - started))
+        work = NO_WORK if plan is None else work_of(plan, self._tokens_of_distinct_images(plan.forest))
+        self._measurements.append((work, synchronized_clock(device) - started))
 
     def on_step_end(self, num_steps: int) -> None:
         """Collective. Called after optimizer step `num_steps`; one of the first calls fits the costs."""
@@ -153,6 +170,12 @@ class OnlinePlacer:
         """Sets the cost models from `state()`."""
         self._costs = [(int(start), CostModel(*costs)) for start, *costs in state]
 
+    def _tokens_of_distinct_images(self, forest: Forest) -> float:
+        if self._image_tokens is None or not len(forest.images):
+            return 0.0
+        first = np.unique(forest.images.index, return_index=True)[1]
+        return float(self._image_tokens(forest)[first].sum())
+
     def own_part(self, step: int, batch: Sequence[Forest]) -> list[Forest]:
         """This rank's part of the batch of step `step` (from 0)."""
         if not batch:
@@ -163,6 +186,7 @@ class OnlinePlacer:
             self.costs_at(step),
             max_tokens=self.max_tokens,
             in_lockstep=self.in_lockstep,
+            image_tokens=None if self._image_tokens is None else [self._image_tokens(forest) for forest in batch],
         )
         return rank_part(batch, placement, ranks.own() // self.ranks_per_batch, self.weighting)
 

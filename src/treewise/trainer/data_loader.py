@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from treewise.data import load_trees
 from treewise.data.sources import is_raw_data
-from treewise.distributed.online_placement import OnlinePlacer, measures_costs, prior_of
+from treewise.distributed.online_placement import OnlinePlacer, image_tokens_of, measures_costs, prior_of
 from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model
 from treewise.objectives import SFT, Objective
@@ -292,11 +292,13 @@ def make_placer(args: TreeTrainingArguments, model: Any, objective: Objective) -
     """Places trees on the ranks of a run by predicted time; None where ranks take them in turn."""
     if not args.places_trees:
         return None
+    flops = flop_model(model)
     return OnlinePlacer(
-        prior_of(flop_model(model)),
+        prior_of(flops),
         args.max_tokens if isinstance(args.max_tokens, int) else None,
         getattr(objective, "weighting", "per_trajectory"),
         fits=measures_costs(args.balance_costs, args.device, args.full_determinism),
         in_lockstep=args.shard_settings() is not None or args.ep_size > args.tp_size,
         ranks_per_batch=args.ranks_per_batch,
+        image_tokens=image_tokens_of(flops),
     )

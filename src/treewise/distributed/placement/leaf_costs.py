@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treewise.distributed.placement.cost_model import CostModel
+from treewise.distributed.placement.image_costs import ImageCosts, images_of_step
 from treewise.planning.partition import FORWARD_FRACTION, PAIR_FORWARD_FRACTION, Trunk, cut_trunks
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import Segments
@@ -75,9 +76,10 @@ class Leaves:
 class StepCosts:
     """The segments of a step side by side, and the cost of each in units.
 
-    once: [S] int64, its tokens and pairs computed once, and their fraction of a full micro-batch. recompute: [S] int64,
+    once: [S] int64, its tokens and pairs computed once, their fraction of a full micro-batch, and the images whose first
+    place in the step is on it. recompute: [S] int64,
     extra cost of its open tokens if every tree is whole: a second forward, and launches of their trunks. num_open:
-    [S] int64, number of open tokens. seconds_per_unit: seconds of one unit of cost.
+    [S] int64, number of open tokens. seconds_per_unit: seconds of one unit of cost. images: where the step has some.
     """
 
     segments: Segments
@@ -87,6 +89,7 @@ class StepCosts:
     seconds_per_unit: float
     cost: CostModel
     max_tokens: int | None
+    images: ImageCosts | None = None
 
     def leaves(self, recompute: np.ndarray | None = None) -> Leaves:
         """The leaves. recompute: [S] int64 extra cost of open tokens; by default as if every tree is whole."""
@@ -122,18 +125,28 @@ class StepCosts:
         return np.floor(_second_forward(length, depth, self.cost) / self.seconds_per_unit).astype(np.int64)
 
 
-def costs_of(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int | None) -> StepCosts:
-    """Costs of several forests under a budget (None: whole forests in one micro-batch)."""
+def costs_of(
+    shapes: Sequence[Forest | Segments],
+    cost: CostModel,
+    max_tokens: int | None,
+    image_tokens: Sequence[np.ndarray] | None = None,
+) -> StepCosts:
+    """Costs of several forests under a budget (None: whole forests in one micro-batch). image_tokens: of each forest, as
+    in `assign_ranks`.
+    """
     segments = Segments.concatenate([shape.segments if isinstance(shape, Forest) else shape for shape in shapes])
     length = segments.lengths
     once = cost.seconds_per_token * length + cost.seconds_per_pair * _pairs(segments.depth, length)
     if max_tokens is not None:
         once += cost.seconds_per_micro_batch / max_tokens * length
+    images = images_of_step(shapes, segments, image_tokens, cost.seconds_per_token)
+    if images is not None:
+        once += images.at_first_places(np.ones(len(length), dtype=bool))
     recompute, num_open = _open_seconds(segments, cost, max_tokens)
     scale = 2.0 ** np.floor(COST_BITS - np.log2(once.sum() + recompute.sum()))
     units = np.maximum(np.round(once * scale), 1).astype(np.int64)
     recompute_units = np.round(recompute * scale).astype(np.int64)
-    return StepCosts(segments, units, recompute_units, num_open, 1 / scale, cost, max_tokens)
+    return StepCosts(segments, units, recompute_units, num_open, 1 / scale, cost, max_tokens, images)
 
 
 def slice_of(segments: Segments, first: int, stop: int, trajectories: np.ndarray | None = None) -> Segments:

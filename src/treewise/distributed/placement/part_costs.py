@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treewise.distributed.placement.image_costs import ImageCosts
 from treewise.distributed.placement.leaf_costs import StepCosts, slice_of
 from treewise.distributed.placement.local_search import loads_of
 from treewise.tree.prefix_merge import restrict
@@ -18,7 +19,9 @@ from treewise.tree.prefix_merge import restrict
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """loads: [R] int64, cost of each rank. recompute: [S] int64, extra cost of open tokens, the mean over parts."""
+    """loads: [R] int64, cost of each rank. recompute: [S] int64, extra cost of open tokens and of images that another
+    rank computes, too, the mean over parts.
+    """
 
     loads: np.ndarray
     recompute: np.ndarray
@@ -56,7 +59,30 @@ def part_costs(step: StepCosts, rank_N: np.ndarray, num_ranks: int) -> PartCosts
             np.add.at(total, source, units)
             np.add.at(count, source, 1)
         recompute[first:stop] = total // count
+    if step.images is not None and num_ranks > 1:
+        image_loads, image_units = _repeated_images(step, step.images, rank_N, num_ranks)
+        loads += image_loads
+        recompute += image_units
     return PartCosts(loads + _last_launch(step, tokens_R, loads > 0), recompute)
+
+
+def _repeated_images(
+    step: StepCosts, images: ImageCosts, rank_N: np.ndarray, num_ranks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cost of images on ranks that do not have the first place of the step, in units: [R] int64 of each rank, [S] int64
+    of each segment, the mean over the ranks that compute it.
+    """
+    num_segments = len(step.once)
+    once = images.at_first_places(np.ones(num_segments, dtype=bool))
+    loads, total = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_segments)
+    count = np.zeros(num_segments, dtype=np.int64)
+    for rank in np.unique(rank_N).tolist():
+        own, is_computed = images.at_first_places_of(rank_N == rank)
+        repeated = np.where(is_computed, own - once, 0.0) / step.seconds_per_unit
+        loads[rank] = round(repeated.sum())
+        total += repeated
+        count += is_computed
+    return loads, np.round(total / np.maximum(count, 1)).astype(np.int64)
 
 
 def _loads(step: StepCosts, units: np.ndarray, rank_N: np.ndarray, num_ranks: int) -> np.ndarray:

@@ -54,6 +54,7 @@ def assign_ranks(
     max_tokens: int | None = None,
     split: str = "rollouts",
     in_lockstep: bool = False,
+    image_tokens: Sequence[np.ndarray] | None = None,
 ) -> Placement:
     """Assigns a step's trajectories to ranks so that the predicted time of the slowest rank is small.
 
@@ -65,6 +66,8 @@ def assign_ranks(
         trees stay whole, for losses that compare the trajectories of a tree.
     in_lockstep: ranks wait for one another at every pass, as they do with sharded parameters. Tokens are then balanced
         instead of seconds, because a step takes as many turns as the rank with the most micro-batches.
+    image_tokens: of each forest, [I] float64: how many tokens cost as much as the vision tower's forward and backward
+        for each image on it (`Forest.images`). A rank computes each distinct image of its trajectories once.
 
     Raises:
         PlanError: no rank, a budget below one token, or an unknown `split`.
@@ -77,11 +80,11 @@ def assign_ranks(
         raise PlanError(f"max_tokens is {max_tokens}; a micro-batch holds at least 1 token.")
     if not shapes:
         raise DataError("no forest to place; give at least one.")
-    step = costs_of(shapes, cost, max_tokens)
+    step = costs_of(shapes, cost, max_tokens, image_tokens)
     may_cut = _cuts(shapes, step.leaves(), split)
     bound = least_load(step, step.leaves(np.zeros_like(step.recompute)).joined(may_cut), num_ranks)
     if in_lockstep and cost.seconds_per_token > 0:
-        even = costs_of(shapes, replace(cost, seconds_per_pair=0.0), max_tokens)
+        even = costs_of(shapes, replace(cost, seconds_per_pair=0.0), max_tokens, image_tokens)
         least = least_load(even, even.leaves(np.zeros_like(even.recompute)).joined(may_cut), num_ranks)
         rank_N, _ = _assign(even, may_cut, num_ranks, least)
         loads = part_costs(step, rank_N, num_ranks).loads

@@ -34,9 +34,12 @@ class PlannedCosts:
     def cost(self, leaves: tuple[int, ...]) -> int:
         """Cost of a rank with these leaves (ascending indices)."""
         if leaves not in self._cost_of:
-            part = restrict(self.step.segments, np.flatnonzero(np.isin(self.leaf_N, leaves)))
+            is_chosen = np.isin(self.leaf_N, leaves)
+            part = restrict(self.step.segments, np.flatnonzero(is_chosen))
             rank_plan = plan(Forest(part, np.zeros(part.num_tokens, dtype=np.int32), None, {}), self.step.max_tokens)
             seconds = self.step.cost.seconds(work_of(rank_plan))
+            if self.step.images is not None:
+                seconds += self.step.images.at_first_places_of(is_chosen)[0].sum()
             self._cost_of[leaves] = round(seconds / self.step.seconds_per_unit)
         return self._cost_of[leaves]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from treewise.distributed import ranks
-from treewise.distributed.online_placement import OnlinePlacer, prior_of
+from treewise.distributed.online_placement import OnlinePlacer, image_tokens_of, prior_of
 from treewise.errors import DataError
 from treewise.nn.flops import flop_model
 from treewise.nn.gradients import clear_gradients
@@ -58,7 +58,10 @@ class Updater:
         if args.places_trees:
             budget = args.max_tokens if isinstance(args.max_tokens, int) else None
             weighting = getattr(runner.objective, "weighting", "per_trajectory")
-            self._placer = OnlinePlacer(prior_of(flop_model(runner.model)), budget, weighting, fits=False)
+            flops = flop_model(runner.model)
+            self._placer = OnlinePlacer(
+                prior_of(flops), budget, weighting, fits=False, image_tokens=image_tokens_of(flops)
+            )
 
     def run(self, trees: Sequence[list[Trajectory]], batches: Sequence[Sequence[int]], step: int) -> UpdateReport:
         """One optimizer step for each batch of tree numbers. step: the number of the first one.
