@@ -32,7 +32,8 @@ NUM_STEPS_FITTED = 256  # the newest
 class Work:
     """What is computed in one step on one rank.
 
-    tokens, pairs: forward and backward of one counts 1; an image counts as the tokens that cost as much. micro_batches: forwards of the model, with a graph or without.
+    tokens, pairs: forward and backward of one counts 1; an image counts as the tokens that cost as much.
+    micro_batches: forwards of the model, with a graph or without.
     """
 
     tokens: float

@@ -76,10 +76,10 @@ class Leaves:
 class StepCosts:
     """The segments of a step side by side, and the cost of each in units.
 
-    once: [S] int64, its tokens and pairs computed once, their fraction of a full micro-batch, and the images whose first
-    place in the step is on it. recompute: [S] int64,
-    extra cost of its open tokens if every tree is whole: a second forward, and launches of their trunks. num_open:
-    [S] int64, number of open tokens. seconds_per_unit: seconds of one unit of cost. images: where the step has some.
+    once: [S] int64, its tokens and pairs computed once, their fraction of a full micro-batch, and the images whose
+    first place in the step is on it. recompute: [S] int64, extra cost of its open tokens if every tree is whole: a
+    second forward, and launches of their trunks. num_open: [S] int64, number of open tokens. seconds_per_unit: seconds
+    of one unit of cost. images: where the step has some.
     """
 
     segments: Segments
@@ -131,8 +131,9 @@ def costs_of(
     max_tokens: int | None,
     image_tokens: Sequence[np.ndarray] | None = None,
 ) -> StepCosts:
-    """Costs of several forests under a budget (None: whole forests in one micro-batch). image_tokens: of each forest, as
-    in `assign_ranks`.
+    """Costs of several forests under a budget (None: whole forests in one micro-batch).
+
+    image_tokens: of each forest, as in `assign_ranks`.
     """
     segments = Segments.concatenate([shape.segments if isinstance(shape, Forest) else shape for shape in shapes])
     length = segments.lengths
