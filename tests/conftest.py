@@ -41,7 +41,8 @@ MARKED = {
         "engine/test_engine.py::test_objective_settings_do_not_depend_on_packing",
     ),
     "exhaustive": (
-        *("bench/test_results.py", "integrations/trl/test_preferences.py", "rl/online/test_ranks.py"),
+        *("bench/test_results.py", "rl/online/test_ranks.py"),
+        *("integrations/trl/test_meshes.py", "integrations/trl/test_preferences.py"),
         *("trainer/test_idle_ranks.py", "trainer/test_launchers.py", "trainer/test_ranks_that_end.py"),
         "cli/commands/test_bench.py::test_a_run_is_printed_written_and_checked",
         "cli/commands/test_train.py::test_a_closed_pipe_does_not_end_training",

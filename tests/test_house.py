@@ -42,6 +42,7 @@ WHOLE_PACKAGE = {
     "distributed/placement/test_brute_force": "placements against the best of all on small steps",
     "engine/test_changed_models": "models that change between steps: adapters, dtypes, modes, devices",
     "integrations/trl/test_examples": "the TRL examples run",
+    "integrations/trl/test_meshes": "trainers on tensor-parallel models",
     "integrations/trl/test_preferences": "DPO and KTO with and without the line",
     "integrations/trl/test_rl": "GRPO and RLOO with and without the line",
     "integrations/trl/test_sft": "SFT with and without the line",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor, distribute_tensor
+from trl.trainer.utils import add_fused_lm_head
 
 from tests.trainer.forked_ranks import free_port
 from tests.trainer.helpers import in_child
@@ -124,7 +125,12 @@ def with_adapters(model):
     """LoRA of the same random numbers in every process, whatever part of them it holds."""
     import peft
 
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down_proj"]))
+    return fill_adapters(
+        peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down_proj"]))
+    )
+
+
+def fill_adapters(model):
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora" in name:
@@ -204,6 +210,7 @@ def step_of(engine, case, own, items):
 def other_checks(folder):
     """What a mesh refuses, and what else runs on it, as text."""
     model = load_on_mesh(str(folder / "qwen3"), tp_size=2, dtype=torch.float32)
+    model(torch.arange(5)[None]).logits.sum().backward()  # leaves hooks of transformers on head norms
     engine, found = TreeEngine(model, 9), {}
     with pytest.raises(DataError, match=r"number 1 of the group differs from number 0.*same trajectories"):
         engine.step(trajectories(seed=ranks.own()))
@@ -215,15 +222,32 @@ def other_checks(folder):
     scored = engine.scored(trajectories())
     found["scored"] = [each.old_logprobs for each in scored]
     found["values"] = with_value_head(model, TreeEngine(model, 9))
-    with pytest.raises(ConfigError, match=r"loaded with tp_size=2, ep_size=1, and trainers of TRL give"):
-        share_prefixes(model)
+    check_line(model)
+    mixture = load_on_mesh(str(folder / "qwen3_moe"), ep_size=2)
+    with pytest.raises(ConfigError, match=r"tp_size=1, ep_size=2 on 2 processes.*DistributedConfig\(tp_size=2\)"):
+        share_prefixes(mixture)
     with pytest.raises(ConfigError, match=r"hold='always' cannot be combined with ep_size > tp_size"):
-        TreeEngine(load_on_mesh(str(folder / "qwen3_moe"), ep_size=2), hold="always")
+        TreeEngine(mixture, hold="always")
     with pytest.raises(ConfigError, match=r"tp_size=3 does not divide the 2 processes"):
         load_on_mesh(str(folder / "qwen3"), tp_size=3)
     with pytest.raises(ConfigError, match=r"has no `ep_plan`"):
         load_on_mesh(str(folder / "qwen3"), ep_size=2)
     return found
+
+
+def check_line(model):
+    """Log-probs of TRL's head with and without the line, which compares the rows of all processes."""
+    rows = torch.arange(3, 11).repeat(3, 1)
+    rows[:, 6:] += torch.arange(3)[:, None]
+    add_fused_lm_head(model)
+    flat = model(rows, labels=rows, fused_lm_head=True).log_probs
+    sharing = share_prefixes(model, 9)
+    torch.testing.assert_close(model(rows, labels=rows, fused_lm_head=True).log_probs, flat, rtol=1e-5, atol=2e-6)
+    assert sharing.counts.num_calls == 1
+    rows = rows + ranks.own()
+    with pytest.raises(DataError, match=r"tp_size=2\) have different rows: number 1.*call transformers\.set_seed"):
+        model(rows, labels=rows, fused_lm_head=True)
+    sharing.remove()
 
 
 def with_value_head(model, engine):

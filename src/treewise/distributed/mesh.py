@@ -239,14 +239,36 @@ def check_same_plan(group: Any, plan: Plan, key: str) -> None:
     Raises:
         DataError: a rank has another one, on every rank.
     """
+    _check_same(
+        *(group, _digest(plan), key, "different trees or budgets"),
+        "Give all of them the same trajectories in the same order and the same max_tokens.",
+    )
+
+
+def check_same_rows(mesh: Mesh, *tensors: torch.Tensor) -> None:
+    """Compares the rows that a trainer of others gives to the ranks with parts of the same layers; all call this.
+
+    Raises:
+        DataError: a rank has other ones, on every rank.
+    """
+    state = blake2b(digest_size=16)
+    for tensor in tensors:
+        state.update(repr(tensor.shape).encode() + np.ascontiguousarray(tensor.detach().cpu()).tobytes())
+    _check_same(
+        *(mesh.tensor.get_group(), state.hexdigest(), "tp_size", "different rows"),
+        "Trainers of TRL that sample seed every process differently: call transformers.set_seed(args.seed) after the "
+        "trainer is built, on all processes.",
+    )
+
+
+def _check_same(group: Any, digest: str, key: str, what: str, advice: str) -> None:
     digests: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(digests, _digest(plan), group=group)
+    distributed.all_gather_object(digests, digest, group=group)
     if len(set(digests)) > 1:
-        others = [index for index, digest in enumerate(digests) if digest != digests[0]]
+        others = [index for index, each in enumerate(digests) if each != digests[0]]
         raise DataError(
-            f"ranks that compute one batch together ({key}={len(digests)}) have different trees or budgets: number "
-            f"{', '.join(map(str, others))} of the group differs from number 0. Give all of them the same trajectories "
-            "in the same order and the same max_tokens."
+            f"ranks that compute one batch together ({key}={len(digests)}) have {what}: number "
+            f"{', '.join(map(str, others))} of the group differs from number 0. {advice}"
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from treewise.distributed import ranks
+from treewise.distributed.mesh import mesh_of
 from treewise.engine.differentiable import Entries, Reader
 from treewise.engine.engine import TreeEngine
 from treewise.engine.scoring import router_loss_of, router_loss_reader
@@ -115,7 +116,7 @@ class TreeBatches:
             ConfigError: several ranks, and a batch that exceeds `max_tokens`.
         """
         plan = self.engine.plan(rows.forest)
-        _refuse_pieces_on_several_ranks(plan)
+        _refuse_pieces_on_several_ranks(plan, self.engine.model)
         reader, pixels_of = _field_reader(rows, head), None if rows.images is None else rows.images.pixels_of
         if rule is None:
             return self.engine.values(plan, [reader], pixels_of)[0], None, plan
@@ -186,10 +187,11 @@ def _edges_from(rows: Rows, positions: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return edges, row[edges]
 
 
-def _refuse_pieces_on_several_ranks(plan: Plan) -> None:
-    """Raises for several micro-batches on several ranks: each runs a backward and, sharded, gathers of its own, which
-    no other rank would join."""
-    if not plan.is_whole and ranks.count() > 1:
+def _refuse_pieces_on_several_ranks(plan: Plan, model: nn.Module) -> None:
+    """Raises for several micro-batches on ranks with rows of their own: each runs a backward and, sharded, gathers of
+    its own, which no other rank would join."""
+    mesh = mesh_of(model)
+    if not plan.is_whole and ranks.count() > (1 if mesh is None else mesh.tensor.size()):
         raise ConfigError(
             f"a batch of {plan.forest.num_tokens:,} tree tokens exceeds max_tokens={plan.max_tokens:,}, and on several "
             "ranks share_prefixes computes a batch whole. Leave max_tokens=None and lower per_device_train_batch_size."

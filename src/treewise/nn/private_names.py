@@ -48,7 +48,12 @@ PRIVATE_NAMES = (
     PrivateName("torch", "_parameters", ("distributed/ends.py",), "replaces parameters of a module in place"),
     PrivateName("torch", "_buffers", ("distributed/fsdp.py",), "replaces buffers of a module in place"),
     PrivateName("torch", "_backward_hooks", ("engine/sparse_embedding.py",), "detects hooks on embedding weights"),
-    PrivateName("torch", "_post_accumulate_grad_hooks", ("engine/sparse_embedding.py",), "hooks of another kind"),
+    PrivateName(
+        "torch",
+        "_post_accumulate_grad_hooks",
+        ("engine/sparse_embedding.py", "nn/tensor_parallel.py"),
+        "hooks of another kind; those of transformers' tensor parallelism are removed",
+    ),
     PrivateName("torch", "_set_pg_timeout", ("distributed/ranks.py",), "gives groups of a mesh the run's timeout"),
     PrivateName("torch", "_get_backend", ("distributed/ranks.py",), "of the group of all ranks, for its options"),
     PrivateName("torch", "_timeout", ("distributed/ranks.py",), "the timeout that a group was made with"),

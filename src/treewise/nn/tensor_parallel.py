@@ -23,6 +23,7 @@ from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 from treewise.errors import UnsupportedModelError
 
 AXIS = "tp"  # transformers' name of the axis of tensor parallelism
+_MODULE = "transformers.distributed.tensor_parallel"
 _PARTIAL_GRADIENTS = "replicated_with_grad_allreduce"  # transformers' name of the style
 
 
@@ -132,6 +133,15 @@ def repair_tensor_parallel(base: Any) -> None:
             module.out_features, module.in_features = module.weight.shape
         if with_wildcards(name) in names and _is_of_transformers(module):
             module.forward = _SummedParameters(module, type(module).forward, mesh)
+            _remove_hooks_of_transformers(module)
+
+
+def _remove_hooks_of_transformers(module: nn.Module) -> None:
+    """Removes the hooks that a forward with gradients left before: gradients would be added up twice."""
+    for parameter in module.parameters(recurse=False):
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", "") == _MODULE]:
+            del hooks[key]
 
 
 class _SummedParameters:
@@ -167,7 +177,7 @@ class _SumBackward(torch.autograd.Function):
 
 def _is_of_transformers(module: nn.Module) -> bool:
     """Whether the forward is the one that transformers' tensor parallelism put in."""
-    return getattr(vars(module).get("forward"), "__module__", "") == "transformers.distributed.tensor_parallel"
+    return getattr(vars(module).get("forward"), "__module__", "") == _MODULE
 
 
 def with_wildcards(name: str) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.distributed.mesh import mesh_of
+from treewise.distributed import ranks
+from treewise.distributed.mesh import check_same_rows, mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows
@@ -36,6 +37,7 @@ class Sharing:
 
     def __init__(self, model: nn.Module, engine: TreeEngine, min_ratio: float) -> None:
         self.model, self.engine = model, engine
+        self._mesh = mesh_of(model)
         self._batches = TreeBatches(engine, min_ratio)
         self.counts = self._batches.counts
         self._head: FusedHead | None = None
@@ -104,6 +106,7 @@ class Sharing:
 
     def _serve(self, *args: Any, **kwargs: Any) -> Any:
         assert self._before is not None
+        self._check_same_rows(args, kwargs)
         try:
             rule = self._router_loss_rule(kwargs)
             rows, labels = self._rows(args, kwargs, keeps_all=rule is not None)
@@ -120,6 +123,13 @@ class Sharing:
             output.aux_loss = aux_loss
             output.loss = output.loss + getattr(self._text_config, "router_aux_loss_coef", 0.0) * aux_loss
         return output
+
+    def _check_same_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Under tensor parallelism all ranks have to choose the same path, in which they wait for one another."""
+        if self._mesh is not None:
+            names = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
+            given = [*args, *(kwargs.get(name) for name in names)]
+            check_same_rows(self._mesh, *(each for each in given if isinstance(each, torch.Tensor)))
 
     def _router_loss_rule(self, kwargs: dict[str, Any]) -> RouterLossRule | None:
         """The load-balancing loss, if this call asks for it; without its factor, which TRL multiplies by itself."""
@@ -195,7 +205,8 @@ def share_prefixes(
     Raises:
         UnsupportedModelError: the model cannot follow a tree (docs/models.md), learns a prompt, or has a head that is
             not TRL's fused one.
-        ConfigError: TRL is not installed or older than 1.15, an invalid setting, not a model, or one on a mesh.
+        ConfigError: TRL is not installed or older than 1.15, an invalid setting, not a model, or one on a
+            mesh with several batches.
     """
     _require_trl()
     argument: Any = model
@@ -204,12 +215,7 @@ def share_prefixes(
         hint = " Give it the trainer's model: share_prefixes(trainer.model)." if is_trainer else ""
         raise ConfigError(f"share_prefixes takes a model, found a {type(argument).__name__}.{hint}")
     outer = unwrap_model(model)
-    mesh = mesh_of(outer)
-    if mesh is not None:
-        raise ConfigError(
-            f"the model was loaded with tp_size={mesh.tensor.size()}, ep_size={mesh.expert.size()}, and trainers of "
-            "TRL give each process rows of its own; load it whole on every process, or train it by TreeTrainer."
-        )
+    _refuse_rows_of_several_batches(outer)
     # Raises for adapters around the base model that cannot follow a tree. TRL asks for a router loss call by call.
     TreeEngine(outer, max_tokens, attention, check=False, router_aux_loss=False)
     base: nn.Module = outer.get_base_model() if is_peft(outer) else outer
@@ -233,6 +239,18 @@ def _output(fields: Fields, rows: Rows, labels: torch.Tensor, num_items_in_batch
     return FusedCausalLMOutput(
         loss=-restored["log_probs"].sum() / count, label_mask=mask.to(restored["log_probs"].device), **restored
     )
+
+
+def _refuse_rows_of_several_batches(model: nn.Module) -> None:
+    """Raises where ranks with rows of their own hold parts of a model: accelerate adds their gradients up by DDP, which
+    takes whole parameters only."""
+    mesh = mesh_of(model)
+    if mesh is not None and mesh.tensor.size() < ranks.count():
+        raise ConfigError(
+            f"the model was loaded with tp_size={mesh.tensor.size()}, ep_size={mesh.expert.size()} on {ranks.count()} "
+            f"processes. Trainers of TRL run on a mesh where all processes compute one batch: load it with "
+            f"DistributedConfig(tp_size={ranks.count()}), or whole on every process, or train it by TreeTrainer."
+        )
 
 
 def _require_trl() -> None:
