@@ -59,12 +59,12 @@ def test_cases_beyond_the_time_are_named() -> None:
 
 def test_versions_with_faults_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.12.0+cu130", "flash-attn-4": "4.0.0b25"}
-    monkeypatch.setattr(gpu_check, "_version", installed.get)
+    monkeypatch.setattr(gpu_check, "installed_version", installed.get)
     assert [fault.split(":")[0] for fault in gpu_check.known_faults()] == [
         "torch 2.12.0+cu130",
         "flash-attn-4 4.0.0b25",
     ]
-    monkeypatch.setattr(gpu_check, "_version", {"torch": "2.13.0", "flash-attn-4": "4.0.0b26"}.get)
+    monkeypatch.setattr(gpu_check, "installed_version", {"torch": "2.13.0", "flash-attn-4": "4.0.0b26"}.get)
     assert gpu_check.known_faults() == []
 
 

@@ -50,7 +50,7 @@ def test_llama_shapes() -> None:
     assert flops.linear == 2 * LLAMA_WEIGHTS
     assert flops.linear_backward == 4 * LLAMA_WEIGHTS
     assert flops.head == 2 * 50 * 8
-    assert flops.head_backward == 6 * 50 * 8
+    assert flops.head_backward == 4 * 50 * 8
     assert flops.pair_forward == ((LayerReach(), LLAMA_PAIR),)
     assert flops.gateway_values == 2 * (2 + 2) * 2
 
@@ -58,7 +58,7 @@ def test_llama_shapes() -> None:
 def test_flat_and_tree_flops_of_a_step() -> None:
     flops = flop_model(LlamaForCausalLM(LlamaConfig(**LLAMA)))
     tree = forest()
-    token, row, pair = 6 * LLAMA_WEIGHTS, 8 * 50 * 8, 3.5 * LLAMA_PAIR
+    token, row, pair = 6 * LLAMA_WEIGHTS, 6 * 50 * 8, 3.5 * LLAMA_PAIR
     assert flops.flat(tree) == 12 * token + 4 * row + (15 + 10 + 6) * pair
     assert flops.leaf(tree) == 9 * token + 5 * row + (15 + 10) * pair
     assert flops.tree(tree) == 6 * token + 3 * row + (15 + 4) * pair
@@ -116,7 +116,7 @@ def test_frozen_weights_cost_no_weight_gradient() -> None:
     model = LlamaForCausalLM(LlamaConfig(**LLAMA)).requires_grad_(False)
     flops = flop_model(model)
     assert flops.linear_backward == flops.linear
-    assert flops.head_backward == 2 * flops.head
+    assert flops.head_backward == flops.head
 
 
 def test_windows_bound_the_pairs() -> None:

@@ -1,5 +1,6 @@
 """Chunked edge log-probs and entropies against a plain log-softmax, with gradients."""
 
+import weakref
 from unittest import mock
 
 import pytest
@@ -21,8 +22,11 @@ from treewise.nn.lm_head import OUTPUTS, Head, edge_values
     softcap=st.sampled_from([None, 2.0]),
     temperature=st.sampled_from([1.0, 0.7]),
     has_bias=st.booleans(),
+    with_entropy=st.booleans(),
 )
-def test_values_and_gradients(seed, num_rows, num_edges, max_logits, scale, softcap, temperature, has_bias) -> None:
+def test_values_and_gradients(
+    seed, num_rows, num_edges, max_logits, scale, softcap, temperature, has_bias, with_entropy
+) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -41,17 +45,53 @@ def test_values_and_gradients(seed, num_rows, num_edges, max_logits, scale, soft
 
     head = Head(weight, bias, scale, softcap, temperature)
     with mock.patch.dict(lm_head.MAX_LOGITS, cpu=max_logits):
-        values = edge_values(hidden, head, source, target, OUTPUTS)
-    found, found_entropy = values["log_probs"], values["entropy"]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(found_entropy, entropy, rtol=0, atol=1e-12)
+        values = edge_values(hidden, head, source, target, OUTPUTS if with_entropy else ("log_probs",))
+    torch.testing.assert_close(values["log_probs"], expected, rtol=0, atol=1e-12)
+    if with_entropy:
+        torch.testing.assert_close(values["entropy"], entropy, rtol=0, atol=1e-12)
 
     mixed = torch.randn(2, num_edges, dtype=torch.float64, generator=generator)
-    left = torch.autograd.grad((found * mixed[0] + found_entropy * mixed[1]).sum(), inputs, allow_unused=True)
-    right = torch.autograd.grad((expected * mixed[0] + entropy * mixed[1]).sum(), inputs, allow_unused=True)
-    for one, other, leaf_ in zip(left, right, inputs, strict=True):
-        zero = torch.zeros_like(leaf_)
-        torch.testing.assert_close(zero if one is None else one, zero if other is None else other, rtol=0, atol=1e-11)
+    found = sum((values[name] * weight).sum() for name, weight in zip(OUTPUTS, mixed, strict=True) if name in values)
+    wanted = (expected * mixed[0] + (entropy * mixed[1] if with_entropy else 0)).sum()
+    right = torch.autograd.grad(wanted, inputs, allow_unused=True)
+    # A second backward has no logits of the forward to take over.
+    for retain_graph in (True, False):
+        left = torch.autograd.grad(found, inputs, allow_unused=True, retain_graph=retain_graph)
+        for one, other, leaf_ in zip(left, right, inputs, strict=True):
+            zero = torch.zeros_like(leaf_)
+            torch.testing.assert_close(
+                zero if one is None else one, zero if other is None else other, rtol=0, atol=1e-11
+            )
+
+
+def test_the_backward_takes_over_the_logits_of_the_latest_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    project = lm_head._project
+    monkeypatch.setattr(lm_head, "_project", lambda *args: calls.append(1) or project(*args))
+    head = Head(torch.randn(7, 3, requires_grad=True))
+
+    def log_probs() -> torch.Tensor:
+        source = torch.arange(4)
+        return edge_values(torch.ones(4, 3), head, source, source)["log_probs"].sum()
+
+    log_probs().backward()
+    assert len(calls) == 1
+    early, late = log_probs(), log_probs()
+    early.backward()
+    assert len(calls) == 4  # its logits were dropped
+    late.backward()
+    assert len(calls) == 4
+
+
+def test_kept_logits_are_freed_with_their_graph() -> None:
+    head = Head(torch.randn(7, 3, requires_grad=True))
+    source = torch.arange(4)
+    values = edge_values(torch.ones(4, 3), head, source, source)
+    kept = values["log_probs"].grad_fn.kept
+    assert kept.logits.shape == (4, 7)
+    reference = weakref.ref(kept.logits)
+    del values, kept
+    assert reference() is None
 
 
 def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +105,7 @@ def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch
     found = edge_values(hidden, Head(weight), source, source % 50)["log_probs"]
     found.sum().backward()
     assert max(each.numel() for each in largest) == 500
-    assert len(largest) == 2 * 10
+    assert len(largest) == 2 * 10 - 1  # the last chunk is taken over
 
 
 def test_low_precision_accumulates_in_float32() -> None:

@@ -112,12 +112,16 @@ def check(found, folder, name, family):
         torch.testing.assert_close(value.data, found[0][name]["weights"][key], rtol=0, atol=0)
 
 
+def launched(num_ranks, cases, folder):
+    """The folder, and what each process found."""
+    for family, _ in cases.values():
+        model_folder(folder, family)
+    return folder, fork_ranks(num_ranks, lambda: run_all(cases, folder), folder)
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    for family, _ in TWO.values():
-        model_folder(folder, family)
-    return folder, fork_ranks(2, lambda: run_all(TWO, folder), folder)
+    return launched(2, TWO, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -127,10 +131,7 @@ def test_two_processes_train_like_one_and_resume(two, name):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("four")
-    for family, _ in FOUR.values():
-        model_folder(folder, family)
-    return folder, fork_ranks(4, lambda: run_all(FOUR, folder), folder)
+    return launched(4, FOUR, tmp_path_factory.mktemp("four"))
 
 
 @pytest.mark.parametrize("name", FOUR)

@@ -2,7 +2,6 @@
 
 import platform
 import time
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from treewise.bench.suite import measure_workload
 from treewise.bench.workloads import make
 from treewise.errors import TreewiseError, bytes_as_text
 from treewise.nn.attention.flex import flex_attention_tree
-from treewise.nn.attention.kernel_cases import CASES, Errors, is_within, kernel_errors
+from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, shown
 from treewise.nn.device import synchronized_clock
+from treewise.nn.releases import installed_version
 from treewise.tree.forest import Forest
 
 # Distribution, versions, and what is wrong with them.
@@ -57,7 +57,7 @@ def known_faults() -> list[str]:
     """Faults of the installed packages."""
     faults = []
     for name, versions, fault in KNOWN_FAULTS:
-        installed = _version(name)
+        installed = installed_version(name)
         if installed is not None and SpecifierSet(versions, prereleases=True).contains(installed):
             faults.append(f"{name} {installed}: {fault}")
     return faults
@@ -78,17 +78,13 @@ def _kernels(device: torch.device, deadline: float) -> tuple[dict[str, Any], lis
                 started = synchronized_clock(device)
                 errors = kernel_errors(flex_attention_tree, case, device)
                 seconds.append(synchronized_clock(device) - started)
-            passed, shown = is_within(errors) is not case.is_broken, _shown(errors)
+            passed, text = is_within(errors) is not case.is_broken, shown(errors)
             if case.is_broken and not passed:
-                shown = f"a wrong key was not noticed ({shown})"
+                text = f"a wrong key was not noticed ({text})"
         except Exception as error:  # whatever a broken installation raises is what the user is to see
-            passed, shown, seconds = False, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}", []
-        kernels[name] = {"passed": passed, "shown": shown, "seconds": seconds}
+            passed, text, seconds = False, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}", []
+        kernels[name] = {"passed": passed, "shown": text, "seconds": seconds}
     return kernels, [name for name in CASES if name not in kernels]
-
-
-def _shown(errors: Errors) -> str:
-    return ", ".join(f"{name} {error:.1e} of {most:.1e}" for name, (error, most) in errors.items())
 
 
 def _step(device: torch.device, max_seconds: float) -> dict[str, Any]:
@@ -128,15 +124,9 @@ def _machine(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         name = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}, CUDA {torch.version.cuda})"
-    versions = ", ".join(f"{each} {_version(each)}" for each in ("torch", "triton", "transformers") if _version(each))
+    installed = {each: installed_version(each) for each in ("torch", "triton", "transformers")}
+    versions = ", ".join(f"{each} {found}" for each, found in installed.items() if found)
     return f"treewise {treewise.__version__}, {versions}, {name}"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def as_lines(facts: dict[str, Any]) -> list[str]:

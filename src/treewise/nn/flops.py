@@ -4,9 +4,10 @@ Conventions. A multiply-add is two FLOPs. A linear layer costs one pass forward 
 input, and of its weight where that is trained). An expert counts by the fraction of experts that a token visits.
 Attention costs `2 H (D + D of the values)` per pair of query and key it may see, which is `4 H D`; its backward 2.5
 times that, as in FlashAttention (arXiv 2307.08691), whose backward computes the scores again. The head counts per
-projected row, which is a row with a trained target; its backward projects again, so it costs 4 passes. The tower runs
-once for each distinct image of a forest, and flat once for each image of each trajectory. Embeddings, norms,
-activations, the scans of recurrent layers and the optimizer are left out, on both sides.
+projected row, which is a row with a trained target; rows beyond the chunk of logits that is kept for the backward are
+projected once more there, which is not counted. The tower runs once for each distinct image of a forest, and flat once
+for each image of each trajectory. Embeddings, norms, activations, the scans of recurrent layers and the optimizer are
+left out, on both sides.
 
 Letters: T tree tokens, N trajectories, S segments.
 """
@@ -91,7 +92,7 @@ class FlopModel:
 
     def native_flat(self, forest: Forest) -> float:
         """Every trajectory through the model's own forward: logits of all rows, kept for the backward."""
-        head = self.head + self.head_backward - (self.head if self.head_backward > self.head else 0)
+        head = self.head + self.head_backward
         trained_rows = self._step(forest.num_flat_tokens, 0, forest.path_lengths)
         images = self._images(forest, forest.multiplicity[forest.images.start])
         return trained_rows + images + head * forest.num_flat_tokens
@@ -218,7 +219,7 @@ def flop_model(model: nn.Module) -> FlopModel:
         linear=linear,
         linear_backward=backward,
         head=head_flops,
-        head_backward=head_flops * (3 if is_head_trained else 2),
+        head_backward=head_flops * (2 if is_head_trained else 1),
         pair_forward=tuple(pairs.items()),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_trained_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad),

@@ -1,14 +1,16 @@
 """Log-probs of edges from hidden rows, in chunks, never holding the logits of more than one chunk.
 
 A fork has one hidden row and several targets: its row is projected once. Rows without a needed target are not
-projected at all. The backward is written by hand: it projects each chunk again, so memory stays at `chunk x
+projected at all. The backward is written by hand. It takes the logits of the last chunk over from the forward if no
+other call came between (see `LogitsSlot`), and projects the other chunks again, so memory stays at `chunk x
 vocabulary`. A head that is more than one weight (most adapters of PEFT) runs its own forward on each chunk instead,
 again in the backward.
 
 Letters: R projected rows, E edges, M model width, V vocabulary.
 """
 
-from dataclasses import dataclass, replace
+import weakref
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +46,7 @@ class Head:
     temperature: float = 1.0
     gradients: "HeadGradients | None" = None
     shard: VocabularyShard | None = None
+    slot: "LogitsSlot" = field(default_factory=lambda: LogitsSlot())
 
     @property
     def num_tokens(self) -> int:
@@ -131,6 +134,41 @@ class HeadGradients:
             grads = [total.to(each.dtype) for each, total in zip(tensors, self._sums.values(), strict=True)]
             torch.autograd.backward(tensors, grads)
         self._sums.clear()
+
+
+class LogitsSlot:
+    """Holds the logits of the last chunk of the latest forward, for its backward, which mostly comes next.
+
+    One chunk is alive in a forward and in a backward in any case, so keeping one between them adds nothing to their
+    peak. Those of a forward whose backward comes after other forwards do not pile up; those of a graph that is freed
+    are freed with it.
+    """
+
+    def __init__(self) -> None:
+        self._latest: weakref.ref[_KeptLogits] | None = None
+
+    def clear(self) -> None:
+        """Frees what is held."""
+        latest = None if self._latest is None else self._latest()
+        if latest is not None:
+            latest.logits = None
+
+    def keep(self, logits: torch.Tensor) -> "_KeptLogits":
+        """For the backward of the caller, which owns the result."""
+        self.clear()
+        kept = _KeptLogits(logits)
+        self._latest = weakref.ref(kept)
+        return kept
+
+
+class _KeptLogits:
+    def __init__(self, logits: torch.Tensor | None) -> None:
+        self.logits = logits
+
+    def take(self) -> torch.Tensor | None:
+        """[R, V], which the caller may overwrite; None where they are gone."""
+        logits, self.logits = self.logits, None
+        return logits
 
 
 def edge_values(
@@ -224,6 +262,7 @@ class _EdgeValues(torch.autograd.Function):
         mean_R = hidden.new_empty(len(hidden) if with_entropy else 0, dtype=wide)
         cast_weight = weight.to(dtype)
         column_E, is_own_E = (target, None) if head.shard is None else head.shard.local(target)
+        head.slot.clear()
         for (start, end), (low, high) in bounds:
             logits, _ = _finish(_project(hidden[start:end], cast_weight, bias, wide), head)
             lse = lse_R[start:end] = torch.logsumexp(logits, dim=1)
@@ -237,6 +276,8 @@ class _EdgeValues(torch.autograd.Function):
         entropy_R = lse_R - mean_R if with_entropy else mean_R
         ctx.save_for_backward(hidden, weight, bias, edge_row, column_E, is_own_E, lse_R, entropy_R)
         ctx.head, ctx.bounds, ctx.with_entropy = head, bounds, with_entropy
+        has_backward = head.softcap is None and any(ctx.needs_input_grad)
+        ctx.kept = head.slot.keep(logits) if has_backward else None
         ctx.set_materialize_grads(False)
         return log_probs_E, entropy_R
 
@@ -246,6 +287,8 @@ class _EdgeValues(torch.autograd.Function):
         wide, dtype = lse.dtype, hidden.dtype
         if logprob_grad is None:
             logprob_grad = torch.zeros(len(column), dtype=wide, device=hidden.device)
+        if not ctx.with_entropy:
+            entropy_grad = None
         row_grad = torch.zeros_like(lse).index_add_(0, edge_row, logprob_grad)
         if is_own is not None:
             logprob_grad = torch.where(is_own, logprob_grad, 0)
@@ -255,10 +298,14 @@ class _EdgeValues(torch.autograd.Function):
         gradients = ctx.head.gradients or HeadGradients(ctx.head)
         weight_grad = gradients.sum("weight", wide) if ctx.needs_input_grad[1] else None
         bias_grad = gradients.sum("bias", wide) if bias is not None and ctx.needs_input_grad[2] else None
-        for (start, end), (low, high) in ctx.bounds:
-            logits, slope = _finish(_project(hidden[start:end], cast_weight, bias, wide), ctx.head, with_slope=True)
-            grad = torch.exp(logits - lse[start:end, None])
-            if ctx.with_entropy and entropy_grad is not None:
+        kept = None if ctx.kept is None else ctx.kept.take()
+        for (start, end), (low, high) in reversed(ctx.bounds):
+            if kept is None:
+                logits, slope = _finish(_project(hidden[start:end], cast_weight, bias, wide), ctx.head, with_slope=True)
+            else:
+                logits, slope, kept = kept, _slope(ctx.head), None
+            grad = torch.sub(logits, lse[start:end, None], out=logits if entropy_grad is None else None).exp_()
+            if entropy_grad is not None:
                 surprise = lse[start:end, None] - logits - entropy[start:end, None]
                 grad *= entropy_grad[start:end, None] * surprise - row_grad[start:end, None]
             else:
@@ -306,24 +353,30 @@ def _finish(
     """
     if head.scale != 1.0:
         logits *= head.scale
-    slope: torch.Tensor | float | None = None
-    factor = head.scale / head.temperature
+    slope: torch.Tensor | float | None = _slope(head)
     if head.softcap is not None:
         logits /= head.softcap
         logits.tanh_()
         if with_slope:
-            slope = (1 - logits.square()) * factor
+            slope = (1 - logits.square()) * (head.scale / head.temperature)
         logits *= head.softcap
-    elif factor != 1.0:
-        slope = factor
     if head.temperature != 1.0:
         logits /= head.temperature
     return logits, slope
 
 
+def _slope(head: Head) -> float | None:
+    """The derivative of a logit by its projection where no softcap bends it; None for 1."""
+    factor = head.scale / head.temperature
+    return None if head.softcap is not None or factor == 1.0 else factor
+
+
 def _chunk_bounds(row_E: np.ndarray, chunk: int) -> list[_Bounds]:
-    """Row ranges of at most `chunk` rows, each with the range of its edges. row_E: the row of each edge, ascending."""
+    """Row ranges of at most `chunk` rows, each with the range of its edges. row_E: the row of each edge, ascending.
+
+    The last range is full, since its logits may be kept; what remains comes first.
+    """
     num_rows = int(row_E[-1]) + 1
-    row_bounds = [*range(0, num_rows, chunk), num_rows]
+    row_bounds = [0, *range((num_rows - 1) % chunk + 1, num_rows + 1, chunk)]
     edge_bounds = np.searchsorted(row_E, row_bounds).tolist()
     return list(zip(pairwise(row_bounds), pairwise(edge_bounds), strict=True))

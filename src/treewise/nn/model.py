@@ -7,7 +7,7 @@ Letters: T tokens of a micro-batch, M model width, V vocabulary, E experts.
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from treewise.errors import UnsupportedModelError
 from treewise.nn import recurrent
 from treewise.nn.attention import TreeContext, has_legacy_layers, install, install_legacy_layers, is_installed
 from treewise.nn.device import to_device
-from treewise.nn.lm_head import AnyHead, Head, ModuleHead
+from treewise.nn.lm_head import AnyHead, Head, LogitsSlot, ModuleHead
 from treewise.nn.tensor_parallel import repair_tensor_parallel, vocabulary_shard
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -45,7 +45,8 @@ class DecoderAndHead:
     """The two halves of a causal language model.
 
     model: without torch.compile and DDP around it, with PEFT. decoder: token ids to hidden rows. output: the layer from
-    hidden rows to logits; `scale` and `softcap` are what the model does to its result (see `lm_head.Head`).
+    hidden rows to logits; `scale` and `softcap` are what the model does to its result (see `lm_head.Head`). logits:
+    kept from a forward to its backward.
     """
 
     model: nn.Module
@@ -53,6 +54,7 @@ class DecoderAndHead:
     output: nn.Module
     scale: float
     softcap: float | None
+    logits: LogitsSlot = field(default_factory=LogitsSlot, compare=False)
 
     def head(self, temperature: float = 1.0) -> AnyHead:
         """The head with its present weights, adapters included; `temperature` divides the logits."""
@@ -60,12 +62,13 @@ class DecoderAndHead:
         shard = vocabulary_shard(layer)
         if shard is not None:
             bias = None if layer.bias is None else layer.bias.to_local()
-            return Head(layer.weight.to_local(), bias, self.scale, self.softcap, temperature, shard=shard)
+            local = layer.weight.to_local()
+            return Head(local, bias, self.scale, self.softcap, temperature, shard=shard, slot=self.logits)
         plain = _plain_weight(layer)
         if plain is None:
             num_tokens = _num_tokens(self.output)
             return ModuleHead(self.output, num_tokens, self.scale, self.softcap, temperature)
-        return Head(*plain, self.scale, self.softcap, temperature)
+        return Head(*plain, self.scale, self.softcap, temperature, slot=self.logits)
 
     @property
     def device(self) -> torch.device:

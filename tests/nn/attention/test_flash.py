@@ -88,10 +88,5 @@ def test_a_cpu_is_refused() -> None:
     ],
 )
 def test_versions_with_known_faults_are_refused(monkeypatch, installed, message) -> None:
-    def version(name: str) -> str:
-        if name not in installed:
-            raise flash.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(flash, "version", version)
+    monkeypatch.setattr(flash, "installed_version", installed.get)
     assert flash.missing_packages() == message

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,6 +23,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, bytes_as_text
 from treewise.nn.attention import AUTO, choose
 from treewise.nn.device import free_bytes
+from treewise.nn.releases import installed_version
 from treewise.nn.support_table import CapabilityTable
 from treewise.objectives import logprob_gap
 from treewise.rl.samplers import SampleRequest, TransformersSampler
@@ -91,10 +91,7 @@ def _environment() -> dict[str, Any]:
 def _versions() -> dict[str, str]:
     versions = {}
     for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed"
+        versions[name] = installed_version(name) or "not installed"
     made_with = CapabilityTable.load().transformers
     if versions["transformers"] != made_with:
         versions["transformers"] += f" (the table of `treewise models` was made with {made_with})"

@@ -3,7 +3,6 @@
 import argparse
 import json
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from treewise.errors import ConfigError, did_you_mean
+from treewise.nn.releases import installed_version
 from treewise.nn.support_table import REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable
 
 _COLOURS = {SUPPORTED: "green", REFUSED: "red", UNTRIED: "yellow"}
@@ -95,10 +95,7 @@ def _print_all(table: CapabilityTable, rows: list[Capability]) -> None:
 
 
 def _print_release(table: CapabilityTable) -> None:
-    try:
-        installed = version("transformers")
-    except PackageNotFoundError:
-        installed = "none"
+    installed = installed_version("transformers") or "none"
     if installed != table.transformers:
         print(f"made with transformers {table.transformers}; installed: {installed}")
     else:

@@ -99,7 +99,7 @@ class _Cascade(torch.autograd.Function):
         padded_query = _padded(query, sources.width)
         for block, tile in blocks:
             rows = slice(block.start, block.end)
-            out[:, :, rows], lse[:, :, rows] = _attend(padded_query[:, :, rows], sources, block, tile, rule)
+            _attend(padded_query[:, :, rows], sources, block, tile, rule, out[:, :, rows], lse[:, :, rows])
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
             out *= torch.exp(lse - total).unsqueeze(-1)
@@ -118,15 +118,16 @@ class _Cascade(torch.autograd.Function):
         query_grad = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
         for block, tile in ctx.blocks:
             rows = slice(block.start, block.end)
-            parts = _parts(block, tile)
-            for index, (ranges, visible) in enumerate(parts):
+            part_grads = []
+            for ranges, visible in _parts(block, tile):
                 part = Attended(query[:, :, rows], *sources.read(ranges), out[:, :, rows], lse[:, :, rows])
                 part_grad, *key_value_grads = _backward_part(grad[:, :, rows], part, visible, ctx.rule)
-                if index == 0:
-                    query_grad[:, :, rows] = part_grad
-                else:
-                    query_grad[:, :, rows] += part_grad
+                part_grads.append(part_grad)
                 gradients.add(ranges, *key_value_grads)
+            if len(part_grads) == 2:
+                torch.add(*part_grads, out=query_grad[:, :, rows])
+            else:
+                query_grad[:, :, rows] = part_grads[0]
         sink_grad = None
         if sinks is not None:
             taken = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
@@ -142,17 +143,29 @@ def _parts(block: Block, tile: torch.Tensor | None) -> list[tuple[Ranges, Visibi
 
 
 def _attend(
-    query: Float[Tensor, "1 H R D"], sources: "_Sources", block: Block, tile: torch.Tensor | None, rule: LayerRule
-) -> tuple[Float[Tensor, "1 H R D"], Float[Tensor, "1 H R"]]:
-    """Output [1, H, R, D] and log-sum-exp [1, H, R] of one block's rows."""
+    query: Float[Tensor, "1 H R D"],
+    sources: "_Sources",
+    block: Block,
+    tile: torch.Tensor | None,
+    rule: LayerRule,
+    out: Float[Tensor, "1 H R D"],
+    lse: Float[Tensor, "1 H R"],
+) -> None:
+    """Writes the output and log-sum-exp of one block's rows into views of them."""
     results = [_forward_part(query, *sources.read(ranges), visible, rule) for ranges, visible in _parts(block, tile)]
+    rest, rest_lse = results[0]
     if len(results) == 1:
-        return results[0]
-    (rest, rest_lse), (full, full_lse) = results
-    total = torch.logaddexp(rest_lse, full_lse)
-    rest_weight = torch.exp(rest_lse - total).unsqueeze(-1)
-    full_weight = torch.exp(full_lse - total).unsqueeze(-1)
-    return torch.addcmul(rest * rest_weight, full, full_weight), total
+        out.copy_(rest)
+        lse.copy_(rest_lse)
+        return
+    full, full_lse = results[1]
+    torch.logaddexp(rest_lse, full_lse, out=lse)
+    # exp(lse of the rest - total) is the sigmoid of the difference.
+    weight = torch.sub(rest_lse, full_lse).sigmoid_().unsqueeze(-1)
+    if out.dtype == full.dtype == weight.dtype:
+        torch.lerp(full, rest, weight, out=out)
+    else:  # a weight in half precision would round once more
+        out.copy_(torch.lerp(full.to(weight.dtype), rest.to(weight.dtype), weight))
 
 
 def _forward_part(

@@ -9,7 +9,6 @@ which it does not take; both are refused. It has run on no GPU yet.
 """
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from packaging.version import Version
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.attention.flex import flex_attention_tree
-from treewise.nn.attention.kernel_cases import Case, is_within, kernel_errors
+from treewise.nn.attention.kernel_cases import Case, is_within, kernel_errors, shown
 from treewise.nn.attention.mask import LayerRule, TreeMask
+from treewise.nn.releases import installed_version
 from treewise.shapes import Float
 
 NEEDS = {"torch": "2.13", "flash-attn-4": "4.0.0b26"}
@@ -51,12 +51,10 @@ def missing_packages() -> list[str]:
     """What is missing or too old, as `flash-attn-4 4.0.0b12 (needs 4.0.0b26)`."""
     missing = []
     for name, least in NEEDS.items():
-        try:
-            installed = version(name)
-        except PackageNotFoundError:
+        installed = installed_version(name)
+        if installed is None:
             missing.append(f"{name} (needs {least})")
-            continue
-        if Version(installed) < Version(least):
+        elif Version(installed) < Version(least):
             missing.append(f"{name} {installed} (needs {least})")
     return missing
 
@@ -84,7 +82,7 @@ def _compare(device: torch.device, dtype: torch.dtype, num_heads: tuple[int, int
         for _ in range(NUM_COMPARISONS):
             errors = kernel_errors(attention, case, device)
             if not is_within(errors):
-                shown = ", ".join(f"{name} {error:.1e} (at most {most:.1e})" for name, (error, most) in errors.items())
                 raise UnsupportedModelError(
-                    f"attention='flash' differs from the reference on this device: {shown}; use attention='flex'."
+                    f"attention='flash' differs from the reference on this device: {shown(errors)}; use "
+                    "attention='flex'."
                 )

@@ -113,6 +113,11 @@ def is_within(errors: Errors) -> bool:
     return all(error <= allowed for error, allowed in errors.values())
 
 
+def shown(errors: Errors) -> str:
+    """Each error beside its budget, for a message."""
+    return ", ".join(f"{name} {error:.1e} (at most {allowed:.1e})" for name, (error, allowed) in errors.items())
+
+
 def with_gradients(
     attention: Attention, inputs: list[Tensor], mask: TreeMask, rule: LayerRule, cotangent: Tensor
 ) -> list[Tensor]:
