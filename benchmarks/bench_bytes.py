@@ -30,8 +30,9 @@ import socket
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +201,8 @@ class Watch(TrainerCallback):
         self.steps.append({"sent": dict(self.mode.sent), "tokens": sum(self.tokens)})
 
 
-def fork(num_processes: int, folder: Path, family: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """`one_step` of each process."""
+def fork(num_processes: int, folder: Path, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `work` returns in each of so many processes, which a gloo group joins."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     children = []
@@ -215,7 +216,7 @@ def fork(num_processes: int, folder: Path, family: str, settings: dict[str, Any]
             torch.distributed.init_process_group("gloo")
             code = 1
             try:
-                (folder / f"{rank}.json").write_text(json.dumps(one_step(folder, family, settings)))
+                (folder / f"{rank}.json").write_text(json.dumps(work()))
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -263,7 +264,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
             the_model(family).save_pretrained(folder / family)
-            found = fork(size, folder, family, settings)
+            found = fork(size, folder, partial(one_step, folder, family, settings))
         config = the_model(family).config
         kinds = sorted({kind for each in found for kind in each["sent"]})
         sent = {kind: sum(each["sent"].get(kind, 0) for each in found) / size for kind in kinds}

@@ -3,77 +3,200 @@
 All cases of one number of processes run in the same ones, forked from this one.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
-from tests.distributed.test_mesh import OBJECTIVES, Case, expected, fork_ranks, model_of, names, trajectories
-from treewise import TreeEngine
+from tests.distributed.test_mesh import (
+    OBJECTIVES,
+    VOCABULARY,
+    Case,
+    fork_ranks,
+    model_of,
+    names,
+    trajectories,
+    with_adapters,
+)
+from tests.vision_models import png
+from treewise import SFT, Trajectory, TreeEngine
 from treewise.distributed import ranks
 from treewise.distributed.context import check_context_size, context_group
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
-from treewise.objectives import GSPO
-from treewise.testing import gradients_of, tiny_model
+from treewise.objectives import GSPO, PolicyGradient
+from treewise.testing import flat_sft, gradient_error, gradients_of, tiny_model
+from treewise.trainer import TreeTrainer, TreeTrainingArguments
+from treewise.tree.images import ImageSpan
 
 TOLERANCE = 1e-6  # as in tests/distributed/test_mesh.py
 SMALLEST = 1e-2
+
+
+@dataclass(frozen=True)
+class Spread(Case):
+    """A case of tokens that are spread over ranks. trained: `lora`, or `head` for adapters of the head alone."""
+
+    checkpoints: bool = False
+    trained: str = ""
+    attention: str = "auto"
+
+    @property
+    def name(self):
+        rest = ["checkpoints" if self.checkpoints else "", self.trained, self.attention.replace("auto", "")]
+        return " ".join(filter(None, [self.family, self.objective, *rest]))
+
+
+OBJECTIVES["sequence"] = GSPO()
+OBJECTIVES["reference"] = PolicyGradient(beta=0.1, clip_high=0.28)
 TWO = [
-    Case("qwen3", budgets=(None, 12)),
-    Case("qwen3_moe", objective="router", budgets=(12,)),
+    Spread("qwen3", objective="reference", budgets=(None, 12), checkpoints=True, trained="lora"),
+    Spread("llama", budgets=(None, 12)),
+    Spread("qwen3_moe", objective="router", budgets=(12,)),
+    Spread("llama", budgets=(12,), trained="head"),
 ]
 MORE = [
-    *(Case(each, budgets=(None, 2, 12)) for each in ("llama", "gemma3_text", "gpt_oss", "deepseek_v3")),
-    *(Case(each, objective="policy") for each in ("llama", "qwen3", "gpt_oss")),
-    Case("qwen3_moe", objective="router"),
-    Case("llama", objective="sequence"),
-    Case("qwen3", objective="distillation"),
+    *(Spread(each, budgets=(None, 2, 12)) for each in ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3")),
+    *(Spread(each, checkpoints=True) for each in ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt_neo")),
+    *(Spread(each) for each in ("llama4_text", "gemma3n_text", "diffllama", "gpt_neo")),
+    *(Spread("gpt_oss", attention=each) for each in ("reference", "flex")),
+    *(Spread(each, objective="policy") for each in ("llama", "qwen3", "gpt_oss")),
+    *(Spread(each, objective="reference") for each in ("llama", "gemma3_text")),
+    *(Spread("qwen3_moe", objective="router", checkpoints=each) for each in (False, True)),
+    Spread("llama", objective="sequence"),
+    Spread("llama", objective="sequence", checkpoints=True, trained="lora"),
+    Spread("qwen3", objective="distillation"),
 ]
 FOUR = [replace(case, budgets=(None, 12)) for case in (*TWO, *MORE[:3])]
-OBJECTIVES["sequence"] = GSPO()
 
 
-def on_context(case, size):
-    """What the ranks of a group compute together, by budget; groups of a run have trees of their own."""
-    model, found = model_of(case).train(), {}
-    group = context_group(size, "cpu")
-    for budget in case.budgets:
-        model.zero_grad()
-        router = case.objective == "router"
-        engine = TreeEngine(
-            model, budget, router_aux_loss=router, router_z_coefficient=0.1 if router else 0.0, context=group
-        )
-        out = engine.step(trajectories(), OBJECTIVES[case.objective])
-        group.sum_gradients(model.parameters())
-        gradients = gradients_of(model)
-        with torch.no_grad():
-            logprobs = engine.logprobs(trajectories())
-        found[budget] = {"loss": out.loss, "metrics": dict(out.metrics), "logprobs": logprobs, "gradients": gradients}
+def spread_model(case):
+    """The model of a case, which trains what the case names."""
+    model = model_of(case).train()
+    if case.checkpoints:
+        model.activation_checkpointing_enable()
+    if case.trained == "lora":
+        model = with_adapters(model)
+    if case.trained == "head":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lm_head" in name)
+    return model
+
+
+def scored_by(engine, reference):
+    """Trajectories with log-probs that the model and a reference were asked for, as GRPO keeps them."""
+    items = engine.scored(trajectories())
+    items = [replace(item, old_logprobs=item.old_logprobs + 0.2 * np.cos(item.token_ids)) for item in items]
+    return reference.scored(items, "ref_logprobs")
+
+
+def engines(case, budget, group):
+    """Of the model and of a reference with other weights."""
+    router = case.objective == "router"
+    options = {
+        "router_aux_loss": router,
+        "router_z_coefficient": 0.1 if router else 0.0,
+        "context": group,
+        "attention": case.attention,
+    }
+    reference = tiny_model(case.family, vocab_size=VOCABULARY, seed=1)
+    return TreeEngine(spread_model(case), budget, **options), TreeEngine(reference, budget, context=group)
+
+
+def computed(case, budget, group=None):
+    """Loss, metrics, log-probs and gradients of the ranks of a group together; None: of one process."""
+    engine, reference = engines(case, budget, group)
+    items = scored_by(engine, reference) if case.objective == "reference" else trajectories()
+    evaluated = engine.evaluate(items, OBJECTIVES[case.objective])
+    out = engine.step(items, OBJECTIVES[case.objective])
+    if group is not None:
+        group.sum_gradients(engine.model.parameters())
+    gradients = gradients_of(engine.model)
+    with torch.no_grad():
+        logprobs = engine.logprobs(trajectories())
+    return {
+        "losses": [out.loss, evaluated.loss], "metrics": dict(out.metrics), "logprobs": logprobs,
+        "gradients": gradients, "load": None if out.routing is None else out.routing.expert_load,
+    }  # fmt: skip
+
+
+def expected(case):
+    """Of one process: flat where the oracle has the objective and what is trained."""
+    found = computed(case, None)
+    if case.objective == "sft":
+        model = spread_model(case)
+        loss, logprobs, gradients = flat_sft(model, trajectories())
+        found |= {"losses": [loss, loss], "logprobs": logprobs, "gradients": gradients}
     return found
 
 
-def run_on(num_ranks, cases, folder):
+def on_context(case, size):
+    """What the ranks of a group compute together, by budget."""
+    return {budget: computed(case, budget, context_group(size, "cpu")) for budget in case.budgets}
+
+
+def run_on(num_ranks, cases, folder, extra=None):
     def work():
-        return {case.name: on_context(case, num_ranks) for case in cases} | {"refused": refused_on(num_ranks)}
+        found = {case.name: on_context(case, num_ranks) for case in cases}
+        return found if extra is None else found | {"extra": extra(folder)}
 
     return fork_ranks(num_ranks, work, folder)
 
 
-def refused_on(num_ranks):
-    """What cannot be spread over tokens."""
-    group, model = context_group(num_ranks, "cpu"), tiny_model("llama")
-    with pytest.raises(DataError, match=rf"context_size={num_ranks}.* have different trees or budgets: number 1"):
+def other_checks(folder):
+    """What cannot be spread over tokens, and what else can."""
+    group, model = context_group(2, "cpu"), tiny_model("llama")
+    with pytest.raises(DataError, match=r"context_size=2.* have different trees or budgets: number 1"):
         TreeEngine(model, 9 + ranks.own() % 2, context=group).step(trajectories())
     with pytest.raises(ConfigError, match=r"max_tokens='auto'.*context_size"):
         TreeEngine(model, "auto", context=group)
-    with pytest.raises(UnsupportedModelError, match=rf"recurrent layers .*leave context_size={num_ranks} out"):
-        TreeEngine(tiny_model("qwen3_next"), context=group)
-    return True
+    for family in ("qwen3_next", "lfm2"):
+        with pytest.raises(UnsupportedModelError, match=r"recurrent layers .*leave context_size=2 out"):
+            TreeEngine(tiny_model(family), context=group)
+    with_image = Trajectory([5, 6, 7, 8], images=[ImageSpan(png(1), 1, 3)])
+    with pytest.raises(UnsupportedModelError, match=r"images are not supported with context_size"):
+        TreeEngine(model, context=group).step([with_image])
+    settings = {
+        "use_cpu": True,
+        "report_to": "none",
+        "context_size": 2,
+        "max_tokens": 9,
+        "output_dir": str(folder / "run"),
+    }
+    trainer = TreeTrainer(model, TreeTrainingArguments(**settings), train_dataset=[*trajectories(), with_image])
+    with pytest.raises(UnsupportedModelError, match=r"images are not supported with context_size"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    return {"prompt": head_of_a_long_prompt(group), "autocast": by_autocast(group)}
+
+
+def head_of_a_long_prompt(group=None):
+    """The gradient of the head alone, where the first rank has no trained token."""
+    model = spread_model(Spread("llama", trained="head"))
+    weights = (np.arange(30) >= 29).astype(np.float32)
+    TreeEngine(model, context=group).step([Trajectory(np.arange(3, 33), weights)])
+    if group is not None:
+        group.sum_gradients(model.parameters())
+    return gradients_of(model)
+
+
+def by_autocast(group=None, dtype=torch.bfloat16):
+    """Gradients of float32 parameters whose layers are computed in another precision; None: in float32."""
+    gradients = []
+    for budget in (None, 12):
+        model = tiny_model("qwen3", vocab_size=VOCABULARY)
+        engine = TreeEngine(model, budget, context=group)
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            engine.step(trajectories(), SFT())
+        if group is not None:
+            group.sum_gradients(model.parameters())
+        gradients.append(gradients_of(model))
+    return gradients
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run_on(2, TWO, tmp_path_factory.mktemp("two"))
+    return run_on(2, TWO, tmp_path_factory.mktemp("two"), other_checks)
 
 
 @pytest.fixture(scope="module")
@@ -87,29 +210,50 @@ def four(tmp_path_factory):
 
 
 def check(found, case):
-    loss, logprobs, gradients = expected(case)
-    norm = sum(float(each.norm()) ** 2 for each in gradients.values()) ** 0.5
+    one = expected(case)
+    norm = sum(float(each.norm()) ** 2 for each in one["gradients"].values()) ** 0.5
     for budget in case.budgets:
         for own in (each[case.name][budget] for each in found):
-            assert own["loss"] == pytest.approx(loss, rel=TOLERANCE)
-            for ours, theirs in zip(own["logprobs"], logprobs, strict=True):
+            assert own["losses"] == pytest.approx(one["losses"], rel=TOLERANCE)
+            assert own["metrics"] == pytest.approx(one["metrics"], rel=1e-5, abs=1e-7)
+            np.testing.assert_equal(own["load"], one["load"])
+            for ours, theirs in zip(own["logprobs"], one["logprobs"], strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
-            gaps = {name: float((own["gradients"][name] - each).norm()) for name, each in gradients.items()}
+            assert own["gradients"].keys() == one["gradients"].keys()
+            gaps = {name: float((own["gradients"][name] - each).norm()) for name, each in one["gradients"].items()}
             assert sum(gap**2 for gap in gaps.values()) ** 0.5 <= TOLERANCE * norm, max(gaps, key=gaps.__getitem__)
             for name, gap in gaps.items():
-                assert gap <= 2 * TOLERANCE * max(float(gradients[name].norm()), SMALLEST * norm), (name, budget)
+                size = max(float(one["gradients"][name].norm()), SMALLEST * norm)
+                assert gap <= 2 * TOLERANCE * size, (name, budget)
 
 
+@pytest.mark.filterwarnings("default")  # of peft about transformers
 @pytest.mark.parametrize("case", TWO, ids=names(TWO))
 def test_two_processes_give_what_one_gives(two, case):
     check(two, case)
 
 
+def test_a_rank_without_a_trained_token_trains_the_head_alone(two):
+    alone = head_of_a_long_prompt()
+    for own in two:
+        assert gradient_error(own["extra"]["prompt"], alone) <= TOLERANCE
+
+
+def test_bfloat16_deviates_no_more_than_one_process(two):
+    exact, alone = by_autocast(dtype=None), by_autocast()
+    for budget, (expected, low) in enumerate(zip(exact, alone, strict=True)):
+        limit = gradient_error(low, expected)
+        for own in two:
+            assert 0 < gradient_error(own["extra"]["autocast"][budget], expected) <= 1.1 * limit
+
+
+@pytest.mark.filterwarnings("default")  # of peft about transformers
 @pytest.mark.parametrize("case", MORE, ids=names(MORE))
 def test_more_families_on_two_processes(more, case):
     check(more, case)
 
 
+@pytest.mark.filterwarnings("default")  # of peft about transformers
 @pytest.mark.parametrize("case", FOUR, ids=names(FOUR))
 def test_four_processes_give_what_one_gives(four, case):
     check(four, case)

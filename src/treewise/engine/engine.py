@@ -382,13 +382,7 @@ class TreeEngine:
         """The images of a plan's forest, for walks with the present weights; None if it has none."""
         if not len(plan.forest.images):
             return None
-        if self._mesh is not None:
-            raise UnsupportedModelError("images are not supported yet with tp_size or ep_size; use copies or sharded.")
-        if self._context is not None:
-            raise UnsupportedModelError(
-                "images are not supported with context_size, which divides tokens among ranks and no vision tower: "
-                "leave it out and give max_tokens a number."
-            )
+        self.refuse_images()
         if pixels_of is None:
             pixels_of = processed_by(self.processor, "TreeEngine(model, processor=...)")
         fits, per_row = self._costs.keeps_images(plan), self._costs.tokens_per_row
@@ -400,6 +394,16 @@ class TreeEngine:
             keeps_graph=fits,
             max_rows=None if plan.max_tokens is None else int(plan.max_tokens / max(per_row, 1.0)),
         )
+
+    def refuse_images(self) -> None:
+        """Raises `UnsupportedModelError` where images cannot be computed by the ranks of this engine."""
+        if self._mesh is not None:
+            raise UnsupportedModelError("images are not supported yet with tp_size or ep_size; use copies or sharded.")
+        if self._context is not None:
+            raise UnsupportedModelError(
+                "images are not supported with context_size, which divides tokens among ranks and no vision tower: "
+                "leave it out and give max_tokens a number."
+            )
 
     def check(self, forest: Forest) -> None:
         """Checks whether model and tokens can be trained, as the first step does.

@@ -98,7 +98,10 @@ class Walk:
         """
         self._has_gradient = False
         self._train_all(loss_of)
-        if not self._has_gradient:
+        has_gradient = float(self._has_gradient)
+        if self.context is not None:  # a rank without a trained token may have none where the head alone is trained
+            has_gradient = float(self.context.ranks.add_up(torch.tensor(has_gradient, device=self.lm.device)))
+        if not has_gradient:
             raise UnsupportedModelError(
                 f"nothing that {type(self.lm.model).__name__} computes on a tree requires a gradient, so a backward "
                 "would do nothing. Are the trained parameters in use (an adapter that is active and not disabled)?"

@@ -4,6 +4,7 @@ Every report is plain numbers under stable names (`to_dict()`); a `*_view` funct
 draws them as HTML. Nothing is printed here.
 """
 
+from treewise.report.analysis.context_facts import report_context
 from treewise.report.analysis.facts import Finding, InspectReport, TreeFacts, inspect_forests, sum_facts, tree_facts
 from treewise.report.analysis.mesh_facts import MeshReport, read_bytes_setting, read_mesh, report_mesh
 from treewise.report.analysis.plan_facts import PlanReport, report_plan
@@ -24,6 +25,7 @@ __all__ = [
     "read_bytes_setting",
     "read_mesh",
     "read_run",
+    "report_context",
     "report_mesh",
     "report_plan",
     "run_view",

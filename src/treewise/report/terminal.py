@@ -10,6 +10,7 @@ from rich.text import Text
 
 from treewise.errors import bytes_as_text
 from treewise.planning.planner import Plan
+from treewise.report.analysis.context_facts import ContextReport
 from treewise.report.analysis.facts import Finding, InspectReport
 from treewise.report.analysis.mesh_facts import USABLE, MeshReport
 from treewise.report.analysis.plan_facts import PlanReport
@@ -106,8 +107,14 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     return Group(description, table)
 
 
-def mesh_view(report: MeshReport, live_tokens: int, gateway_tokens: int) -> RenderableType:
-    """Memory of one process of a mesh, and whether a plan fits. live_tokens, gateway_tokens: the plan's peaks."""
+def mesh_view(
+    report: MeshReport, live_tokens: int, gateway_tokens: int, context: ContextReport | None = None
+) -> RenderableType:
+    """Memory of one process of a mesh, and whether a plan fits. live_tokens, gateway_tokens: the plan's peaks.
+
+    context: where processes share each micro-batch.
+    """
+    live_tokens = live_tokens if context is None else context.live_tokens
     axes = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items()) or "one process"
     table = _facts_table(f"each of {report.processes:,} processes, {axes} (from shapes; not measured)")
     table.add_row("weights", bytes_as_text(report.bytes_weights))
@@ -117,12 +124,19 @@ def mesh_view(report: MeshReport, live_tokens: int, gateway_tokens: int) -> Rend
     table.add_row("activations", f"{bytes_as_text(activations)} for {live_tokens:,} live tokens")
     table.add_row("gateways", f"{bytes_as_text(gateways)} for {gateway_tokens:,} tokens")
     needed = report.bytes_static + activations + gateways
+    if context is not None:
+        read = report.bytes_per_read_token * context.read_tokens
+        needed += read
+        table.add_row("read from others", f"{bytes_as_text(read)} for {context.read_tokens:,} tokens")
+        table.add_row("sent to others", f"{bytes_as_text(context.bytes_sent)} in one step over all trees")
     table.add_row("peak memory", bytes_as_text(needed))
     if report.gpu_bytes is not None:
         usable = USABLE * report.gpu_bytes
         verdict = f"fits into {USABLE:.0%} of {bytes_as_text(report.gpu_bytes)}"
         if report.bytes_static > usable:
             verdict = f"does not fit: {bytes_as_text(report.bytes_static)} without any token; raise fsdp, tp or ep"
+        elif needed > usable and context is not None:
+            verdict = "does not fit: lower --max_tokens, or raise fsdp or context"
         elif needed > usable:
             verdict = f"does not fit: lower --max_tokens to {report.max_tokens:,} or less, or raise fsdp, tp or ep"
         table.add_row("verdict", verdict)

@@ -145,7 +145,8 @@ def _trajectories(item: Any) -> Sequence[Trajectory] | None:
 class DataFacts:
     """Sizes and identity of a data set. `fingerprint` changes whenever the trained content or its order does.
 
-    num_longest_tokens, longest_source: length of the longest trajectory, and its source.
+    num_longest_tokens, longest_source: length of the longest trajectory, and its source. num_images: image
+    spans of all trees.
     """
 
     fingerprint: str
@@ -156,6 +157,7 @@ class DataFacts:
     num_leaf_tokens: int
     num_longest_tokens: int = 0
     longest_source: str = ""
+    num_images: int = 0
 
 
 def as_trees(name: str, dataset: Any, tokenizer: Any, render: Any) -> Any:
@@ -184,11 +186,14 @@ def survey(dataset: Any) -> DataFacts:
     """One pass over all trees. Uses the data set's own `fingerprint` if it has one."""
     known = getattr(dataset, "fingerprint", None)
     digest = hashlib.sha256()
-    counts = np.zeros(4, dtype=np.int64)
+    counts = np.zeros(5, dtype=np.int64)
     num_longest, source = 0, ""
     for index in range(len(dataset)):
         forest = forest_of(dataset[index])
-        counts += (forest.num_trajectories, forest.num_tokens, forest.num_flat_tokens, forest.num_leaf_tokens)
+        counts += (
+            *(forest.num_trajectories, forest.num_tokens, forest.num_flat_tokens, forest.num_leaf_tokens),
+            len(forest.images),
+        )
         longest = int(forest.path_lengths.argmax())
         if forest.path_lengths[longest] > num_longest:
             num_longest = int(forest.path_lengths[longest])
@@ -196,9 +201,9 @@ def survey(dataset: Any) -> DataFacts:
         if not isinstance(known, str):
             _hash_forest(digest, forest)
     fingerprint = known if isinstance(known, str) else digest.hexdigest()
-    trajectories, tree_tokens, flat_tokens, leaf_tokens = map(int, counts)
+    trajectories, tree_tokens, flat_tokens, leaf_tokens, images = map(int, counts)
     return DataFacts(
-        fingerprint, len(dataset), trajectories, tree_tokens, flat_tokens, leaf_tokens, num_longest, source
+        fingerprint, len(dataset), trajectories, tree_tokens, flat_tokens, leaf_tokens, num_longest, source, images
     )
 
 

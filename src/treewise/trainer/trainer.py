@@ -455,6 +455,8 @@ class TreeTrainer(Trainer):
             self._resumed = self._checkpoints.find(resume_from_checkpoint)
             if self._resumed is not None:
                 self.runner.resume_budget(self._resumed.max_tokens)
+            if self.args.ranks_per_batch * self.args.ep_size > 1 and self.data_facts.num_images:
+                self.engine.refuse_images()
             if self._tree_order is not None:
                 self._tree_order.begin()
             if self.is_world_process_zero():

@@ -34,6 +34,16 @@ def test_bytes_of_a_small_model_by_hand(mesh, weights):
     assert report.max_tokens * report.bytes_per_activation_token <= 0.9 * 2**30 - report.bytes_static
 
 
+def test_processes_that_share_tokens_hold_copies_or_shards():
+    config = tiny_model("llama").config
+    one = report_mesh(config, read_mesh("tp=1"), torch.bfloat16)
+    for mesh, parts in (("context=4,dp=4", 1), ("context=2,fsdp=4", 4)):
+        report = report_mesh(config, read_mesh(mesh), torch.bfloat16)
+        assert (report.processes, report.bytes_weights) == (4, one.bytes_weights / parts)
+        assert report.bytes_per_activation_token == one.bytes_per_activation_token
+        assert report.bytes_per_read_token == 3 * 2 * (8 + 8) * 2
+
+
 def test_experts_are_split_and_the_rest_is_not():
     model = tiny_model("qwen3_moe")
     experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
@@ -48,7 +58,9 @@ def test_experts_are_split_and_the_rest_is_not():
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("tp=2,cp=2", "'cp=2' is no axis; give some of tp, ep, fsdp, dp"),
+        ("tp=2,cp=2", "'cp=2' is no axis; give some of tp, ep, context, fsdp, dp"),
+        ("context=4,fsdp=2", r"context=4 must divide the 2 processes .*a copy \(dp=4\) or shards \(fsdp=4\)"),
+        ("context=2,tp=2", "context_size=2 cannot be combined with tp_size=2, ep_size=1"),
         ("tp=0", "'tp=0' is no axis"),
         ("tp=2,ep=3,fsdp=3", "ep=3 must be a multiple of tp=2 and divide the 6 processes"),
     ],

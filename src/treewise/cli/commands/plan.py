@@ -10,7 +10,15 @@ from treewise.cli.data_arguments import add_data_arguments, apply_config, data_t
 from treewise.cli.load_model import DTYPES, load_config, load_flop_model
 from treewise.errors import ConfigError
 from treewise.planning.planner import plan
-from treewise.report import mesh_view, plan_view, read_bytes_setting, read_mesh, report_mesh, report_plan
+from treewise.report import (
+    mesh_view,
+    plan_view,
+    read_bytes_setting,
+    read_mesh,
+    report_context,
+    report_mesh,
+    report_plan,
+)
 from treewise.tree.forest import one_forest
 
 
@@ -23,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder, Hub name, .gguf file or smollm2-demo: for bytes, time and tokenizer")
     parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
     parser.add_argument("--dtype", choices=DTYPES, help="of the model, for its bytes (float32)")
-    parser.add_argument("--mesh", help="several processes: sizes of tp, ep, fsdp and dp, as tp=2,fsdp=4; needs --model")
+    parser.add_argument("--mesh", help="sizes of tp, ep, context, fsdp and dp, as tp=2,fsdp=4; needs --model")
     parser.add_argument("--gpu_memory", "--gpu-memory", help="of each process, as 80GiB: says whether it fits")
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
@@ -44,15 +52,18 @@ def run(args: argparse.Namespace) -> int:
     planned = plan if flops is None else flops.plan
     whole = planned(forest, args.max_tokens, hold=args.hold)
     report = report_plan(whole, flops, args.model, args.dtype)
-    processes = None
+    processes = context = None
     if args.mesh or gpu:
-        config = load_config(args.model, args.gguf_file)
-        processes = report_mesh(config, mesh, getattr(torch, report.dtype or args.dtype), gpu or None)
+        config, dtype = load_config(args.model, args.gguf_file), getattr(torch, report.dtype or args.dtype)
+        processes = report_mesh(config, mesh, dtype, gpu or None)
+        if mesh["context"] > 1 and flops is not None:
+            context = report_context(whole, flops, mesh["context"], dtype)
     if args.json:
-        extra = {} if processes is None else {"mesh": processes.to_dict()}
+        parts = {"mesh": processes, "context": context}
+        extra = {name: part.to_dict() for name, part in parts.items() if part is not None}
         print(json.dumps(report.to_dict() | extra, indent=2))
         return 0
     Console().print(plan_view(whole, report))
     if processes is not None:
-        Console().print(mesh_view(processes, report.peak_live_tokens, report.peak_gateway_tokens))
+        Console().print(mesh_view(processes, report.peak_live_tokens, report.peak_gateway_tokens, context))
     return 0

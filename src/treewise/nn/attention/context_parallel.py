@@ -56,31 +56,24 @@ class ContextExchange:
         return to_device(number + np.repeat(moved, counts), self.device)
 
     @cached_property
-    def row_index(self) -> torch.Tensor:
-        """[r] int64: `rows` on the device."""
-        return to_device(self.rows, self.device)
+    def read_index(self) -> torch.Tensor:
+        """[r] int64: where the rows that this rank reads are in what all ranks send."""
+        return self.padded_index[to_device(self.rows, self.device)]
 
-    def gathered(self, own: Float[Tensor, "1 H n D"]) -> Float[Tensor, "1 H T D"]:
-        """A tensor of all rows of the micro-batch from those of each rank."""
-        rows = own[0].transpose(0, 1).contiguous()
-        sent = rows.new_zeros(self.num_padded, *rows.shape[1:])
-        sent[: len(rows)] = rows
+    def gathered(self, own: Float[Tensor, "n H D"]) -> Float[Tensor, "p H D"]:
+        """What all ranks send, p = ranks * P rows, each its own rows and zeros behind them."""
+        sent = own.new_zeros(self.num_padded, *own.shape[1:])
+        sent[: len(own)] = own
         num_ranks = len(self.bounds) - 1
-        received = rows.new_empty(num_ranks * self.num_padded, *rows.shape[1:])
+        received = own.new_empty(num_ranks * self.num_padded, *own.shape[1:])
         distributed.all_gather(list(received.chunk(num_ranks)), sent, group=self.group)
-        whole = received.index_select(0, self.padded_index)
-        return whole.transpose(0, 1)[None]
+        return received
 
-    def summed(self, whole: Float[Tensor, "1 H T D"]) -> Float[Tensor, "1 H n D"]:
-        """This rank's rows of the sum over all ranks."""
-        num_ranks = len(self.bounds) - 1
-        rows = whole[0].transpose(0, 1)
-        sent = rows.new_zeros(num_ranks * self.num_padded, *rows.shape[1:])
-        sent[self.padded_index] = rows
-        received = sent.new_empty(self.num_padded, *rows.shape[1:])
-        distributed.reduce_scatter(received, list(sent.chunk(num_ranks)), group=self.group)
-        own = self.own
-        return received[: own.stop - own.start].transpose(0, 1)[None]
+    def summed(self, sent: Float[Tensor, "p H D"]) -> Float[Tensor, "n H D"]:
+        """This rank's rows of the sum over all ranks of what each has for the rows of all."""
+        received = sent.new_empty(self.num_padded, *sent.shape[1:])
+        distributed.reduce_scatter(received, list(sent.chunk(len(self.bounds) - 1)), group=self.group)
+        return received[: self.own.stop - self.own.start]
 
 
 def exchange(
@@ -92,12 +85,21 @@ def exchange(
     injects: Gateway | None,
 ) -> tuple[Float[Tensor, "1 H n D"], Float[Tensor, "1 H n Dv"]]:
     """Fills `ranks.read` for one call of a layer; returns the own keys and values, whose backward adds the gradients
-    that other ranks have for them.
+    that other ranks have for them. `keep` empties `ranks.read` again.
 
     writes: the gateway of an open micro-batch, which gets the rows of all ranks. injects: one whose gradients, of all
     rows, are added in the backward.
     """
     return _Exchange.apply(key, value, ranks, call, writes, injects)
+
+
+def keep(out: Float[Tensor, "1 H n Dv"], ranks: ContextExchange, call: LayerCall) -> Float[Tensor, "1 H n Dv"]:
+    """Attention's output, whose backward fills `ranks.read` again.
+
+    What was read is kept as autograd keeps tensors: not at all without a graph, computed again with activation
+    checkpoints, on the host where the graph is.
+    """
+    return _Keep.apply(out, ranks.read.gateway, call)
 
 
 class _Exchange(torch.autograd.Function):
@@ -111,35 +113,56 @@ class _Exchange(torch.autograd.Function):
         writes: Gateway | None,
         injects: Gateway | None,
     ) -> Any:
-        ctx.ranks, ctx.call, ctx.injects, ctx.width = ranks, call, injects, key.shape[3]
+        ctx.ranks, ctx.call, ctx.injects = ranks, call, injects
+        ctx.sizes = [key.shape[3], value.shape[3]]
         num_own = ranks.own.stop - ranks.own.start
-        both = ranks.gathered(torch.cat([key, value], dim=3)[:, :, :num_own])
-        whole_key, whole_value = both.split([key.shape[3], value.shape[3]], dim=3)
+        received = ranks.gathered(_as_rows(key, value)[:num_own])
         if writes is not None:
-            writes.write(call, whole_key.contiguous(), whole_value.contiguous())
-        kept, rows = ranks.read.gateway, ranks.row_index
-        kept.keys[call], kept.values[call] = whole_key.index_select(2, rows), whole_value.index_select(2, rows)
+            writes.write(call, *_as_heads(received.index_select(0, ranks.padded_index), ctx.sizes))
+        kept = ranks.read.gateway
+        kept.keys[call], kept.values[call] = _as_heads(received.index_select(0, ranks.read_index), ctx.sizes)
         return key.view_as(key), value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, key_grad: torch.Tensor, value_grad: torch.Tensor) -> Any:
         ranks, call, kept = ctx.ranks, ctx.call, ctx.ranks.read.gateway
-        wide = torch.promote_types(key_grad.dtype, torch.float32)
-        num_tokens, num_heads = int(ranks.bounds[-1]), key_grad.shape[1]
-        both = key_grad.new_zeros(1, num_heads, num_tokens, ctx.width + value_grad.shape[3], dtype=wide)
-        whole_key, whole_value = both.split([ctx.width, value_grad.shape[3]], dim=3)
-        if call in kept.key_grads:
-            rows = ranks.row_index
-            whole_key.index_add_(2, rows, kept.key_grads.pop(call))
-            whole_value.index_add_(2, rows, kept.value_grads.pop(call))
-        if ctx.injects is not None and call in ctx.injects.key_grads:
-            whole_key += ctx.injects.key_grads[call].to(both.device)
-            whole_value += ctx.injects.value_grads[call].to(both.device)
         del kept.keys[call], kept.values[call]  # attention's backward has read them
-        of_others = ranks.summed(both).split([ctx.width, value_grad.shape[3]], dim=3)
+        wide = torch.promote_types(key_grad.dtype, torch.float32)
+        num_sent = (len(ranks.bounds) - 1) * ranks.num_padded
+        sent = key_grad.new_zeros(num_sent, key_grad.shape[1], sum(ctx.sizes), dtype=wide)
+        if call in kept.key_grads:
+            sent[ranks.read_index] = _as_rows(kept.key_grads.pop(call), kept.value_grads.pop(call))
+        if ctx.injects is not None and call in ctx.injects.key_grads:
+            injected = _as_rows(ctx.injects.key_grads[call], ctx.injects.value_grads[call])
+            sent.index_add_(0, ranks.padded_index, injected.to(sent))
+        of_others = _as_heads(ranks.summed(sent), ctx.sizes)
         grads = []
         for grad, more in zip((key_grad, value_grad), of_others, strict=True):
             total = grad.to(wide, copy=True)
             total[:, :, : more.shape[2]] += more
             grads.append(total.to(grad.dtype))
         return *grads, None, None, None, None
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, kept: Gateway, call: LayerCall) -> torch.Tensor:
+        ctx.kept, ctx.call = kept, call
+        ctx.save_for_backward(kept.keys.pop(call), kept.values.pop(call))
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        key, value = ctx.saved_tensors  # with activation checkpoints this computes the layer again
+        ctx.kept.keys[ctx.call], ctx.kept.values[ctx.call] = key, value
+        return grad, None, None
+
+
+def _as_rows(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """[n, H, D + Dv] from keys [1, H, n, D] and values."""
+    return torch.cat([key[0], value[0]], dim=2).transpose(0, 1)
+
+
+def _as_heads(rows: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """Keys [1, H, n, D] and values from rows [n, H, D + Dv]."""
+    return [each.contiguous() for each in rows.transpose(0, 1)[None].split(sizes, dim=3)]

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import mask_audit
-from treewise.nn.attention.context_parallel import ContextExchange, exchange
+from treewise.nn.attention.context_parallel import ContextExchange, exchange, keep
 from treewise.nn.attention.gateway import Gateway, GatewayRead, inject
 from treewise.nn.attention.implementations import implementation_named
 from treewise.nn.attention.mask import LayerRule, TreeMask
@@ -186,6 +186,8 @@ def attend(
             key, value = inject(key, value, context.injects, call)
     run = implementation_named(context.impl).run
     out = run(query, key, value, context.mask.of_layer(rule), rule, sinks, reads, call)
+    if context.exchange is not None:
+        out = keep(out, context.exchange, call)
     return out.transpose(1, 2).contiguous()
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from treewise.distributed.context import check_context_size
 from treewise.distributed.mesh import experts_fit
 from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model, gateway_bytes
 from treewise.report.analysis.plan_facts import ADAMW_VALUES
 
-AXES = ("tp", "ep", "fsdp", "dp")
+AXES = ("tp", "ep", "context", "fsdp", "dp")
 # transformers' styles that split a parameter, and the dimension (from the end) that they split of a matrix.
 _SPLIT = {
     **dict.fromkeys(("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_rowwise"), 2),
@@ -34,8 +35,9 @@ class MeshReport:
 
     processes: of all axes. bytes_whole: where parameters are sharded, those outside the layers with their gradients,
     which are whole during a step, and of the largest layer: itself, its gradients, and the next one, which FSDP2
-    gathers meanwhile. bytes_per_activation_token: an estimate. max_tokens: activations
-    that fit beside everything else and no gateways; None without the size of a GPU.
+    gathers meanwhile. bytes_per_gateway_token: keys, values and their gradients; bytes_per_read_token: keys and values
+    alone, of tokens of other processes (context). bytes_per_activation_token: an estimate. max_tokens: activations that
+    fit beside everything else, without gateways and without keys of others; None without the size of a GPU.
     """
 
     mesh: dict[str, int]
@@ -45,6 +47,7 @@ class MeshReport:
     bytes_optimizer: int
     bytes_whole: int
     bytes_per_gateway_token: int
+    bytes_per_read_token: int
     bytes_per_activation_token: int
     gpu_bytes: int | None = None
     max_tokens: int | None = None
@@ -81,6 +84,12 @@ def read_mesh(text: str) -> dict[str, int]:
             f"--mesh {text!r}: ep={sizes['ep']} must be a multiple of tp={sizes['tp']} and divide the {processes} "
             "processes (tp x fsdp x dp); change one of them."
         )
+    if processes % sizes["context"]:
+        raise ConfigError(
+            f"--mesh {text!r}: context={sizes['context']} must divide the {processes} processes (tp x fsdp x dp), each "
+            f"of which holds a copy (dp={sizes['context']}) or shards (fsdp={sizes['context']}); change one of them."
+        )
+    check_context_size(sizes["context"], processes, sizes["tp"], sizes["ep"])
     return sizes
 
 
@@ -134,6 +143,7 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
     if local_heads is None:
         raise ConfigError(f"{heads} heads of keys cannot be shared by tp={mesh['tp']} processes; give a divisor.")
     flops = flop_model(model)
+    local_values = flops.gateway_values * local_heads // heads
     gathered = whole + _WHOLE_LAYERS * largest_layer if mesh["fsdp"] > 1 else 0
     static = width * (held * (2 + ADAMW_VALUES) + gathered)
     activation = max(1, round(width * flops.activation_values * split_sizes / max(1.0, all_sizes)))
@@ -145,7 +155,8 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
         bytes_gradients=round(width * held),
         bytes_optimizer=round(width * held * ADAMW_VALUES),
         bytes_whole=round(width * gathered),
-        bytes_per_gateway_token=gateway_bytes(flops.gateway_values * local_heads // heads, dtype),
+        bytes_per_gateway_token=gateway_bytes(local_values, dtype),
+        bytes_per_read_token=width * local_values,
         bytes_per_activation_token=activation,
         gpu_bytes=gpu_bytes,
         max_tokens=room,
