@@ -156,7 +156,7 @@ class TreeTrainer(Trainer):
             reserve_bytes=optimizer_bytes(self.model, self.optimizer),
             processor=self.processing_class,
         )
-        runner.resume_budget(self._resumed and self._resumed.max_tokens)
+        runner.resume_budget(self._resumed.max_tokens if self._resumed else None)
         return runner
 
     @property
@@ -452,7 +452,7 @@ class TreeTrainer(Trainer):
             self.model = self.call_model_init(trial)
         with entered_run(self.args, self._signals):
             self._resumed = self._checkpoints.find(resume_from_checkpoint)
-            self.runner.resume_budget(self._resumed and self._resumed.max_tokens)
+            self.runner.resume_budget(self._resumed.max_tokens if self._resumed else None)
             if self.args.ranks_per_batch * self.args.ep_size > 1 and self.data_facts.num_images:
                 self.engine.refuse_images()
             if self._tree_order is not None:
