@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from treewise.bench.results import is_ours
-from treewise.bench.terminal import baselines_of, efficiency
+from treewise.bench.terminal import baselines_of, efficiency, speed_of_tree
 
 WIDTH, LABELS, ROW, GAP = 720, 190, 14, 10
 COLOURS = {"merged": "darkgray", "trl": "darkorange", "tree-recurrence": "darkorange", "tree": "steelblue"}
@@ -81,19 +81,21 @@ def _costs(rows: list[Row]) -> Iterator[str]:
     if not rows:
         return
     yield (
-        "| workload | contestant | seconds | flat tokens/s | peak, MiB | gradient error | computed tokens | key rows "
-        "| host, s |"
+        "| workload | contestant | seconds | flat tokens/s | of tree, bound | peak, MiB | gradient error "
+        "| computed tokens | key rows | host, s |"
     )
-    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
+    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     for row in rows:
         for name, found in row["contestants"].items():
             if "skipped" in found:
-                yield f"| {row['workload']} | {name} | {found['skipped']} | | | | | | |"
+                yield f"| {row['workload']} | {name} | {found['skipped']} | | | | | | | |"
                 continue
             seconds, peak = found["seconds"], found["peak_bytes"]
             error = found["gradient_error"]
+            of_tree = (speed_of_tree(row, name), found.get("bound_of_tree"))
             yield (
                 f"| {row['workload']} | {name} | {seconds['median']:.2f} | {found['flat_tokens_per_second']:,.0f} | "
+                f"{', '.join(_number(each) for each in of_tree if each is not None)} | "
                 f"{'' if peak is None else f'{peak / 2**20:,.0f}'} | {'' if error is None else f'{error:.0e}'} | "
                 f"{found['computed_tokens']:,} | {_number(found['key_rows_per_token'])} | {found['host_seconds']:.3f} |"
             )

@@ -43,6 +43,8 @@ def test_a_row_holds_what_is_promised(row: dict) -> None:
     assert row["contestants"]["flat"]["computed_tokens"] == row["flat_tokens"]
     assert row["contestants"]["tree"]["computed_tokens"] == row["tree_tokens"]
     assert row["contestants"]["tree@11"]["recomputed_tokens"] > 0
+    assert row["contestants"]["tree"]["bound_of_tree"] is None
+    assert row["contestants"]["tree@11"]["bound_of_tree"] < 1
     assert set(row["speed_up"]) == {"flat", "merged", "trl"}
     seconds = {name: found["seconds"]["median"] for name, found in row["contestants"].items()}
     assert row["speed_up"]["merged"]["tree"] == pytest.approx(seconds["merged"] / seconds["tree"])

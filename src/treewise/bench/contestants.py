@@ -43,6 +43,7 @@ class Contestant:
 
     step: forward and backward into `.grad`; returns the loss. host_seconds: what it prepares once per step on the host,
     outside of `step` or in it. key_rows_per_token: key rows that the attention of a layer reads, per computed token.
+    bound: tree FLOPs / FLOPs of the plan under a budget, the part of the speed of `tree` that recomputation leaves.
     """
 
     step: Callable[[], float]
@@ -52,6 +53,7 @@ class Contestant:
     num_micro_batches: int = 1
     num_held_tokens: int = 0
     num_recomputed_tokens: int = 0
+    bound: float | None = None
 
 
 Builders = dict[str, Callable[[], Contestant]]
@@ -186,6 +188,7 @@ def _tree(
     key_rows = _key_rows(plan, engine)
     seconds = time.perf_counter() - started
     live = max(tokens for _, tokens in plan.timeline)
+    flops = flop_model(engine.lm.model)
     _refuse_beyond(_room(engine.lm, is_checkpointed), live, engine.lm)
 
     def step() -> float:
@@ -202,6 +205,7 @@ def _tree(
         plan.num_micro_batches,
         plan.num_held_tokens,
         plan.num_recomputed_tokens,
+        None if max_tokens is None else flops.tree(forest) / flops.planned(plan),
     )
 
 

@@ -153,6 +153,7 @@ def _record(contestant: Contestant, measured: Measured, forest: Forest) -> dict[
         "micro_batches": contestant.num_micro_batches,
         "held_tokens": contestant.num_held_tokens,
         "recomputed_tokens": contestant.num_recomputed_tokens,
+        "bound_of_tree": contestant.bound,
         "peak_bytes": measured.peak_bytes,
         "gradient_error": measured.gradient_error,
         "loss": measured.loss,

@@ -8,11 +8,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from treewise.bench.results import is_ours
+
 LEGEND = """\
 flat: every trajectory a row of its own; merged: those not contained in another; -ckpt: with gradient checkpointing
 flat tokens/s: tokens that flat training would compute, per second; over X: times as fast as X
 efficiency: speed-up over flat / FLOP bound (1: all FLOPs that sharing saves are time saved)
 gradient error: relative, against the reference; computed: forwards of tokens, recomputed ones included
+of tree (bound): speed under a budget / speed of tree, and what the FLOPs of recomputed tokens leave of it
 key rows/token: keys that attention reads per token; host s: seconds in which the CPU prepares
 """
 BASELINES = ("flat", "flat-ckpt", "merged", "merged-ckpt")
@@ -27,7 +30,7 @@ def row_view(row: dict[str, Any]) -> RenderableType:
     table.add_column("contestant")
     for name in ("seconds", "flat tokens/s", *(f"over {name}" for name in (first, second) if name), "efficiency"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("peak MiB", "gradient error", "computed", "key rows/token", "host s"):
+    for name in ("of tree (bound)", "peak MiB", "gradient error", "computed", "key rows/token", "host s"):
         table.add_column(name, justify="right")
     for name, result in row["contestants"].items():
         if "skipped" in result:
@@ -56,6 +59,19 @@ def efficiency(row: dict[str, Any], name: str) -> float | None:
     return None if ratio is None else ratio / row["flop_bound"]
 
 
+def speed_of_tree(row: dict[str, Any], name: str) -> float | None:
+    """Speed of a contestant under a budget over that of `tree`; None for others, or where `tree` did not run."""
+    tree, result = row["contestants"].get("tree", {}), row["contestants"][name]
+    if not (name.partition("@")[1] and is_ours(name) and "seconds" in tree and "seconds" in result):
+        return None
+    return tree["seconds"]["median"] / result["seconds"]["median"]
+
+
+def _of_tree(row: dict[str, Any], name: str) -> str:
+    speed, bound = speed_of_tree(row, name), row["contestants"][name].get("bound_of_tree")
+    return " ".join([*([] if speed is None else [f"{speed:.2f}"]), *([] if bound is None else [f"({bound:.2f})"])])
+
+
 def _cells(row: dict[str, Any], name: str, result: dict[str, Any], first: str | None, second: str | None) -> list[str]:
     seconds = result["seconds"]
     ratios = [row["speed_up"][base].get(name) for base in (first, second) if base]
@@ -66,6 +82,7 @@ def _cells(row: dict[str, Any], name: str, result: dict[str, Any], first: str | 
         f"{result['flat_tokens_per_second']:,.0f}",
         *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         "" if of_bound is None else f"{of_bound:.2f}",
+        _of_tree(row, name),
         "" if peak is None else f"{peak / 2**20:,.0f}",
         "" if error is None else f"{error:.1e}",
         f"{result['computed_tokens']:,}",

@@ -38,6 +38,8 @@ def test_json_agrees_with_the_shapes_of_the_model(
     assert facts["bytes_per_gateway_token"] == 2 * 2 * 8 * 2 * 8
     assert facts["bytes_gateways"] == facts["peak_gateway_tokens"] * facts["bytes_per_gateway_token"]
     assert 64 / 124 < facts["relative_time"] < 84 / 124
+    # 20 of 64 tokens have a second forward, at most a third of what they cost.
+    assert 1.05 < facts["relative_tree_time"] < 1 + 20 / 64 / 3
 
 
 def test_the_predictions_say_that_they_are_predictions(
@@ -48,6 +50,7 @@ def test_the_predictions_say_that_they_are_predictions(
     assert "predicted" in out
     assert "peak memory" in out
     assert "time / flat" in out
+    assert "of the speed without a budget" in out
 
 
 def test_a_mesh_and_the_memory_of_a_gpu(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

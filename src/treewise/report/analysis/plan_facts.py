@@ -15,9 +15,10 @@ ADAMW_VALUES = 2  # moments kept per trained parameter
 class PlanReport:
     """A plan, and what it should cost on a model. Bytes and times are predictions from shapes, not measurements.
 
-    relative_time: FLOPs of the plan / FLOPs of flat training. bytes_*: of the model's dtype, gradients of gateways in
-    float32; bytes_peak adds weights, gradients, AdamW's moments, one micro-batch with what is held, the graph of the
-    images where it is kept beside (bytes_images), and the gateways.
+    relative_time: FLOPs of the plan / FLOPs of flat training; relative_tree_time: / those of the tree in one
+    micro-batch. bytes_*: of the model's dtype, gradients of gateways in float32; bytes_peak adds weights, gradients,
+    AdamW's moments, one micro-batch with what is held, the graph of the images where it is kept beside (bytes_images),
+    and the gateways.
     """
 
     max_tokens: int | None
@@ -41,6 +42,7 @@ class PlanReport:
     bytes_peak: int | None = None
     relative_time: float | None = None
     relative_leaf_time: float | None = None
+    relative_tree_time: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values under stable names."""
@@ -71,6 +73,7 @@ def report_plan(
             "bytes_peak": weights + activations + images + gateways,
             "relative_time": flops.planned(plan) / flops.flat(plan.forest),
             "relative_leaf_time": flops.planned(plan) / flops.leaf(plan.forest),
+            "relative_tree_time": flops.planned(plan) / flops.tree(plan.forest),
         }
     return PlanReport(
         max_tokens=plan.max_tokens,
