@@ -39,7 +39,7 @@ def measure_token_bytes(train: Callable[[int], None], num_layers: int, gateway: 
 
 
 def choose_budget(token_bytes: TokenBytes, free: int, device_type: str, gateway_tokens: Callable[[int], int]) -> int:
-    """The budget in tokens: those that fit into `free` bytes, halved until activations and gateways both fit.
+    """The budget in tokens: those that fit into `free` bytes, lowered by a sixteenth until gateways fit beside them.
 
     gateway_tokens: the most gateway tokens alive at a budget, as the planner computes them.
     """
@@ -48,7 +48,7 @@ def choose_budget(token_bytes: TokenBytes, free: int, device_type: str, gateway_
     while budget > MIN_TOKENS:
         if budget * token_bytes.activation + gateway_tokens(budget) * token_bytes.gateway <= usable:
             break
-        budget //= 2
+        budget -= budget // 16
     return max(budget, MIN_TOKENS)
 
 

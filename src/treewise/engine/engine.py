@@ -46,6 +46,7 @@ from treewise.nn.model_checks import (
 from treewise.nn.recurrent import peak_cuts
 from treewise.nn.router_loss import RouterCounts, RouterLoss, check_router_loss, router_loss_rule
 from treewise.objectives import SFT, Objective
+from treewise.planning.fastest import fastest_plan
 from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
 from treewise.shapes import Float
@@ -148,6 +149,8 @@ class TreeEngine:
             self._measure(forest)
         if len(forest.images):
             plan = self._costs.plan(forest, self.budget.tokens, hold=self.hold)
+        elif self.budget.setting == AUTO:
+            plan = fastest_plan(forest, self.budget.tokens, hold=self.hold)
         else:
             plan = make_plan(forest, self.budget.tokens, hold=self.hold)
         if self._batch_group is not None:

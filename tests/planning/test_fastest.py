@@ -1,0 +1,56 @@
+"""The fastest plan at or below a budget, against every budget that is tried and all others."""
+
+import numpy as np
+import pytest
+
+from treewise.planning.fastest import fastest_plan, smaller_budgets
+from treewise.planning.planner import plan
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+
+def agents(rng: np.random.Generator) -> Forest:
+    """Two agents whose turns leave their path, and a group of samples; 500 to 3,000 tokens."""
+    items = []
+    for _ in range(2):
+        path = rng.integers(3, 9_999, rng.integers(20, 200))
+        for _ in range(rng.integers(4, 16)):
+            items.append(np.concatenate([path, rng.integers(3, 9_999, rng.integers(5, 80))]))
+            path = np.concatenate([path, rng.integers(3, 9_999, rng.integers(5, 60))])
+    prompt = rng.integers(3, 9_999, rng.integers(20, 300))
+    items += [np.concatenate([prompt, rng.integers(3, 9_999, rng.integers(30, 300))]) for _ in range(4)]
+    return Forest.from_trajectories([Trajectory(ids.astype(np.int32)) for ids in items])
+
+
+def test_it_is_the_cheapest_of_those_that_take_no_more_memory():
+    rng = np.random.default_rng(0)
+    num_smaller = 0
+    for _ in range(30):
+        forest = agents(rng)
+        limit = int(forest.num_tokens * rng.choice([0.6, 0.4, 0.25, 0.15]))
+        largest, found = plan(forest, limit), fastest_plan(forest, limit)
+        tried = [largest, *(plan(forest, budget) for budget in smaller_budgets(limit))]
+        fit = [each for each in tried if needs(each, limit) <= needs(largest, limit)]
+        assert found.relative_cost == min(each.relative_cost for each in fit)
+        assert needs(found, limit) <= needs(largest, limit)
+        num_smaller += found.max_tokens < limit
+        cheapest = min(plan(forest, budget).relative_cost for budget in range(limit // 2, limit + 1, 1 + limit // 24))
+        assert found.relative_cost <= 1.03 * cheapest
+    assert num_smaller > 0
+
+
+def needs(made, limit: int) -> int:
+    """Tokens with activations and gateway tokens, as if a gateway token took as much."""
+    return min(made.max_tokens, limit) + made.peak_gateway_tokens
+
+
+@pytest.mark.parametrize("max_tokens", [None, 57, 100])
+def test_a_forest_that_fits_stays_whole(max_tokens: int | None):
+    forest = Forest.from_trajectories([Trajectory(np.arange(57, dtype=np.int32))])
+    assert fastest_plan(forest, max_tokens).is_whole
+
+
+def test_budgets_of_few_tokens():
+    assert smaller_budgets(1) == []
+    assert smaller_budgets(2) == [1]
+    assert smaller_budgets(32) == [30, 28, 26, 24]
