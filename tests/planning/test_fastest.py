@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from treewise.bench.workloads import make
 from treewise.planning.fastest import fastest_plan, smaller_budgets
 from treewise.planning.planner import plan
 from treewise.tree.forest import Forest
@@ -29,7 +30,8 @@ def test_it_is_the_cheapest_of_those_that_take_no_more_memory():
         forest = agents(rng)
         limit = int(forest.num_tokens * rng.choice([0.6, 0.4, 0.25, 0.15]))
         largest, found = plan(forest, limit), fastest_plan(forest, limit)
-        tried = [largest, *(plan(forest, budget) for budget in smaller_budgets(limit))]
+        budgets = [limit, *smaller_budgets(limit)]
+        tried = [plan(forest, budget, hold=hold) for budget in budgets for hold in ("auto", "never")]
         fit = [each for each in tried if needs(each, limit) <= needs(largest, limit)]
         assert found.relative_cost == min(each.relative_cost for each in fit)
         assert needs(found, limit) <= needs(largest, limit)
@@ -54,3 +56,10 @@ def test_budgets_of_few_tokens():
     assert smaller_budgets(1) == []
     assert smaller_budgets(2) == [1]
     assert smaller_budgets(32) == [30, 28, 26, 24]
+
+
+def test_nothing_is_held_where_pieces_then_share_a_micro_batch():
+    forest = Forest.from_trajectories(list(make("search", "cpu", 8_192).trajectories))
+    largest, found = plan(forest, 126), fastest_plan(forest, 126)
+    assert (largest.num_micro_batches, largest.num_held_tokens) == (6, 44)
+    assert (found.num_micro_batches, found.num_held_tokens) == (5, 0)

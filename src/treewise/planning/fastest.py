@@ -12,9 +12,9 @@ SIXTEENTHS, NUM_SMALLER = 16, 4
 def fastest_plan(forest: Forest, max_tokens: int | None, *, hold: str = "auto") -> Plan:
     """The plan of the least `relative_cost` for budgets of at most `max_tokens`, with no more memory than that.
 
-    A smaller budget may fill its micro-batches better. It is taken where the gateways that it adds are no more tokens
-    than it saves: a gateway token takes less than a token with activations. Of equal ones the largest. Deterministic:
-    it depends on the forest and the arguments alone. Arguments as in `plan`.
+    Holding nothing may fill micro-batches better, and so may a smaller budget, which is taken where the gateways that
+    it adds are no more tokens than it saves: a gateway token takes less than a token with activations. Of equal plans
+    that of the largest budget. Deterministic: it depends on the forest and the arguments alone. Arguments as in `plan`.
 
     Raises:
         PlanError: see `treewise.plan`.
@@ -23,11 +23,13 @@ def fastest_plan(forest: Forest, max_tokens: int | None, *, hold: str = "auto") 
     if max_tokens is None or largest.is_whole:
         return largest
     candidates = [largest]
-    for budget in smaller_budgets(max_tokens):
+    for budget in [max_tokens, *smaller_budgets(max_tokens)]:
         if budget >= forest.images.largest:
-            candidate = plan(forest, budget, hold=hold)
-            if candidate.peak_gateway_tokens - largest.peak_gateway_tokens <= max_tokens - budget:
-                candidates.append(candidate)
+            found = [] if budget == max_tokens else [plan(forest, budget, hold=hold)]
+            if hold == "auto" and (found or candidates)[0].num_held_tokens:
+                found.append(plan(forest, budget, hold="never"))
+            room = largest.peak_gateway_tokens + max_tokens - budget
+            candidates += [each for each in found if each.peak_gateway_tokens <= room]
     return min(candidates, key=attrgetter("relative_cost"))
 
 

@@ -17,8 +17,7 @@ from treewise.planning.bin_packing import best_fit
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import Segments
 
-# Relative costs. A micro-batch beyond its tokens, in tokens of forward and backward: adding up all weight gradients,
-# and few rows in wide matrices. A token's forward, of its forward and backward; that of a micro-batch likewise.
+# Relative costs. A micro-batch, in tokens of forward and backward; a token's forward, of its forward and backward.
 TOKENS_PER_LAUNCH = 64
 FORWARD_FRACTION = 1 / 3
 # The backward of attention in forwards (FlashAttention-2, arXiv 2307.08691, recomputes the scores); a pair's forward.
@@ -206,7 +205,7 @@ class _Cut:
         if self.hold == "always":
             return True
         launches_held = 1 + len(best_fit(sizes.tolist(), room))
-        launches_twice = 1 + FORWARD_FRACTION + len(best_fit(sizes.tolist(), self.budget))
+        launches_twice = 2 + len(best_fit(sizes.tolist(), self.budget))
         return TOKENS_PER_LAUNCH * (launches_held - launches_twice) <= FORWARD_FRACTION * size
 
     def trunk_of_pieces(self) -> np.ndarray:

@@ -281,26 +281,18 @@ def plan(forest: Forest | Sequence[Forest], max_tokens: int | None = None, *, ho
     if max_tokens is None or whole.num_tokens <= max_tokens:
         everything = MicroBatch(np.array([[0, whole.num_tokens]]), (), is_open=False, is_held=False)
         return Plan(whole, max_tokens, (everything,), (Pass(TRAIN, 0),))
-    cut = _cut_and_packed(whole, int(max_tokens), hold)
-    if hold == "auto" and cut.num_held_tokens:
-        # Held micro-batches leave less room to pieces of other parts of the tree, which no single choice regards.
-        return min(cut, _cut_and_packed(whole, int(max_tokens), "never"), key=lambda each: each.relative_cost)
-    return cut
-
-
-def _cut_and_packed(whole: Forest, max_tokens: int, hold: str) -> Plan:
-    cut = partition(whole, max_tokens, hold)
-    fewest = _assemble(whole, max_tokens, cut, best_fit)
+    cut = partition(whole, int(max_tokens), hold)
+    fewest = _assemble(whole, int(max_tokens), cut, best_fit)
     if not cut.trunks:
         return fewest
     # Mixing far-apart pieces keeps more gateways alive than one path needs: beyond a few budgets, pieces stay in
     # order if that adds at most 2 % of the micro-batches, or at most one to the lower bound of any packing.
-    if fewest.peak_gateway_tokens <= _longest_open_path(cut) + 4 * max_tokens:
+    if fewest.peak_gateway_tokens <= _longest_open_path(cut) + 4 * int(max_tokens):
         return fewest
     num_fewest = fewest.num_closed_micro_batches
-    at_most = max(num_fewest + num_fewest // 50, 1 - int(-cut.piece_size.sum() // max_tokens))
+    at_most = max(num_fewest + num_fewest // 50, 1 - int(-cut.piece_size.sum() // int(max_tokens)))
     for num_open_bins in NUM_OPEN_BINS:
-        near = _assemble(whole, max_tokens, cut, partial(in_order, num_open_bins=num_open_bins))
+        near = _assemble(whole, int(max_tokens), cut, partial(in_order, num_open_bins=num_open_bins))
         if near.num_closed_micro_batches <= at_most:
             return min((fewest, near), key=lambda candidate: candidate.peak_gateway_tokens)
     return fewest
