@@ -105,7 +105,7 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     leaf = f"{report.relative_leaf_time:.3f}  {1 / report.relative_leaf_time:.2f} times faster by FLOPs"
     table.add_row("time / flat leaves", leaf)
     if report.relative_tree_time is not None and report.num_micro_batches > 1:
-        speed = f"at most {1 / report.relative_tree_time:.2f} of the speed without a budget"
+        speed = f"at most {1 / report.relative_tree_time:.2f} of its speed"
         table.add_row("time / one micro-batch", f"{report.relative_tree_time:.3f}  {speed}")
     return Group(description, table)
 

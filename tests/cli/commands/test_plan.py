@@ -50,7 +50,7 @@ def test_the_predictions_say_that_they_are_predictions(
     assert "predicted" in out
     assert "peak memory" in out
     assert "time / flat" in out
-    assert "of the speed without a budget" in out
+    assert "time / one micro-batch" in out
 
 
 def test_a_mesh_and_the_memory_of_a_gpu(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
