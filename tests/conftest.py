@@ -195,7 +195,7 @@ REPRESENTATIVES = {
     "objectives/test_objectives.py::test_policy_gradients": ("reinforce masked", "grpo per rollout", "gspo with all"),
     "rl/online/test_practice.py::test_a_killed_run_draws_as_an_undisturbed_one": ("dynamic", "gain_x_learnability"),
     "test_cuda_pretend.py::test_the_host_waits_once_in_a_step": ("llama4_text",),
-    "trainer/test_meshes.py::test_a_process_that_dies_ends_the_run": ("context",),
+    "trainer/test_meshes.py::test_a_lost_process_ends_the_run_which_then_goes_on_to_the_same_bits": ("context-1-9",),
     "trainer/test_ranks.py::test_two_processes_train_like_one": ("ddp", "sharded", "routers sharded"),
     "trainer/test_ranks.py::test_one_process_goes_on_where_two_stopped": ("sharded",),
     "trainer/test_ranks.py::test_a_signal_to_one_process_ends_and_saves_all": ("signalled-3",),
