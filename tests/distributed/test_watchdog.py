@@ -71,3 +71,13 @@ def test_errors_that_are_not_of_collective_operations_stay_as_they_are(watched):
     with pytest.raises(RuntimeError, match="the moon is full") as caught, watched[0].explaining(7):
         raise RuntimeError("the moon is full")
     assert not isinstance(caught.value, LostRankError)
+
+
+@pytest.mark.parametrize("error", [CLOSED, TIMED_OUT])
+def test_without_an_answer_of_the_store_the_process_that_holds_it_is_named(monkeypatch, error):
+    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog.ranks, "count", lambda: 4)
+    monkeypatch.setattr(watchdog.ranks, "own", lambda: 1)
+    with pytest.raises(LostRankError) as caught, Watchdog().explaining(7):
+        raise RuntimeError(error)
+    assert re.findall(r"(?i)rank ([02-9])", str(caught.value)) == ["0"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import signal
 from datetime import timedelta
 
@@ -44,6 +45,7 @@ TIMEOUT = timedelta(seconds=8)
 FAULTS = [
     *((name, 1, how) for name in TWO for how in (signal.SIGKILL, signal.SIGSTOP)),
     *(("tensor of four", 0, signal.SIGKILL), ("tensor of four", 3, signal.SIGSTOP)),
+    *(("context", 0, how) for how in (signal.SIGKILL, signal.SIGSTOP)),
 ]
 
 
@@ -188,6 +190,7 @@ def test_a_lost_process_ends_the_run_which_then_goes_on_to_the_same_bits(tmp_pat
     for rank in set(range(num_ranks)) - {victim}:
         said = (tmp_path / f"said{rank}").read_text()
         assert f"rank {victim}" in said.lower(), said
+        assert not re.search(rf"rank [^{victim}] (does not answer|failed: its process)", said, re.IGNORECASE), said
         assert how == signal.SIGKILL or f"waited {TIMEOUT.seconds} s (ddp_timeout)" in said, said
 
     def go_on():

@@ -39,7 +39,7 @@ class Watchdog:
         self._is_over = threading.Event()
         self._own_failure: str | None = None
         self._failure: str | None = None  # of another process
-        self._is_asking = False
+        self._is_asking = self._has_asked = False
         self._locations: dict[int, str] = {}  # rank -> the line that it is at
         self._thread: threading.Thread | None = None
 
@@ -95,6 +95,8 @@ class Watchdog:
         until = time.monotonic() + _ANSWER_SECONDS
         while self._failure is None and len(self._locations) < ranks.count() - 1 and time.monotonic() < until:
             time.sleep(0.05)
+        if not self._has_asked and ranks.own() != 0:
+            return [0], []  # the store, through which all are asked, is there, and did not answer either
         silent = sorted(set(range(ranks.count())) - set(self._locations) - {ranks.own()})
         return silent, [f"Rank {rank} is at {line}." for rank, line in sorted(self._locations.items())]
 
@@ -119,6 +121,7 @@ class Watchdog:
             store.set("question", "")
             others = set(range(ranks.count())) - {ranks.own()}
             self._locations = {rank: store.get(str(rank)).decode() for rank in others if store.check([str(rank)])}
+            self._has_asked = True
         if store.check(["question"]):
             store.set(str(ranks.own()), "the same wait" if self._is_asking else _current_line())
 
