@@ -1,9 +1,9 @@
 """When a budget on one device is the better choice than `context_size`: memory and CPU time of one step on one tree.
 
 Each contestant runs in processes forked from this one, on one thread each, by gloo: memory is the peak resident set of
-the process that needs most, above the model with its gradients; CPU seconds are the sum over processes, the least of
-three steps, without the warm-up. `predicted` is what `treewise plan --mesh context=2,dp=2` counts for activations, keys
-of other processes and gateways.
+the process that needs most, above the model with its gradients, in a first step, in which bytes are counted, too; CPU
+seconds are the sum over processes, the less of two further steps. `predicted` is what `treewise plan` counts with
+`--mesh context=2,dp=2`: activations, keys of other processes and gateways.
 
     python benchmarks/bench_context.py [--wall]
 
@@ -13,6 +13,7 @@ of other processes and gateways.
 import argparse
 import tempfile
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from treewise.report import report_context, report_mesh
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-VOCABULARY, NUM_STEPS = 2_048, 3
+VOCABULARY = 2_048
 # Processes, budget as a part of the tree (None: none), activation checkpoints.
 CONTESTANTS: list[tuple[int, float | None, bool]] = [
     *((1, part, False) for part in (None, 1 / 2, 1 / 4)),
@@ -50,12 +51,12 @@ def the_model() -> torch.nn.Module:
 
 
 def trees() -> dict[str, Forest]:
-    """Two trees of 6,144 tokens: a path of 4,096 that eight branches of 256 leave, and twenty answers to one prompt."""
+    """Two trees of 4,096 tokens: a path of 3,072 that four branches of 256 leave, and twelve answers to one prompt."""
     rng = np.random.default_rng(0)
-    path = rng.integers(3, VOCABULARY, 4_096)
-    branches = [np.concatenate([path[:cut], rng.integers(3, VOCABULARY, 256)]) for cut in range(512, 4_097, 512)]
+    path = rng.integers(3, VOCABULARY, 3_072)
+    branches = [np.concatenate([path[:cut], rng.integers(3, VOCABULARY, 256)]) for cut in range(512, 2_049, 512)]
     prompt = rng.integers(3, VOCABULARY, 1_024)
-    answers = [np.concatenate([prompt, rng.integers(3, VOCABULARY, 256)]) for _ in range(20)]
+    answers = [np.concatenate([prompt, rng.integers(3, VOCABULARY, 256)]) for _ in range(12)]
     rows = {"long path": [*branches, path], "answers": answers}
     return {name: Forest.from_trajectories([Trajectory(ids) for ids in each]) for name, each in rows.items()}
 
@@ -70,18 +71,20 @@ def measure(forest: Forest, size: int, budget: int | None, *, checkpoints: bool)
     engine.step([Trajectory(np.arange(3, 67))])  # gradients and the probe, before the baseline is taken
     found: dict[str, Any] = {"cpu": [], "wall": []}
     device = torch.device("cpu")
-    for step in range(NUM_STEPS):
+    for is_timed in (False, True, True):
         model.zero_grad(set_to_none=False)
         before = peak_bytes(device, reset=True)
+        mode = Collectives()
         cpu, wall = time.process_time(), time.perf_counter()
-        out = engine.step(forest)
-        found["cpu"].append(time.process_time() - cpu)
-        found["wall"].append(time.perf_counter() - wall)
-        if step == 0:
-            found |= {"peak": peak_bytes(device) - before, "computed": out.num_computed_tokens, "loss": out.loss}
-    with Collectives() as mode:
-        engine.step(forest)
-    found["sent"] = sum(value for kind, value in mode.sent.items() if kind in ("all_gather", "reduce_scatter"))
+        with nullcontext() if is_timed else mode:
+            out = engine.step(forest)
+        if is_timed:
+            found["cpu"].append(time.process_time() - cpu)
+            found["wall"].append(time.perf_counter() - wall)
+        else:
+            sent = sum(value for kind, value in mode.sent.items() if kind in ("all_gather", "reduce_scatter"))
+            peak = peak_bytes(device) - before
+            found |= {"peak": peak, "sent": sent, "computed": out.num_computed_tokens, "loss": out.loss}
     return found
 
 
