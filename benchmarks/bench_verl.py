@@ -22,7 +22,7 @@ from tree_shapes import recorded
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-MIN_PREFIX = 8  # PrefixSharing's `min_prefix_len`
+MIN_PREFIX = 8  # `min_prefix_len` in PrefixSharing's published configuration; 1 in its code gives the tree's tokens
 SIZES = (4, 8, 16, 32)
 EVERY = 8  # of the recorded trees, so that the counts take a minute
 

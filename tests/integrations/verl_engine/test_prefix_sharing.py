@@ -5,6 +5,7 @@ All runs of one number of processes take place in the same forked ones. Skipped 
 """
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +51,8 @@ def run_all(folder, cases):
 
 def refusals(folder):
     """The message of each error."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+
     told = {}
 
     def tell(name, change, family="llama"):
@@ -66,6 +69,10 @@ def refusals(folder):
     tell("no fused kernels", set_of("model_config", "use_fused_kernels", value=False))
     tell("not fused", lambda engine: delattr(engine.module, "_verl_fused_kernels_backend"))
     tell("offloading", set_of("model_config", "enable_activation_offload", value=True))
+    tell("tiles", set_of("model_config", "tiled_mlp", {"enabled": True}))
+    tell("more tokens at a time", set_of("model_config", "mtp", SimpleNamespace(enable=True)))
+    tell("routers", set_of("engine_config", "router_replay", SimpleNamespace(mode="R2")))
+    tell("critic", lambda engine: setattr(engine, "__class__", FSDPEngineWithValueHead))
     tell("own unit", lambda _: None, "untied")
     tell("no model", lambda engine: setattr(engine, "module", None))
     engine = verl_runs.engine_of(folder / "llama")
@@ -133,6 +140,10 @@ def test_log_probs_and_entropies_are_those_of_each_row_alone(runs):
         ("no fused kernels", "actor_rollout_ref.model.use_fused_kernels=True"),
         ("not fused", "fused_kernel_options.impl_backend must be torch"),
         ("offloading", "actor_rollout_ref.model.enable_activation_offload counts on forwards of flat rows"),
+        ("tiles", "actor_rollout_ref.model.tiled_mlp.enabled counts on forwards of flat rows"),
+        ("more tokens at a time", "actor_rollout_ref.model.mtp.enable counts on forwards of flat rows"),
+        ("routers", "actor_rollout_ref.actor.router_replay counts on forwards of flat rows"),
+        ("critic", "found a FSDPEngineWithValueHead"),
         ("own unit", "use a model with tied embeddings"),
         ("no model", "call engine.initialize() first"),
         ("budget", "set ppo_micro_batch_size_per_gpu"),
