@@ -16,7 +16,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor, distribute_tensor
-from trl.trainer.utils import add_fused_lm_head
 
 from tests.trainer.forked_ranks import free_port
 from tests.trainer.helpers import in_child
@@ -240,6 +239,8 @@ def check_line(model):
     """Log-probs of TRL's head with and without the line, which compares the rows of all processes."""
     rows = torch.arange(3, 11).repeat(3, 1)
     rows[:, 6:] += torch.arange(3)[:, None]
+    from trl.trainer.utils import add_fused_lm_head  # the tests of verl import this file beside another TRL
+
     add_fused_lm_head(model)
     flat = model(rows, labels=rows, fused_lm_head=True).log_probs
     sharing = share_prefixes(model, 9)
