@@ -2,6 +2,7 @@
 
     python -m tests.capability            # all families; writes the table and the pages; what `make models` runs
     python -m tests.capability llama ...  # these alone; prints, writes nothing
+    python -m tests.capability --write llama ...  # these alone; writes them beside the stored others
 
 A family is supported when loss and whole gradient equal flat training's to a relative 1e-5 in float32, as one
 micro-batch by the reference and by the implementation of this device, and in parts by two budgets; and when the
@@ -28,7 +29,7 @@ from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import UnsupportedModelError
 from treewise.nn import recurrent
 from treewise.nn.attention import observe_masks
-from treewise.nn.support_table import FILE, REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable
+from treewise.nn.support_table import FILE, REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable, own_table
 from treewise.testing.families import causal_families, image_families, tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
@@ -37,6 +38,41 @@ WRONG, BROKEN = "wrong", "broken"
 TOLERANCE = 1e-5
 RUNS = (("reference", None), ("auto", None), ("auto", 17), ("auto", 5))
 ROOT = Path(__file__).parents[1]
+_WHOLE = "its decoder is a whole language model with a head of its own, of which trees cannot take the decoder alone"
+_CODES = "turns images into tokens by a map of codes (vocabulary_map) that only a checkpoint holds"
+_TIMM = "its tower is a model of the library timm, which is not installed where this table is made"
+_QFORMER = "its Q-Former reads the image together with an instruction, so features belong to a text, not to an image"
+_ORDER = "its tower gives an image other features when it comes after another in the same call"
+# What families do that trees cannot, or what a small model of them lacks, where others' exceptions do not tell.
+SENTENCES = {
+    "blip-2": _WHOLE,
+    "chameleon": _CODES,
+    "deepseek_ocr2": "transformers builds no small model of it without the parts of its tower's configuration",
+    "doge": "adds a learned mask of its own to that of its attention, which a tree cannot replace",
+    "dots3_note": "its configuration sets layers 25 to 41 one by one, so no small model of it can be built",
+    "emu3": _CODES,
+    "evolla": "reads proteins; transformers has no class of images and text for it",
+    "fast_vlm": _TIMM,
+    "florence2": "is an encoder-decoder, whose encoder reads text and image in both directions",
+    "gemma3n": _TIMM,
+    "git": "puts the image's tokens before the text and builds one mask for both, which a tree cannot replace",
+    "glm5_next": "its layers attend to tokens that an index chooses (DSA), which cannot follow a tree",
+    "granite4_vision": "needs the list of layers that take features of images, without which no model of it is built",
+    "idefics": "reads images by cross-attention in layers of its own, which need pixels in every forward",
+    "instructblip": _QFORMER,
+    "instructblipvideo": _QFORMER,
+    "kosmos-2": _WHOLE,
+    "kosmos-2.5": _WHOLE,
+    "llama4": _WHOLE,
+    "minicpmv4_6": _ORDER,
+    "minicpmv4_7": _ORDER,
+    "mllama": "reads images by cross-attention in layers of its own; no tokens stand for them",
+    "molmo2": "its forward asks which tokens are images (mm_token_type_ids) on text alone, too, as a tree does not",
+    "muse_spark": "its tower has stages of several widths and depths, of which no small model is built by rule",
+    "ovis2": "writes rows of its visual vocabulary over the tokens around an image, beside the features of the image",
+    "perception_lm": _TIMM,
+    "pp_formulanet": "is an encoder-decoder, whose decoder reads the image by cross-attention",
+}
 MARK = "<!-- the table below is made by tests/capability.py -->\n"
 
 
@@ -58,12 +94,13 @@ def examine(family: str) -> Capability:
     try:
         model = tiny_model(family)
     except Exception as error:  # whatever transformers raises for a configuration that it cannot build
-        return Capability(family, UNTRIED, reason=_first_line(error))
+        return Capability(family, UNTRIED, reason=SENTENCES.get(family) or _first_line(error))
     name = type(model).__name__
     try:
         error = largest_error(model)
     except UnsupportedModelError as refusal:
-        return Capability(family, REFUSED, name, str(refusal).removesuffix(" Supported models: docs/models.md."))
+        reason = SENTENCES.get(family) or str(refusal).removesuffix(" Supported models: docs/models.md.")
+        return Capability(family, REFUSED, name, reason)
     except Exception as fault:
         return Capability(family, BROKEN, name, _first_line(fault))
     status = SUPPORTED if error < TOLERANCE else WRONG
@@ -77,6 +114,8 @@ def with_images(row: Capability) -> Capability:
         with every_family_admitted():
             error = image_error(image_model(row.family))
     except Exception as fault:  # of many models
+        if row.family in SENTENCES:
+            return replace(row, image_reason=SENTENCES[row.family])
         is_named = isinstance(fault, UnsupportedModelError | NotImplementedError)
         reason = " ".join(str(fault).split()).removesuffix(" Supported models: docs/models.md.")
         return replace(row, image_reason=reason[:300] if is_named else _first_line(fault))
@@ -131,13 +170,17 @@ def main(families: list[str]) -> int:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     rows = []
-    for family in families or [*causal_families(), *image_families()]:
+    writes_some = families[:1] == ["--write"]
+    for family in families[writes_some:] or [*causal_families(), *image_families()]:
         rows.append(examine(family))
         row = rows[-1]
         print(
             f"{family:28} {row.status:10} {row.error or row.reason} {row.image_error or row.image_reason}", flush=True
         )
-    if not families:
+    if writes_some:
+        new = {row.family: row for row in rows}
+        write(CapabilityTable(transformers.__version__, tuple(new.get(row.family, row) for row in own_table().rows)))
+    elif not families:
         write(CapabilityTable(transformers.__version__, tuple(rows)))
     return 1 if any(row.status in (WRONG, BROKEN) for row in rows) else 0
 

@@ -7,15 +7,16 @@ real pictures and the processors of the families that it names.
 
 import hashlib
 import inspect
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.vision_models import FAMILIES, IMAGE_TOKEN, png
@@ -24,6 +25,8 @@ from treewise.data.images import decoded
 from treewise.nn.flops import flop_model
 from treewise.nn.model import base_model, split_model
 from treewise.nn.vision import tower, vision_model
+from treewise.nn.vision.pixel_forms import Form, pixel_forms
+from treewise.nn.vision.pixels import feature_rows
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.tree.images import ImageSpan
@@ -39,7 +42,6 @@ HISTORIES = (
     [(9, 6), (10, 3)],
 )
 Tensors = dict[str, torch.Tensor]
-Layout = Callable[[np.random.Generator], Tensors]  # the tensors of one image
 SIDE = 16  # pixels of an image
 _PINPOINTS = {"image_grid_pinpoints": [[16, 16], [16, 32]]}
 # What a tiny model of a family needs to have images, beyond `vision_models.FAMILIES`.
@@ -50,6 +52,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cosmos3_omni": {"vision_config": {"deepstack_visual_indexes": [0]}},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 61, "vision_end_token_id": 62, "audio_start_token_id": 63},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 61, "vision_end_token_id": 62, "audio_start_token_id": 63},
+    "kimi_k25": {"projection_hidden_size": 32},
+    "granite_docling": {"vision_config": {"patch_size": 4, "scale_factor": 2, "deepstack_visual_indexes": [0]}},
+    "llama4": {
+        "vision_config": {
+            **{"intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+        }
+    },
+    "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 32},
+    "shieldgemma2": FAMILIES["gemma3"].changes,
     "janus": {"vision_config": {"projection_dim": 32}},
     "llava_next": _PINPOINTS,
     "llava_next_video": _PINPOINTS,
@@ -63,14 +74,14 @@ class RandomPixels:
 
     model_input_names = ("pixel_values",)
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, form: Form) -> None:
+        self._form = form
 
     def __call__(self, images: list[Any], return_tensors: str = "pt") -> Tensors:
         """The tensors of PIL images, joined."""
         assert return_tensors == "pt"
         seeds = [int.from_bytes(hashlib.sha256(each.tobytes()).digest()[:4], "big") for each in images]
-        parts = [self._layout(np.random.default_rng(seed)) for seed in seeds]
+        parts = [self._form(partial(_random, np.random.default_rng(seed))) for seed in seeds]
         return {name: tower.join([part[name] for part in parts], name, parts[0].keys()) for name in parts[0]}
 
 
@@ -120,15 +131,24 @@ def image_error(model: nn.Module) -> float:
     return float(np.max(errors))
 
 
-def cost_ratio(model: nn.Module) -> float:
-    """Predicted over counted FLOPs of the tower's forward for one image."""
+def cost_ratios(model: nn.Module) -> tuple[float, float]:
+    """Predicted over counted FLOPs of tower and projector for one image: forward, and backward.
+
+    Attention is counted as two products, forward, and four backward; of the predicted backward too.
+    """
     processor, num_rows = random_pixels(model)
     vision, costs = vision_model(split_model(model)), flop_model(model).vision
     assert costs is not None
     pixels = processor([decoded(A, "test")])
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        vision.encode([pixels], [num_rows], ["a"])
-    return float(costs.forward(np.array([num_rows]))[0]) / counter.get_total_flops()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        features = vision.encode([pixels], [num_rows], ["a"])
+        forward = counter.get_total_flops()
+        torch.autograd.backward(features, [torch.ones_like(each) for each in features])
+    rows = np.array([num_rows])
+    linear = replace(costs, attention=(0.0, 0.0))
+    attention = float((costs.forward(rows) - linear.forward(rows))[0])
+    backward = float((linear.step(rows) - linear.forward(rows))[0]) + 2 * attention
+    return float(costs.forward(rows)[0]) / forward, backward / (counter.get_total_flops() - forward)
 
 
 def random_pixels(model: nn.Module) -> tuple[RandomPixels, int]:
@@ -140,8 +160,8 @@ def random_pixels(model: nn.Module) -> tuple[RandomPixels, int]:
     vision = vision_model(split_model(model))
     known = inspect.signature(vision.module.get_image_features).parameters
     faults = []
-    for layout in _layouts(base_model(model).config, known):
-        tensors = layout(np.random.default_rng(0))
+    for form in pixel_forms(base_model(model).config, known, (SIDE, 2 * SIDE), merged_side=2):
+        tensors = form(partial(_random, np.random.default_rng(0)))
         try:
             with torch.no_grad():
                 output = vision.module.get_image_features(
@@ -150,76 +170,10 @@ def random_pixels(model: nn.Module) -> tuple[RandomPixels, int]:
         except Exception as fault:  # of many models
             faults.append(f"{type(fault).__name__}: {' '.join(str(fault).split())[:80]}")
             continue
-        rows = output.pooler_output
-        if rows is None:
-            raise NotImplementedError("its get_image_features gives no pooler_output")
+        rows = feature_rows(output)
         parts = [rows] if isinstance(rows, torch.Tensor) else list(rows)
-        return RandomPixels(layout), sum(each.reshape(-1, each.shape[-1]).shape[0] for each in parts)
+        return RandomPixels(form), sum(each.reshape(-1, each.shape[-1]).shape[0] for each in parts)
     raise NotImplementedError("its tower takes none of the forms of pixels that were tried: " + faults[0])
-
-
-def _layouts(config: Any, arguments: Mapping[str, inspect.Parameter]) -> Iterator[Layout]:
-    """Forms of pixels, by the tower's arguments: those without a default first, then with the others."""
-    required = {name for name, each in arguments.items() if each.default is inspect.Parameter.empty}
-    for known in dict.fromkeys((frozenset(required), frozenset(arguments))):
-        yield from _patches(config, known)
-        for side, num_tiles in itertools.product((SIDE, 2 * SIDE), (None, 1, 2)):
-            yield partial(_tiles, known, side, num_tiles)
-
-
-def _tiles(known: frozenset[str], side: int, num_tiles: int | None, rng: np.random.Generator) -> Tensors:
-    """A square image, alone or as some tiles, with what else a tower may take of it."""
-    tiles = () if num_tiles is None else (num_tiles,)
-    tensors = {"pixel_values": _random(rng, 1, *tiles, 3, side, side)}
-    more = {
-        "image_sizes": torch.tensor([[side, side]]),
-        "pixel_attention_mask": torch.ones(1, *tiles, *(() if num_tiles is None else (side, side)), dtype=torch.bool),
-        "high_res_pixel_values": _random(rng, 1, 3, side, side),
-    }
-    return tensors | {name: value for name, value in more.items() if name in known}
-
-
-def _patches(config: Any, known: frozenset[str]) -> Iterator[Layout]:
-    """An image that is cut into patches before the tower."""
-    vision = getattr(config, "vision_config", None) or config
-    patch, depth, merge = (
-        value[0] if isinstance(value, list | tuple) else value
-        for value in (
-            getattr(vision, "patch_size", None) or 4,
-            getattr(vision, "temporal_patch_size", None) or 1,
-            getattr(vision, "spatial_merge_size", None)
-            or getattr(config, "spatial_merge_size", None)
-            or getattr(vision, "merge_kernel_size", None)
-            or getattr(vision, "pooling_kernel_size", None)
-            or 2,
-        )
-    )
-    side = 2 * merge
-    shapes = {
-        "image_grid_thw": torch.tensor([[1, side, side]]),
-        "spatial_shapes": torch.tensor([[side, side]]),
-        "target_sizes": torch.tensor([[8, 8]]),
-        "image_merge_sizes": torch.tensor([merge]),
-        "image_position_ids": torch.cartesian_prod(torch.arange(side), torch.arange(side))[None],
-    }
-    found = {name: shapes[name] for name in shapes.keys() & known}
-    if "pixel_attention_mask" in known:
-        found["pixel_attention_mask"] = torch.ones(1, side**2, dtype=torch.long)
-    if not found.keys() & shapes.keys():
-        return
-    shapes_of_patches = (
-        ((side**2, 3 * depth * patch**2), (side**2, 3 * patch**2), (side**2, 3, patch, patch))
-        if "image_grid_thw" in found
-        else ((1, side**2, 3 * patch**2), (1, side**2, 3 * (patch * merge) ** 2))
-    )
-    if "target_sizes" in found:
-        shapes_of_patches = ((1, 3, patch, 64 * patch),)
-    for shape in shapes_of_patches:
-        yield partial(_with_patches, found, shape)
-
-
-def _with_patches(found: Tensors, shape: tuple[int, ...], rng: np.random.Generator) -> Tensors:
-    return {"pixel_values": _random(rng, *shape), **found}
 
 
 def _random(rng: np.random.Generator, *shape: int) -> torch.Tensor:

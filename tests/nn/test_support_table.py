@@ -86,6 +86,14 @@ def test_a_refusal_names_a_reason() -> None:
     assert all(len(row.reason) > 20 for row in TABLE.rows if row.status != SUPPORTED)
 
 
+def test_refusals_of_families_with_images_are_sentences_not_exceptions_of_others() -> None:
+    raw = re.compile(r"\w+Error\b|fails on a tree|cannot be built|forms of pixels")
+    for family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        row = TABLE.find(family)
+        assert row is not None
+        assert not raw.search(row.reason + row.image_reason), row
+
+
 def test_a_table_survives_its_file(tmp_path) -> None:
     path = tmp_path / "table.json"
     TABLE.save(path)

@@ -118,7 +118,7 @@ class FlopModel:
         positions = np.concatenate([np.zeros(0, dtype=np.int64), *again])
         depth = plan.forest.depth[positions].astype(np.int64)
         total = self.linear * len(depth) + self._pairs(depth + 1, depth)
-        if self.vision is not None and self.vision.linear_backward and not self.keeps_images(plan):
+        if self.vision is not None and self.vision.is_trained and not self.keeps_images(plan):
             total += float(self.vision.forward(self._distinct_rows(plan.forest)).sum())
         return total
 

@@ -61,14 +61,19 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch",
         "torch.utils._python_dispatch",
-        ("nn/attention/mask_audit.py",),
-        "TorchDispatchMode: mask functions run on the CPU whatever tensors they index",
+        ("nn/attention/mask_audit.py", "nn/vision/tower_flops.py"),
+        "TorchDispatchMode: mask functions run on the CPU whatever tensors they index, towers on shapes alone",
     ),
-    PrivateName("torch", "torch.utils._pytree", ("nn/attention/mask_audit.py",), "tree_map_only, beside it"),
+    PrivateName(
+        "torch",
+        "torch.utils._pytree",
+        ("nn/attention/mask_audit.py", "nn/vision/tower_flops.py"),
+        "tree_map_only and tree_leaves, beside it",
+    ),
     PrivateName(
         "transformers",
         "_attn_implementation",
-        ("nn/attention/interface.py",),
+        ("nn/attention/interface.py", "nn/vision/tower_flops.py"),
         "the implementation that a model had before; read through the module's configuration at every call",
     ),
     PrivateName(

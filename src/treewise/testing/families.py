@@ -133,6 +133,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "big_bird": _IS_DECODER,
     "camembert": _IS_DECODER,
     "data2vec-text": _IS_DECODER,
+    "cosmos3_edge": {
+        "text_config": _MROPE,
+        **{"image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57},
+    },
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": 2},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
@@ -140,7 +144,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "electra": {**_IS_DECODER, "embedding_size": 32},
     "ernie": _IS_DECODER,
     "falcon_h1": {"mamba_d_ssm": 64},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 24], **_MROPE},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [24, 24],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+    },
     "gemma4": {"text_config": {"global_head_dim": 8}},
     "gemma4_text": {"global_head_dim": 8},
     "gemma4_unified": {"text_config": {"global_head_dim": 8}},
@@ -162,6 +169,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3},
     "granitemoe": {"logits_scaling": 3.0},
     "hyperclovax": {"logits_scaling": 1.7},
+    "hunyuan_vl": {
+        "text_config": {
+            "rope_parameters": {
+                **{"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0, "rope_theta": 10000.0},
+                "xdrope_section": [1, 1, 1, 1],
+            }
+        }
+    },
+    "inkling2": {"vision_config": {"text_hidden_size": 32}},
     "lfm2": _SHORT_CONVOLUTIONS,
     "lfm2_moe": _SHORT_CONVOLUTIONS,
     "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention"]},
@@ -187,6 +203,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax": {"sliding_window": None},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"]},
     "modernbert-decoder": {"local_attention": 8},
+    "molmo2": {"vision_config": {"image_size": [16, 16]}, "adapter_config": {"vision_feature_layer": [1, 0]}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "mpt": {"attn_config": {"attn_pdrop": 0}},
     "phi3": {"sliding_window": None},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},

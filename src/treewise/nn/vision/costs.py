@@ -1,49 +1,49 @@
-"""What tower and projector cost for an image, from a model's configuration and the shapes of its parameters.
+"""What tower and projector cost for an image, by its feature rows.
 
-An image of R feature rows is R * patches_per_row patches. The tower's matrices and attention see the patches, the
-projector's matrices the rows. Class tokens, resizing of positions and pooling heads are left out.
+Products are counted for images of two sizes (`tower_flops`). From these FLOPs are `a * rows + b * rows**2`: weights
+see each patch, attention pairs of patches. For a tower that takes squares of one size (tiles), `b` is 0.
 
 Letters: I images, R feature rows of one.
 """
 
-import inspect
-import re
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from treewise.nn.vision.pixels import image_token_of
+from treewise.nn.vision.tower_flops import TowerCount, count_tower
 from treewise.planning.partition import ATTENTION_BACKWARD
 from treewise.tree.forest import Forest
 
-# Modules that see feature rows; all others outside of the decoder see patches.
-_ON_ROWS = re.compile(
-    r"(?<!patch_embed\.)(?<!embeddings\.)project|connector|merger|aligner|embed_vision|adapter|resampler|patch_merge"
-)
-_LEFT_OUT = re.compile(r"position|pos_embed|rel_pos|class_embed|\.head\.|audio|video|vqmodel|generation")
-# Arguments of towers that take images of any size whole; others take squares of one size.
-_ANY_SIZE = {"image_grid_thw", "spatial_shapes", "image_position_ids"}
+logger = logging.getLogger("treewise")
+PerRow = tuple[float, float]  # a, b of FLOPs `a * R + b * R**2`
+_NONE: PerRow = (0.0, 0.0)
+_costs_of: dict[tuple[Any, ...], "VisionCosts"] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class VisionCosts:
     """FLOPs of a tower and its projector.
 
-    image_token: the placeholder. linear, linear_backward: per feature row. pairs: for layers in which so many patches
-    attend to each other (None: all of an image), FLOPs of a pair's forward over all these layers. is_tower_trained:
-    whether a gradient goes through attention. activation_values: an estimate of the values kept per row for the
-    backward; 0 where nothing is trained.
+    image_token: the placeholder. linear, linear_backward: of products with weights. attention: its forward.
+    is_attention_trained: whether a gradient goes through it. activation_values: an estimate of the values kept per row
+    for the backward; 0 where nothing is trained.
     """
 
     image_token: int
-    patches_per_row: float
-    linear: float
-    linear_backward: float
-    pairs: tuple[tuple[int | None, float], ...]
-    is_tower_trained: bool
-    activation_values: float
+    linear: PerRow = _NONE
+    linear_backward: PerRow = _NONE
+    attention: PerRow = _NONE
+    is_attention_trained: bool = False
+    activation_values: float = 0.0
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a step runs a backward of tower or projector."""
+        return self.linear_backward != _NONE
 
     def rows_of(self, forest: Forest) -> np.ndarray:
         """[I] int64, feature rows of each image on a forest."""
@@ -52,19 +52,12 @@ class VisionCosts:
 
     def forward(self, rows: np.ndarray) -> np.ndarray:
         """[I] float64, FLOPs of one pass for images of so many rows ([I] int64)."""
-        return self.linear * rows + self._attention(rows)
+        return _flops(self.linear, rows) + _flops(self.attention, rows)
 
     def step(self, rows: np.ndarray) -> np.ndarray:
         """[I] float64, FLOPs of one forward and backward for images of so many rows ([I] int64)."""
-        backward = ATTENTION_BACKWARD * self._attention(rows) if self.is_tower_trained else 0.0
-        return self.forward(rows) + self.linear_backward * rows + backward
-
-    def _attention(self, rows: np.ndarray) -> np.ndarray:
-        patches = self.patches_per_row * rows
-        total = np.zeros(len(rows))
-        for reach, flops in self.pairs:
-            total += flops * patches * (patches if reach is None else np.minimum(patches, reach))
-        return total
+        backward = ATTENTION_BACKWARD * _flops(self.attention, rows) if self.is_attention_trained else 0.0
+        return self.forward(rows) + _flops(self.linear_backward, rows) + backward
 
 
 def vision_costs(model: Any, activations_per_linear: float) -> VisionCosts | None:
@@ -73,73 +66,52 @@ def vision_costs(model: Any, activations_per_linear: float) -> VisionCosts | Non
     activations_per_linear: values kept for the backward, per input and output of a linear layer.
     """
     config = model.config
-    vision, token = getattr(config, "vision_config", None), image_token_of(config)
-    module = getattr(model, "base_model", model)
-    if (
-        vision is None
-        or token is None
-        or config.get_text_config() is config
-        or not hasattr(module, "get_image_features")
-    ):
+    module, token = getattr(model, "base_model", model), image_token_of(config)
+    if getattr(config, "vision_config", None) is None or token is None or config.get_text_config() is config:
         return None
-    per_row = _patches_per_row(config, vision)
+    if not hasattr(module, "get_image_features"):
+        return None
     not_seen = {id(each) for part in (model.get_decoder(), model.get_output_embeddings()) for each in part.parameters()}
-    linear = backward = activations = 0.0
-    is_trained = is_tower_trained = False
-    for name, parameter in model.named_parameters():
-        if id(parameter) in not_seen or parameter.ndim < 2 or not name.endswith("weight") or _LEFT_OUT.search(name):
-            continue
-        is_on_rows = bool(_ON_ROWS.search(name))
-        count = 1.0 if is_on_rows else per_row
-        linear += 2.0 * parameter.numel() * count
-        backward += 2.0 * parameter.numel() * count * (1 + parameter.requires_grad)
-        activations += (parameter.shape[0] + parameter.numel() / parameter.shape[0]) * count * activations_per_linear
-        is_trained |= parameter.requires_grad
-        is_tower_trained |= parameter.requires_grad and not is_on_rows
+    seen = [
+        (name, tuple(each.shape), each.requires_grad)
+        for name, each in model.named_parameters()
+        if id(each) not in not_seen
+    ]
+    key = (type(module), config.to_json_string(), tuple(seen), activations_per_linear)
+    if key not in _costs_of:
+        is_trained = any(requires_grad for _, _, requires_grad in seen)
+        _costs_of[key] = _fitted(token, count_tower(module), activations_per_linear * is_trained)
+        if _costs_of[key].linear == _NONE:
+            logger.warning(
+                "%s: its vision tower does not run without values, so costs and plans count images as nothing.",
+                type(model).__name__,
+            )
+    return _costs_of[key]
+
+
+def _fitted(token: int, counts: Sequence[TowerCount], activations_per_linear: float) -> VisionCosts:
+    if not counts:
+        return VisionCosts(token)
+    last = counts[-1]
     return VisionCosts(
         image_token=token,
-        patches_per_row=per_row,
-        linear=linear,
-        linear_backward=backward if is_trained else 0.0,
-        pairs=_pairs(module, vision),
-        is_tower_trained=is_tower_trained,
-        activation_values=activations if is_trained else 0.0,
+        linear=_per_row(counts, lambda each: each.linear),
+        linear_backward=_per_row(counts, lambda each: each.linear_backward),
+        attention=_per_row(counts, lambda each: each.attention),
+        is_attention_trained=last.attention_backward > 0,
+        activation_values=activations_per_linear * last.values / last.rows,
     )
 
 
-def _patches_per_row(config: Any, vision: Any) -> float:
-    """Patches of the tower that one feature row stands for."""
-    if num_rows := getattr(config, "mm_tokens_per_image", None):
-        return _tile(vision) / num_rows
-    for where in (vision, config):
-        for name in ("spatial_merge_size", "scale_factor", "downsample_factor", "pooling_kernel_size"):
-            if factor := getattr(where, name, None):
-                return float(factor) ** 2
-        for name in ("downsample_ratio", "pixel_shuffle_ratio"):
-            if ratio := getattr(where, name, None):
-                return 1.0 / ratio**2
-    return 1.0
+def _per_row(counts: Sequence[TowerCount], flops_of: Callable[[TowerCount], float]) -> PerRow:
+    first, last = counts[0], counts[-1]
+    slope = flops_of(last) / last.rows
+    if first is last:
+        return slope, 0.0
+    square = max(0.0, (slope - flops_of(first) / first.rows) / (last.rows - first.rows))
+    return slope - square * last.rows, square
 
 
-def _pairs(module: nn.Module, vision: Any) -> tuple[tuple[int | None, float], ...]:
-    names = {"num_hidden_layers", "depth", "num_layers"}
-    num_layers = next((value for name in sorted(names) if (value := getattr(vision, name, None))), 0)
-    width = getattr(vision, "embed_dim", None) or vision.hidden_size
-    known = set(inspect.signature(module.get_image_features).parameters)  # type: ignore[arg-type]
-    is_whole = bool(known & _ANY_SIZE) or (
-        "image_sizes" in known and not hasattr(module.config, "image_grid_pinpoints")
-    )
-    reach = None if is_whole else _tile(vision)
-    full = getattr(vision, "fullatt_block_indexes", None)
-    if full is None or not getattr(vision, "window_size", None):
-        return ((reach, 4.0 * width * num_layers),)
-    window = (vision.window_size // vision.patch_size) ** 2
-    return (reach, 4.0 * width * len(full)), (window, 4.0 * width * (num_layers - len(full)))
-
-
-def _tile(vision: Any) -> int:
-    """Patches of a square image of the tower's size."""
-    side, patch = (
-        value[0] if isinstance(value, list | tuple) else value for value in (vision.image_size, vision.patch_size)
-    )
-    return int(side // patch) ** 2
+def _flops(per_row: PerRow, rows: np.ndarray) -> np.ndarray:
+    found: np.ndarray = per_row[0] * rows + per_row[1] * rows.astype(np.float64) ** 2
+    return found

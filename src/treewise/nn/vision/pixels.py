@@ -50,3 +50,9 @@ def image_token_of(config: Any) -> int | None:
     """The token that stands for a part of an image; None for a model of text."""
     values = (getattr(config, name, None) for name in _TOKEN_NAMES)
     return next((value for value in values if isinstance(value, int)), None)
+
+
+def feature_rows(output: Any) -> Any:
+    """What a model's own forward takes of the output of `get_image_features`: Fuyu's and Llama 4's read it unpooled."""
+    rows = getattr(output, "pooler_output", None)
+    return output.last_hidden_state if rows is None else rows

@@ -64,6 +64,7 @@ def _row_positions(module: Any, image_token: int, token_ids: np.ndarray, images:
         return np.arange(len(token_ids))
     ids = torch.from_numpy(token_ids.astype(np.int64))[None]
     given: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == image_token).int()}
+    given["attention_mask"] = torch.ones_like(ids)
     given |= {name: torch.cat([each[name] for each in images]) for name in images[0] if name != "pixel_values"}
     known = inspect.signature(module.get_rope_index).parameters
     positions, _ = module.get_rope_index(**{name: value for name, value in given.items() if name in known})

@@ -8,6 +8,7 @@ Letters: R feature rows, one for each placeholder token of an image; M model wid
 """
 
 import inspect
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,14 +20,17 @@ from torch import Tensor, nn
 from treewise.errors import UnsupportedModelError
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
 from treewise.nn.support_table import own_table
-from treewise.nn.vision.pixels import PixelInputs, image_token_of
+from treewise.nn.vision.pixels import PixelInputs, feature_rows, image_token_of
 from treewise.shapes import Float
 
 # [R, M] rows for the embeddings, then those for each decoder layer that takes some (Qwen3-VL's deepstack).
 Features = tuple[torch.Tensor, ...]
 EVERYWHERE, IN_WINDOWS = "everywhere", "in windows"
 # Where images attend both ways, by family and its setting use_bidirectional_attention.
-_BOTH_WAYS = {("gemma3", None): EVERYWHERE, ("gemma3", False): EVERYWHERE, ("gemma4", "vision"): IN_WINDOWS}
+_BOTH_WAYS = {
+    **dict.fromkeys(itertools.product(("gemma3", "shieldgemma2"), (None, False)), EVERYWHERE),
+    ("gemma4", "vision"): IN_WINDOWS,
+}
 
 
 @dataclass(eq=False)
@@ -63,7 +67,7 @@ class VisionModel:
         output = self.module.get_image_features(
             **{name: value for name, value in joined.items() if name in known}, return_dict=True
         )
-        rows = output.pooler_output
+        rows = feature_rows(output)
         self._is_joined = isinstance(rows, torch.Tensor)
         features = (_rows_of(rows), *(_rows_of(each) for each in getattr(output, "deepstack_features", None) or ()))
         if any(len(each) != sum(num_rows) for each in features):
@@ -76,9 +80,12 @@ class VisionModel:
     def arguments(self, features: Features) -> dict[str, Any]:
         """How the module's forward takes these rows, in the order of a micro-batch's placeholders."""
         first, deep = features[0], features[1:]
+        rows = first[None] if self._is_joined else [first]
         output = SimpleNamespace(
-            pooler_output=first[None] if self._is_joined else [first],
+            pooler_output=rows,
+            last_hidden_state=rows,
             deepstack_features=[(each,) for each in deep],
+            router_logits=None,  # of Granite Docling's density router, which takes no part in the log-probs
         )
         return {"mm_encoder_outputs": {"image": output}}
 
