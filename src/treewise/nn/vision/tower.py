@@ -8,7 +8,6 @@ Letters: R feature rows, one for each placeholder token of an image; M model wid
 """
 
 import inspect
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -27,8 +26,8 @@ from treewise.shapes import Float
 Features = tuple[torch.Tensor, ...]
 EVERYWHERE, IN_WINDOWS = "everywhere", "in windows"
 # Where images attend both ways, by family and its setting use_bidirectional_attention.
-_BOTH_WAYS = {
-    **dict.fromkeys(itertools.product(("gemma3", "shieldgemma2"), (None, False)), EVERYWHERE),
+_BOTH_WAYS: dict[tuple[str, str | bool | None], str] = {
+    **{(family, setting): EVERYWHERE for family in ("gemma3", "shieldgemma2") for setting in (None, False)},
     ("gemma4", "vision"): IN_WINDOWS,
 }
 

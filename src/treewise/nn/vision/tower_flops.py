@@ -93,9 +93,9 @@ def _count(module: Any, form: Form, known: Any) -> TowerCount:
 
 
 class _Tower(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
-        self.module = module
+        self.module: Any = module
 
     def forward(self, **arguments: Any) -> Any:
         return self.module.get_image_features(**arguments)
