@@ -171,7 +171,7 @@ def test_the_tower_s_graph_is_kept_beside_micro_batches_where_both_fit(monkeypat
     passes = []
     hook = model.model.vision_tower.register_forward_pre_hook(lambda _, given: passes.append(len(given[0])))
     # Of a row's budget that is next to nothing, and of a whole micro-batch's, in a whole tree and in parts.
-    for per_row, budget, count in ((0.01, 20, 3), (5.0, 20, 6), (5.0, 70, 6), (0.01, 70, 3)):
+    for per_row, budget, count in ((0.01, 20, 3), (5.0, 20, 6), (6.0, 70, 6), (0.01, 70, 3)):
         monkeypatch.setattr(FlopModel, "tokens_per_row", per_row)
         for objective in (None, _squares):
             model.zero_grad()

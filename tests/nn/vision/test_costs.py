@@ -58,6 +58,21 @@ def _tower_flops(model, side):
     return counter.get_total_flops()
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT asks for it
+def test_an_adapter_on_a_frozen_tower_costs_a_backward_through_what_follows_it():
+    from peft import LoraConfig, get_peft_model
+
+    trained = flop_model(image_model("llava")).vision
+    adapted = get_peft_model(image_model("llava"), LoraConfig(target_modules=r".*vision_tower.*layers\.1.*q_proj"))
+    calls = []
+    adapted.base_model.model.model.vision_tower.register_forward_pre_hook(lambda *_: calls.append(1))
+    costs, rows = flop_model(adapted).vision, np.array([ROWS])
+    assert costs.forward(rows) == trained.forward(rows)
+    assert costs.is_attention_trained
+    assert 0 < costs.step(rows) - costs.forward(rows) < 0.5 * (trained.step(rows) - trained.forward(rows))
+    assert not calls  # the model itself does not run
+
+
 def test_a_tower_that_cannot_be_counted_costs_nothing_and_is_told(caplog, monkeypatch):
     model = image_model("aya_vision")
     monkeypatch.setattr(costs_module, "count_tower", lambda _: [])

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.nn.model import base_model
 from treewise.nn.vision.pixels import image_token_of
 from treewise.nn.vision.tower_flops import TowerCount, count_tower
 from treewise.planning.partition import ATTENTION_BACKWARD
@@ -65,8 +66,9 @@ def vision_costs(model: Any, activations_per_linear: float) -> VisionCosts | Non
 
     activations_per_linear: values kept for the backward, per input and output of a linear layer.
     """
-    config = model.config
-    module, token = getattr(model, "base_model", model), image_token_of(config)
+    base: Any = base_model(model)
+    config = base.config
+    module, token = base.base_model, image_token_of(config)
     if getattr(config, "vision_config", None) is None or token is None or config.get_text_config() is config:
         return None
     if not hasattr(module, "get_image_features"):

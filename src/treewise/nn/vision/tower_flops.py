@@ -5,14 +5,13 @@ cut images into windows and sequences by them. FLOPs are torch's own counts of e
 (`torch.utils.flop_counter`), whatever the family's modules are.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+import itertools
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -46,18 +45,20 @@ class TowerCount:
 def count_tower(module: Any) -> list[TowerCount]:
     """Counts of images of different sizes, by rows; one for a tower of one size; none where no form of pixels is taken.
 
-    module: has `get_image_features`.
+    module: has `get_image_features`. It is not called itself: another of its class and configuration is.
     """
     known = signature(module.get_image_features).parameters
-    counts: dict[int, TowerCount] = {}
-    for merged_side in MERGED_SIDES:
-        for form in pixel_forms(module.config, known, _sides(module.config, known, merged_side), merged_side):
-            try:
-                count = _count(module, form, known)
-            except Exception:  # whatever a tower raises for the form of another
-                continue
-            counts.setdefault(count.rows, count)
-            break
+    with _Counting() as counting, _IntegersWithValues(), torch.device("meta"), torch.enable_grad():
+        tower = _without_weights(module)
+        counts: dict[int, TowerCount] = {}
+        for merged_side in MERGED_SIDES:
+            for form in pixel_forms(tower.config, known, _sides(tower.config, known, merged_side), merged_side):
+                try:
+                    count = _count(counting, tower, form, known)
+                except Exception:  # whatever a tower raises for the form of another
+                    continue
+                counts.setdefault(count.rows, count)
+                break
     return [counts[rows] for rows in sorted(counts)]
 
 
@@ -70,47 +71,48 @@ def _sides(config: Any, known: Any, merged_side: int) -> list[int]:
     return [any_size, *sides] if "image_sizes" in known else [*sides, any_size]
 
 
-def _count(module: Any, form: Form, known: Any) -> TowerCount:
-    with _Counting() as counting, _IntegersWithValues(), _plain_attention(module.config):
-        made: PixelInputs = form(lambda *shape: torch.empty(shape, dtype=module.dtype, device="meta"))
-        tower = _Tower(module)
-        parameters = {
-            name: nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device="meta"), each.requires_grad)
-            for name, each in tower.named_parameters()
-        }
-        buffers = {name: _without_floats(each) for name, each in tower.named_buffers()}
-        arguments = {name: value for name, value in made.items() if name in known} | {"return_dict": True}
-        with torch.enable_grad():
-            output = torch.func.functional_call(tower, parameters | buffers, (), arguments)
-        rows = tree_leaves(feature_rows(output))
-        features = [*rows, *tree_leaves(getattr(output, "deepstack_features", None))]
-        counting.count.rows = sum(each.numel() // each.shape[-1] for each in rows)
-        counting.is_backward = True
-        trained = [each for each in features if isinstance(each, torch.Tensor) and each.requires_grad]
-        if trained:
-            torch.autograd.backward(trained, [torch.ones_like(each) for each in trained])
-    return counting.count
+def _without_weights(module: Any) -> Any:
+    """A model like this one on `meta`, with attention by torch's own products, trained where this one is.
 
-
-class _Tower(nn.Module):
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.module: Any = module
-
-    def forward(self, **arguments: Any) -> Any:
-        return self.module.get_image_features(**arguments)
-
-
-@contextmanager
-def _plain_attention(config: Any) -> Iterator[None]:
-    """Attention by torch's own products, which run without values."""
+    Where adapters are trained, gradients pass through the layer that they are on; their own products are left out.
+    """
+    config = copy.deepcopy(module.config)
     vision: Any = getattr(config, "vision_config", None) or config
-    kept = vision._attn_implementation  # noqa: SLF001
-    vision._attn_implementation = "sdpa" if kept in ("sdpa", None) else "eager"  # noqa: SLF001
-    try:
-        yield
-    finally:
-        vision._attn_implementation = kept  # noqa: SLF001
+    is_eager = vision._attn_implementation == "eager"  # noqa: SLF001
+    vision._attn_implementation = "eager" if is_eager else "sdpa"  # noqa: SLF001
+    tower = type(module)(config)
+    is_trained = {name.replace(".base_layer", ""): each.requires_grad for name, each in module.named_parameters()}
+    own = dict(tower.named_parameters())
+    for name, parameter in own.items():
+        parameter.requires_grad_(is_trained.get(name, False))
+    layers = dict(tower.named_modules())
+    for name in is_trained:
+        if is_trained[name] and name not in own:
+            above = itertools.accumulate(name.split("."), "{}.{}".format)
+            last = [layers[path] for path in above if path in layers][-1:]
+            for layer in last:
+                layer.register_forward_hook(_with_gradient)
+    return tower
+
+
+def _with_gradient(_layer: Any, _given: Any, output: Any) -> Any:
+    return output + torch.zeros((), requires_grad=True) if isinstance(output, torch.Tensor) else output
+
+
+def _count(counting: "_Counting", tower: Any, form: Form, known: Any) -> TowerCount:
+    count = counting.count = TowerCount()
+    counting.is_backward = False
+    made: PixelInputs = form(lambda *shape: torch.empty(shape, dtype=tower.dtype))
+    arguments = {name: value for name, value in made.items() if name in known}
+    output = tower.get_image_features(**arguments, return_dict=True)
+    rows = tree_leaves(feature_rows(output))
+    features = [*rows, *tree_leaves(getattr(output, "deepstack_features", None))]
+    count.rows = sum(each.numel() // each.shape[-1] for each in rows)
+    trained = [each for each in features if isinstance(each, torch.Tensor) and each.requires_grad]
+    counting.is_backward = True
+    if trained:
+        torch.autograd.backward(trained, [torch.ones_like(each) for each in trained])
+    return count
 
 
 class _IntegersWithValues(TorchFunctionMode):
@@ -165,10 +167,6 @@ class _Counting(TorchDispatchMode):
 
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else tensor.to("meta")
-
-
-def _without_floats(tensor: torch.Tensor) -> torch.Tensor:
-    return _as_meta(tensor.detach()) if tensor.is_floating_point() else tensor.cpu()
 
 
 def _with_places(function: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
