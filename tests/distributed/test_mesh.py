@@ -47,6 +47,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     lora: bool = False
     sharded: bool = False
+    copies: int = 1
     changes: tuple = ()
 
     @property
@@ -57,6 +58,7 @@ class Case:
     def name(self):
         rest = [str(self.dtype)[6:] if self.dtype != torch.float32 else "", "lora" if self.lora else ""]
         rest.append("sharded" if self.sharded else "")
+        rest.append(f"copies{self.copies}" if self.copies > 1 else "")
         return " ".join(filter(None, [self.family, f"tp{self.tp}", f"ep{self.ep}", self.objective, *rest]))
 
 
@@ -88,6 +90,8 @@ FOUR = [
 ]
 MORE_ON_FOUR = [
     Case("llama", tp=2, lora=True, sharded=True),
+    Case("qwen3", tp=2, sharded=True, copies=2),
+    Case("qwen3_moe", ep=2, objective="router", sharded=True, copies=2),
     Case("gemma3_text", tp=2, objective="policy", sharded=True),
     *(Case(each, tp=2, sharded=True) for each in ("llama", "gpt_oss", "deepseek_v3", "qwen3_next")),
     *(Case(each, ep=2, sharded=True) for each in ("gpt_oss", "deepseek_v3")),
@@ -166,7 +170,7 @@ def on_mesh(case, folder):
     engine, ends = engine_of(model, case, None), None
     if case.sharded:
         engine.check(engine.plan(trajectories()).forest)
-        ends = shard(model, engine.lm, torch.device("cpu"), ShardSettings(), None)
+        ends = shard(model, engine.lm, torch.device("cpu"), ShardSettings(dp_replicate_size=case.copies), None)
     return {budget: at_budget(model, case, budget, ends) for budget in case.budgets}
 
 
@@ -339,7 +343,7 @@ def check(found, case):
                 assert gap <= 2 * limit, (name, budget, gap / limit)
         whole = sum(each.numel() for each in model_of(case).parameters())
         assert all(each["held"] < whole for each in of_ranks)
-        axes = {"fsdp": num_data, "dp": 1} if case.sharded else {"fsdp": 1, "dp": num_data}
+        axes = {"fsdp": num_data // case.copies, "dp": case.copies} if case.sharded else {"fsdp": 1, "dp": num_data}
         mesh = {"tp": case.tp, "ep": case.ep, **axes}
         predicted = report_mesh(model_of(case).config, mesh, torch.float32).bytes_weights
         assert case.lora or np.mean([each["held"] for each in of_ranks]) == pytest.approx(predicted / 4, abs=1)
@@ -369,9 +373,12 @@ def four(tmp_path_factory):
 def timeouts(folder):
     """Those of all groups of a mesh."""
     mesh = mesh_of(load_on_mesh(str(folder / "qwen3"), tp_size=2))
-    copies = data_mesh(torch.device("cpu"), 2, None)
+    copies = data_mesh(torch.device("cpu"), 2)
     context = context_group(2, "cpu").group
+    with pytest.raises(ConfigError, match=r"dp_replicate_size=3 does not divide the 2 processes.*choose 1 or 2, or"):
+        mesh.in_copies(3)
     groups = [mesh.tensor.get_group(), mesh.data.get_group(), context, *copies.get_all_groups()]
+    groups += mesh.in_copies(2).data.get_all_groups()
     return [each._get_backend(torch.device("cpu")).options._timeout for each in groups]
 
 
@@ -382,7 +389,7 @@ def test_four_processes_give_what_one_gives(four, case):
 
 def test_groups_of_meshes_wait_as_long_as_the_run(four):
     for each in four:
-        assert each["extra"] == [TIMEOUT] * 5
+        assert each["extra"] == [TIMEOUT] * 7
 
 
 @pytest.fixture(scope="module")

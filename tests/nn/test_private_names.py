@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from treewise.nn.private_names import PRIVATE_NAMES, PrivateName
 from treewise.testing.families import tiny_model
@@ -82,6 +83,10 @@ def check_group_timeouts() -> None:
     finally:
         if is_own:
             torch.distributed.destroy_process_group()
+
+
+def check_unflatten() -> None:
+    assert list(inspect.signature(DeviceMesh._unflatten).parameters)[1:4] == ["dim", "mesh_sizes", "mesh_dim_names"]
 
 
 def check_dropout() -> None:
@@ -181,6 +186,7 @@ CHECKS = {
     "_backward_hooks": check_backward_hooks,
     "_post_accumulate_grad_hooks": check_post_accumulate_grad_hooks,
     "_set_pg_timeout": check_group_timeouts,
+    "_unflatten": check_unflatten,
     "_get_backend": check_group_timeouts,
     "_timeout": check_group_timeouts,
     "_DropoutNd": check_dropout,

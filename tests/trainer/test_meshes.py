@@ -34,6 +34,10 @@ FOUR = {
     "experts": ("qwen3_moe", {"ep_size": 2, "sharded": True, "shard_config": {"cpu_offload": True}}),
     "both": ("qwen3_moe", {"tp_size": 2, "ep_size": 4, "sharded": True}),
     "copies": ("qwen3_moe", {"tp_size": 2, "ep_size": 2}),
+    "hybrid": (
+        "qwen3_moe",
+        {"tp_size": 2, "ep_size": 2, "sharded": True, "shard_config": {"dp_replicate_size": 2}},
+    ),
     "context": (
         "qwen3_moe",
         {"context_size": 2, "sharded": True, "shard_config": {"state_dict_type": "FULL_STATE_DICT"}},

@@ -26,12 +26,18 @@ class Ends:
 
     Parameters:
         inside: the parameters of the layers.
-        data: the ranks to shard over, in one axis, or in two for hybrid sharding.
+        axes: the ranks to shard over, in one axis, or in two for hybrid sharding; and the same with the axis of tensor
+            parallelism, for a model on a mesh.
         mesh: of a model that was loaded on one.
     """
 
     def __init__(
-        self, model: nn.Module, inside: set[nn.Parameter], data: DeviceMesh, device: torch.device, mesh: Mesh | None
+        self,
+        model: nn.Module,
+        inside: set[nn.Parameter],
+        axes: tuple[DeviceMesh, DeviceMesh | None],
+        device: torch.device,
+        mesh: Mesh | None,
     ) -> None:
         self._owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         self._spreads: dict[nn.Parameter, _Spread] = {}
@@ -43,7 +49,7 @@ class Ends:
                     outside.setdefault(parameter, []).append((module, name))  # several modules: a tied parameter
         for parameter, owners in outside.items():
             broadcast(parameter.data, device, mesh)
-            spread = _Spread(parameter.data, data, mesh)
+            spread = _Spread(parameter.data, *axes)
             shard = nn.Parameter(spread.shard(parameter.data.to(device)), requires_grad=parameter.requires_grad)
             self._owners[shard], self._spreads[shard] = owners, spread
             _put(owners, shard)
@@ -82,13 +88,13 @@ class Ends:
 class _Spread:
     """How one parameter is sharded over ranks that hold it alike, and gathered again."""
 
-    def __init__(self, held: torch.Tensor, data: DeviceMesh, mesh: Mesh | None) -> None:
+    def __init__(self, held: torch.Tensor, data: DeviceMesh, data_and_tensor: DeviceMesh | None) -> None:
         self._shape, self._stride, self._mesh = held.shape, held.stride(), data
         self._own: tuple[DeviceMesh, tuple[Placement, ...]] | None = None  # under tensor parallelism
         rest: tuple[Placement, ...] = ()
         if isinstance(held, DTensor):
-            assert mesh is not None
-            self._mesh, rest = mesh.data_and_tensor, held.placements
+            assert data_and_tensor is not None
+            self._mesh, rest = data_and_tensor, held.placements
             self._own = held.device_mesh, rest
         divided = divided_dimensions(held)
         free: list[Placement] = [Shard(dim) for dim in range(held.dim()) if dim not in divided]

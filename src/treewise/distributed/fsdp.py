@@ -142,7 +142,8 @@ def shard(
     if not distributed.is_initialized():
         raise ConfigError("fsdp needs a process group; start the run with torchrun or accelerate launch.")
     mesh = mesh_of(model)
-    data = data_mesh(device, settings.dp_replicate_size, mesh)
+    axes = None if mesh is None else sharding_axes(mesh, settings.dp_replicate_size)
+    data = data_mesh(device, settings.dp_replicate_size) if axes is None else axes.data
     layers = find_layers(lm, settings.layer_names)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     outside = {parameter for parameter in lm.decoder.parameters() if parameter not in inside}
@@ -163,9 +164,9 @@ def shard(
         policy["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for layer in layers:
         for experts in spread_experts(layer):
-            assert mesh is not None
+            assert axes is not None
             experts.register_forward_hook(_without_views)
-            _add_up(fully_shard(experts, mesh=mesh.expert_data, **policy))
+            _add_up(fully_shard(experts, mesh=axes.expert_data, **policy))
         _add_up(fully_shard(layer, mesh=data, shard_placement_fn=partial(_free_dimension, data.size(-1)), **policy))
     # The root has no parameters of its own; it makes layers share their streams and gather ahead of one another.
     decoder_class = type(lm.decoder)
@@ -173,28 +174,25 @@ def shard(
     # transformers looks up by the name of the decoder's class what it can return (router logits), and FSDP made a new
     # class; its hooks and its state do not depend on it.
     lm.decoder.__class__ = decoder_class
-    ends = Ends(model, {parameter for layer in layers for parameter in layer.parameters()}, data, device, mesh)
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    ends = Ends(model, inside, (data, None if axes is None else axes.data_and_tensor), device, mesh)
     check_sharded(model)
     return ends
 
 
-def data_mesh(device: torch.device, num_copies: int, mesh: Mesh | None) -> DeviceMesh:
-    """All ranks in one row, or hybrid sharding: a row for each copy of the model, over which that copy is sharded. On a
-    mesh: the ranks that hold the same parts.
-    """
+def sharding_axes(mesh: Mesh, num_copies: int) -> Mesh:
+    """The groups of a mesh to shard over: all ranks that hold the same parts, or hybrid sharding inside each copy."""
+    if mesh.data.size() == 1:
+        raise ConfigError(
+            f"sharded=True has nothing to shard over: tp_size={mesh.tensor.size()} divides every layer among all "
+            f"{ranks.count()} processes already; leave sharded (fsdp) out, or lower tp_size."
+        )
+    return mesh if num_copies == 1 else mesh.in_copies(num_copies)
+
+
+def data_mesh(device: torch.device, num_copies: int) -> DeviceMesh:
+    """All ranks in one row, or hybrid sharding: a row for each copy of the model, over which that copy is sharded."""
     num_ranks = ranks.count()
-    if mesh is not None:
-        if num_copies > 1:
-            raise ConfigError(
-                f"dp_replicate_size={num_copies} cannot be combined with tp_size or ep_size; leave dp_replicate_size "
-                "out, and the model is sharded over all ranks that hold the same parts."
-            )
-        if mesh.data.size() == 1:
-            raise ConfigError(
-                f"sharded=True has nothing to shard over: tp_size={mesh.tensor.size()} divides every layer among all "
-                f"{num_ranks} processes already; leave sharded (fsdp) out, or lower tp_size."
-            )
-        return mesh.data
     if num_copies == 1:
         return init_device_mesh(device.type, (num_ranks,))
     if num_ranks % num_copies or num_ranks == num_copies:
@@ -229,7 +227,9 @@ def check_sharded(model: nn.Module) -> None:
 
     def is_shard(parameter: torch.Tensor) -> bool:
         axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
-        return isinstance(parameter, DTensor) and (not is_on_mesh or bool({"fsdp", "efsdp"} & set(axes)))
+        return isinstance(parameter, DTensor) and (
+            not is_on_mesh or any(axis.startswith(("fsdp", "efsdp")) for axis in axes)
+        )
 
     whole = [name for name, parameter in model.named_parameters() if not is_shard(parameter)]
     if whole:

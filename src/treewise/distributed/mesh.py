@@ -10,7 +10,7 @@ meshes and replaces the forwards of layers; it would also apply its own FSDP2, w
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.utils import initialize_distributed_mesh
 
 from treewise.distributed import ranks
-from treewise.errors import ConfigError, DataError, UnsupportedModelError
+from treewise.errors import ConfigError, DataError, UnsupportedModelError, num
 from treewise.nn.model import base_model
 from treewise.planning.planner import Plan
 from treewise.tree.trajectory import update_with_content
@@ -59,6 +59,25 @@ class Mesh:
         """The ranks whose gradients of a parameter are to be added up."""
         return self.expert_data if _is_expert(parameter) else self.data
 
+    def in_copies(self, num_copies: int) -> "Mesh":
+        """The same groups for hybrid sharding: their axes of data have a row for each copy of the model.
+
+        Raises:
+            ConfigError: the copies do not divide the ranks that hold the same parts, or the groups of experts.
+        """
+        sizes = {"parts of layers": self.data.size(), "experts": self.expert_data.size()}
+        for name, size in sizes.items():
+            if size % num_copies:
+                fitting = [str(each) for each in range(1, size + 1) if not any(n % each for n in sizes.values())]
+                raise ConfigError(
+                    f"dp_replicate_size={num_copies} does not divide the {num(size, 'process', 'processes')} with the "
+                    f"same {name} (tp_size={self.tensor.size()}, ep_size={self.expert.size()}, {ranks.count()} "
+                    f"processes); choose {' or '.join(fitting)}, or change tp_size or ep_size."
+                )
+        dense = _in_rows(self.data_and_tensor, "fsdp", num_copies)
+        experts = _in_rows(self.expert_data, "efsdp", num_copies)
+        return replace(self, data_and_tensor=dense, data=dense["fsdp_copies", "fsdp_shards"], expert_data=experts)
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Adds gradients up over the ranks with batches of their own; a rank without one contributes zeros."""
         for parameter in parameters:
@@ -89,6 +108,14 @@ def mesh_of(model: nn.Module) -> Mesh | None:
         )
     axes: tuple[Any, ...] = ("tp", "ep", "fsdp", "efsdp", ("fsdp", "tp"))
     return Mesh(*(manager.get_mesh(axis) for axis in axes))
+
+
+def _in_rows(mesh: DeviceMesh, axis: str, num_rows: int) -> DeviceMesh:
+    """The mesh with one axis in two; FSDP2 asks for parts of the mesh that a model was loaded on."""
+    sizes, names = (num_rows, mesh[axis].size() // num_rows), (f"{axis}_copies", f"{axis}_shards")
+    divided: DeviceMesh = mesh._unflatten(axis, sizes, names)  # noqa: SLF001
+    ranks.follow_timeout(divided)
+    return divided
 
 
 class _WithoutFsdp(DistributedConfig):

@@ -55,6 +55,7 @@ PRIVATE_NAMES = (
         "hooks of another kind; those of transformers' tensor parallelism are removed",
     ),
     PrivateName("torch", "_set_pg_timeout", ("distributed/ranks.py",), "gives groups of a mesh the run's timeout"),
+    PrivateName("torch", "_unflatten", ("distributed/mesh.py",), "an axis of a mesh in two, for hybrid sharding"),
     PrivateName("torch", "_get_backend", ("distributed/ranks.py",), "of the group of all ranks, for its options"),
     PrivateName("torch", "_timeout", ("distributed/ranks.py",), "the timeout that a group was made with"),
     PrivateName("torch", "_DropoutNd", ("nn/model_checks.py",), "the base class of all dropout modules"),
