@@ -51,6 +51,11 @@ class Mesh:
         return self.tensor.get_local_rank() == 0
 
     @property
+    def sizes(self) -> str:
+        """For messages."""
+        return f"tp_size={self.tensor.size()}, ep_size={self.expert.size()}"
+
+    @property
     def needs_lockstep(self) -> bool:
         """Whether ranks with different batches exchange tokens within their passes."""
         return self.expert.size() > self.tensor.size()
@@ -71,8 +76,7 @@ class Mesh:
                 fitting = [str(each) for each in range(1, size + 1) if not any(n % each for n in sizes.values())]
                 raise ConfigError(
                     f"dp_replicate_size={num_copies} does not divide the {num(size, 'process', 'processes')} with the "
-                    f"same {name} (tp_size={self.tensor.size()}, ep_size={self.expert.size()}, {ranks.count()} "
-                    f"processes); choose {' or '.join(fitting)}, or change tp_size or ep_size."
+                    f"same {name} ({self.sizes}, {ranks.count()} processes); choose {' or '.join(fitting)}, or change tp_size or ep_size."
                 )
         dense = _in_rows(self.data_and_tensor, "fsdp", num_copies)
         experts = _in_rows(self.expert_data, "efsdp", num_copies)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from treewise.distributed.context import ContextGroup
-from treewise.distributed.mesh import check_same_plan, mesh_of
+from treewise.distributed.mesh import Mesh, check_same_plan, mesh_of
 from treewise.engine.budget import AUTO, Budget, gateway_token_bytes, state_bytes
 from treewise.engine.context_walk import ContextWalk
 from treewise.engine.differentiable import Reader, Values, backward_through, hidden_reader, restore, tree_values
@@ -111,7 +111,10 @@ class TreeEngine:
         self._mesh = mesh_of(model)
         self._context = None if context is None else ContextWalk.of(self.lm, context)
         if self._context is not None and self._mesh is not None:
-            raise ConfigError("context_size cannot be combined with tp_size or ep_size; load the model whole.")
+            raise ConfigError(
+                f"context_size={self._context.ranks.size} is not implemented together with {self._mesh.sizes}: leave "
+                "context= out and lower max_tokens, or load the model whole."
+            )
         self._batch_group: tuple[Any, str] | None = None  # of the ranks that compute a batch together
         if self._mesh is not None and self._mesh.tensor.size() > 1:
             self._batch_group = self._mesh.tensor.get_group(), "tp_size"
@@ -120,7 +123,7 @@ class TreeEngine:
         if self._batch_group is not None:
             self._require_fixed_budget()
         if self._mesh is not None and self._mesh.needs_lockstep:
-            self._require_no_held_passes()
+            self._require_no_held_passes(self._mesh)
         self.router_loss_rule = router_loss_rule(
             base_model(model), wants_aux=router_aux_loss, z_coefficient=router_z_coefficient
         )
@@ -508,12 +511,12 @@ class TreeEngine:
             )
         self.budget.recovers = False
 
-    def _require_no_held_passes(self) -> None:
+    def _require_no_held_passes(self, mesh: Mesh) -> None:
         """Tokens return to their rank in the backward of the pass that sent them, so both are one turn of all ranks."""
         if self.hold == "always":
             raise ConfigError(
-                "hold='always' cannot be combined with ep_size > tp_size: ranks would run backwards of passes that "
-                "they did not compute together; use auto or never."
+                f"hold='always' cannot be combined with {mesh.sizes}: with ep_size > tp_size ranks would run backwards "
+                "of passes that they did not compute together; use auto or never."
             )
         self.hold = "never"
 
