@@ -17,6 +17,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.nn.recurrent.wide import widened
 from tests.trainer.forked_ranks import free_port
 from tests.trainer.helpers import in_child
 from treewise import SFT, Trajectory, TreeEngine, share_prefixes, verify
@@ -29,8 +30,8 @@ from treewise.objectives import Distillation, PolicyGradient
 from treewise.report import report_mesh
 from treewise.testing import flat_sft, gradients_of, tiny_model
 
-TOLERANCE = 1e-6  # of the whole gradient, and of every parameter's own but for tiny ones
-SMALLEST = 1e-2  # of the whole gradient's norm: errors of smaller ones are relative to this
+TOLERANCE = 1e-6  # of the whole gradient, and of every parameter's own beside the rounding of one process
+SMALLEST = 1e-2  # of the whole gradient's norm: without an oracle, errors of smaller ones are relative to this
 TIMEOUT = timedelta(seconds=600)  # another one than torch's default
 VOCABULARY = 61  # which neither 2 nor 4 divides
 
@@ -49,6 +50,11 @@ class Case:
     sharded: bool = False
     copies: int = 1
     changes: tuple = ()
+
+    @property
+    def has_oracle(self):
+        """Whether flat training in float64 is there to compare with."""
+        return self.objective == "sft" and self.dtype == torch.float32 and not self.lora
 
     @property
     def folder(self):
@@ -325,8 +331,16 @@ def more(tmp_path_factory):
     return run_on(2, MORE, tmp_path_factory.mktemp("more"))
 
 
+def check_against(oracle, flat, found):
+    """No parameter's gradient is further from float64 than one process is without trees, and 1e-6 of its norm."""
+    for name, grad in oracle.items():
+        of_flat, of_mesh = (float((each[name].double() - grad).norm()) for each in (flat, found))
+        assert of_mesh <= of_flat + TOLERANCE * float(grad.norm()), (name, of_mesh, of_flat)
+
+
 def check(found, case):
     loss, logprobs, gradients = expected(case)
+    oracle = flat_sft(widened(model_of(case)), trajectories())[2] if case.has_oracle else None
     norm = sum(float(each.norm()) ** 2 for each in gradients.values()) ** 0.5
     num_data = len(found) // case.tp
     for budget in case.budgets:
@@ -338,6 +352,9 @@ def check(found, case):
             assert own["gradients"].keys() == gradients.keys()
             gaps = {name: float((own["gradients"][name] - each).norm()) for name, each in gradients.items()}
             assert sum(gap**2 for gap in gaps.values()) ** 0.5 <= TOLERANCE * norm, max(gaps, key=gaps.__getitem__)
+            if case.has_oracle:
+                check_against(oracle, gradients, own["gradients"])
+                continue
             for name, gap in gaps.items():
                 limit = TOLERANCE * max(float(gradients[name].norm()), SMALLEST * norm)
                 assert gap <= 2 * limit, (name, budget, gap / limit)

@@ -76,7 +76,8 @@ class Mesh:
                 fitting = [str(each) for each in range(1, size + 1) if not any(n % each for n in sizes.values())]
                 raise ConfigError(
                     f"dp_replicate_size={num_copies} does not divide the {num(size, 'process', 'processes')} with the "
-                    f"same {name} ({self.sizes}, {ranks.count()} processes); choose {' or '.join(fitting)}, or change tp_size or ep_size."
+                    f"same {name} ({self.sizes}, {ranks.count()} processes); choose {' or '.join(fitting)}, "
+                    "or change tp_size or ep_size."
                 )
         dense = _in_rows(self.data_and_tensor, "fsdp", num_copies)
         experts = _in_rows(self.expert_data, "efsdp", num_copies)

@@ -247,7 +247,8 @@ def _refuse_rows_of_several_batches(model: nn.Module) -> None:
     mesh = mesh_of(model)
     if mesh is not None and mesh.tensor.size() < ranks.count():
         raise ConfigError(
-            f"the model was loaded with {mesh.sizes} on {ranks.count()} processes. Trainers of TRL run on a mesh where all processes compute one batch: load it with "
+            f"the model was loaded with {mesh.sizes} on {ranks.count()} processes. Trainers of TRL "
+            "run on a mesh where all processes compute one batch: load it with "
             f"DistributedConfig(tp_size={ranks.count()}), or whole on every process, or train it by TreeTrainer."
         )
 
