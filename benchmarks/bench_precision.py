@@ -2,62 +2,109 @@
 
 What rounding does to a gradient depends on the order of operations, so flat training is measured in three forms: each
 trajectory alone with SDPA, the same with the model's eager attention, and one padded batch. Deviation: norm of the
-difference of the whole gradient from the float32 flat one, over that one's norm.
+difference of the whole gradient from the float32 flat one, over that one's norm. Three models: the first layers of
+SmolLM2-135M, and Llama and Qwen3 shapes with random weights, whose tokens are SmolLM2's modulo their vocabulary.
 
-    python benchmarks/bench_precision.py [--trees 6] [--trajectories 5]
+    python benchmarks/bench_precision.py [--trees 8] [--trajectories 3] [--max_length 256]
 """
 
 import argparse
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import exp, log
 from typing import Any
 
 import numpy as np
 import torch
 from common import bundled_trees, save, smollm2
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from treewise.engine.engine import TreeEngine
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 Gradients = dict[str, torch.Tensor]
-MAX_LENGTH = 500  # keeps a tree within a minute
+NUM_SMOLLM2_LAYERS = 8
+VOCABULARY = 4_096  # of the models with random weights
+NAMES = ("model", "tree", "tree_tokens", "flat_tokens")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trees", type=int, default=6)
-    parser.add_argument("--trajectories", type=int, default=5, help="of each tree")
+    parser.add_argument("--trees", type=int, default=8)
+    parser.add_argument("--trajectories", type=int, default=3, help="of each tree")
+    parser.add_argument("--max_length", type=int, default=256, help="of a trajectory, in tokens")
     args = parser.parse_args()
-    exact_model, tokenizer = smollm2(torch.float32)
-    model, _ = smollm2(torch.bfloat16)
+    demo, tokenizer = smollm2(torch.float32)
+    trees = chosen(bundled_trees(tokenizer), args.trees, args.trajectories, args.max_length)
+    print(len(trees), "trees", flush=True)
     rows: list[dict[str, Any]] = []
-    for name, items in chosen(bundled_trees(tokenizer), args.trees, args.trajectories):
-        exact = flat(exact_model, items)
-        forest = Forest.from_trajectories(items)
-        row: dict[str, Any] = {"tree": name, "tree_tokens": forest.num_tokens, "flat_tokens": forest.num_flat_tokens}
-        row |= {key: round(deviation(found, exact), 4) for key, found in contestants(model, forest, items)}
-        rows.append(row)
-        print(row, flush=True)
-    means = {key: round(exp(sum(log(row[key]) for row in rows) / len(rows)), 4) for key in list(rows[0])[3:]}
-    print("geometric means", means)
-    print("written to", save("precision", [*rows, {"tree": "geometric mean", **means}]))
+    for name, exact_model in models(demo):
+        model = copy.deepcopy(exact_model).to(torch.bfloat16)
+        exact_model.load_state_dict(model.state_dict())  # the same weights: those that bfloat16 holds
+        of_model = []
+        for tree, items in trees:
+            row = measured(
+                model, exact_model, [within(item, len(model.get_input_embeddings().weight)) for item in items]
+            )
+            of_model.append({"model": name, "tree": tree, **row})
+            print(of_model[-1], flush=True)
+        rows += [*of_model, means(name, of_model)]
+        print(rows[-1], flush=True)
+    each = [row for row in rows if row["tree"] != "geometric mean"]
+    print("written to", save("precision", [*rows, means("all", each)]))
+
+
+def models(demo: Any) -> Iterator[tuple[str, Any]]:
+    """Names and models in float32, in training mode."""
+    demo.model.layers = demo.model.layers[:NUM_SMOLLM2_LAYERS]
+    demo.config.num_hidden_layers = NUM_SMOLLM2_LAYERS
+    yield f"SmolLM2-135M, {NUM_SMOLLM2_LAYERS} layers", demo
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    for kind in ("llama", "qwen3"):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **sizes, **heads, initializer_range=0.05, pad_token_id=None)
+        yield f"{kind}, random", AutoModelForCausalLM.from_config(config).train()
+
+
+def within(item: Trajectory, vocabulary: int) -> Trajectory:
+    """The trajectory with tokens of a smaller vocabulary."""
+    return replace(item, token_ids=item.token_ids % vocabulary)
+
+
+def measured(model: Any, exact_model: Any, items: Sequence[Trajectory]) -> dict[str, Any]:
+    """Counts of tokens and the deviation of every contestant on one tree."""
+    exact, forest = flat(exact_model, items), Forest.from_trajectories(items)
+    found = {key: round(deviation(each, exact), 5) for key, each in contestants(model, forest, items)}
+    return {"tree_tokens": forest.num_tokens, "flat_tokens": forest.num_flat_tokens, **found}
+
+
+def means(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Geometric means over trees."""
+    keys = [key for key in rows[0] if key not in NAMES]
+    found = {key: round(exp(sum(log(row[key]) for row in rows) / len(rows)), 5) for key in keys}
+    return {"model": name, "tree": "geometric mean", **found}
 
 
 def chosen(
-    trees: dict[str, list[Trajectory]], num_trees: int, num_trajectories: int
+    trees: dict[str, list[Trajectory]], num_trees: int, num_trajectories: int, max_length: int
 ) -> list[tuple[str, list[Trajectory]]]:
-    """Some trajectories of some trees, spread evenly over each tree, not longer than `MAX_LENGTH`."""
+    """Some trajectories of some trees, spread evenly over each tree, each cut off at `max_length`."""
     found = []
     for name, items in trees.items():
-        short = [item for item in items if len(item) <= MAX_LENGTH]
-        picked = (
-            [short[number] for number in np.linspace(0, len(short) - 1, num_trajectories).astype(int)] if short else []
-        )
-        if len({id(item) for item in picked}) == num_trajectories:
-            found.append((name, picked))
+        short = list({cut(item, max_length).token_ids.tobytes(): cut(item, max_length) for item in items}.values())
+        if len(short) >= num_trajectories:
+            places = np.linspace(0, len(short) - 1, num_trajectories).astype(int)
+            found.append((name, [short[place] for place in places]))
     step = max(1, len(found) // num_trees)
     return found[::step][:num_trees]
+
+
+def cut(item: Trajectory, length: int) -> Trajectory:
+    """The first tokens of a trajectory, all trained, so that none is left without a loss."""
+    return Trajectory(item.token_ids[:length])
 
 
 def contestants(model: Any, forest: Forest, items: Sequence[Trajectory]) -> Any:

@@ -87,10 +87,12 @@ def _trl(record: dict[str, Any]) -> str:
 
 def _precision(record: dict[str, Any]) -> str:
     """Deviations of bfloat16 gradients from float32 flat training."""
-    names = [name for name in record["rows"][0] if name not in ("tree", "tree_tokens", "flat_tokens")]
-    lines = [f"| tree | {' | '.join(name.replace('_', ' ') for name in names)} |", "|---|" + "---:|" * len(names)]
+    names = [name for name in record["rows"][-1] if name not in ("model", "tree")]
+    lines = [f"| model | tree | {' | '.join(name.replace('_', ' ') for name in names)} |"]
+    lines.append("|---|---|" + "---:|" * len(names))
     for row in record["rows"]:
-        lines.append(f"| {row['tree']} | {' | '.join(f'{row[name]:.4f}' for name in names)} |")
+        cells = (row.get("model", "SmolLM2-135M"), row["tree"], *(f"{row[name]:.4f}" for name in names))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

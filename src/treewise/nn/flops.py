@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from treewise.nn.lm_head import MAX_LOGITS
 from treewise.nn.vision.costs import VisionCosts, vision_costs
 from treewise.planning.partition import ATTENTION_BACKWARD
 from treewise.planning.planner import Plan
@@ -34,9 +35,15 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "hybrid")
 # How often a layer attends in one forward, where that is not once.
 CALLS_PER_LAYER = {"diffllama": 2}
-# Values kept for the backward, per input and output of a linear layer: residuals and norms too. SmolLM2-135M in float32
-# keeps 1.4 MB a token (measured); its linear layers' inputs and outputs are 1.22 MB.
+# Values that a tower keeps for the backward, per input and output of a linear layer: residuals and norms too.
 ACTIVATIONS_PER_LINEAR = 1.15
+# What a norm keeps: its input, in float32 also where the model is in half precision, and its output.
+VALUES_PER_NORM = 2
+# Chunks of float32 logits alive in the backward of log-probs, in float32 and in half precision.
+LOGIT_CHUNKS, LOGIT_CHUNKS_HALF = 3, 4
+# Resident memory over that of live tensors, by type of device: glibc's heap has holes. SmolLM2 on 433 to 2,899 tokens
+# takes 1.1 to 1.3 times the activations that autograd keeps.
+ALLOCATOR_FACTOR = {"cpu": 1.15}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,9 @@ class FlopModel:
 
     linear, linear_backward: per token. head, head_backward: per projected row. pair_forward: per pair, for all layers
     of a reach together. gateway_values: keys and values per token, all layers. activation_values: an estimate of
-    the values kept per token for the backward. vision: of the tower and its projector; None without one.
+    the values kept per token for the backward, of which norm_values are in float32 in every model (inputs of norms;
+    their outputs, too, in Gemma). vocabulary: logits
+    of a row. vision: of the tower and its projector; None without one.
     """
 
     linear: float
@@ -76,6 +85,25 @@ class FlopModel:
     gateway_values: int
     activation_values: int
     vision: VisionCosts | None = None
+    norm_values: int = 0
+    vocabulary: int = 0
+
+    def token_bytes(self, dtype: torch.dtype, device_type: str = "cuda") -> int:
+        """Bytes of a token with live activations, without checkpointing; on a CPU what the allocator adds."""
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        values = dtype.itemsize * self.activation_values + (wide - dtype.itemsize) * self.norm_values
+        return round(ALLOCATOR_FACTOR.get(device_type, 1.0) * values)
+
+    def head_bytes(self, num_rows: int, dtype: torch.dtype, device_type: str = "cuda") -> int:
+        """Bytes beside them while log-probs of so many rows are in their backward: logits, and the head's gradient.
+
+        Heads with a cap on their logits take up to two chunks of logits more.
+        """
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        chunk = min(num_rows, max(1, MAX_LOGITS.get(device_type, MAX_LOGITS["cpu"]) // max(1, self.vocabulary)))
+        weight = round(self.head / 2) * (wide + (dtype.itemsize if dtype.itemsize < wide else 0))
+        num_chunks = LOGIT_CHUNKS_HALF if dtype.itemsize < wide else LOGIT_CHUNKS
+        return num_chunks * chunk * self.vocabulary * wide + (weight if self.head_backward > self.head else 0)
 
     def flat(self, forest: Forest) -> float:
         """One forward and backward of every trajectory alone."""
@@ -211,7 +239,8 @@ def flop_model(model: nn.Module) -> FlopModel:
         linear += flops
         backward += flops * (2 if parameter.requires_grad else 1)
         visits = num_visited if is_expert else part
-        activations += visits * sum(parameter.shape[-2:]) * ACTIVATIONS_PER_LINEAR
+        activations += visits * sum(parameter.shape[-2:])
+    norms = sum(_norm_width(module, name, config) for name, module in decoder.named_modules())
     head_flops = 2.0 * head.weight.numel() if head is not None else 0.0
     is_head_trained = head is not None and head.weight.requires_grad
     pairs = _attention_pairs(config)
@@ -224,8 +253,10 @@ def flop_model(model: nn.Module) -> FlopModel:
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_trained_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad),
         gateway_values=gateway_values(config),
-        activation_values=round(activations),
+        activation_values=round(activations) + VALUES_PER_NORM * norms,
         vision=vision_costs(model, ACTIVATIONS_PER_LINEAR),
+        norm_values=norms * (2 if type(decoder).__name__.startswith("Gemma") else 1),
+        vocabulary=0 if head is None else head.weight.shape[0],
     )
 
 
@@ -328,6 +359,21 @@ def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]
             if parameter.ndim >= 2 and "bias" not in name and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield module, f"{module_name}.{name}", parameter
+
+
+def _norm_width(module: nn.Module, name: str, config: Any) -> int:
+    """Values per token that a norm of the decoder takes in; 0 for other modules. One of queries or keys takes every
+    head."""
+    weight = getattr(module, "weight", None)
+    if "norm" not in type(module).__name__.lower() or not isinstance(weight, nn.Parameter) or weight.ndim != 1:
+        return 0
+    heads, key_heads, key_size, _ = (
+        _head_sizes(config) if getattr(config, "num_attention_heads", None) else (1, 1, 0, 0)
+    )
+    is_per_head = weight.shape[0] == key_size and weight.shape[0] != config.hidden_size
+    part = name.rpartition(".")[2].lower()
+    count = heads if is_per_head and part.startswith("q") else key_heads if is_per_head else 1
+    return count * weight.shape[0]
 
 
 def _expert_counts(config: Any) -> tuple[int, int]:

@@ -100,6 +100,7 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     if report.bytes_images:
         table.add_row("images", f"{bytes_as_text(report.bytes_images)} of the tower's graph, kept beside them")
     table.add_row("gateways", f"{bytes_as_text(report.bytes_gateways)} for {report.peak_gateway_tokens:,} tokens")
+    table.add_row("logits, gradient of the head", bytes_as_text(report.bytes_head))
     table.add_row("peak memory", bytes_as_text(report.bytes_peak))
     table.add_row("time / flat", f"{report.relative_time:.3f}  {1 / report.relative_time:.2f} times faster by FLOPs")
     leaf = f"{report.relative_leaf_time:.3f}  {1 / report.relative_leaf_time:.2f} times faster by FLOPs"

@@ -123,7 +123,13 @@ def test_a_plan_takes_the_cheaper_of_two_passes_of_the_tower_and_smaller_micro_b
     report = report_plan(made, costs, "llava")
     kept = 4 * 3 * ROWS * costs.vision.activation_values if costs.keeps_images(made) else 0
     assert report.bytes_images == pytest.approx(kept, abs=4)
-    parts = (report.bytes_weights, report.bytes_activations, report.bytes_images, report.bytes_gateways)
+    parts = (
+        report.bytes_weights,
+        report.bytes_activations,
+        report.bytes_images,
+        report.bytes_gateways,
+        report.bytes_head,
+    )
     assert report.bytes_peak == sum(parts)
 
 

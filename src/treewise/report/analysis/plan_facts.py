@@ -18,7 +18,7 @@ class PlanReport:
     relative_time: FLOPs of the plan / FLOPs of flat training; relative_tree_time: / those of the tree in one
     micro-batch. bytes_*: of the model's dtype, gradients of gateways in float32; bytes_peak adds weights, gradients,
     AdamW's moments, one micro-batch with what is held, the graph of the images where it is kept beside (bytes_images),
-    and the gateways.
+    the gateways, and the logits and the head's gradient in the backward of log-probs (bytes_head).
     """
 
     max_tokens: int | None
@@ -38,6 +38,7 @@ class PlanReport:
     bytes_weights: int | None = None
     bytes_activations: int | None = None
     bytes_images: int | None = None
+    bytes_head: int | None = None
     bytes_gateways: int | None = None
     bytes_peak: int | None = None
     relative_time: float | None = None
@@ -60,7 +61,9 @@ def report_plan(
         per_token = gateway_bytes(flops.gateway_values, getattr(torch, dtype))
         trained = flops.num_trained_parameters * (1 + ADAMW_VALUES)
         weights = width * (flops.num_parameters + trained)
-        activations, gateways = width * flops.activation_values * live, per_token * plan.peak_gateway_tokens
+        precision = getattr(torch, dtype)
+        activations, gateways = flops.token_bytes(precision) * live, per_token * plan.peak_gateway_tokens
+        head = flops.head_bytes(live, precision)
         images = width * flops.kept_image_values(plan)
         predictions = {
             "model": model,
@@ -69,8 +72,9 @@ def report_plan(
             "bytes_weights": weights,
             "bytes_activations": activations,
             "bytes_images": images,
+            "bytes_head": head,
             "bytes_gateways": gateways,
-            "bytes_peak": weights + activations + images + gateways,
+            "bytes_peak": weights + activations + images + gateways + head,
             "relative_time": flops.planned(plan) / flops.flat(plan.forest),
             "relative_leaf_time": flops.planned(plan) / flops.leaf(plan.forest),
             "relative_tree_time": flops.planned(plan) / flops.tree(plan.forest),
