@@ -69,7 +69,7 @@ def vision_costs(model: Any, activations_per_linear: float) -> VisionCosts | Non
     base: Any = base_model(model)
     config = base.config
     module, token = base.base_model, image_token_of(config)
-    if getattr(config, "vision_config", None) is None or token is None or config.get_text_config() is config:
+    if token is None or config.get_text_config() is config:
         return None
     if not hasattr(module, "get_image_features"):
         return None

@@ -48,8 +48,9 @@ def count_tower(module: Any) -> list[TowerCount]:
     module: has `get_image_features`. It is not called itself: another of its class and configuration is.
     """
     known = signature(module.get_image_features).parameters
-    with _Counting() as counting, _IntegersWithValues(), torch.device("meta"), torch.enable_grad():
-        tower = _without_weights(module)
+    with _Counting() as counting, _IntegersWithValues(), torch.enable_grad():
+        with torch.device("meta"):
+            tower = _without_weights(module)
         counts: dict[int, TowerCount] = {}
         for merged_side in MERGED_SIDES:
             for form in pixel_forms(tower.config, known, _sides(tower.config, known, merged_side), merged_side):
@@ -96,13 +97,13 @@ def _without_weights(module: Any) -> Any:
 
 
 def _with_gradient(_layer: Any, _given: Any, output: Any) -> Any:
-    return output + torch.zeros((), requires_grad=True) if isinstance(output, torch.Tensor) else output
+    return output + torch.zeros((), device="meta", requires_grad=True) if isinstance(output, torch.Tensor) else output
 
 
 def _count(counting: "_Counting", tower: Any, form: Form, known: Any) -> TowerCount:
     count = counting.count = TowerCount()
     counting.is_backward = False
-    made: PixelInputs = form(lambda *shape: torch.empty(shape, dtype=tower.dtype))
+    made: PixelInputs = form(lambda *shape: torch.empty(shape, dtype=tower.dtype, device="meta"))
     arguments = {name: value for name, value in made.items() if name in known}
     output = tower.get_image_features(**arguments, return_dict=True)
     rows = tree_leaves(feature_rows(output))
