@@ -302,6 +302,8 @@ def fork_ranks(num_ranks, work, folder, *, lost=None, timeout=TIMEOUT):
             AcceleratorState._reset_state(reset_partial_state=True)  # of earlier tests of the parent
             torch.distributed.init_process_group("gloo", timeout=timeout)
             found = work()
+            if lost is None:
+                torch.distributed.barrier()  # rank 0 holds the store that the others may still read
         except BaseException:
             (folder / f"error{rank}").write_text(traceback.format_exc())
             raise

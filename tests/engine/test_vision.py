@@ -1,6 +1,7 @@
 """Trees of images against flat training: each trajectory alone, by the model's own forward, on real small pictures."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,25 +66,30 @@ def trajectories(model: Any, images: Any, histories: Sequence[Any] = HISTORIES) 
     return result
 
 
+def flat_logprobs(model: Any, images: Any, item: Trajectory) -> torch.Tensor:
+    """[n - 1] log-probs of a trajectory's tokens by the model's own forward."""
+    ids = torch.from_numpy(item.token_ids.astype(np.int64))[None]
+    seen = {}
+    if item.images:
+        seen = dict(images(images=[decoded(each.read(), "test") for each in item.images], return_tensors="pt"))
+        seen = {
+            name: value for name, value in seen.items() if name in ("pixel_values", "image_sizes", "image_grid_thw")
+        }
+        if "image_grid_thw" in seen:
+            seen["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+        if model.config.model_type == "gemma3":
+            seen["token_type_ids"] = (ids == IMAGE_TOKEN).int()
+    logits = model(input_ids=ids, use_cache=False, **seen).logits[0, :-1]
+    return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
+
+
 def flat_gradients(model: Any, images: Any, items: Sequence[Trajectory]) -> tuple[float, list[torch.Tensor], Any]:
     """Loss, log-probs and gradients of the mean over trained tokens, one trajectory after the other."""
     total = sum(float(item.loss_weights.sum()) for item in items)
     model.zero_grad()
     loss, logprobs = 0.0, []
     for item in items:
-        ids = torch.from_numpy(item.token_ids.astype(np.int64))[None]
-        seen = {}
-        if item.images:
-            seen = dict(images(images=[decoded(each.read(), "test") for each in item.images], return_tensors="pt"))
-            seen = {
-                name: value for name, value in seen.items() if name in ("pixel_values", "image_sizes", "image_grid_thw")
-            }
-            if "image_grid_thw" in seen:
-                seen["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
-            if model.config.model_type == "gemma3":
-                seen["token_type_ids"] = (ids == IMAGE_TOKEN).int()
-        logits = model(input_ids=ids, use_cache=False, **seen).logits[0, :-1]
-        values = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
+        values = flat_logprobs(model, images, item)
         part = -(values * torch.from_numpy(item.loss_weights[1:])).sum() / total
         part.backward()
         loss, logprobs = loss + part.item(), [*logprobs, values.detach()]
@@ -185,6 +191,50 @@ def test_the_tower_s_graph_is_kept_beside_micro_batches_where_both_fit(monkeypat
         _squares(tw.TreeEngine(model, None, processor=images, check=False).logprobs(items)).backward()
         assert gradient_error(found, gradients_of(model)) < 1e-5
     hook.remove()
+
+
+def test_an_image_is_decoded_once_for_all_walks_over_a_forest(monkeypatch):
+    model, images = seeing_model("qwen2_vl"), FAMILIES["qwen2_vl"].images()
+    forest = tw.Forest.from_trajectories(trajectories(model, images))
+    read = []
+    monkeypatch.setattr("treewise.data.images.decoded", lambda data, name: read.append(data) or decoded(data, name))
+    engine = tw.TreeEngine(model, 12, processor=images, check=False)
+    for objective in (None, _squares):
+        engine.step(forest, objective)
+    engine.logprobs(forest)
+    assert sorted(read) == sorted([A, B, C])
+    other = tw.Forest.from_trajectories(trajectories(model, images, HISTORIES[:1]))
+    engine.step(other)
+    engine.step(forest)
+    assert len(read) == 3 + 2 + 3  # those of the latest forest alone are kept
+
+
+def test_pairs_with_images_equal_dpo_of_each_trajectory_alone():
+    model, images = seeing_model("llava"), FAMILIES["llava"].images()
+    pairs = [
+        ([(1, 5), A, (2, 4), seen, (seed, 3)], [(1, 5), A, (2, 4), seen, (seed + 1, 5)])
+        for seen, seed in ((B, 3), (C, 6))
+    ]
+    items, terms = [], []
+    for group, pair in enumerate(pairs):
+        ratios = []
+        for reward, item in zip((1.0, 0.0), trajectories(model, images, pair), strict=True):
+            is_trained = np.arange(len(item)) >= item.images[-1].end
+            reference = np.where(is_trained, -np.random.default_rng(group).random(len(item)), 0.0)
+            changes = {"loss_weights": is_trained * 1.0, "ref_logprobs": reference, "group": group, "reward": reward}
+            items.append(replace(item, **changes, rollout=f"{group} {reward}"))
+            logprobs = flat_logprobs(model, images, item)[is_trained[1:]]
+            ratios.append((logprobs - torch.from_numpy(reference[is_trained]).float()).sum())
+        terms.append(-torch.nn.functional.logsigmoid(0.1 * (ratios[0] - ratios[1])))
+    model.zero_grad()
+    expected = torch.stack(terms).mean()
+    expected.backward()
+    gradients = gradients_of(model)
+    for budget in (None, 12):
+        model.zero_grad()
+        loss = tw.TreeEngine(model, budget, processor=images, check=False).step(items, tw.DPO()).loss
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        assert gradient_error(gradients_of(model), gradients) < 1e-5
 
 
 def test_a_frozen_tower_and_the_loss_of_a_function():

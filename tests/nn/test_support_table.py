@@ -33,12 +33,12 @@ def without_numbers(reason: str) -> str:
 
 @cache
 def representatives() -> set[str]:
-    """Every third of the first families of each combination of layers, and two that see: `make test` tries these."""
+    """Every ninth of the first families of each combination of layers, and two that see: `make test` tries these."""
     first: dict[tuple[str, ...], str] = {}
     for row in TABLE.rows:
         if row.family not in SLOW:
             first.setdefault((row.status, *row.layers), row.family)
-    return {*list(first.values())[::3], "internvl", "qwen3_vl"}
+    return {*list(first.values())[::9], "internvl", "qwen3_vl"}
 
 
 def marks_of(family: str) -> list[pytest.MarkDecorator]:

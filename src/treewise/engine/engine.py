@@ -4,6 +4,7 @@ A separable objective takes one walk over the plan. Any other loss takes two: va
 loss, then the walk with the loss's gradients on these values (see `differentiable`).
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,7 @@ from treewise.engine.scoring import (
     token_reader,
     with_router_loss,
 )
-from treewise.engine.vision import ForestVision, PixelsOf, processed_by
+from treewise.engine.vision import ForestVision, PixelsOf, cached_by_digest, processed_by
 from treewise.engine.walk import Walk
 from treewise.errors import ConfigError, UnsupportedModelError, check_choice
 from treewise.nn.attention import choose
@@ -131,6 +132,7 @@ class TreeEngine:
         self._is_probed = self._are_images_probed = self._are_gradients_probed = False
         self._lockstep: Lockstep | None = None
         self._flops: FlopModel | None = None  # for images
+        self._latest_pixels: tuple[weakref.ref[Forest], PixelsOf] | None = None
 
     def __repr__(self) -> str:
         return f"TreeEngine({type(self.model).__name__}, max_tokens={self.max_tokens}, attention={self.attention!r})"
@@ -390,7 +392,7 @@ class TreeEngine:
             return None
         self.refuse_images()
         if pixels_of is None:
-            pixels_of = processed_by(self.processor, "TreeEngine(model, processor=...)")
+            pixels_of = self._own_pixels(plan.forest)
         fits, per_row = self._costs.keeps_images(plan), self._costs.tokens_per_row
         return ForestVision(
             self.lm,
@@ -400,6 +402,14 @@ class TreeEngine:
             keeps_graph=fits,
             max_rows=None if plan.max_tokens is None else int(plan.max_tokens / max(per_row, 1.0)),
         )
+
+    def _own_pixels(self, forest: Forest) -> PixelsOf:
+        """By the processor, each image once for all walks over a forest; only those of the latest forest are kept."""
+        latest = None if self._latest_pixels is None or self._latest_pixels[0]() is not forest else self._latest_pixels
+        if latest is None:
+            made = cached_by_digest(processed_by(self.processor, "TreeEngine(model, processor=...)"))
+            latest = self._latest_pixels = weakref.ref(forest), made
+        return latest[1]
 
     def refuse_images(self) -> None:
         """Raises `UnsupportedModelError` where images cannot be computed by the ranks of this engine."""

@@ -43,7 +43,7 @@ class ForestVision:
     """The features of a forest's images, on its placeholder tokens.
 
     Parameters:
-        pixels_of: maps an image to the tensors that the model's processor makes of it.
+        pixels_of: maps an image to the tensors that the model's processor makes of it; asked several times.
         is_in_graph: the features are computed in the graph of the forest's only micro-batch.
         keeps_graph: a walk that trains keeps the tower's graph until its end.
         max_rows: the most feature rows that one pass of the tower computes, but for an image that has more; None: all.
@@ -71,7 +71,6 @@ class ForestVision:
         self._rows_before = None  # [T], where images attend both ways
         if self.vision.both_ways:
             self._rows_before = _rows_before(forest, self._positions)
-        self._pixels: dict[int, PixelInputs] = {}
         self._decoder = lm.decoder
         self._index_of = {(each.digest, each.end - each.start): index for index, each in enumerate(self._sources)}
         self._position_ids = None  # [A, T], where they are no depths
@@ -168,9 +167,7 @@ class ForestVision:
         return self._index_of[image.digest, image.end - image.start]
 
     def _pixels_of(self, index: int) -> PixelInputs:
-        if index not in self._pixels:
-            self._pixels[index] = self._source_pixels(self._sources[index])
-        return self._pixels[index]
+        return self._source_pixels(self._sources[index])
 
 
 def processed_by(processor: Any, where: str) -> PixelsOf:
@@ -182,6 +179,18 @@ def processed_by(processor: Any, where: str) -> PixelsOf:
     if processor is None:
         raise ConfigError(NEEDS_PROCESSOR.format(where))
     return lambda image: pixel_inputs(processor, [opened(image)])
+
+
+def cached_by_digest(pixels_of: PixelsOf) -> PixelsOf:
+    """The same, which computes the tensors of each image once."""
+    made: dict[str, PixelInputs] = {}
+
+    def cached(image: ImageSpan) -> PixelInputs:
+        if image.digest not in made:
+            made[image.digest] = pixels_of(image)
+        return made[image.digest]
+
+    return cached
 
 
 def flat_images(model: nn.Module, processor: Any, item: Trajectory, token_ids: torch.Tensor) -> dict[str, torch.Tensor]:
