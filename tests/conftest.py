@@ -35,7 +35,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 MARKED = {
     "slow": (
         "engine/test_engine.py::test_random_forests_at_random_budgets",
-        "engine/test_engine.py::test_gradient_checkpointing",
         "engine/test_engine.py::test_any_loss",
         "engine/test_engine.py::test_adapters",
         "engine/test_engine.py::test_objective_settings_do_not_depend_on_packing",
@@ -76,6 +75,26 @@ MARKED = {
         "rl/online/test_trainer.py::test_adapters_train_alone_against_the_model_without_them_and_resume",
         "rl/online/test_trainer.py::test_recorded_rewards_of_reasoning_gym_are_those_of_its_verifier",
         "rl/online/test_trainer.py::test_changed_settings_of_training_apply_and_are_printed_or_are_errors",
+        "trainer/test_meshes.py::test_a_lost_process_ends_the_run_which_then_goes_on_to_the_same_bits",
+        "engine/test_engine.py::test_gradient_checkpointing",
+        "test_shapes.py::test_nothing_is_imported",
+        "bench/test_gpu_check.py::test_the_command_passes_where_all_is_well",
+        "cli/commands/test_grow.py::test_training_goes_on_with_the_grown_optimizer",
+        "nn/attention/test_flex.py::test_fifty_random_trees_take_four_kernels",
+        "cli/commands/test_rl.py::test_log_probs_come_from_where_they_are_said_to",
+        "cli/commands/test_rl.py::test_the_reference_is_another_model_or_the_one_without_adapters",
+        "cli/commands/test_train.py::test_a_finished_run_is_extended_and_the_schedule_goes_on",
+        "integrations/trl/test_sft.py::test_evaluation_is_shared_too",
+        "nn/recurrent/test_hybrids.py::test_adapters_on_mixers",
+        "nn/recurrent/test_hybrids.py::test_states_may_wait_in_host_memory",
+        "nn/recurrent/test_hybrids.py::test_layers_that_run_several_times",
+        "report/html/test_browser.py::test_every_control_is_reached_by_the_tab_key",
+        "report/html/test_browser.py::test_a_trajectory_outside_of_the_view_is_brought_into_it",
+        "report/html/test_browser.py::test_a_screenshot_is_the_same_twice_and_another_after_folding",
+        "report/html/test_browser.py::test_the_theme_follows_the_system_and_can_be_switched",
+        "report/html/test_browser.py::test_zooming_by_wheel_button_and_key",
+        "report/html/test_browser.py::test_keys_move_between_segments_in_the_order_of_the_tree",
+        "report/html/test_browser.py::test_a_trajectory_lights_up_and_the_rest_fades",
         "nn/recurrent/test_hybrids.py::test_against_a_float64_oracle",
         "nn/recurrent/test_hybrids.py::test_compiled_layers",
         "nn/test_model.py::test_layers_compiled_in_place",
@@ -96,13 +115,74 @@ MARKED = {
 
 # Parameters that `make test` runs of tests with many: one of each kind. The other parameters are exhaustive.
 REPRESENTATIVES = {
-    "trainer/test_checkpoints.py::test_a_disk_that_refuses_is_a_clear_error_and_harms_nothing": ("full",),
     "trainer/test_ranks.py::test_two_processes_train_like_one": (
+        "ddp",
         "sharded",
         "routers sharded",
     ),
+    "objectives/test_preference.py::test_trees_equal_flat_training": ("kto",),
+    "engine/test_vision.py::test_the_probe_computes_images": ("gemma3",),
+    "planning/test_planner.py::test_plans_of_many_random_trees": ("0",),
+    "verification/test_compare.py::test_other_objectives_pass": (
+        "PolicyGradient2",
+        "function",
+    ),
+    "verification/test_compare.py::test_a_right_engine_passes": (
+        "None-dtype2",
+        "10-dtype1",
+    ),
+    "grow/test_operators.py::test_an_operator_that_learned_nothing_keeps_the_function": (
+        *(
+            "mango-qwen3_moe-target2",
+            "ligo-gpt_neox-target3",
+        ),
+    ),
+    "rl/online/test_trainer.py::test_an_update_has_the_gradients_of_flat_training_of_the_recorded_rows": ("segments",),
+    "integrations/trl/test_prefix_sharing.py::test_fields_and_gradients": (
+        *(
+            "plain-left-6",
+            "plain-right-None",
+            "tempered-right-6",
+        ),
+    ),
+    "objectives/test_objectives.py::test_policy_gradients": (
+        "reinforce masked",
+        "gspo with all",
+    ),
+    "objectives/test_objectives_contract.py::test_cutting_rollouts_into_rows_changes_neither_loss_nor_gradient": (
+        *(
+            "grpo",
+            "gspo with all",
+            "turns",
+        ),
+    ),
+    "objectives/test_objectives_contract.py::test_a_step_may_be_spread_over_calls": (
+        *(
+            "sft",
+            "reinforce masked",
+            "ppo dual, entropy",
+            "grpo per rollout",
+            "gspo",
+            "cispo",
+            "turns, cispo",
+            "bucket",
+        ),
+    ),
+    "integrations/trl/test_images.py::test_positions_and_images_of_qwen": ("12",),
+    "nn/test_model.py::test_layers_that_count_rows_are_told_depths": ("auto",),
+    "cli/commands/test_rl.py::test_a_rollout_counts_once_however_its_rows_are_cut": ("gspo",),
+    "documents/test_pages.py::test_runnable_blocks_run": (
+        *(
+            "concepts.md",
+            "README.md",
+            "objectives.md",
+            "rl.md",
+            "training.md",
+            "inspect.md",
+        ),
+    ),
+    "trainer/test_checkpoints.py::test_a_disk_that_refuses_is_a_clear_error_and_harms_nothing": ("full",),
     "examples/test_objectives.py::test_losses_fall": ("sft-3-3.46",),
-    "nn/recurrent/test_hybrids.py::test_adapters_on_mixers": ("all",),
     "nn/recurrent/test_hybrids.py::test_random_forests_at_random_budgets": ("nemotron_h",),
     "engine/test_profiling.py::test_flops_of_projections_and_head_are_those_of_the_model": ("whole",),
     "distributed/placement/test_split.py::test_gradients_of_all_ranks_add_up_to_those_of_one_process": (
@@ -168,17 +248,6 @@ REPRESENTATIVES = {
             "2-None",
         ),
     ),
-    "documents/test_pages.py::test_runnable_blocks_run": (
-        *(
-            "concepts.md",
-            "README.md",
-            "logs-agents.md",
-            "objectives.md",
-            "rl.md",
-            "training.md",
-            "inspect.md",
-        ),
-    ),
     "nn/attention/test_cascade.py::test_low_precision_is_within_twice_the_references_own_error": (
         "(4, 2, 8, 8)-whole-plain-bfloat16",
         "(4, 2, 8, 8)-whole-cap and window-float32",
@@ -200,7 +269,6 @@ REPRESENTATIVES = {
         *("tree_path_mean", "inter_intra", "value_steps"),
     ),
     "bench/test_contestants.py::test_all_contestants_have_the_flat_gradients": ("tau2",),
-    "cli/commands/test_rl.py::test_a_rollout_counts_once_however_its_rows_are_cut": ("grpo", "gspo"),
     "cli/commands/test_schema.py::test_mistakes_do_not": ("mistake1", "mistake4"),
     "distributed/placement/test_brute_force.py::test_small_steps_are_within_two_hundredths_of_the_best": (
         *("0-made", "1-real", "4-made", "6-real"),
@@ -242,7 +310,6 @@ REPRESENTATIVES = {
     "objectives/test_preference.py::test_a_step_equals_the_formula_on_flat_logprobs": (
         *("dpo-9", "conservative-25", "hinge-None", "ipo-9", "kto-25", "kto zero-9"),
     ),
-    "objectives/test_preference.py::test_trees_equal_flat_training": ("dpo", "kto"),
     "rl/online/test_trainer.py::test_a_signal_ends_a_run_that_can_be_resumed": ("update",),
     "trainer/checkpoint/test_background.py::test_files_are_those_of_a_save_that_training_waits_for": ("adapters",),
     "trainer/checkpoint/test_changed_settings.py::test_what_cannot_change_is_an_error_by_name": (
@@ -252,9 +319,7 @@ REPRESENTATIVES = {
         *("unsealed", "flipped"),
     ),
     "trainer/test_checkpoints.py::test_models_that_are_saved_under_other_names_resume_bit_for_bit": ("mixtral",),
-    "report/html/test_browser.py::test_the_theme_follows_the_system_and_can_be_switched": ("dark",),
     "engine/test_engine.py::test_any_loss": ("None", "5"),
-    "engine/test_engine.py::test_gradient_checkpointing": ("True",),
     "examples/test_objectives.py::test_rewards_rise": ("grpo-4",),
     "rl/online/test_trainer.py::test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one": ("reward",),
     "rl/online/test_trainer.py::test_any_objective_trains": ("gspo-changes2",),
@@ -266,10 +331,8 @@ REPRESENTATIVES = {
     "nn/recurrent/test_hybrids.py::test_gradient_checkpointing": ("jamba-True",),
     "nn/test_adapters.py::test_every_adapter_is_exact": ("LORA-lm_head", "IA3-lm_head", "VERA-lm_head", "LOKR-q_proj"),
     "nn/test_model.py::test_layers_from_before_the_attention_interface": ("gpt_neo-True",),
-    "objectives/test_objectives.py::test_policy_gradients": ("reinforce masked", "grpo per rollout", "gspo with all"),
     "rl/online/test_practice.py::test_a_killed_run_draws_as_an_undisturbed_one": ("dynamic", "gain_x_learnability"),
     "test_cuda_pretend.py::test_the_host_waits_once_in_a_step": ("llama4_text",),
-    "trainer/test_meshes.py::test_a_lost_process_ends_the_run_which_then_goes_on_to_the_same_bits": ("context-1-9",),
     "trainer/test_ranks.py::test_one_process_goes_on_where_two_stopped": ("sharded",),
     "trainer/test_ranks.py::test_a_signal_to_one_process_ends_and_saves_all": ("signalled-3",),
     "trainer/test_ranks.py::test_a_disk_that_refuses_one_process_harms_neither_the_run_nor_other_checkpoints": (
@@ -287,7 +350,6 @@ REPRESENTATIVES = {
         "trajectory_mean-once",
         "rollout_sum-per_trajectory",
     ),
-    "verification/test_compare.py::test_other_objectives_pass": ("PolicyGradient2", "Distillation0", "function"),
 }
 
 # Files whose fixtures run processes or whole commands for all of their tests: with `--dist loadgroup`, one worker runs

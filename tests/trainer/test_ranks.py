@@ -94,7 +94,7 @@ MEASURED = {
 }
 
 # What `make test` runs of these; tests/conftest.py lists the same as representatives.
-COMMON = ("sharded", "routers sharded", "full sharded")
+COMMON = ("ddp", "sharded", "routers sharded", "full sharded")
 
 
 def batch_of(trees_per_step, num_ranks, settings):
