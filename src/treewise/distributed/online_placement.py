@@ -173,8 +173,7 @@ class OnlinePlacer:
     def _tokens_of_distinct_images(self, forest: Forest) -> float:
         if self._image_tokens is None or not len(forest.images):
             return 0.0
-        first = np.unique(forest.images.index, return_index=True)[1]
-        return float(self._image_tokens(forest)[first].sum())
+        return float(self._image_tokens(forest)[forest.images.is_first_place].sum())
 
     def own_part(self, step: int, batch: Sequence[Forest]) -> list[Forest]:
         """This rank's part of the batch of step `step` (from 0)."""

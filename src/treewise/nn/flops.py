@@ -71,8 +71,7 @@ class FlopModel:
     linear, linear_backward: per token. head, head_backward: per projected row. pair_forward: per pair, for all layers
     of a reach together. gateway_values: keys and values per token, all layers. activation_values: an estimate of
     the values kept per token for the backward, of which norm_values are in float32 in every model (inputs of norms;
-    their outputs, too, in Gemma). vocabulary: logits
-    of a row. vision: of the tower and its projector; None without one.
+    their outputs, too, in Gemma). vocabulary: logits of a row. vision: of the tower and its projector; None without.
     """
 
     linear: float
@@ -130,7 +129,7 @@ class FlopModel:
         first = forest.segments.depth
         last = first + forest.segments.lengths
         step = self._step(forest.num_tokens, tree_head_rows(forest), last, first)
-        return step + self._images(forest, _is_first_place(forest))
+        return step + self._images(forest, forest.images.is_first_place)
 
     def of_tokens(self, depth: np.ndarray) -> np.ndarray:
         """[T] float64: one forward and backward of each token, without the head. depth: [T] integers."""
@@ -197,7 +196,7 @@ class FlopModel:
         """[n] int64, the feature rows of each distinct image of a forest."""
         if self.vision is None:
             return np.zeros(0, dtype=np.int64)
-        return self.vision.rows_of(forest)[_is_first_place(forest)]
+        return self.vision.rows_of(forest)[forest.images.is_first_place]
 
     def _images(self, forest: Forest, times: np.ndarray) -> float:
         """Forward and backward of the images of a forest, each so often ([I] integers)."""
@@ -327,13 +326,6 @@ def flat_head_rows(forest: Forest) -> int:
 def tree_head_rows(forest: Forest) -> int:
     """Tree tokens that predict at least one trained token."""
     return len(np.unique(forest.parent[forest.token_weights() > 0]))
-
-
-def _is_first_place(forest: Forest) -> np.ndarray:
-    """[I] bool: the first place of each distinct image on a forest."""
-    is_first = np.zeros(len(forest.images), dtype=bool)
-    is_first[np.unique(forest.images.index, return_index=True)[1]] = True
-    return is_first
 
 
 def leaf_head_rows(forest: Forest) -> int:

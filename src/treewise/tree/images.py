@@ -137,6 +137,13 @@ class ForestImages:
         """Tokens of the largest image, which no budget may be below; 0 without images."""
         return int((self.end - self.start).max()) if len(self) else 0
 
+    @property
+    def is_first_place(self) -> np.ndarray:
+        """[I] bool, whether it is the first place of its image."""
+        is_first = np.zeros(len(self), dtype=bool)
+        is_first[np.unique(self.index, return_index=True)[1]] = True
+        return is_first
+
     def covers(self, num_tokens: int) -> np.ndarray:
         """[num_tokens] bool, whether a tree token is inside the span of an image."""
         change = np.zeros(num_tokens + 1, dtype=np.int8)
