@@ -10,14 +10,15 @@ Letters: T queries, R rows of a block, G gateway keys, K keys of a part, H query
 """
 
 from functools import cache
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from treewise.errors import ConfigError
-from treewise.nn.attention.gateway import GatewayRead, LayerCall, RowIndex, take
+from treewise.nn.attention.gateway import GatewayRead, LayerCall, take
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.row_blocks import Block, Ranges, plan_blocks
 from treewise.nn.attention.softcap import Attended, Visibility, softcap_attention, softcap_attention_backward
@@ -92,14 +93,13 @@ class _Cascade(torch.autograd.Function):
         reads: tuple[GatewayRead, ...],
         call: LayerCall,
     ) -> torch.Tensor:
-        blocks = mask.derived(_blocks, rule.window, rule.chunk, query.dtype)
         sources = _Sources(key, value, reads, call, query.shape[3])
+        blocks = mask.derived(_blocks, rule.window, rule.chunk, query.dtype, sources.bounds)
         out = query.new_empty(1, query.shape[2], query.shape[1], sources.width).transpose(1, 2)
         lse = query.new_empty(1, query.shape[1], query.shape[2], dtype=torch.promote_types(query.dtype, torch.float32))
         padded_query = _padded(query, sources.width)
-        for block, tile in blocks:
-            rows = slice(block.start, block.end)
-            _attend(padded_query[:, :, rows], sources, block, tile, rule, out[:, :, rows], lse[:, :, rows])
+        for rows, parts in blocks:
+            _attend(padded_query[:, :, rows], sources, parts, rule, out[:, :, rows], lse[:, :, rows])
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
             out *= torch.exp(lse - total).unsqueeze(-1)
@@ -116,14 +116,14 @@ class _Cascade(torch.autograd.Function):
         query_width = query.shape[3]
         grad, query = _padded(grad, sources.width), _padded(query, sources.width)
         query_grad = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
-        for block, tile in ctx.blocks:
-            rows = slice(block.start, block.end)
+        for rows, parts in ctx.blocks:
             part_grads = []
-            for ranges, visible in _parts(block, tile):
-                part = Attended(query[:, :, rows], *sources.read(ranges), out[:, :, rows], lse[:, :, rows])
-                part_grad, *key_value_grads = _backward_part(grad[:, :, rows], part, visible, ctx.rule)
+            row_grad, row_query, row_out, row_lse = (each[:, :, rows] for each in (grad, query, out, lse))
+            for pieces, visible in parts:
+                part = Attended(row_query, *sources.read(pieces), row_out, row_lse)
+                part_grad, *key_value_grads = _backward_part(row_grad, part, visible, ctx.rule)
                 part_grads.append(part_grad)
-                gradients.add(ranges, *key_value_grads)
+                gradients.add(pieces, *key_value_grads)
             if len(part_grads) == 2:
                 torch.add(*part_grads, out=query_grad[:, :, rows])
             else:
@@ -136,23 +136,16 @@ class _Cascade(torch.autograd.Function):
         return query_grad[..., :query_width], key_grad, value_grad, sink_grad, None, None, None, None
 
 
-def _parts(block: Block, tile: torch.Tensor | None) -> list[tuple[Ranges, Visibility]]:
-    """The kernel calls of a block: the keys of each, and which of them its rows see."""
-    rest = (block.rest, Visibility(is_causal=block.is_causal, mask=tile))
-    return [rest, (block.full, Visibility())] if block.full else [rest]
-
-
 def _attend(
     query: Float[Tensor, "1 H R D"],
     sources: "_Sources",
-    block: Block,
-    tile: torch.Tensor | None,
+    parts: "list[_Part]",
     rule: LayerRule,
     out: Float[Tensor, "1 H R D"],
     lse: Float[Tensor, "1 H R"],
 ) -> None:
     """Writes the output and log-sum-exp of one block's rows into views of them."""
-    results = [_forward_part(query, *sources.read(ranges), visible, rule) for ranges, visible in _parts(block, tile)]
+    results = [_forward_part(query, *sources.read(pieces), visible, rule) for pieces, visible in parts]
     rest, rest_lse = results[0]
     if len(results) == 1:
         out.copy_(rest)
@@ -203,59 +196,23 @@ def _is_backward_wide(grad: Float[Tensor, "1 H R D"]) -> bool:
     return grad.dtype in (torch.bfloat16, torch.float16) and (grad.shape[3] < 128 or grad.shape[2] < 256)
 
 
-class _KeyAxis:
-    """Keys (or values) of a micro-batch as one axis: each gateway's rows in turn, then its own; never concatenated."""
+class _Piece(NamedTuple):
+    """Rows [low, high) of one source of keys: of what is read from a gateway, or of the micro-batch's own."""
 
-    def __init__(self, parts: list[tuple[torch.Tensor, RowIndex, int]], width: int) -> None:
-        self.parts, self.width = parts, width
-        self.bounds = [0]
-        for _, _, count in parts:
-            self.bounds.append(self.bounds[-1] + count)
+    source: int
+    low: int
+    high: int
 
-    def read(self, ranges: Ranges) -> Float[Tensor, "1 Hkv K D"]:
-        """[1, Hkv, rows of the ranges, D]; a view where it is one range of one tensor."""
-        pieces = [_padded(take(tensor, rows), self.width) for tensor, rows in self._pieces(ranges)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
-    def zeros(self) -> list[torch.Tensor]:
-        """Accumulators [1, Hkv, rows, D], one for each part, in float32 or wider."""
-        accumulators = []
-        for tensor, _, count in self.parts:
-            shape = (1, count, tensor.shape[1], self.width)
-            dtype = torch.promote_types(tensor.dtype, torch.float32)
-            accumulators.append(torch.zeros(shape, dtype=dtype, device=tensor.device).transpose(1, 2))
-        return accumulators
-
-    def add(self, accumulators: list[torch.Tensor], ranges: Ranges, grad: Float[Tensor, "1 Hkv K D"]) -> None:
-        """Adds the gradient [1, Hkv, rows of the ranges, D] of what `read` gave."""
-        start = 0
-        for part, low, high in self._split(ranges):
-            accumulators[part][:, :, low:high] += grad[:, :, start : start + high - low]
-            start += high - low
-
-    def _split(self, ranges: Ranges) -> list[tuple[int, int, int]]:
-        """(part, first row, end row) of each range, cut where parts meet."""
-        pieces = []
-        for low, high in ranges:
-            for part in range(len(self.parts)):
-                first, last = max(low, self.bounds[part]), min(high, self.bounds[part + 1])
-                if first < last:
-                    pieces.append((part, first - self.bounds[part], last - self.bounds[part]))
-        return pieces
-
-    def _pieces(self, ranges: Ranges) -> list[tuple[torch.Tensor, RowIndex]]:
-        pieces: list[tuple[torch.Tensor, RowIndex]] = []
-        for part, low, high in self._split(ranges):
-            tensor, rows, _ = self.parts[part]
-            if isinstance(rows, slice):
-                pieces.append((tensor, slice(rows.start + low, rows.start + high)))
-            else:
-                pieces.append((tensor, rows[low:high]))
-        return pieces
+# One kernel call of a block: the pieces that make up its keys, in order, and which of these its rows see.
+_Part = tuple[list[_Piece], Visibility]
 
 
 class _Sources:
-    """Where a layer's keys and values lie: in the gateways that it reads, then its own."""
+    """Keys and values of a layer, never concatenated: those read from each gateway, then its own.
+
+    keys, values: [1, Hkv, rows, D] of each source. bounds: where each begins on the key axis, and its end.
+    """
 
     def __init__(
         self,
@@ -268,15 +225,15 @@ class _Sources:
         self.key, self.value, self.reads, self.call = key, value, reads, call
         # The kernel wants one head size for all three; zeros change nothing.
         self.width = max(query_width, value.shape[3])
-        own, count = slice(0, key.shape[2]), key.shape[2]
-        above_keys = [(read.gateway.keys[call], read.rows, read.num_rows) for read in reads]
-        above_values = [(read.gateway.values[call], read.rows, read.num_rows) for read in reads]
-        self.keys = _KeyAxis([*above_keys, (key, own, count)], self.width)
-        self.values = _KeyAxis([*above_values, (value, own, count)], self.width)
+        keys = [*(take(read.gateway.keys[call], read.rows) for read in reads), key]
+        values = [*(take(read.gateway.values[call], read.rows) for read in reads), value]
+        self.keys = [_padded(each, self.width) for each in keys]
+        self.values = [_padded(each, self.width) for each in values]
+        self.bounds = tuple(accumulate((each.shape[2] for each in keys), initial=0))
 
-    def read(self, ranges: Ranges) -> tuple[Float[Tensor, "1 Hkv K D"], Float[Tensor, "1 Hkv K D"]]:
-        """Keys and values [1, Hkv, rows of the ranges, D]."""
-        return self.keys.read(ranges), self.values.read(ranges)
+    def read(self, pieces: list[_Piece]) -> tuple[Float[Tensor, "1 Hkv K D"], Float[Tensor, "1 Hkv K D"]]:
+        """Keys and values [1, Hkv, rows of the pieces, D]; views where it is one piece."""
+        return _joined(self.keys, pieces), _joined(self.values, pieces)
 
 
 class _KeyGradients:
@@ -284,12 +241,15 @@ class _KeyGradients:
 
     def __init__(self, sources: _Sources) -> None:
         self.sources = sources
-        self.of_keys, self.of_values = sources.keys.zeros(), sources.values.zeros()
+        self.of_keys, self.of_values = ([_zeros_of(each) for each in of] for of in (sources.keys, sources.values))
 
-    def add(self, ranges: Ranges, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
+    def add(self, pieces: list[_Piece], key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
         """Adds those of one part."""
-        self.sources.keys.add(self.of_keys, ranges, key_grad)
-        self.sources.values.add(self.of_values, ranges, value_grad)
+        start = 0
+        for source, low, high in pieces:
+            self.of_keys[source].narrow(2, low, high - low).add_(key_grad.narrow(2, start, high - low))
+            self.of_values[source].narrow(2, low, high - low).add_(value_grad.narrow(2, start, high - low))
+            start += high - low
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Hands gateways the gradients of their rows; returns those of the layer's own keys and values."""
@@ -301,19 +261,48 @@ class _KeyGradients:
         return key_grads[-1].to(key.dtype), value_grads[-1].to(value.dtype)
 
 
+def _joined(sources: list[torch.Tensor], pieces: list[_Piece]) -> Float[Tensor, "1 Hkv K D"]:
+    found = [sources[source].narrow(2, low, high - low) for source, low, high in pieces]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+
+def _zeros_of(keys: Float[Tensor, "1 Hkv n D"]) -> Float[Tensor, "1 Hkv n D"]:
+    """An accumulator in float32 or wider, in the order of memory of what the projections take."""
+    shape, dtype = keys.transpose(1, 2).shape, torch.promote_types(keys.dtype, torch.float32)
+    return torch.zeros(shape, dtype=dtype, device=keys.device).transpose(1, 2)
+
+
 def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
     missing = width - tensor.shape[3]
     return tensor if missing == 0 else F.pad(tensor, (0, missing))
 
 
 def _blocks(
-    mask: TreeMask, window: int | None, chunk: int | None, dtype: torch.dtype
-) -> list[tuple[Block, torch.Tensor | None]]:
-    """The blocks of a mask, with their tiles as additive tensors ([1, 1, R, K])."""
-    return [(block, _additive(block, dtype)) for block in mask.derived(plan_blocks, window, chunk)]
+    mask: TreeMask, window: int | None, chunk: int | None, dtype: torch.dtype, bounds: tuple[int, ...]
+) -> list[tuple[slice, list[_Part]]]:
+    """The rows of each block of a mask, and its parts: the keys that some rows see, then those that all see."""
+    blocks = []
+    for block in mask.derived(plan_blocks, window, chunk):
+        rest = Visibility(is_causal=block.is_causal, mask=_additive(block, dtype))
+        parts = [(_pieces(block.rest, bounds), rest)]
+        if block.full:
+            parts.append((_pieces(block.full, bounds), Visibility()))
+        blocks.append((slice(block.start, block.end), parts))
+    return blocks
+
+
+def _pieces(ranges: Ranges, bounds: tuple[int, ...]) -> list[_Piece]:
+    """Ranges on the key axis, cut where sources meet."""
+    pieces = []
+    for low, high in ranges:
+        for source, (first, last) in enumerate(pairwise(bounds)):
+            if max(low, first) < min(high, last):
+                pieces.append(_Piece(source, max(low, first) - first, min(high, last) - first))
+    return pieces
 
 
 def _additive(block: Block, dtype: torch.dtype) -> torch.Tensor | None:
+    """The tile of a block as a tensor that is added to scores ([1, 1, R, K])."""
     if block.tile is None:
         return None
     seen = torch.from_numpy(block.tile)
