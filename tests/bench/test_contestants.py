@@ -15,6 +15,7 @@ from treewise.bench.varlen import varlen_attention
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
+from treewise.testing import tiny_model
 from treewise.testing.oracle import flat_sft
 from treewise.testing.strategies import trajectories
 from treewise.tree.forest import Forest
@@ -72,6 +73,14 @@ def check(model: torch.nn.Module, made: Contestant | str, key: str, loss: float,
     model.zero_grad()
     assert made.step() == pytest.approx(loss, rel=1e-5), key
     assert gradient_error(model, expected) < TOLERANCE, key
+
+
+def test_what_cannot_run_is_named() -> None:
+    """TRL's attention looks for a `Linear` in each layer, of which GPT-2 has none."""
+    items = make("grpo", "tiny", 64).trajectories
+    made = builders(tiny_model("gpt2"), items, max_tokens=[10_000])
+    assert "TRL's tree rows do not run this model" in str(prepare(made["trl"]))
+    assert "fit the budget" in str(prepare(made["tree@10000"]))
 
 
 @given(trajectories())

@@ -156,6 +156,13 @@ def test_different_losses_end_the_comparison() -> None:
         _check_losses(found, torch.bfloat16)
 
 
+def test_rows_of_others_with_another_loss_are_left_out() -> None:
+    found = {"flat": Measured(loss=2.0), "trl": Measured(loss=2.1), "tree": Measured(loss=2.0)}
+    _check_losses(found, torch.float32)
+    assert found["trl"].skipped == "does not compute this model: loss 2.100000, flat 2.000000"
+    assert found["tree"].skipped is None
+
+
 def test_a_model_without_room_is_a_row_that_says_so() -> None:
     def too_large() -> torch.nn.Module:
         raise OutOfMemoryError("takes 55 GiB")

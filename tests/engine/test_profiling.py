@@ -57,3 +57,24 @@ def test_pairs_of_attention_are_those_that_its_kernels_compute() -> None:
     ((_, cost),) = flop_model(engine.model).pair_forward
     assert found.parts[profiling.CAUSAL].flops == 3.5 * cost * 50 * 51 / 2
     assert profiling.RECTANGLES not in found.parts
+
+
+def test_grouped_products_of_experts_count_once() -> None:
+    """On a CPU one calls a product for each expert."""
+    engine = tw.TreeEngine(tiny_model("qwen3_moe", num_hidden_layers=1), router_aux_loss=False)
+    forest = tw.Forest.from_trajectories([tw.Trajectory(np.arange(50) % 60)])
+    engine.step(forest)
+    found = profile_step(lambda: engine.step(forest), CPU)
+    flops = flop_model(engine.model)
+    assert found.parts[profiling.PROJECTIONS].flops == (flops.linear + flops.linear_backward) * 50
+
+
+def test_products_of_attention_are_no_projections() -> None:
+    engine = tw.TreeEngine(tiny_model(num_hidden_layers=1), attention="reference")
+    forest = tw.Forest.from_trajectories([tw.Trajectory(np.arange(50) % 60)])
+    engine.step(forest)
+    found = profile_step(lambda: engine.step(forest), CPU)
+    flops = flop_model(engine.model)
+    assert found.parts[profiling.PROJECTIONS].flops == (flops.linear + flops.linear_backward) * 50
+    ((_, cost),) = flops.pair_forward
+    assert found.parts[profiling.ATTENTION].flops == pytest.approx(3 * cost * 50 * 50, rel=0.01)

@@ -102,7 +102,9 @@ def builders(
             _tree, model, items, None, attention, is_checkpointed=is_checkpointed, processor=processor
         )
     for budget in max_tokens:
-        if budget < forest.num_tokens:
+        if budget >= forest.num_tokens:
+            contestants[f"tree@{budget}"] = partial(_as_whole, forest.num_tokens)
+        else:
             contestants |= _at_budget(model, items, forest, budget, attention, processor)
             if "trl" in against and not is_recurrent and not sees and budget >= forest.path_lengths.max():
                 contestants[f"trl@{budget}"] = partial(_trl, plain, items, budget)
@@ -207,6 +209,10 @@ def _tree(
         plan.num_recomputed_tokens,
         None if max_tokens is None else flops.tree(forest) / flops.planned(plan),
     )
+
+
+def _as_whole(num_tokens: int) -> Contestant:
+    raise ConfigError(f"as tree: {num_tokens:,} tokens fit the budget")
 
 
 def _at_budget(

@@ -23,6 +23,8 @@ from treewise.nn.lm_head import edge_values
 from treewise.nn.model import DecoderAndHead
 from treewise.tree.trajectory import Trajectory
 
+_STREAMS = ("input_ids", "completion_mask", "old_log_probs")
+
 
 class TrlRows:
     """Trajectories packed into tree rows; `step` trains them by the weighted token mean.
@@ -32,7 +34,8 @@ class TrlRows:
 
     Raises:
         ConfigError: TRL or `tree-recurrence` is not installed, or a trajectory is longer than a row.
-        UnsupportedModelError: recurrent layers that `tree-recurrence` does not support.
+        UnsupportedModelError: recurrent layers that `tree-recurrence` does not support, or a model on which TRL's
+            attention fails.
     """
 
     def __init__(
@@ -51,8 +54,7 @@ class TrlRows:
         samples = [_sample(item) for item in items]
         self.denominator = sum(float(sample["old_log_probs"].sum()) for sample in samples)
         self.rows = [row.pack() for row in self._rows(samples, max_tokens)]
-        with self._states():  # its errors are raised now and not in the first step
-            pass
+        self._require_support(samples[0])
 
     @property
     def num_computed_tokens(self) -> int:
@@ -74,9 +76,30 @@ class TrlRows:
                 losses.append(loss.detach())
         return float(torch.stack(losses).double().sum())
 
+    def _require_support(self, sample: dict[str, Any]) -> None:
+        """Two tokens through the decoder, so that errors of others are raised now and not in the first step."""
+        row = self.packing.TreeRow()
+        row.add({name: value[:2] if name in _STREAMS else value for name, value in sample.items()})
+        try:
+            with torch.no_grad(), self._states(), attention(self.lm, self.packing.TREE_ATTENTION):
+                self._hidden({name: value.to(self.lm.device) for name, value in row.pack().items()})
+        except (StopIteration, AttributeError, KeyError, TypeError) as error:
+            raise UnsupportedModelError(
+                f"TRL's tree rows do not run this model: {type(error).__name__} {error}"
+            ) from error
+
     def _loss(self, row: dict[str, torch.Tensor]) -> torch.Tensor:
+        hidden = self._hidden(row)
+        trained = torch.nonzero(row["shift_labels"] != -100)[:, 0]
+        logprobs = edge_values(hidden, self.lm.head(), trained, row["shift_labels"][trained])["log_probs"]
+        edge = torch.full((len(hidden),), -1, device=hidden.device)
+        edge = edge.index_put_((trained,), torch.arange(len(trained), device=hidden.device))
+        weights = row["old_log_probs"].to(logprobs.dtype)
+        return -(logprobs[edge[row["token_index"]]] * weights).sum() / self.denominator
+
+    def _hidden(self, row: dict[str, torch.Tensor]) -> torch.Tensor:
         longest_q, longest_k = row["tree_max_seqlens"].tolist()
-        hidden = self.lm.decoder(
+        hidden: torch.Tensor = self.lm.decoder(
             input_ids=row["input_ids"][None],
             position_ids=row["position_ids"][None],
             use_cache=False,
@@ -86,12 +109,7 @@ class TrlRows:
             tree_max_seqlen_q=longest_q,
             tree_max_seqlen_k=longest_k,
         ).last_hidden_state[0]
-        trained = torch.nonzero(row["shift_labels"] != -100)[:, 0]
-        logprobs = edge_values(hidden, self.lm.head(), trained, row["shift_labels"][trained])["log_probs"]
-        edge = torch.full((len(hidden),), -1, device=hidden.device)
-        edge = edge.index_put_((trained,), torch.arange(len(trained), device=hidden.device))
-        weights = row["old_log_probs"].to(logprobs.dtype)
-        return -(logprobs[edge[row["token_index"]]] * weights).sum() / self.denominator
+        return hidden
 
     def _rows(self, samples: Sequence[dict[str, Any]], max_tokens: int | None) -> list[Any]:
         rows: list[Any] = []

@@ -6,7 +6,7 @@ its own, without those inside it; the host's are the rest of the wall clock: Pyt
 are those of kernels, and the host's are the time in which none ran.
 
 FLOPs are counted from the shapes of products, a multiply-add as two; attention's as in `nn.flops`, by the pairs that a
-kernel computes.
+kernel computes. Batched products, of which attention without a kernel consists, count as attention.
 """
 
 import math
@@ -45,7 +45,8 @@ _NAMES = (
     ("scaled_dot_product", ATTENTION),
     ("flash_attn", ATTENTION),
 )
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"}
+_BATCHED = {"aten::bmm", "aten::baddbmm"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::_grouped_mm"} | _BATCHED
 _GATHERS = {"aten::index", "aten::index_select", "aten::gather", "aten::index_put_", "aten::_index_put_impl_"}
 _GATHERS |= {"aten::index_add_", "aten::scatter_add_", "aten::cat", "aten::copy_", "aten::clone", "aten::contiguous"}
 _FORWARD_KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -99,6 +100,7 @@ class Recording:
         seconds = synchronized_clock(self._device) - self._started
         self._record.stop()
         if trace is not None:
+            trace.parent.mkdir(parents=True, exist_ok=True)
             self._record.export_chrome_trace(str(trace))
         events = [each for each in self._record.events() or () if isinstance(each, FunctionEvent)]
         return Profile(seconds, _parts(events, seconds, on_gpu=self._device.type == "cuda"))
@@ -157,6 +159,8 @@ def _part_of(event: Any, seen: dict[int, str]) -> str:
             return part
     if around in (MERGING, PROJECTIONS):
         return around
+    if event.name in _BATCHED or "BmmBackward" in event.name:
+        return ATTENTION
     if event.name in _PRODUCTS or event.name == "aten::linear" or "mmBackward" in event.name.replace("Mm", "mm"):
         return PROJECTIONS
     return GATHERS if event.name in _GATHERS else around
@@ -174,6 +178,8 @@ def _kernel_part(event: Any) -> str:
 def _flops(event: Any) -> float:
     shapes = [each for each in event.input_shapes or () if each]
     if event.name in _PRODUCTS:
+        if event.cpu_parent is not None and event.cpu_parent.name in _PRODUCTS:
+            return 0.0  # on a CPU a grouped product calls one for each group
         first = 1 if "add" in event.name else 0  # after what is added to; a tensor given for the result comes last
         left, right = shapes[first : first + 2]
         return 2.0 * math.prod(left) * right[-1]

@@ -19,12 +19,12 @@ def arguments(tmp_path_factory) -> list[str]:
 
 
 def test_tree_beside_flat_as_json(arguments, capsys, tmp_path) -> None:
-    assert main([*arguments, "--json", "--trace", str(tmp_path / "trace.json")]) == 0
+    assert main([*arguments, "--json", "--trace", str(tmp_path / "new" / "trace.json")]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["tree_tokens"], facts["flat_tokens"]) == (19 + 27, 3 * 28)
     flops = {name: facts[name]["parts"][profiling.PROJECTIONS]["flops"] for name in ("tree", "flat")}
     assert flops["flat"] / flops["tree"] == 84 / 46
-    assert (tmp_path / "trace.json").is_file()
+    assert json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
 
 
 def test_the_table(arguments, capsys) -> None:
@@ -36,7 +36,12 @@ def test_the_table(arguments, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"), [(["--steps", "0"], "--steps is 0"), (["--limit", "-1"], "--limit is -1")]
+    ("flags", "message"),
+    [
+        (["--steps", "0"], "--steps is 0"),
+        (["--limit", "-1"], "--limit is -1"),
+        (["--trace", "/dev/null/trace.json"], "--trace /dev/null/trace.json"),
+    ],
 )
 def test_wrong_numbers_are_refused(arguments, capsys, flags, message) -> None:
     assert main([*arguments, *flags]) == 2

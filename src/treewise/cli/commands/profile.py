@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--limit is {args.limit}; give a number of trajectories, or 0 for all.")
     if args.steps < 1:
         raise ConfigError(f"--steps is {args.steps}; give at least 1.")
+    trace = _writable(args.trace)
     device = chosen_device(args.device)
     model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
     if args.tokenizer is not None:
@@ -64,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
         rows = FlatRows(lm, items, max_row_tokens=max(2_048, longest), packs=can_pack(lm.model))
         profiles["flat"] = _profiled(rows.step, model, device, args.steps, None)
     engine = TreeEngine(model, args.max_tokens, args.attention)
-    trace = None if args.trace is None else Path(args.trace)
     profiles["tree"] = _profiled(lambda: engine.step(forest), model, device, args.steps, trace)
     facts = {
         "tree_tokens": forest.num_tokens,
@@ -83,6 +83,19 @@ def run(args: argparse.Namespace) -> int:
     if trace is not None:
         console.print(f"trace written to {trace}", highlight=False)
     return 0
+
+
+def _writable(file: str | None) -> Path | None:
+    """The file of the trace, tried before anything runs: torch's exporter reports a failure on stderr alone."""
+    if file is None:
+        return None
+    path = Path(file)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--trace {file}: {error.strerror}; name a file that can be written.") from error
+    return path
 
 
 def _profiled(
