@@ -189,6 +189,8 @@ def main() -> None:
     if args.child:
         child(Path(args.child), args.steps)
         return
+    if args.folder is not None:
+        Path(args.folder).mkdir(parents=True, exist_ok=True)
     rows = []
     for leaves, path_tokens, budget in ((1, 100_000, 4096), (64, 100_000, 16_384), (1024, 100_000, 65_536)):
         rows.append(tree_times(leaves, path_tokens, budget))
