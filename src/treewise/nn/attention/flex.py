@@ -270,13 +270,15 @@ def _tiles(query: torch.Tensor) -> FlexKernelOptions:
 
     In float32 for heads without an entry in its table: those of 192 numbers need 273 KiB of shared memory, where an
     H200 has 227 (torch 2.11); these are its own for 256, to which heads are rounded up. In half precision for heads of
-    64: 128 x 128, its choice for sm_90 and sm_100, spills 1,516 bytes a thread on sm_90 with our masks, 128 x 64 none
-    (`benchmarks/flex_kernels.py resources`).
+    64: 128 x 128, its choice for sm_90 and sm_100, spills 1,516 and 5,228 bytes a thread with our masks, 128 x 64 none
+    and 312; in the backward its choice for sm_100 spills 3,612, 64 x 64 28 (`benchmarks/flex_kernels.py resources`).
     """
     if query.dtype == torch.float32 and 128 < query.shape[3] < 256:
         return cast(FlexKernelOptions, {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32})
     if query.dtype.itemsize == 2 and query.shape[3] == 64:
-        return cast(FlexKernelOptions, {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64})
+        backward = dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 64)
+        is_sm_100 = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 10
+        return cast(FlexKernelOptions, {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, **(backward if is_sm_100 else {})})
     return {}
 
 
