@@ -2,10 +2,11 @@
 #
 #   make demo     fine-tune a real model on real trees of trajectories, flat and tree side by side
 #   make rl       improve the same model on a task by online RL, in under ten minutes
-#   make test     what must hold before a commit: `make check`, then the tests
+#   make test     what must hold before a commit: `make check` and the tests
 #   make test-all also the exhaustive tests: every family, optimizer and number of processes; before a release
-#   make quick    `make check`, then the tests of the core with few random examples, in a minute
-#   make check    lint, format, spelling, banned words, types, import layers
+#   make quick    `make check` beside the fast tests of every room with few random examples, in a minute
+#   make check    `make lint`, and types
+#   make lint     lint, format, spelling, banned words, import layers
 #   make bench    treewise against flat training and tree rows on this machine's CPU, about six minutes
 #   make bench-check   the same, held against the committed results by ratio
 #   make bench-real    the same on real trees, with SmolLM2
@@ -20,7 +21,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl test test-all quick check bench bench-check bench-real bench-gpu bench-all docs models format clean
+.PHONY: help demo rl test test-all quick check lint bench bench-check bench-real bench-gpu bench-all docs models format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -46,9 +47,25 @@ CPU_TORCH ?= torch==2.13.0
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
-# The way of a record from file to gradient.
-QUICK_TESTS := tests/tree tests/planning tests/advantages tests/data/io tests/data/test_load.py tests/engine/test_engine.py \
-  tests/nn/attention/test_reference.py tests/examples/test_tiny_treewise.py tests/test_package.py
+# The way of a record from file to gradient, and the quick files of every room: 40 seconds of one core.
+QUICK_TESTS := tests/tree tests/planning tests/advantages tests/data/io tests/data/test_load.py tests/data/test_rollouts.py \
+  tests/objectives/test_registry.py tests/nn/test_gradients.py tests/nn/test_lm_head.py tests/nn/attention/test_gateway.py \
+  tests/nn/attention/test_implementations.py tests/nn/attention/test_reference.py tests/nn/recurrent/test_kinds.py \
+  tests/distributed/lockstep/test_turns.py tests/distributed/placement/test_cost_model.py tests/distributed/test_fsdp.py \
+  tests/engine/test_engine.py tests/engine/test_budget.py tests/verification \
+  tests/integrations/test_batch_forest.py tests/trainer/test_arguments.py tests/trainer/test_data_loader.py \
+  tests/rl/test_update.py tests/rl/test_rollout_batch.py tests/rl/branching/test_rollout_tree.py tests/grow/test_widening.py \
+  tests/report/analysis/test_run_log.py tests/report/html/test_picture.py tests/bench/test_workloads.py \
+  tests/cli/test_config.py tests/testing/test_shape_checks.py tests/examples/test_tiny_treewise.py tests/test_package.py
+
+# Types on one core while the command runs on the others: what mypy prints comes last, and either can fail.
+define beside_types
+@types=$$(mktemp); $(BIN)/mypy >"$$types" 2>&1 & mypy=$$!; trap 'kill $$mypy' INT TERM; \
+$(1); tests=$$?; wait $$mypy; errors=$$?; cat "$$types"; rm "$$types"; exit $$((tests || errors))
+endef
+
+# Compiled modules are kept: a dozen tests start processes that import the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 PATHS_TO_CHECK := $(wildcard src tests examples benchmarks docs/*.py docs/figures)
 
@@ -62,21 +79,23 @@ rl: $(VENV)/.rl
 	@rm -rf build/online-rl
 	$(BIN)/python examples/online_rl.py --output build/online-rl
 
-test: check
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: lint
+	$(call beside_types,$(BIN)/python -m pytest $(PYTEST_ARGS))
 
-test-all: check
-	HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+test-all: lint
+	$(call beside_types,HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup)
 
-quick: check
-	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not exhaustive" $(QUICK_TESTS)
+quick: lint
+	$(call beside_types,HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m "not slow and not exhaustive" $(QUICK_TESTS))
 
-check: $(VENV)/.dev
+check: lint
+	$(BIN)/mypy
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PATHS_TO_CHECK)
 	$(BIN)/ruff format --check $(PATHS_TO_CHECK)
 	$(BIN)/codespell --quiet-level 2 $(PATHS_TO_CHECK) $(wildcard *.md)
 	$(BIN)/python tests/documents/words.py
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
 bench: $(VENV)/.dev

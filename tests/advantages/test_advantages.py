@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise import ConfigError, DataError, Trajectory
@@ -125,7 +125,6 @@ def test_the_report_names_groups_that_teach_nothing() -> None:
 # -- rows of one rollout ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
 @given(items=rollout_lists(), seed=st.integers(0, MAX_SEED))
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_cutting_rollouts_into_rows_changes_nothing(method, items: list[Trajectory], seed: int) -> None:

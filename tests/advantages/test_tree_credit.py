@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise import ConfigError, DataError, Trajectory
@@ -78,7 +78,6 @@ def cut(items: list[Trajectory], rng: np.random.Generator) -> tuple[list[Traject
 # -- what holds for all -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
 @given(items=rollout_lists(), seed=st.integers(0, MAX_SEED))
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_cutting_rollouts_into_rows_changes_nothing(method, items: list[Trajectory], seed: int) -> None:
@@ -93,7 +92,6 @@ def test_cutting_rollouts_into_rows_changes_nothing(method, items: list[Trajecto
     assert report_of_rows.num_silent_rollouts == report.num_silent_rollouts
 
 
-@settings(max_examples=25)
 @given(items=rollout_lists(), reward=st.sampled_from([0.1, 0.7]))
 @pytest.mark.parametrize("method", [each for name, each in METHODS.items() if name != "path mean whitened"])
 def test_equal_rewards_give_exactly_nothing(method, items: list[Trajectory], reward: float) -> None:

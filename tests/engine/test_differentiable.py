@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise import Forest, Trajectory, TreeEngine
@@ -40,7 +40,6 @@ def gradients(loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return gradients_of(MODEL)
 
 
-@settings(max_examples=20)
 @given(data=st.data(), items=WITHOUT_PADDING, hold=st.sampled_from(["never", "always"]))
 def test_hidden_states(data: st.DataObject, items: list[Trajectory], hold: str) -> None:
     forest = Forest.from_trajectories(items)
@@ -51,7 +50,6 @@ def test_hidden_states(data: st.DataObject, items: list[Trajectory], hold: str) 
     assert gradient_error(gradients(mixed(found, 0)), gradients(mixed(expected, 0))) < 2 * TOLERANCE
 
 
-@settings(max_examples=20)
 @given(data=st.data(), items=WITHOUT_PADDING)
 def test_entropies_beside_log_probs(data: st.DataObject, items: list[Trajectory]) -> None:
     forest = Forest.from_trajectories(items)
@@ -71,7 +69,6 @@ def test_entropies_beside_log_probs(data: st.DataObject, items: list[Trajectory]
     assert gradient_error(gradients(found), gradients(mixed(entropy + chosen, 1))) < 2 * TOLERANCE
 
 
-@settings(max_examples=20)
 @given(data=st.data(), items=WITHOUT_PADDING, seed=st.integers(0, 2**31))
 def test_tokens_that_are_not_the_trees(data: st.DataObject, items: list[Trajectory], seed: int) -> None:
     """Three candidates for every token of every trajectory, as distillation scores them."""

@@ -39,7 +39,7 @@ def tree_gradients(model, items, max_tokens=None, **options):
 MODEL = tiny_model("llama", num_hidden_layers=2)
 
 
-@settings(max_examples=30)
+@settings(max_examples=2 * settings().max_examples)
 @given(data=st.data(), items=trajectories(vocab_size=5))
 def test_random_forests_at_random_budgets(data: st.DataObject, items: list[Trajectory]) -> None:
     loss, _, expected = flat_sft(MODEL, items)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise import SFT, Forest, Trajectory, TreeEngine
@@ -34,7 +34,6 @@ def in_lockstep(max_tokens, other):
     return engine, sent
 
 
-@settings(max_examples=25)
 @given(data=st.data(), items=WITHOUT_PADDING, other=forests_and_budgets())
 def test_gradients_beside_any_other_rank(data, items, other):
     forest = Forest.from_trajectories(items)
@@ -48,7 +47,6 @@ def test_gradients_beside_any_other_rank(data, items, other):
     assert gradient_error(gradients_of(MODEL), expected) < TOLERANCE
 
 
-@settings(max_examples=10)
 @given(data=st.data(), items=WITHOUT_PADDING, other=forests_and_budgets())
 def test_log_probs_beside_any_other_rank(data, items, other):
     forest = Forest.from_trajectories(items)

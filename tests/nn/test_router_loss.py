@@ -168,7 +168,6 @@ def test_recomputation_by_checkpointing_changes_nothing():
     assert gradient_error(found[1][2], found[0][2]) < 1e-7
 
 
-@settings(max_examples=20)
 @given(forests_and_budgets(), st.integers(0, 2**32 - 1))
 def test_parts_count_and_weigh_like_the_whole(forest_and_budget, seed):
     forest, budget = forest_and_budget

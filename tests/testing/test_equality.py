@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 import treewise as tw
 from treewise.engine import walk
@@ -16,7 +16,6 @@ MODEL = tiny_model("gpt_neox", torch.float64)  # its norms are torch's, so float
 ITEMS = [tw.Trajectory([1, 2, 3, 4]), tw.Trajectory([1, 2, 3, 5, 6]), tw.Trajectory([7, 8])]
 
 
-@settings(max_examples=10)
 @given(items=trajectories(max_sequences=4))
 def test_random_trees(items: list[tw.Trajectory]) -> None:
     assert_equals_flat(MODEL, items, tw.REINFORCE(), max_tokens=[None, 3], tolerance=1e-10)

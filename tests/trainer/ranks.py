@@ -207,13 +207,19 @@ def launch(num_ranks, folder, runs, timeout=1200):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
 
+def train_all(folder, runs):
+    """Trains one run after the other as one of the processes; returns the outcomes by the name of the run."""
+    outcomes = {}
+    for name, settings in runs.items():
+        resumed = {"resume": str(folder / settings["resume_run"])} if "resume_run" in settings else {}
+        settings = {key: value for key, value in settings.items() if key != "resume_run"} | resumed
+        outcomes[name] = outcome(train(folder / name, **settings))
+    return outcomes
+
+
 def main():
     folder = Path(sys.argv[1])
-    outcomes = {}
-    for name, settings in json.loads((folder / "runs.json").read_text()).items():
-        if "resume_run" in settings:
-            settings["resume"] = str(folder / settings.pop("resume_run"))
-        outcomes[name] = outcome(train(folder / name, **settings))
+    outcomes = train_all(folder, json.loads((folder / "runs.json").read_text()))
     torch.save(outcomes, folder / f"rank{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
     os._exit(0)  # torch 2.13 aborts now and then while it takes gloo's threads down, after all work is done

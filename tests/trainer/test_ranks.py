@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.distributed.test_mesh import fork_ranks
 from tests.trainer.helpers import tiny_model
-from tests.trainer.ranks import exhaustive_wanted, launch, outcome, train
+from tests.trainer.ranks import exhaustive_wanted, launch, outcome, train, train_all
 from treewise.distributed.online_placement import FIT_STEPS
 from treewise.errors import ConfigError
 from treewise.trainer import TreeTrainingArguments
@@ -115,7 +116,7 @@ def of_two(request, tmp_path_factory):
     if exhaustive_wanted(request):
         runs["signalled in save"] = {**runs["sharded"], "trouble": "signal in save"}
         runs["measured again"] = {**runs["measured"], "resume_run": "measured/checkpoint-4"}
-    return folder, launch(2, folder, runs)
+    return folder, fork_ranks(2, lambda: train_all(folder, runs), folder)
 
 
 @pytest.fixture(scope="module")

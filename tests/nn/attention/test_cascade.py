@@ -7,7 +7,7 @@ cascade may be off by twice what the reference in that dtype is off by, plus one
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise.errors import ConfigError
@@ -134,7 +134,6 @@ def _block_constants(request, monkeypatch):
 
 @pytest.mark.usefixtures("_block_constants")
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@settings(max_examples=20)
 @given(
     forests_and_budgets(),
     st.sampled_from(HEADS),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise.nn.attention import row_blocks
@@ -73,7 +73,6 @@ def check(made, window, chunk, constants, rng=None):
 
 
 @pytest.mark.parametrize("constants", CONSTANTS, ids=str)
-@settings(max_examples=25)
 @given(forests_and_budgets(), rules)
 def test_every_visible_pair_is_covered_once(constants, forest_and_budget, rule):
     forest, budget = forest_and_budget

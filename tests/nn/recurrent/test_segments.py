@@ -1,7 +1,7 @@
 """Row segments and their schedule against walking up the tree token by token."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise.nn.recurrent.rows import TreeRows
@@ -22,7 +22,6 @@ def each_micro_batch(run: Plan) -> list[tuple[int, np.ndarray, RowSegments]]:
     return found
 
 
-@settings(max_examples=25)
 @given(forests_and_budgets(), HOLDS)
 def test_segments_partition_the_rows_and_follow_parents(given, hold) -> None:
     forest, budget = given
@@ -45,7 +44,6 @@ def test_segments_partition_the_rows_and_follow_parents(given, hold) -> None:
                 assert above == -1
 
 
-@settings(max_examples=25)
 @given(forests_and_budgets(), HOLDS)
 def test_cuts_are_the_rows_that_other_micro_batches_continue(given, hold) -> None:
     forest, budget = given
@@ -55,7 +53,6 @@ def test_cuts_are_the_rows_that_other_micro_batches_continue(given, hold) -> Non
         assert np.array_equal(positions[segments.cut_rows], np.intersect1d(forest.parent[elsewhere], positions))
 
 
-@settings(max_examples=25)
 @given(forests_and_budgets(), st.integers(1, 6))
 def test_tails_are_the_path_above(given, count) -> None:
     """Decoded through the cuts of the micro-batches above, a tail is what walking up gives."""
@@ -95,7 +92,6 @@ def path_above(forest, token: int, count: int) -> list[int]:
     return [-1] * (count - len(found)) + found
 
 
-@settings(max_examples=25)
 @given(forests_and_budgets(), HOLDS)
 def test_schedule_scans_each_row_once_after_its_parent(given, hold) -> None:
     forest, budget = given

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl.growing_trees import ToySampler, grow
@@ -29,7 +29,6 @@ def prefix(tree: RolloutTree, node: int, position: int) -> tuple[int, ...]:
 # -- all policies -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
 @given(seed=seeds, budget=st.integers(1, 150))
 @pytest.mark.parametrize("name", BRANCHINGS)
 def test_budgets_count_generated_tokens(name: str, seed: int, budget: int) -> None:
@@ -49,7 +48,6 @@ def test_a_spent_budget_asks_for_nothing(name: str) -> None:
     assert policy(name).next_requests(tree, Signals(), -5, np.random.default_rng(0)) == []
 
 
-@settings(max_examples=15)
 @given(seed=seeds)
 @pytest.mark.parametrize("name", BRANCHINGS)
 def test_policies_are_pure(name: str, seed: int) -> None:
@@ -64,7 +62,6 @@ def test_policies_are_pure(name: str, seed: int) -> None:
     assert tree.to_json() == before
 
 
-@settings(max_examples=15)
 @given(seed=seeds, variations=st.integers(1, 6))
 @pytest.mark.parametrize("name", ["random", "entropy", "arpo", "turns", "lcr"])
 def test_at_most_v_variations(name: str, seed: int, variations: int) -> None:
@@ -72,7 +69,6 @@ def test_at_most_v_variations(name: str, seed: int, variations: int) -> None:
     assert max(len(tree.below(root)) for root in tree.roots) <= variations
 
 
-@settings(max_examples=15)
 @given(seed=seeds, roots=st.integers(1, 4))
 @pytest.mark.parametrize("name", ["random", "entropy", "arpo", "turns", "lcr"])
 def test_one_variation_is_none_bit_for_bit(name: str, seed: int, roots: int) -> None:
@@ -236,7 +232,6 @@ def test_actions_are_drawn_from_recorded_candidates() -> None:
     assert {branch for requests in asked for branch in requests} == {Branch()}
 
 
-@settings(max_examples=20)
 @given(seed=seeds)
 def test_drawn_actions_are_new_at_their_point(seed: int) -> None:
     tree, _ = grow(policy("lcr"), 150, ToySampler(seed, with_top=True), np.random.default_rng(seed))
@@ -340,7 +335,6 @@ def test_segments_by_hand() -> None:
     assert ask.next_requests(tree, Signals(), 99, rng) == [Branch(PROMPT, 0, 2, max_tokens=2)]  # the next tree
 
 
-@settings(max_examples=25)
 @given(seed=seeds)
 def test_segments_fill_their_width(seed: int) -> None:
     """Every tree that is complete has as many rollouts as it may; all segments continue their parent's end."""

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl.growing_trees import ToySampler, grow
@@ -47,7 +47,6 @@ def test_rows_by_hand() -> None:
     assert (account.sampled, account.recorded, account.trained, account.failed, account.unfinished) == (5, 4, 4, 1, 0)
 
 
-@settings(max_examples=40)
 @given(
     name=st.sampled_from(["none", "random", "entropy", "segments", "turns", "lcr"]),
     seed=st.integers(0, MAX_SEED),
@@ -76,7 +75,6 @@ def test_every_generated_token_is_recorded_and_trained_once(name, seed, budget, 
     assert int((forest.token_weights("once") > 0).sum()) == len(places) <= account.trained
 
 
-@settings(max_examples=25)
 @given(seed=st.integers(0, MAX_SEED), with_top=st.booleans())
 def test_json_is_bit_exact(seed: int, with_top: bool) -> None:
     tree, _ = grow(branching_named("lcr"), 60, ToySampler(seed, with_top=with_top), np.random.default_rng(seed))
