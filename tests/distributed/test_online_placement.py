@@ -42,7 +42,7 @@ def test_parts_of_all_ranks_are_every_trajectory_once(monkeypatch, batch, num_ra
     lengths = []
     for rank in range(num_ranks):
         monkeypatch.setattr(online_placement.ranks, "own", lambda rank=rank: rank)
-        (part,) = OnlinePlacer(PRIOR, 64, "per_trajectory").rank_parts(iter([batch]), 0, 1)
+        part = OnlinePlacer(PRIOR, 64, "per_trajectory").own_part(0, batch)
         lengths += [forest.num_trajectories for forest in part]
     assert sum(lengths) == 12
 

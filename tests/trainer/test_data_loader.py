@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from treewise.errors import ConfigError, DataError
-from treewise.trainer.data_loader import PlacedBatches, TreeSampler, collate, survey
+from treewise.trainer.data_loader import TreeSampler, collate, survey
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -127,19 +127,3 @@ def test_the_fingerprint_depends_on_the_shape_of_a_tree():
     merged = Forest.from_trajectories(apart.trajectories)
     assert apart.num_tokens == merged.num_tokens + 1
     assert survey([apart]).fingerprint != survey([merged]).fingerprint
-
-
-def test_without_a_placer_batches_stay_as_they_are():
-    batches = iter([[], []])
-    assert PlacedBatches(None, 1).of(batches, 0) is batches
-
-
-def test_the_batches_of_an_epoch_are_placed_once():
-    class Placer:
-        def rank_parts(self, epoch, first_step, batches_per_step):
-            return ((first_step, batches_per_step, batch) for batch in epoch)
-
-    placed, epochs = PlacedBatches(Placer(), 2), [iter("ab"), iter("c")]
-    assert next(placed.of(epochs[0], 4)) == (4, 2, "a")
-    assert next(placed.of(epochs[0], 5)) == (4, 2, "b")
-    assert next(placed.of(epochs[1], 6)) == (6, 2, "c")

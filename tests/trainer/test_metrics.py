@@ -18,6 +18,7 @@ def test_logs_tell_throughput_and_ratio(make_trainer, trees):
     assert entry["share_ratio"] > 1
     assert entry["tokens_per_second_flat"] > entry["tokens_per_second_tree"] > 0
     assert {"loss", "grad_norm", "learning_rate", "tree_tokens"} <= set(entry)
+    assert 0 < entry["batch_wait_share"] < 1
     assert entry["memory_bytes"] > 2**20
 
 
@@ -51,17 +52,19 @@ def test_mfu_is_the_speed_over_the_peak_of_the_device(trees, monkeypatch):
     """The vendor's figure where it is known and the run computes in bfloat16, else the measured rate."""
     monkeypatch.setattr(metrics, "matmul_flops", lambda kind, dtype: 1e6)
     monkeypatch.setattr(metrics.torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
-    monkeypatch.setattr(metrics.time, "perf_counter", iter([0.0, 2.0] * 3).__next__)
+    monkeypatch.setattr(metrics.time, "perf_counter", iter([0.0, 0.5, 2.0] * 3).__next__)
     forests = [Forest.from_trajectories(tree) for tree in trees]
     model, found = tiny_model(), {}
     needed = sum(flop_model(model).tree(forest) for forest in forests)
     for name, dtype in (("cpu", torch.bfloat16), ("cuda", torch.bfloat16), ("cuda", torch.float32)):
         throughput = metrics.Throughput()
         throughput.begin_run(torch.device(name), dtype)
-        throughput.begin_step()
+        with throughput.waiting_for_batches():
+            pass
         assert throughput.add_flops(model, forests) == needed
         throughput.end_step()
         found[name, dtype] = throughput.take(1.0, 1.0)
+        assert found[name, dtype]["batch_wait_share"] == 0.25
         assert found[name, dtype]["efficiency_at_least"] == pytest.approx(needed / 2 / 1e6, rel=1e-3)
     peaks = {("cpu", torch.bfloat16): 1e6, ("cuda", torch.bfloat16): 756e12, ("cuda", torch.float32): 1e6}
     for key, peak in peaks.items():

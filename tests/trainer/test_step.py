@@ -35,7 +35,7 @@ def test_a_batch_has_the_flat_loss_and_gradients(make_runner, trees, forests):
     expected = flat_loss(reference, [item for tree in trees for item in tree])
     expected.backward()
     runner = make_runner(model, max_tokens=40)
-    denominator = runner.denominator(forests, 1)
+    denominator = runner.denominator([forests], 1)
     losses = [runner.train_batch(part, denominator, 1).loss for part in (forests[:3], forests[3:])]
     runner.sum_gradients()  # of one rank: nothing to add
     assert sum(losses) == pytest.approx(float(expected.detach()), rel=1e-6)
@@ -62,7 +62,7 @@ def test_router_losses_belong_to_the_step_however_it_is_cut(make_runner, trees, 
     runner = make_runner(model, max_tokens=max_tokens, router_z_coefficient=0.1)
     if objective == "gspo":  # takes two walks
         runner.objective = GSPO()
-    denominator = runner.denominator(forests, 1)
+    denominator = runner.denominator([forests], 1)
     whole = runner.engine.step(forests, runner.objective, denominator=denominator)
     expected = gradients_of(model)
     model.zero_grad()
@@ -80,7 +80,7 @@ def test_a_batch_without_a_trained_token_computes_nothing(make_runner, forests):
             item.loss_weights[:] = 0
     assert runner.train_batch(forests, 1.0, 1) is None
     with pytest.raises(DataError, match=r"step 4 has no trained token; leave these trees out: rows.jsonl:0"):
-        runner.denominator(forests, 4)
+        runner.denominator([forests], 4)
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("auto", 17), (40, 40)])

@@ -75,8 +75,8 @@ def test_an_epoch_trains_every_tree_once(make_trainer, trees, accumulation):
         trees, num_train_epochs=2, gradient_accumulation_steps=accumulation, merge_across_trees=False
     )
     trained = []
-    step = trainer.engine.step
-    trainer.engine.step = lambda forests, *args, **kwargs: (trained.extend(forests), step(forests, *args, **kwargs))[1]
+    train = trainer.runner.train_batch
+    trainer.runner.train_batch = lambda batch, *args: (trained.extend(batch), train(batch, *args))[1]
     trainer.train()
     names = [forest.trajectories[0].source for forest in trained]
     assert sorted(names[:7]) == sorted(names[7:]) == [f"rows.jsonl:{tree}" for tree in range(7)]

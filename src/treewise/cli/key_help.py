@@ -90,7 +90,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "max_steps",
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "bf16"),
         "initial_optimizer",
-        *("activation_checkpointing", "use_cpu", "seed", "data_seed", "full_determinism"),
+        *("activation_checkpointing", "prepare_ahead", "use_cpu", "seed", "data_seed", "full_determinism"),
     ),
     "Evaluation, checkpoints, logs": (
         *("eval_strategy", "eval_steps", "per_device_eval_batch_size", "save_strategy", "save_steps"),

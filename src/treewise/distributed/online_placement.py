@@ -22,7 +22,6 @@ import torch
 from treewise.distributed import ranks
 from treewise.distributed.placement import CostFit, CostModel, Work, assign_ranks, rank_part, work_of
 from treewise.distributed.placement.cost_model import OUTLIER_ERROR
-from treewise.distributed.prefetch import prefetched
 from treewise.nn.device import synchronized_clock
 from treewise.nn.flops import FlopModel
 from treewise.planning.partition import ATTENTION_BACKWARD
@@ -109,13 +108,6 @@ class OnlinePlacer:
     @property
     def is_measuring(self) -> bool:
         return self.fits and not self.is_fitted
-
-    def rank_parts(
-        self, batches: Iterator[list[Forest]], first_step: int, batches_per_step: int
-    ) -> Iterator[list[Forest]]:
-        """This rank's part of each batch; the next batch is placed while the caller computes one."""
-        with_steps = ((first_step + index // batches_per_step, batch) for index, batch in enumerate(batches))
-        return prefetched(with_steps, lambda item: self.own_part(*item))
 
     def costs_at(self, step: int) -> CostModel:
         """The costs that step `step` (from 0) is placed with."""

@@ -20,6 +20,7 @@ from treewise.engine.context_walk import ContextWalk
 from treewise.engine.differentiable import Reader, Values, backward_through, hidden_reader, restore, tree_values
 from treewise.engine.gradient_probe import probe_gradients
 from treewise.engine.lockstep import Exchange, Lockstep
+from treewise.engine.prepared import PlanSettings, PreparedForest, as_prepared, prepare
 from treewise.engine.probe import probe, probe_images, text_ids
 from treewise.engine.scoring import (
     StepLoss,
@@ -47,7 +48,7 @@ from treewise.nn.model_checks import (
 from treewise.nn.recurrent import peak_cuts
 from treewise.nn.router_loss import RouterCounts, RouterLoss, check_router_loss, router_loss_rule
 from treewise.objectives import SFT, Objective
-from treewise.planning.fastest import fastest_plan
+from treewise.objectives.protocol import Terms
 from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
 from treewise.shapes import Float
@@ -149,18 +150,31 @@ class TreeEngine:
 
     def plan(self, forests: Forests) -> Plan:
         """The plan that `step` would run; measures the budget first if it is `auto`."""
-        forest = one_forest(forests)
+        ready = as_prepared(forests)
         if not self.budget.is_measured:
-            self._measure(forest)
-        if len(forest.images):
-            plan = self._costs.plan(forest, self.budget.tokens, hold=self.hold)
-        elif self.budget.setting == AUTO:
-            plan = fastest_plan(forest, self.budget.tokens, hold=self.hold)
-        else:
-            plan = make_plan(forest, self.budget.tokens, hold=self.hold)
+            self._measure(ready.joined)
+        plan = ready.plan_for(self._plan_settings(ready.joined))
         if self._batch_group is not None:
             check_same_plan(self._batch_group[0], plan, self._batch_group[1])
         return plan
+
+    def prepare(self, forests: Forests, objective: Objective | None = None) -> PreparedForest:
+        """What `step` computes on the host before the model runs, for a `step` (or `count_experts`) on the result.
+
+        May run in a thread while another step runs: it draws no random number and touches neither device nor model.
+        Planned is what can be: not before `auto` is measured, and not images before a first step read the model.
+
+        Raises:
+            DataError: a stream that the objective needs is missing.
+            PlanError: see `treewise.plan`.
+        """
+        forest = one_forest(forests)
+        is_known = self.budget.is_measured and (self._flops is not None or not len(forest.images))
+        return prepare(forest, self._plan_settings(forest) if is_known else None, objective)
+
+    def _plan_settings(self, forest: Forest) -> PlanSettings:
+        costs = self._costs if len(forest.images) else None
+        return PlanSettings(self.budget.tokens, self.budget.setting == AUTO, self.hold, costs)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -175,7 +189,8 @@ class TreeEngine:
     ) -> StepOutput:
         """Forward and backward; gradients are added into `.grad`.
 
-        forests: a forest, trajectories, items of a data set (what `TreeTrainer` takes), or several of these.
+        forests: a forest, trajectories, items of a data set (what `TreeTrainer` takes), or several of these; or what
+        `prepare` returned.
         objective: `SFT()` if None; or any function from the list of log-probs (see `logprobs`) to a scalar.
         trained_only: such a function gets the log-probs of trained tokens alone.
         denominator: replaces the objective's own, if a step is spread over several calls or ranks. router_counts: the
@@ -194,14 +209,15 @@ class TreeEngine:
             raise ConfigError(f"objective is {_described(loss)}; give tw.SFT(), another objective, or a function.")
         if trained_only and isinstance(loss, Objective):
             raise ConfigError("trained_only= belongs to a loss function; objectives see trained tokens alone.")
-        forest = one_forest(forests)
+        ready = as_prepared(forests)
 
         def run() -> StepOutput:
+            plan = self.plan(ready)
             if isinstance(loss, Objective):
-                return self._step_objective(self.plan(forest), loss, denominator, router_counts)
-            return self._step_function(self.plan(forest), loss, denominator, router_counts, trained_only)
+                return self._step_objective(plan, loss, denominator, router_counts, ready.terms_of(loss))
+            return self._step_function(plan, loss, denominator, router_counts, trained_only)
 
-        return self.budget.run(run, forest.num_tokens, self.model)
+        return self.budget.run(run, ready.joined.num_tokens, self.model)
 
     @torch.no_grad()
     def evaluate(
@@ -227,23 +243,28 @@ class TreeEngine:
 
     def count_experts(self, forests: Forests) -> RouterCounts:
         """How often the routers choose each expert on some trees, for a step that is spread over calls or ranks."""
-        forest = one_forest(forests)
+        ready = as_prepared(forests)
 
         @torch.no_grad()
         def run() -> RouterCounts:
-            plan = self.plan(forest)
+            plan = self.plan(ready)
             router_loss = self.router_loss(plan)
             if router_loss is None:
                 raise ConfigError("the engine adds no router loss, so there is nothing to count.")
             self._count_experts(plan, router_loss)
             return router_loss.counts()
 
-        return self.budget.run(run, forest.num_tokens, self.model)
+        return self.budget.run(run, ready.joined.num_tokens, self.model)
 
     def _step_objective(
-        self, plan: Plan, objective: Objective, denominator: float | None, counts: RouterCounts | None
+        self,
+        plan: Plan,
+        objective: Objective,
+        denominator: float | None,
+        counts: RouterCounts | None,
+        terms: Terms | None,
     ) -> StepOutput:
-        loss, router_loss = self._step_loss(plan.forest, objective, denominator), self.router_loss(plan, counts)
+        loss, router_loss = self._step_loss(plan.forest, objective, denominator, terms), self.router_loss(plan, counts)
         needs_first_walk = router_loss is not None and counts is None
         if objective.is_separable(plan.forest):
             walk = self.new_walk(plan, with_router_logits=router_loss is not None)
@@ -488,8 +509,10 @@ class TreeEngine:
         walk.visit(lambda output: router_loss.part(output.router_logits, output.positions))
         router_loss.finish_counting()
 
-    def _step_loss(self, forest: Forest, objective: Objective, denominator: float | None) -> StepLoss:
-        loss = StepLoss(forest, objective, denominator)
+    def _step_loss(
+        self, forest: Forest, objective: Objective, denominator: float | None, terms: Terms | None = None
+    ) -> StepLoss:
+        loss = StepLoss(forest, objective, denominator, terms)
         if loss.terms.tokens is not None:
             refuse_candidates(self.lm, loss.terms.tokens)
         return loss

@@ -18,6 +18,7 @@ from treewise.nn.device import to_device
 from treewise.nn.lm_head import edge_values
 from treewise.nn.router_loss import RouterLoss, RoutingReport
 from treewise.objectives import Objective
+from treewise.objectives.protocol import Terms
 from treewise.planning.layout import edges_of
 from treewise.planning.planner import Plan
 from treewise.shapes import Bool, Float, Int
@@ -107,13 +108,17 @@ def token_reader(
 class StepLoss:
     """The loss of an objective on one forest: which tokens to score for it, its parts, and what a step reports.
 
+    terms: of the objective on this forest; None: computed here.
+
     Raises:
         DataError: no trained token, or a denominator that is not positive.
     """
 
-    def __init__(self, forest: Forest, objective: Objective, denominator: float | None) -> None:
+    def __init__(
+        self, forest: Forest, objective: Objective, denominator: float | None, terms: Terms | None = None
+    ) -> None:
         self.objective = objective
-        self.terms = objective.terms(forest)
+        self.terms = objective.terms(forest) if terms is None else terms
         self.denominator = objective.denominator(forest) if denominator is None else denominator
         if len(self.terms.positions) == 0:
             raise DataError("no trained token in the forest; a step on it would do nothing.")

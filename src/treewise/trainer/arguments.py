@@ -83,6 +83,8 @@ class TreeTrainingArguments(TrainingArguments):
             steps; 0: off.
         on_save_failure: `stop`, or `continue` without the checkpoint, when it cannot be written.
         async_checkpoints: copy what a checkpoint holds to host memory, and write it in a thread while training goes on.
+        prepare_ahead: load, merge, place and plan the trees of the next step in a thread while this one computes.
+            False: when the step begins, for data whose items cannot be read in another thread. Changes no loss.
         profile: write where the time of steps 3 to 5 goes into the run's folder, as `profile.json` and a Chrome trace.
         initial_optimizer: a folder with the optimizer's state that the first step begins with (`treewise grow
             --optimizer grow` writes one). Rates are those of this run.
@@ -107,6 +109,7 @@ class TreeTrainingArguments(TrainingArguments):
     spike_factor: float = field(default=10.0, metadata={"help": "Warn of gradient norms beyond n medians; 0: off."})
     on_save_failure: str = field(default="stop", metadata={"help": "stop or continue when a save fails."})
     async_checkpoints: bool = field(default=False, metadata={"help": "Write checkpoints in a thread."})
+    prepare_ahead: bool = field(default=True, metadata={"help": "Load and plan the next step's trees in a thread."})
     profile: bool = field(default=False, metadata={"help": "Profile steps 3 to 5: profile.json, a Chrome trace."})
     initial_optimizer: str | None = field(
         default=None, metadata={"help": "A folder with optimizer state to begin with."}

@@ -276,23 +276,6 @@ def _loader(args: TreeTrainingArguments, dataset: Any, sampler: TreeSampler) -> 
     return TreeLoader(dataset, sampler, args.merges_trees, **options)
 
 
-class PlacedBatches:
-    """This rank's part of each batch of an epoch, placed one batch ahead; the whole batch without a placer."""
-
-    def __init__(self, placer: OnlinePlacer | None, batches_per_step: int) -> None:
-        self._placer, self._batches_per_step = placer, batches_per_step
-        self._epoch: Iterator[list[Forest]] | None = None
-        self._parts: Iterator[list[Forest]] = iter(())
-
-    def of(self, epoch: Iterator[list[Forest]], step: int) -> Iterator[list[Forest]]:
-        """The same iterator for each step of an epoch. step: of the first batch that is taken from it."""
-        if self._placer is None:
-            return epoch
-        if self._epoch is not epoch:
-            self._epoch, self._parts = epoch, self._placer.rank_parts(epoch, step, self._batches_per_step)
-        return self._parts
-
-
 def make_placer(args: TreeTrainingArguments, model: Any, objective: Objective) -> OnlinePlacer | None:
     """Places trees on the ranks of a run by predicted time; None where ranks take them in turn."""
     if not args.places_trees:

@@ -12,7 +12,8 @@ logged is a lower bound: `efficiency_at_least`.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import psutil
@@ -23,6 +24,7 @@ from treewise.distributed import ranks
 from treewise.engine.scoring import StepOutput
 from treewise.nn.device import synchronized_clock
 from treewise.nn.flops import FlopModel, flop_model
+from treewise.trainer.prepared_batches import PreparedBatch
 from treewise.tree.forest import Forest
 
 MATRIX_SIZE = {"cpu": 768, "cuda": 4096}
@@ -72,7 +74,7 @@ class Throughput:
     def __init__(self) -> None:
         self._tree_tokens = self._flat_tokens = 0
         self._tree_flops = self._flat_flops = 0.0
-        self._seconds = self._started = 0.0
+        self._seconds = self._started = self._waited = 0.0
         self._model: nn.Module | None = None
         self._flop_model: FlopModel | None = None
         self._measured_rate: float | None = None
@@ -88,8 +90,12 @@ class Throughput:
         self._measured_rate = matmul_flops(device.type, dtype)
         self._peak = peak_flops(device, dtype) or self._measured_rate
 
-    def begin_step(self) -> None:
+    @contextmanager
+    def waiting_for_batches(self) -> Iterator[None]:
+        """Around what a step begins with: until its trees are loaded, merged, placed and planned."""
         self._started = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - self._started
 
     def end_step(self) -> None:
         self._seconds += time.perf_counter() - self._started
@@ -98,7 +104,14 @@ class Throughput:
         self._tree_tokens += out.num_tree_tokens
         self._flat_tokens += out.num_flat_tokens
 
-    def add_flops(self, model: nn.Module, forests: list[Forest]) -> float:
+    def flops_of(self, model: nn.Module, forests: Sequence[Forest]) -> tuple[float, float] | None:
+        """FLOPs of tree and of flat training; None before `add_flops` read the model, or for unknown shapes."""
+        flops = self._flop_model
+        if flops is None or self._model is not model:
+            return None
+        return float(sum(map(flops.tree, forests))), float(sum(map(flops.flat, forests)))
+
+    def add_flops(self, model: nn.Module, forests: Sequence[Forest]) -> float:
         """Adds the FLOPs of these trees, forward and backward, and those of flat training; returns the former.
 
         FLOPs are those of `treewise.nn.flops`, without recomputation; 6 per parameter and tree token where the shapes
@@ -106,12 +119,13 @@ class Throughput:
         """
         if self._model is not model:
             self._model, self._flop_model = model, _flop_model_or_none(model)
-        if self._flop_model is None:
+        flops = forests.flops if isinstance(forests, PreparedBatch) else None
+        flops = flops or self.flops_of(model, forests)
+        if flops is None:
             return 6.0 * sum(each.num_tokens for each in forests) * sum(each.numel() for each in model.parameters())
-        needed = float(sum(self._flop_model.tree(forest) for forest in forests))
-        self._tree_flops += needed
-        self._flat_flops += sum(self._flop_model.flat(forest) for forest in forests)
-        return needed
+        self._tree_flops += flops[0]
+        self._flat_flops += flops[1]
+        return flops[0]
 
     def take(self, tree_tokens: float, flat_tokens: float) -> dict[str, float]:
         """The log entries; resets the sums. Tokens are those of all ranks, FLOPs those of this rank."""
@@ -122,6 +136,7 @@ class Throughput:
             "share_ratio": round(flat_tokens / max(1.0, tree_tokens), 4),
             "tree_tokens": tree_tokens,
             "memory_bytes": float(memory_in_use()),
+            "batch_wait_share": float(f"{self._waited / seconds:.4g}"),
         }
         if self._tree_flops:
             entries["flop_bound"] = round(self._flat_flops / self._tree_flops, 4)
@@ -129,7 +144,7 @@ class Throughput:
                 if rate:
                     entries[name] = float(f"{self._tree_flops / seconds / rate:.4g}")
         self._tree_tokens = self._flat_tokens = 0
-        self._tree_flops = self._flat_flops = self._seconds = 0.0
+        self._tree_flops = self._flat_flops = self._seconds = self._waited = 0.0
         return entries
 
 

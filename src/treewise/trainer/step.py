@@ -24,6 +24,7 @@ from treewise.distributed.mesh import mesh_of
 from treewise.distributed.online_placement import OnlinePlacer
 from treewise.engine.budget import AUTO
 from treewise.engine.engine import TreeEngine
+from treewise.engine.prepared import PreparedForest
 from treewise.engine.scoring import StepOutput
 from treewise.errors import DataError, OutOfMemoryError
 from treewise.nn.device import is_out_of_memory
@@ -32,6 +33,7 @@ from treewise.objectives import Objective
 from treewise.objectives.normalization import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.nonfinite import nonfinite_trajectories, sources
+from treewise.trainer.prepared_batches import PreparedBatch
 from treewise.tree.forest import Forest
 
 
@@ -154,8 +156,25 @@ class StepRunner:
         """Norm of the gradient over all ranks, where they have parts of the model; scaled to at most `max_norm`."""
         return gradient_norm(list(self.model.parameters()), max_norm, self.args.device)
 
-    def denominator(self, forests: Sequence[Forest], step: int) -> float:
-        """What the sum of token losses of step number `step` is divided by, on all ranks. forests: of this rank.
+    def prepare(self, forests: Sequence[Forest], flops: tuple[float, float] | None = None) -> PreparedBatch:
+        """A batch with what its step computes on the host; in a thread, if need be, while another step runs.
+
+        flops: of the batch (`Throughput.flops_of`).
+
+        Raises:
+            DataError: a stream that the objective needs is missing.
+            PlanError: see `treewise.plan`.
+        """
+        denominators = [self.objective.denominator(forest) for forest in forests]
+        trained = [forest for forest, own in zip(forests, denominators, strict=True) if own > 0]
+        ready = self.engine.prepare(trained, self.objective) if trained else None
+        return PreparedBatch(tuple(forests), tuple(denominators), ready, flops)
+
+    def _prepared(self, batch: Sequence[Forest]) -> PreparedBatch:
+        return batch if isinstance(batch, PreparedBatch) else self.prepare(batch)
+
+    def denominator(self, batches: Sequence[Sequence[Forest]], step: int) -> float:
+        """What the sum of token losses of step number `step` is divided by, on all ranks. batches: of this rank.
 
         Raises:
             DataError: the step has no trained token.
@@ -163,9 +182,10 @@ class StepRunner:
         fixed = fixed_denominator(self.objective)
         if fixed is not None:
             return fixed
-        own = math.fsum(self.objective.denominator(forest) for forest in forests)
+        own = math.fsum(each for batch in batches for each in self._denominators(batch))
         (total,) = self.sum_over_batches(own)
         if not total > 0:
+            forests = [forest for batch in batches for forest in batch]
             raise DataError(
                 f"step {step} has no trained token; leave these trees out: {', '.join(sources(forests)) or 'unnamed'}."
             )
@@ -181,18 +201,20 @@ class StepRunner:
             return
         self._measure_budget()
         own: list[RouterCounts] = []
-        for forests in batches:
-            trained = self._trained(forests)
+        for batch in batches:
+            ready = self._prepared(batch).ready
             with self._batch(trains=False, step=step), self._autocast():
-                if trained:
-                    own.append(self.engine.count_experts(trained))
+                if ready is not None:
+                    own.append(self.engine.count_experts(ready))
         if not self._is_first_of_batch:
             own = []
         parts = [part for each in ranks.on_every_rank(lambda: own) for part in each]
         self._router_counts = reduce(add, parts) if parts else None
 
-    def _trained(self, forests: Sequence[Forest]) -> list[Forest]:
-        return [forest for forest in forests if self.objective.denominator(forest) > 0]
+    def _denominators(self, batch: Sequence[Forest]) -> Sequence[float]:
+        if isinstance(batch, PreparedBatch):
+            return batch.denominators
+        return [self.objective.denominator(forest) for forest in batch]
 
     def _measure_budget(self) -> None:
         """All ranks measure at the same time; one process alone measures with its first batch."""
@@ -210,20 +232,21 @@ class StepRunner:
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
-    def train_batch(self, forests: Sequence[Forest], denominator: float, step: int) -> StepOutput | None:
-        """Forward and backward of this rank's part of a batch; None if it has no trained token.
+    def train_batch(self, batch: Sequence[Forest], denominator: float, step: int) -> StepOutput | None:
+        """Forward and backward of this rank's part of a batch; None if it has no trained token. batch: trees, or what
+        `prepare` made of them.
 
         Raises:
             OutOfMemoryError: sharded parameters, and a rank has too little memory for its budget.
         """
         self._measure_budget()
-        trained = self._trained(forests)
+        ready = self._prepared(batch).ready
         out = None
-        with self._batch(trains=True, measured=trained, step=step):
-            if trained:
+        with self._batch(trains=True, ready=ready, step=step):
+            if ready is not None:
                 with self._autocast():
                     out = self.engine.step(
-                        trained, self.objective, denominator=denominator, router_counts=self._router_counts
+                        ready, self.objective, denominator=denominator, router_counts=self._router_counts
                     )
         return out
 
@@ -242,25 +265,25 @@ class StepRunner:
             return [name for forest in forests for name in nonfinite_trajectories(forest, self.engine.logprobs)]
 
     @contextmanager
-    def _batch(self, *, trains: bool, measured: Sequence[Forest] | None = None, step: int = 1) -> Iterator[None]:
+    def _batch(self, *, trains: bool, ready: PreparedForest | None = None, step: int = 1) -> Iterator[None]:
         """Around the walks of one batch. Sharded: all ranks enter and leave, and run the same forwards and backwards.
 
-        measured: this rank's trees, if the placer may measure the batch.
+        ready: this rank's trees, if `trains`; the placer may measure such a batch.
         """
         if not self._is_in_lockstep:
-            with self._measured(measured):
+            with self._measured(ready, trains=trains):
                 yield
             return
         whole = nullcontext() if self._ends is None else self._ends.whole(trains)
         # Measured between two moments that all ranks share: all parameters gathered, all passes run.
-        with self._out_of_memory_explained(step), whole, self._measured(measured):
+        with self._out_of_memory_explained(step), whole, self._measured(ready, trains=trains):
             yield
             self.engine.drain()
 
-    def _measured(self, forests: Sequence[Forest] | None) -> AbstractContextManager[None]:
-        if forests is None or self._placer is None or not self._placer.is_measuring:
+    def _measured(self, ready: PreparedForest | None, *, trains: bool) -> AbstractContextManager[None]:
+        if not trains or self._placer is None or not self._placer.is_measuring:
             return nullcontext()
-        plan = self.engine.plan(forests) if forests else None
+        plan = None if ready is None else self.engine.plan(ready)
         return self._placer.measure(plan, self.args.device)
 
     @contextmanager

@@ -1,17 +1,16 @@
 """`TreeTrainer`: transformers' loop, with the engine in place of forward and backward.
 
 It holds hooks of transformers alone, each of a few lines. The work is done by objects that it owns: `StepRunner`
-(batches, gradients over ranks), `PlacedBatches` (which trees this rank trains), `NonFiniteGuard`, `CheckpointManager`,
-`MetricMeans` and `Throughput`. Optimizer, schedule, clipping, callbacks, trackers, LoRA and the format of saved models
-are transformers' own.
+(batches, gradients over ranks), `PreparedSteps` (which trees this rank trains, planned a step ahead), `NonFiniteGuard`,
+`CheckpointManager`, `MetricMeans` and `Throughput`. Optimizer, schedule, clipping, callbacks, trackers, LoRA and the
+format of saved models are transformers' own.
 """
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from treewise.trainer.checkpoint.manifest import read_manifest
 from treewise.trainer.checkpoint.weights import load_weights, refuse_unsaved
 from treewise.trainer.data_loader import (
     DataFacts,
-    PlacedBatches,
     TreeLoader,
     as_trees,
     check_preferences,
@@ -49,6 +47,7 @@ from treewise.trainer.data_loader import (
 )
 from treewise.trainer.metrics import MetricMeans, Throughput
 from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_path
+from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
 from treewise.trainer.run_context import entered_run, stop_of_all, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
 from treewise.trainer.step import StepRunner, optimizer_bytes
@@ -129,7 +128,7 @@ class TreeTrainer(Trainer):
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         refuse_unsaved(self.model)
         self._placer = make_placer(args, self.model, self.loss_objective)
-        self._batches = PlacedBatches(self._placer, args.gradient_accumulation_steps)
+        self._steps = PreparedSteps(self._prepare, args, self._placer)
         fingerprint = contents.fingerprint(self.model)
         self._checkpoints = CheckpointManager(args, fingerprint, lambda: self.data_facts, self._placer, tree_order)
         self._resumed: ResumePoint | None = None
@@ -194,24 +193,26 @@ class TreeTrainer(Trainer):
     @override
     def get_batch_samples(
         self, epoch_iterator: Iterator[list[Forest]], num_batches: int, device: torch.device
-    ) -> tuple[list[list[Forest]], float]:
+    ) -> tuple[list[PreparedBatch], float]:
         """The batches of one optimizer step, and what its sum of token losses is divided by, on all ranks."""
-        self._throughput.begin_step()
         step = self.state.global_step
-        batches = list(islice(self._batches.of(epoch_iterator, step), num_batches))
-        forests = [forest for batch in batches for forest in batch]
-        self._guard.begin_step(forests)
-        denominator = self.runner.denominator(forests, step + 1)
+        with self._throughput.waiting_for_batches():
+            batches = self._steps.next_step(epoch_iterator, step)
+        self._guard.begin_step([forest for batch in batches for forest in batch])
+        denominator = self.runner.denominator(batches, step + 1)
         with self._signals.computing():
             self.runner.count_experts(batches, step + 1)
         return batches, denominator
 
+    def _prepare(self, forests: list[Forest]) -> PreparedBatch:
+        return self.runner.prepare(forests, self._throughput.flops_of(self.model, forests))
+
     @override
-    def floating_point_ops(self, inputs: list[Forest]) -> float:
+    def floating_point_ops(self, inputs: Sequence[Forest]) -> float:
         return self._throughput.add_flops(self.model, inputs)
 
     @override
-    def _track_num_input_tokens(self, inputs: list[Forest]) -> None:
+    def _track_num_input_tokens(self, inputs: Sequence[Forest]) -> None:
         if self.args.include_num_input_tokens_seen != "no":
             (seen,) = self._sum_over_ranks(float(sum(forest.num_flat_tokens for forest in inputs)))
             self.state.num_input_tokens_seen += int(seen)
@@ -246,7 +247,7 @@ class TreeTrainer(Trainer):
 
     @override
     def training_step(
-        self, model: torch.nn.Module, inputs: list[Forest], num_items_in_batch: float | None = None
+        self, model: torch.nn.Module, inputs: Sequence[Forest], num_items_in_batch: float | None = None
     ) -> torch.Tensor:
         """Forward and backward of one batch; its part of the step's loss, times the batches that will be averaged."""
         model.train()
@@ -255,7 +256,7 @@ class TreeTrainer(Trainer):
         step, denominator = self.state.global_step + 1, num_items_in_batch
         with self._signals.computing():
             if denominator is None:
-                denominator = self.runner.denominator(inputs, step)
+                denominator = self.runner.denominator([inputs], step)
             out = self.runner.train_batch(inputs, denominator, step)
         if out is not None:
             self._throughput.add(out)

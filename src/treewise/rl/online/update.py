@@ -104,7 +104,7 @@ class Updater:
         self.guard.begin_step(forests)
         self.runner.model.train()
         clear_gradients(self.runner.model.parameters())
-        denominator = self.runner.denominator(forests, step)
+        denominator = self.runner.denominator([forests], step)
         self.runner.count_experts([forests], step)
         out = self.runner.train_batch(forests, denominator, step)
         self.runner.sum_gradients()

@@ -1,0 +1,140 @@
+"""Batches prepared one step ahead: the same runs as without, and the next step's plan there before it begins."""
+
+import threading
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.trainer.helpers import losses, some_trees
+from treewise.trainer import TreeTrainingArguments
+from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
+from treewise.tree.forest import Forest
+
+
+def plain(forests):
+    return PreparedBatch(tuple(forests), (), None)
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_each_epoch_is_cut_into_steps_and_placed_with_their_numbers(is_ahead, tmp_path):
+    class Placer:
+        def own_part(self, step, batch):
+            return [(step, each) for each in batch]
+
+    settings = {"gradient_accumulation_steps": 2, "prepare_ahead": is_ahead, "use_cpu": True, "report_to": "none"}
+    steps = PreparedSteps(plain, TreeTrainingArguments(str(tmp_path), **settings), Placer())
+    epochs = iter(["a", "b", "c"]), iter(["d"])
+    found = [[list(batch) for batch in steps.next_step(epochs[0], 4 + step)] for step in range(2)]
+    assert found == [[[(4, "a")], [(4, "b")]], [[(5, "c")]]]
+    assert steps.next_step(epochs[0], 6) == []
+    assert [list(batch) for batch in steps.next_step(epochs[1], 6)] == [[(6, "d")]]
+
+
+class States(TrainerCallback):
+    """What a checkpoint after each step would record of the global random generators."""
+
+    def __init__(self):
+        self.states = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        numpy = np.random.get_state()[1].tobytes()  # noqa: NPY002 - the global one
+        self.states.append((torch.get_rng_state().numpy().tobytes(), numpy))
+
+
+def test_losses_weights_and_random_states_are_those_of_a_run_that_prepares_nothing(make_trainer):
+    runs, states = [], []
+    for is_ahead in (True, False):
+        states.append(States())
+        settings = {"max_tokens": 14, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
+        trainer = make_trainer(some_trees(5), callbacks=[states[-1]], prepare_ahead=is_ahead, **settings)
+        trainer.train()
+        runs.append((losses(trainer), [each.detach().clone() for each in trainer.model.parameters()]))
+    assert len(runs[0][0]) == 4
+    assert runs[0][0] == runs[1][0]
+    assert all(map(torch.equal, runs[0][1], runs[1][1]))
+    assert states[0].states == states[1].states
+
+
+def test_the_next_step_is_planned_while_a_step_computes(make_trainer):
+    trainer = make_trainer(some_trees(8), max_tokens=14, num_train_epochs=1)
+    prepared, train = trainer.runner.prepare, trainer.runner.train_batch
+    events, batches, planned = [threading.Event() for _ in range(4)], [], []
+
+    def prepare(forests, *args):
+        batches.append(prepared(forests, *args))
+        events[len(batches) - 1].set()
+        return batches[-1]
+
+    def train_batch(batch, denominator, step):
+        if step < 4:  # without a thread this would wait in vain
+            assert events[step].wait(timeout=20), f"step {step + 1} was not prepared while step {step} ran"
+            assert batches[step].ready.plan is not None
+        assert batch is batches[step - 1]
+        planned.append(trainer.engine.plan(batch.ready) is batch.ready.plan)
+        return train(batch, denominator, step)
+
+    trainer.runner.prepare, trainer.runner.train_batch = prepare, train_batch
+    trainer.train()
+    assert planned == [True] * 4
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_an_error_of_a_batch_is_raised_at_its_own_step(make_trainer, is_ahead):
+    class Rows(list):
+        def __getitem__(self, index):
+            if index == 5 and trainer.state.global_step + is_ahead >= 2:
+                raise OSError("rows.jsonl:5 cannot be read")
+            return super().__getitem__(index)
+
+    trainer = make_trainer(
+        Rows(some_trees(8)), num_train_epochs=1, train_sampling_strategy="sequential", prepare_ahead=is_ahead
+    )
+    with pytest.raises(OSError, match=r"rows.jsonl:5 cannot be read"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert len(losses(trainer)) == 2
+
+
+def test_a_budget_that_changed_meanwhile_plans_again(make_trainer):
+    trainer = make_trainer(some_trees(8), max_tokens=40, num_train_epochs=1)
+    train, budgets = trainer.runner.train_batch, []
+
+    def train_batch(batch, denominator, step):
+        before = trainer.engine.plan(batch.ready).max_tokens
+        trainer.engine.budget.tokens = 40 - 8 * step  # as if memory had run out
+        budgets.append((before, trainer.engine.plan(batch.ready).max_tokens))
+        return train(batch, denominator, step)
+
+    trainer.runner.train_batch = train_batch
+    trainer.train()
+    assert all(after == 40 - 8 * step for step, (_, after) in enumerate(budgets, 1))
+    assert all(before[1] == after[0] for before, after in pairwise(budgets))
+
+
+def test_an_automatic_budget_is_measured_at_the_first_step_and_planned_with_later(make_trainer):
+    trainer = make_trainer(some_trees(8), max_tokens="auto", num_train_epochs=1)
+    train, plans = trainer.runner.train_batch, []
+
+    def train_batch(batch, denominator, step):
+        plans.append(batch.ready.plan)
+        return train(batch, denominator, step)
+
+    trainer.runner.train_batch = train_batch
+    trainer.train()
+    assert plans[0] is None
+    assert plans[-1].max_tokens == trainer.engine.max_tokens
+
+
+def test_a_batch_without_trained_tokens_or_trees_has_nothing_to_plan(make_trainer):
+    trainer = make_trainer(some_trees(2))
+    assert trainer.runner.prepare([]).ready is None
+    (item,) = some_trees(1)
+    for each in item:
+        each.loss_weights[:] = 0
+    batch = trainer.runner.prepare([Forest.from_trajectories(item)])
+    assert batch.ready is None
+    assert batch.denominators == (0.0,)
+    assert batch[0] is batch.forests[0]
