@@ -43,6 +43,13 @@ def check_compiled_model() -> None:
     assert torch.compile(model).get_submodule("_orig_mod") is model
 
 
+def check_layer_compiled_in_place() -> None:
+    model = nn.Linear(2, 2)
+    assert model._compiled_call_impl is None
+    model.compile()
+    assert model._compiled_call_impl is not None
+
+
 def check_version_counter() -> None:
     weight = torch.ones(1)
     before = weight._version
@@ -180,6 +187,7 @@ CHECKS = {
     "torch.ops.higher_order.flex_attention": lambda: torch.ops.higher_order.flex_attention,
     "_dynamo": check_dynamo,
     "_orig_mod": check_compiled_model,
+    "_compiled_call_impl": check_layer_compiled_in_place,
     "_version": check_version_counter,
     "_parameters": lambda: check_members("_parameters"),
     "_buffers": lambda: check_members("_buffers"),

@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
-from tests.trainer.helpers import flat_loss, tiny_model
-from treewise.errors import DataError
+from tests.trainer.helpers import flat_loss, losses, tiny_model
+from treewise.errors import ConfigError, DataError
 from treewise.objectives import GSPO, SFT
 from treewise.testing.families import tiny_model as family_model
 from treewise.testing.oracle import gradient_error, gradients_of
@@ -107,3 +108,79 @@ def test_an_optimizer_that_has_not_run_needs_two_moments():
         each.grad = torch.zeros_like(each)
     optimizer.step()
     assert optimizer_bytes(model, optimizer) == 0
+
+
+# -- compiled layers ---------------------------------------------------------------------------------------------------
+
+DYNAMO = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:`is_gradient_checkpointing`:FutureWarning"
+)
+COMPILED = {"torch_compile_backend": "aot_eager"}
+
+
+def adapted():
+    return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+
+
+@DYNAMO
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_tokens": 8}, {"gradient_checkpointing": True, "max_tokens": 16}, {"adapted": True}],
+    ids=["whole", "budget", "checkpointing", "adapters"],
+)
+def test_a_compiled_run_ends_like_one_without_and_resumes(make_trainer, trees, settings):
+    make = adapted if settings.pop("adapted", False) else tiny_model
+    common = {"max_steps": 4, "eval_dataset": trees[:3], "model": make, **settings}
+
+    def run(folder, resume=False, **more):
+        torch.manual_seed(0)
+        trainer = make_trainer(trees, **{**common, "model": make(), "folder": folder, **more})
+        trainer.train(resume_from_checkpoint=resume or None)
+        return trainer, trainer.evaluate()["eval_loss"]
+
+    plain, plain_loss = run("plain")
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    whole, whole_loss = run("compiled", save_strategy="steps", save_steps=2, **COMPILED)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert losses(whole) == pytest.approx(losses(plain), rel=1e-5)
+    assert whole_loss == pytest.approx(plain_loss, rel=1e-5)
+    again, _ = run("compiled", resume=str(whole.args.output_dir) + "/checkpoint-2", **COMPILED)
+    expected = plain.model.state_dict()
+    for trainer in (whole, again):
+        state = trainer.model.state_dict()
+        assert list(state) == list(expected)
+        for name, value in expected.items():
+            assert torch.allclose(state[name], value, rtol=0, atol=1e-5), name
+
+
+@DYNAMO
+def test_what_compiles_the_layers(make_trainer, trees, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")  # as accelerate launch sets it always
+    assert not make_trainer(trees).args.torch_compile
+    for settings in ({"torch_compile": True}, {"torch_compile_mode": "default"}, COMPILED):
+        args = make_trainer(trees, **settings).args
+        assert (args.torch_compile, args.torch_compile_backend) == (
+            True,
+            settings.get("torch_compile_backend", "inductor"),
+        )
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    trainer = make_trainer(trees)
+    assert trainer.args.torch_compile_backend == "aot_eager"
+    assert all(layer._compiled_call_impl is not None for layer in trainer.model.model.layers)
+    prepared = trainer.accelerator.prepare_model(trainer.model)
+    assert type(prepared) is type(trainer.model)  # and not compiled once more around the layers
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"torch_compile": True, "sharded": True}, "torch_compile cannot be combined with sharded"),
+        ({"torch_compile_mode": "reduce-overhead"}, "records CUDA graphs"),
+        ({"torch_compile_backend": "cuda"}, "torch_compile_backend='cuda' is unknown"),
+    ],
+)
+def test_compilation_that_is_refused(tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        TreeTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **settings)

@@ -30,7 +30,8 @@ from treewise.distributed.mesh import (
     spread_experts,
 )
 from treewise.errors import ConfigError
-from treewise.nn.model import DecoderAndHead, base_model
+from treewise.nn.compilation import decoder_layers
+from treewise.nn.model import DecoderAndHead
 
 # Keys of transformers' `fsdp_config`, and one of accelerate's `ParallelismConfig`, that `ShardSettings` follows.
 _KEYS = {
@@ -242,13 +243,7 @@ def find_layers(lm: DecoderAndHead, names: tuple[str, ...] | None) -> list[nn.Mo
     Raises:
         ConfigError: there are none.
     """
-    wanted = set(names or getattr(base_model(lm.model), "_no_split_modules", None) or ())
-    layers: list[nn.Module] = []
-    below: set[nn.Module] = set()
-    for module in lm.decoder.modules():
-        if module not in below and type(module).__name__ in wanted and module is not lm.decoder:
-            layers.append(module)
-            below |= set(module.modules())
+    layers = decoder_layers(lm, names)
     if not layers:
         raise ConfigError(
             f"no layers of {type(lm.decoder).__name__} are known to shard; name their class in fsdp_config: "

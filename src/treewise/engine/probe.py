@@ -25,6 +25,7 @@ from treewise.engine.vision import ForestVision, flat_images, processed_by
 from treewise.engine.walk import MicroBatchOutput, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
+from treewise.nn.compilation import uncompiled
 from treewise.nn.lm_head import edge_values
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.recurrent import kinds_of
@@ -208,10 +209,11 @@ def _spread(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> float:
     relative to the norm of a row. token_ids: [n] integers.
     """
     tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)
-    alone, batched = (
-        lm.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
-        for ids in (tokens[None], tokens[None].expand(3, -1))
-    )
+    with uncompiled(lm.model):
+        alone, batched = (
+            lm.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+            for ids in (tokens[None], tokens[None].expand(3, -1))
+        )
     chain = Walk(lm, make_plan(Forest.from_trajectories([Trajectory(token_ids)])), impl).whole_output().hidden
     return max(_median_gap(alone, batched), _median_gap(alone, chain))
 
@@ -305,7 +307,8 @@ def _own_logits(
     """[n, V] in float32 or wider: those of the model's own forward. tokens: [n] int64. images: what it is given for
     them."""
     try:
-        logits = lm.model(input_ids=tokens[None], use_cache=False, **(images or {})).logits[0]
+        with uncompiled(lm.model):
+            logits = lm.model(input_ids=tokens[None], use_cache=False, **(images or {})).logits[0]
     except (AttributeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{type(lm.model).__name__} does not run on {'images' if images else 'text alone'}: "

@@ -40,10 +40,11 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch",
         "_dynamo",
-        ("nn/attention/flex.py",),
-        "maybe_mark_dynamic and config: one kernel for all lengths",
+        ("nn/attention/flex.py", "nn/compilation.py"),
+        "maybe_mark_dynamic and config: one kernel for all lengths; config: the limit of graphs for one function",
     ),
     PrivateName("torch", "_orig_mod", ("nn/model.py",), "the model inside a compiled one"),
+    PrivateName("torch", "_compiled_call_impl", ("nn/compilation.py",), "detects layers that are compiled in place"),
     PrivateName("torch", "_version", ("engine/differentiable.py",), "detects weights changed before a backward"),
     PrivateName("torch", "_parameters", ("distributed/ends.py",), "replaces parameters of a module in place"),
     PrivateName("torch", "_buffers", ("distributed/fsdp.py",), "replaces buffers of a module in place"),

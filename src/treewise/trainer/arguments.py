@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import DynamoBackend
 from torch import distributed
 from transformers import TrainingArguments
 
@@ -17,13 +18,13 @@ from treewise.distributed.online_placement import COST_SOURCES
 from treewise.engine.budget import Budget
 from treewise.errors import ConfigError
 from treewise.nn.attention import choose
+from treewise.nn.compilation import DEFAULT_BACKEND, check_compilation
 from treewise.objectives import NORMALIZATIONS, SFT
 from treewise.tree.weights import WEIGHTINGS
 
 # Settings of transformers that are impossible on trees, or would do something else than their user expects.
 _UNSUPPORTED = {
     "fp16": "treewise does not scale losses; use bf16.",
-    "torch_compile": "the engine calls the model's decoder, which accelerate would not compile; leave it off.",
     "use_liger_kernel": "treewise computes log-probs in chunks itself; leave it off.",
     "label_smoothing_factor": "losses are made of log-probs alone; set it to 0.",
     "neftune_noise_alpha": "a shared token is computed once, so branches cannot have different noise.",
@@ -36,6 +37,7 @@ _UNSUPPORTED = {
     "parallelism_config": "give tp_size, ep_size or context_size.",
 }
 _CHOICES = {"nonfinite": ("stop", "skip"), "on_save_failure": ("stop", "continue"), "balance_costs": COST_SOURCES}
+_SIZES = ("tp_size", "ep_size", "context_size")
 _SAMPLING = ("random", "sequential")
 
 
@@ -46,6 +48,8 @@ class TreeTrainingArguments(TrainingArguments):
     `per_device_train_batch_size` and `per_device_eval_batch_size` count trees. Memory follows `max_tokens`, not the
     number of trees, so prefer a large batch with `gradient_accumulation_steps=1`: trees of one batch share their
     prefixes and fill one another's micro-batches.
+
+    `torch_compile` (`torch_compile_backend`, `torch_compile_mode`) compiles the decoder's layers, one by one, in place.
 
     Parameters:
         max_tokens: the budget, the most tokens with live activations at a time. `auto`: as many as fit in the free
@@ -160,7 +164,7 @@ class TreeTrainingArguments(TrainingArguments):
             raise ConfigError("shard_config says how parameters are sharded; give sharded: true, too, or leave it out.")
         self.shard_settings()
         self._start_group()
-        super().__post_init__()
+        self._take_over_compilation()
         self._check_launched_alone()
         mesh_config(self.tp_size, self.ep_size, int(self.world_size))
         check_context_size(self.context_size, int(self.world_size), self.tp_size, self.ep_size)
@@ -201,6 +205,29 @@ class TreeTrainingArguments(TrainingArguments):
             if settings is not None:
                 self.sharded, self.shard_config = True, settings.as_config()
             self.fsdp, self.fsdp_config = None, None
+
+    def _take_over_compilation(self) -> None:
+        """transformers' own `__post_init__`, which would set TF32 for `torch_compile`, without this setting.
+
+        It is also set by `torch_compile_backend`, `torch_compile_mode` and `accelerate launch --dynamo_backend`.
+        """
+        own: Any = self
+        backend, mode = own.torch_compile_backend, own.torch_compile_mode
+        launched = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+        if launched != "no" and backend is None:
+            backend, mode = launched, mode or os.environ.get("ACCELERATE_DYNAMO_MODE")
+        is_compiled = own.torch_compile or backend is not None or mode is not None
+        own.torch_compile, own.torch_compile_backend, own.torch_compile_mode = False, None, None
+        super().__post_init__()
+        if not is_compiled:
+            return
+        own.torch_compile, own.torch_compile_mode = True, mode
+        own.torch_compile_backend = backend or DEFAULT_BACKEND
+        check_compilation(own.torch_compile_backend, mode, known={each.value.lower() for each in DynamoBackend})
+        spread = {"sharded": self.sharded, **{name: getattr(self, name) > 1 for name in _SIZES}}
+        if any(spread.values()):
+            names = ", ".join(name for name, is_set in spread.items() if is_set)
+            raise ConfigError(f"torch_compile cannot be combined with {names}; leave one of them out.")
 
     def shard_settings(self) -> ShardSettings | None:
         """How parameters are sharded; None where they are not."""

@@ -27,6 +27,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import PreparedForest
 from treewise.engine.scoring import StepOutput
 from treewise.errors import DataError, OutOfMemoryError
+from treewise.nn.compilation import DEFAULT_BACKEND, compile_layers
 from treewise.nn.device import is_out_of_memory
 from treewise.nn.router_loss import RouterCounts
 from treewise.objectives import Objective
@@ -71,6 +72,8 @@ class StepRunner:
         self.context = context_group(args.context_size, args.device.type)
         self._is_in_lockstep = False
         self.engine = self._new_engine()
+        if args.torch_compile:
+            compile_layers(self.engine.lm, args.torch_compile_backend or DEFAULT_BACKEND, args.torch_compile_mode)
 
     @property
     def is_sharded(self) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DynamoBackend
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
@@ -134,6 +135,12 @@ class TreeTrainer(Trainer):
         self._resumed: ResumePoint | None = None
         self.uploads, self._model_files = hub.HubUploads(args), list[str]()
         self._runner = self._new_runner()
+
+    @override
+    def create_accelerator_and_postprocess(self) -> None:
+        """`StepRunner` compiles layers; accelerate would compile the model around them, which no tree runs through."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
 
     # -- objects ------------------------------------------------------------------------------------------------------
 

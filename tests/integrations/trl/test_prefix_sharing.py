@@ -248,6 +248,19 @@ def test_adapters_on_and_off():
         torch.testing.assert_close(model(**batch(), fused_lm_head=True).log_probs, expected)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
+def test_a_model_that_the_trainer_compiled():
+    """As accelerate does for `torch_compile=True`; layers that are compiled in place stay so."""
+    model = fused()
+    expected, expected_gradients = outputs_and_gradients(model, batch())
+    treewise.share_prefixes(model, max_tokens=6)
+    model.model.layers[0].mlp.compile(backend="eager", dynamic=True)
+    found, gradients = outputs_and_gradients(torch.compile(model, backend="eager"), batch())
+    torch.testing.assert_close(found.log_probs, expected.log_probs, atol=2e-5, rtol=1e-5)
+    found_gradients = {name.removeprefix("_orig_mod."): grad for name, grad in gradients.items()}
+    assert gradient_error(found_gradients, expected_gradients) < 1e-5
+
+
 def test_autocast_around_the_head_holds_for_the_decoder_too():
     """accelerate wraps a reference model so before anybody can call share_prefixes."""
     model = fused().eval()

@@ -104,6 +104,7 @@ class Sharing:
 
     # -- serving ----------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # inside a model that a trainer compiled; layers that are compiled in place stay compiled
     def _serve(self, *args: Any, **kwargs: Any) -> Any:
         assert self._before is not None
         self._check_same_rows(args, kwargs)

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from treewise.nn.compilation import uncompiled
+
 
 @contextmanager
 def sampling_mode(model: nn.Module) -> Iterator[None]:
-    """No dropout, no gradient checkpointing, no graph; every module is as it was afterwards, also after an error."""
+    """No dropout, no gradient checkpointing, no graph, no compiled layers; every module is as it was afterwards, also
+    after an error."""
     training: list[Any] = [module for module in model.modules() if module.training]
     checkpointed: list[Any] = [
         module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True
@@ -19,7 +22,7 @@ def sampling_mode(model: nn.Module) -> Iterator[None]:
         model.eval()
         for module in checkpointed:
             module.gradient_checkpointing = False
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled(model):
             yield
     finally:
         for module in training:
