@@ -215,7 +215,8 @@ class TreeTrainingArguments(TrainingArguments):
         backend, mode = own.torch_compile_backend, own.torch_compile_mode
         launched = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
         if launched != "no" and backend is None:
-            backend, mode = launched, mode or os.environ.get("ACCELERATE_DYNAMO_MODE")
+            given = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
+            backend, mode = launched, mode or (None if given == "default" else given)
         is_compiled = own.torch_compile or backend is not None or mode is not None
         own.torch_compile, own.torch_compile_backend, own.torch_compile_mode = False, None, None
         super().__post_init__()
