@@ -14,6 +14,7 @@ from operator import add
 from typing import Any
 
 import torch
+from accelerate.utils import DynamoBackend
 from torch import nn
 
 from treewise.distributed import ranks
@@ -311,3 +312,8 @@ def optimizer_bytes(model: nn.Module, optimizer: Any) -> int:
         return 0
     trained = (each for each in model.parameters() if each.requires_grad)
     return 2 * sum(each.numel() * each.element_size() for each in trained)
+
+
+def leave_compilation_to_us(accelerator: Any) -> None:
+    """accelerate would compile the model as a whole, which no tree runs through; `StepRunner` compiles its layers."""
+    accelerator.state.dynamo_plugin.backend = DynamoBackend.NO

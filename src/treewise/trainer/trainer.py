@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DynamoBackend
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
@@ -51,7 +50,7 @@ from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_path
 from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
 from treewise.trainer.run_context import entered_run, stop_of_all, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
-from treewise.trainer.step import StepRunner, optimizer_bytes
+from treewise.trainer.step import StepRunner, leave_compilation_to_us, optimizer_bytes
 from treewise.trainer.step_profile import profilers
 from treewise.trainer.tree_order import TreeOrder
 from treewise.tree.forest import Forest, forest_of
@@ -125,6 +124,7 @@ class TreeTrainer(Trainer):
             callbacks=[_StepEnd(self._signals, self._end_step), *profilers(args), *(callbacks or [])],
             optimizers=optimizers,
         )
+        leave_compilation_to_us(self.accelerator)
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         refuse_unsaved(self.model)
@@ -135,12 +135,6 @@ class TreeTrainer(Trainer):
         self._resumed: ResumePoint | None = None
         self.uploads, self._model_files = hub.HubUploads(args), list[str]()
         self._runner = self._new_runner()
-
-    @override
-    def create_accelerator_and_postprocess(self) -> None:
-        """`StepRunner` compiles layers; accelerate would compile the model around them, which no tree runs through."""
-        super().create_accelerator_and_postprocess()
-        self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
 
     # -- objects ------------------------------------------------------------------------------------------------------
 
