@@ -103,11 +103,10 @@ class TreeTrainer(Trainer):
         train_dataset = as_trees("train_dataset", train_dataset, processing_class, render)
         eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)
         # transformers writes the result of a trial of hyperparameter_search into `objective`.
-        self._own_objective = objective
+        self._own_objective, self._tree_order = objective, tree_order
         check_preferences(train_dataset, objective or args.objective())
         if getattr(objective or args.objective(), "needs_whole_groups", False):
             args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
-        self._tree_order = tree_order
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._means, self._throughput = MetricMeans(), Throughput()
         rows_file = nonfinite_path(args.output_dir, args.process_index, args.world_size)
