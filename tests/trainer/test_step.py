@@ -113,7 +113,9 @@ def test_an_optimizer_that_has_not_run_needs_two_moments():
 # -- compiled layers ---------------------------------------------------------------------------------------------------
 
 DYNAMO = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:`is_gradient_checkpointing`:FutureWarning"
+    "ignore:The .grad attribute of a Tensor:UserWarning",
+    "ignore:`is_gradient_checkpointing`:FutureWarning",
+    "ignore:`torch.jit.script:DeprecationWarning",
 )
 COMPILED = {"torch_compile_backend": "aot_eager"}
 
