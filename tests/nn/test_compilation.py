@@ -19,6 +19,8 @@ TOLERANCE = 5e-6
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # from inside of dynamo
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks transformers for it
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # inductor's own
 ]
 
 
@@ -82,7 +84,7 @@ def test_compiled_parts_of_layers_are_probed() -> None:
     check(model, plain, (None,))
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("reentrant", [None, False])
 def test_adapters_and_gradient_checkpointing(reentrant: bool | None) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model, plain = compiled(get_peft_model(tiny_model(num_hidden_layers=2), config))

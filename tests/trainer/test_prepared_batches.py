@@ -138,3 +138,11 @@ def test_a_batch_without_trained_tokens_or_trees_has_nothing_to_plan(make_traine
     assert batch.ready is None
     assert batch.denominators == (0.0,)
     assert batch[0] is batch.forests[0]
+
+
+def test_a_run_that_ends_within_an_epoch_leaves_no_thread_behind(make_trainer):
+    before = set(threading.enumerate())
+    trainer = make_trainer(some_trees(8), max_steps=2)
+    trainer.train()
+    assert not set(threading.enumerate()) - before
+    trainer.train()  # and begins anew

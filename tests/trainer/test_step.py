@@ -127,7 +127,7 @@ def adapted():
 @DYNAMO
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_tokens": 8}, {"gradient_checkpointing": True, "max_tokens": 16}, {"adapted": True}],
+    [{}, {"max_tokens": 8}, {"activation_checkpointing": True, "max_tokens": 16}, {"adapted": True}],
     ids=["whole", "budget", "checkpointing", "adapters"],
 )
 def test_a_compiled_run_ends_like_one_without_and_resumes(make_trainer, trees, settings):

@@ -1,6 +1,6 @@
 """Computes the next item of a loop in a thread while the caller uses this one."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -8,7 +8,7 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 
-def prefetched(items: Iterable[Given], make: Callable[[Given], Made]) -> Iterator[Made]:
+def prefetched(items: Iterable[Given], make: Callable[[Given], Made]) -> Generator[Made, None, None]:
     """`make(item)` of each item in order, the next one in a thread while the caller uses this one.
 
     One item is taken from `items` ahead of the one in use, always in the caller's thread, so a data loader need not be

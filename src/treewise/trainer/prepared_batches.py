@@ -6,7 +6,7 @@ random generators and everything that a checkpoint records are left as they are,
 trains what it would have trained.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import overload
@@ -63,21 +63,29 @@ class PreparedSteps:
         self._prepare, self._placer = prepare, placer
         self._batches_per_step, self._is_ahead = args.gradient_accumulation_steps, args.prepare_ahead
         self._epoch: Iterator[list[Forest]] | None = None
-        self._steps: Iterator[list[PreparedBatch]] = iter(())
+        self._steps: Generator[list[PreparedBatch], None, None] | None = None
 
     def next_step(self, epoch: Iterator[list[Forest]], step: int) -> list[PreparedBatch]:
         """The batches of the next step; none at the end of an epoch. An error of theirs is raised here.
 
         epoch: the same iterator for each step of an epoch. step: index of the first step that is taken from it.
         """
-        if self._epoch is not epoch:
+        if self._steps is None or self._epoch is not epoch:
+            self.close()
 
             def batches_of(step: int) -> list[PreparedBatch]:
                 return [self._prepared(step, batch) for batch in islice(epoch, self._batches_per_step)]
 
             self._epoch = epoch
-            self._steps = prefetched(count(step), batches_of) if self._is_ahead else map(batches_of, count(step))
+            steps = count(step)
+            self._steps = prefetched(steps, batches_of) if self._is_ahead else (batches_of(each) for each in steps)
         return next(self._steps)
+
+    def close(self) -> None:
+        """Ends the thread, once it is done with the step that it prepares; the next step begins anew."""
+        if self._steps is not None:
+            self._steps.close()
+        self._epoch = self._steps = None
 
     def _prepared(self, step: int, batch: list[Forest]) -> PreparedBatch:
         return self._prepare(batch if self._placer is None else self._placer.own_part(step, batch))
