@@ -7,6 +7,7 @@ trains what it would have trained.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import overload
@@ -71,7 +72,7 @@ class PreparedSteps:
         epoch: the same iterator for each step of an epoch. step: index of the first step that is taken from it.
         """
         if self._steps is None or self._epoch is not epoch:
-            self.close()
+            self._close()
 
             def batches_of(step: int) -> list[PreparedBatch]:
                 return [self._prepared(step, batch) for batch in islice(epoch, self._batches_per_step)]
@@ -81,8 +82,15 @@ class PreparedSteps:
             self._steps = prefetched(steps, batches_of) if self._is_ahead else (batches_of(each) for each in steps)
         return next(self._steps)
 
-    def close(self) -> None:
-        """Ends the thread, once it is done with the step that it prepares; the next step begins anew."""
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Around a run: ends the thread after it, once that is done with the step that it prepares."""
+        try:
+            yield
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         if self._steps is not None:
             self._steps.close()
         self._epoch = self._steps = None

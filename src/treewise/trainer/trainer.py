@@ -9,7 +9,6 @@ format of saved models are transformers' own.
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -466,7 +465,7 @@ class TreeTrainer(Trainer):
                 return self._already_trained(self._resumed.folder)
             dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
             self._throughput.begin_run(self.args.device, dtype)
-            with self._checkpoints.flight_ended(), closing(self._steps):
+            with self._checkpoints.flight_ended(), self._steps.ended():
                 try:
                     result = super().train(self._resumed and str(self._resumed.folder), trial, ignore_keys_for_eval)
                 except StepAbandoned:
