@@ -53,9 +53,9 @@ OBJECTIVES["reference"] = PolicyGradient(beta=0.1, clip_high=0.28)
 TWO = [
     Spread("qwen3", objective="reference", budgets=(12,), checkpoints=True, trained="lora"),
     Spread("llama", budgets=(None, 12)),
-    Spread("qwen3_moe", objective="router", budgets=(12,)),
 ]
 MORE = [
+    Spread("qwen3_moe", objective="router", budgets=(12,)),
     Spread("llama", trained="head"),
     *(Spread(each, budgets=(None, 2, 12)) for each in ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3")),
     *(Spread(each, checkpoints=True) for each in ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt_neo")),

@@ -76,10 +76,10 @@ OBJECTIVES = {
 }
 TWO = [
     Case("qwen3", tp=2, budgets=(16,)),
-    Case("gemma3_text", tp=2, objective="policy", budgets=(16,)),
     Case("qwen3_moe", ep=2, objective="router", budgets=(16,)),
 ]
 MORE = [
+    Case("gemma3_text", tp=2, objective="policy", budgets=(16,)),
     Case("qwen3_moe", tp=2, ep=2, objective="router"),
     Case("llama", tp=2, lora=True),
     Case("deepseek_v3", tp=2, objective="distillation"),
