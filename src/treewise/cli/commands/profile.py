@@ -92,7 +92,10 @@ def _writable(file: str | None) -> Path | None:
     path = Path(file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
         path.open("a").close()
+        if is_new:  # a run that fails leaves no empty file
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"--trace {file}: {error.strerror}; name a file that can be written.") from error
     return path
