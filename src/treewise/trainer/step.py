@@ -186,7 +186,7 @@ class StepRunner:
         fixed = fixed_denominator(self.objective)
         if fixed is not None:
             return fixed
-        own = math.fsum(each for batch in batches for each in self._denominators(batch))
+        own = math.fsum(each for batch in batches for each in self._prepared(batch).denominators)
         (total,) = self.sum_over_batches(own)
         if not total > 0:
             forests = [forest for batch in batches for forest in batch]
@@ -214,11 +214,6 @@ class StepRunner:
             own = []
         parts = [part for each in ranks.on_every_rank(lambda: own) for part in each]
         self._router_counts = reduce(add, parts) if parts else None
-
-    def _denominators(self, batch: Sequence[Forest]) -> Sequence[float]:
-        if isinstance(batch, PreparedBatch):
-            return batch.denominators
-        return [self.objective.denominator(forest) for forest in batch]
 
     def _measure_budget(self) -> None:
         """All ranks measure at the same time; one process alone measures with its first batch."""

@@ -104,9 +104,10 @@ class Updater:
         self.guard.begin_step(forests)
         self.runner.model.train()
         clear_gradients(self.runner.model.parameters())
-        denominator = self.runner.denominator([forests], step)
-        self.runner.count_experts([forests], step)
-        out = self.runner.train_batch(forests, denominator, step)
+        batch = self.runner.prepare(forests)
+        denominator = self.runner.denominator([batch], step)
+        self.runner.count_experts([batch], step)
+        out = self.runner.train_batch(batch, denominator, step)
         self.runner.sum_gradients()
         self.guard.add_loss(0.0 if out is None else out.loss)
         limit = self.args.max_grad_norm or math.inf
