@@ -83,6 +83,7 @@ MARKED = {
         "trainer/test_images.py::test_a_resumed_run_and_a_killed_one_end_like_an_undisturbed_one",
         "test_cuda_pretend.py::test_of_losses_on_routers",
         "test_cuda_pretend.py::test_of_any_objective",
+        "bench/test_contestants.py::test_compiled_contestants_have_the_flat_gradients",
         "bench/test_images.py::test_all_contestants_agree_on_screenshots",
         "bench/test_gpu_check.py::test_wrong_kernels_give_a_sentence_for_an_issue",
         "integrations/trl/test_sft.py::test_a_budget_far_below_one_row",

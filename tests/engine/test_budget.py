@@ -8,7 +8,7 @@ import torch
 
 from treewise import ConfigError, Forest, OutOfMemoryError, Trajectory, TreeEngine
 from treewise.engine import walk
-from treewise.engine.calibration import MAX_TOKENS, MIN_TOKENS, TokenBytes, choose_budget, measure_token_bytes
+from treewise.engine.calibration import MAX_TOKENS, TokenBytes, choose_budget, measure_token_bytes
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
@@ -112,8 +112,34 @@ def test_the_budget_leaves_room_for_gateways() -> None:
     free = 2_000_000  # 60 % of it: 1,200 tokens
     assert choose_budget(cost, free, "cpu", lambda budget: 0) == 1200
     assert choose_budget(cost, free, "cpu", lambda budget: 5000) == 675
-    assert choose_budget(cost, free, "cpu", lambda budget: 50_000) == MIN_TOKENS
+    # Gateways fit at no budget: 5.001 MB are needed at one token, an eighth more at 626.
+    assert choose_budget(cost, free, "cpu", lambda budget: 50_000) == 594
     assert choose_budget(cost, 10**12, "cpu", lambda budget: 0) == MAX_TOKENS["cpu"]
+
+
+def test_the_budget_goes_down_to_one_token() -> None:
+    cost = TokenBytes(activation=1000, gateway=100)
+    assert choose_budget(cost, 100_000, "cpu", lambda budget: 0) == 60
+    assert choose_budget(cost, 100_000, "cpu", lambda budget: 450) == 15
+    assert choose_budget(cost, 1000, "cpu", lambda budget: 0) == 1
+    assert choose_budget(cost, -5, "cpu", lambda budget: 0) == 1
+    assert choose_budget(cost, -5, "cpu", lambda budget: 0, least=7) == 7
+
+
+def test_little_memory_means_a_small_budget_a_warning_and_the_flat_gradients(
+    rollouts: list[Trajectory], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model()
+    _, _, expected = flat_sft(model, rollouts)
+    model.zero_grad()
+    gradients = sum(each.numel() for each in model.parameters()) * 4
+    monkeypatch.setattr("treewise.engine.budget.free_bytes", lambda _: gradients + 400_000)
+    engine = TreeEngine(model, "auto")
+    engine.step(Forest.from_trajectories(rollouts))
+    assert engine.max_tokens is not None
+    assert 1 <= engine.max_tokens < 20
+    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+    assert f"chose {engine.max_tokens} tokens at a time" in caplog.text
 
 
 @pytest.mark.parametrize("setting", [0, -1, 1.5, "many", True])

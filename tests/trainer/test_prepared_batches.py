@@ -33,6 +33,38 @@ def test_each_epoch_is_cut_into_steps_and_placed_with_their_numbers(is_ahead, tm
     assert [list(batch) for batch in steps.next_step(epochs[1], 6)] == [[(6, "d")]]
 
 
+def test_an_epoch_begins_while_the_last_step_of_the_one_before_is_used(tmp_path):
+    arguments = TreeTrainingArguments(str(tmp_path), gradient_accumulation_steps=2, use_cpu=True, report_to="none")
+    first, second, begun, prepared = iter("abc"), iter("d"), [], []
+
+    def epoch_from(step):
+        begun.append(step)
+        return second if step == 2 else None
+
+    def prepare(forests):
+        prepared.append(forests)
+        return plain(forests)
+
+    steps = PreparedSteps(prepare, arguments, None, epoch_from)
+    with steps.ended():
+        assert [list(batch) for batch in steps.next_step(first, 0)] == [["a"], ["b"]]
+        assert not begun
+        assert [list(batch) for batch in steps.next_step(first, 1)] == [["c"]]
+        assert begun == [2]
+        assert [list(batch) for batch in steps.next_step(second, 2)] == [["d"]]
+        assert begun == [2, 3]
+        other = iter("e")  # not the one that was announced
+        assert [list(batch) for batch in steps.next_step(other, 3)] == [["e"]]
+    assert prepared == ["a", "b", "c", "d", "e"]
+
+
+class EndsEpochs(TrainerCallback):
+    """Ends an epoch in its middle and another with its last step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step in (1, 3)
+
+
 class States(TrainerCallback):
     """What a checkpoint after each step would record of the global random generators."""
 
@@ -44,24 +76,26 @@ class States(TrainerCallback):
         self.states.append((torch.get_rng_state().numpy().tobytes(), numpy))
 
 
-def test_losses_weights_and_random_states_are_those_of_a_run_that_prepares_nothing(make_trainer):
+@pytest.mark.parametrize(("others", "num_steps"), [((), 6), ((EndsEpochs,), 5)])
+def test_losses_weights_and_random_states_are_those_of_a_run_that_prepares_nothing(make_trainer, others, num_steps):
     runs, states = [], []
     for is_ahead in (True, False):
         states.append(States())
-        settings = {"max_tokens": 14, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
-        trainer = make_trainer(some_trees(5), callbacks=[states[-1]], prepare_ahead=is_ahead, **settings)
+        settings = {"max_tokens": 14, "num_train_epochs": 3, "gradient_accumulation_steps": 2}
+        callbacks = [states[-1], *(each() for each in others)]
+        trainer = make_trainer(some_trees(5), callbacks=callbacks, prepare_ahead=is_ahead, **settings)
         trainer.train()
         runs.append((losses(trainer), [each.detach().clone() for each in trainer.model.parameters()]))
-    assert len(runs[0][0]) == 4
+    assert len(runs[0][0]) == num_steps
     assert runs[0][0] == runs[1][0]
     assert all(map(torch.equal, runs[0][1], runs[1][1]))
     assert states[0].states == states[1].states
 
 
-def test_the_next_step_is_planned_while_a_step_computes(make_trainer):
-    trainer = make_trainer(some_trees(8), max_tokens=14, num_train_epochs=1)
+def test_the_next_step_is_planned_while_a_step_computes_also_that_of_the_next_epoch(make_trainer):
+    trainer = make_trainer(some_trees(8), max_tokens=14, num_train_epochs=2)
     prepared, train = trainer.runner.prepare, trainer.runner.train_batch
-    events, batches, planned = [threading.Event() for _ in range(4)], [], []
+    events, batches, planned = [threading.Event() for _ in range(8)], [], []
 
     def prepare(forests, *args):
         batches.append(prepared(forests, *args))
@@ -69,7 +103,7 @@ def test_the_next_step_is_planned_while_a_step_computes(make_trainer):
         return batches[-1]
 
     def train_batch(batch, denominator, step):
-        if step < 4:  # without a thread this would wait in vain
+        if step < 8:  # without a thread this would wait in vain
             assert events[step].wait(timeout=20), f"step {step + 1} was not prepared while step {step} ran"
             assert batches[step].ready.plan is not None
         assert batch is batches[step - 1]
@@ -78,7 +112,8 @@ def test_the_next_step_is_planned_while_a_step_computes(make_trainer):
 
     trainer.runner.prepare, trainer.runner.train_batch = prepare, train_batch
     trainer.train()
-    assert planned == [True] * 4
+    assert planned == [True] * 8
+    assert len(batches) == 8  # none beyond the end of the run
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])

@@ -3,7 +3,7 @@
 Names: `flat` (every trajectory, packed), `merged` (contained ones folded into the longer ones), `trl`,
 `tree-recurrence` (TRL's rows with its recurrent layers), `tree` (treewise, one micro-batch), `tree@N` (under a budget
 of N tokens, held or recomputed as the planner chooses), `held@N` and `recomputed@N` where that choice differs,
-`trl@N` (rows of at most N tokens). `-ckpt`: with gradient checkpointing.
+`trl@N` (rows of at most N tokens). `-ckpt`: with gradient checkpointing. `-compiled`: with compiled decoder layers.
 """
 
 import copy
@@ -16,10 +16,12 @@ from typing import Any
 from torch import nn
 
 from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajectories
+from treewise.bench.results import COMPILED
 from treewise.bench.trl_rows import TrlRows, packing_module
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, OutOfMemoryError, TreewiseError
 from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
+from treewise.nn.compilation import check_compilation, compile_layers, is_compiled
 from treewise.nn.device import free_bytes
 from treewise.nn.flops import flop_model
 from treewise.nn.model import DecoderAndHead, split_model
@@ -69,20 +71,47 @@ def builders(
     with_checkpointing: bool = False,
     row_tokens: int | None = None,
     processor: Any = None,
+    compile_backend: str | None = None,
 ) -> Builders:
     """The contestants by name, each built when called. Those without treewise run on a twin of the model, which
     shares its parameters and nothing else.
 
     A builder raises a `TreewiseError` if its contestant cannot run here. processor: of the items' images, which TRL's
-    tree rows take none of.
+    tree rows take none of. compile_backend: of torch.compile; each contestant without checkpointing is then there a
+    second time, on twins whose layers it compiles.
 
     Raises:
-        ConfigError: an unknown name in `against`.
+        ConfigError: an unknown name in `against`, or an unknown backend.
     """
     unknown = [name for name in against if name not in AGAINST]
     if unknown:
         raise ConfigError(f"--against {unknown[0]!r} is unknown; choose one of {', '.join(AGAINST)}.")
-    plain = plain_parts(model)
+    options = _Options(items, against, max_tokens, attention, row_tokens, processor)
+    twins = twin(model), plain_parts(model)  # of the model before treewise is installed on it
+    contestants = _builders(model, plain_parts(model), options, with_checkpointing=with_checkpointing)
+    if compile_backend is not None:
+        check_compilation(compile_backend, None)
+        for name, build in _builders(*twins, options, with_checkpointing=False).items():
+            contestants[name + COMPILED] = partial(_compiled, build, *twins, compile_backend)
+    return contestants
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """See `builders`."""
+
+    items: Sequence[Trajectory]
+    against: Sequence[str]
+    max_tokens: Sequence[int]
+    attention: str
+    row_tokens: int | None
+    processor: Any
+
+
+def _builders(model: nn.Module, plain: DecoderAndHead, options: _Options, *, with_checkpointing: bool) -> Builders:
+    """model: of treewise's contestants. plain: of the others."""
+    items, against, processor = options.items, options.against, options.processor
+    attention, row_tokens = options.attention, options.row_tokens
     forest = Forest.from_trajectories(items)
     merged = merged_trajectories(forest)
     is_recurrent, sees = bool(kinds_of(model)), bool(len(forest.images))
@@ -101,7 +130,7 @@ def builders(
         contestants["tree" + suffix] = partial(
             _tree, model, items, None, attention, is_checkpointed=is_checkpointed, processor=processor
         )
-    for budget in max_tokens:
+    for budget in options.max_tokens:
         if budget >= forest.num_tokens:
             contestants[f"tree@{budget}"] = partial(_as_whole, forest.num_tokens)
         else:
@@ -109,6 +138,14 @@ def builders(
             if "trl" in against and not is_recurrent and not sees and budget >= forest.path_lengths.max():
                 contestants[f"trl@{budget}"] = partial(_trl, plain, items, budget)
     return contestants
+
+
+def _compiled(build: Callable[[], Contestant], model: nn.Module, plain: DecoderAndHead, backend: str) -> Contestant:
+    """A contestant whose layers are compiled, in its first step."""
+    for lm in (split_model(model), plain):
+        if not is_compiled(lm.model):
+            compile_layers(lm, backend)
+    return build()
 
 
 def twin(model: nn.Module) -> Any:

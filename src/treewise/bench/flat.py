@@ -153,6 +153,7 @@ def checkpointing(model: Any) -> Iterator[None]:
         getattr(model, f"{word}_checkpointing_disable")()
 
 
+@torch.compiler.disable  # as treewise's: every row would be a graph of its own
 def _packed_attention(
     _module: nn.Module,
     query: torch.Tensor,

@@ -23,10 +23,11 @@ Contestants = dict[str, Callable[[], float]]
 class Measured:
     """Measurements of one contestant. peak_bytes: above those in use before the step; None if unknown on this system.
 
-    skipped: why it did not run, else None.
+    first_seconds: of the step that warms up, which probes and compiles. skipped: why it did not run, else None.
     """
 
     seconds: list[float] = field(default_factory=list)
+    first_seconds: float = float("nan")
     loss: float = float("nan")
     peak_bytes: int | None = None
     gradient_error: float | None = None
@@ -73,9 +74,11 @@ def _warm_up(
     def run() -> None:
         out.loss = step()
 
+    started = synchronized_clock(_device(model))
     _unless_out_of_memory(run, out)
     if out.skipped is not None:
         return reference
+    out.first_seconds = synchronized_clock(_device(model)) - started
     after = peak_bytes(_device(model))
     out.peak_bytes = None if before is None or after is None else max(0, after - before)
     if reference is None:

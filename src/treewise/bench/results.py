@@ -23,6 +23,7 @@ MIN_SPEED = 0.9
 MAX_ERROR_FACTOR = 3.0
 SMALLEST_ERROR = 1e-6  # errors below are rounding, whatever their ratio
 OURS = ("tree", "held", "recomputed")
+COMPILED = "-compiled"  # ends the name of a contestant with compiled layers
 
 
 def record(rows: list[dict[str, Any]], command: Sequence[str]) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def _compare_errors(row: dict[str, Any], old: dict[str, Any], worse: list[str]) 
 
 def is_ours(name: str) -> bool:
     """Whether a contestant is one of treewise's."""
-    return name.partition("@")[0].removesuffix("-ckpt") in OURS
+    return name.partition("@")[0].removesuffix("-ckpt").removesuffix(COMPILED) in OURS
 
 
 def _case(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -39,13 +39,15 @@ def measure_workload(
     row_tokens: int | None = None,
     reference: str = "auto",
     max_seconds: float = math.inf,
+    compile_backend: str | None = None,
 ) -> dict[str, Any]:
     """Plain JSON values: the workload, its ratios and bounds, and a record for each contestant.
 
     model: a transformers causal language model without treewise installed on it. max_tokens: budgets; where not given,
     the workload's own, or a quarter of the tree. reference: of the gradient errors; `flat` is the first contestant,
     `float32` and `float64` are merged flat training of a wider copy, `auto` takes a float32 copy of half-precision
-    models and `flat` for others. max_seconds: no further repetition begins after them.
+    models and `flat` for others. max_seconds: no further repetition begins after them. compile_backend: each contestant
+    also with compiled layers (see `builders`).
 
     Raises:
         VerificationError: contestants whose losses differ, so they do not compute the same.
@@ -65,6 +67,7 @@ def measure_workload(
             with_checkpointing=with_checkpointing,
             row_tokens=row_tokens,
             processor=workload.processor,
+            compile_backend=compile_backend,
         ).items()
     }
     ready = {name: each for name, each in prepared.items() if isinstance(each, Contestant)}
@@ -148,6 +151,7 @@ def _record(contestant: Contestant, measured: Measured, forest: Forest) -> dict[
     seconds = spread(measured.seconds)
     return {
         "seconds": seconds,
+        "first_seconds": measured.first_seconds,
         "flat_tokens_per_second": forest.num_flat_tokens / seconds["median"],
         "computed_tokens": contestant.num_computed_tokens,
         "micro_batches": contestant.num_micro_batches,

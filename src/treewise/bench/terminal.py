@@ -8,10 +8,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from treewise.bench.results import is_ours
+from treewise.bench.results import COMPILED, is_ours
 
 LEGEND = """\
 flat: every trajectory a row of its own; merged: those not contained in another; -ckpt: with gradient checkpointing
+-compiled: with compiled layers, efficiency over flat-compiled; first s: of the first step, which probes and compiles
 flat tokens/s: tokens that flat training would compute, per second; over X: times as fast as X
 efficiency: speed-up over flat / FLOP bound (1: all FLOPs that sharing saves are time saved)
 gradient error: relative, against the reference; computed: forwards of tokens, recomputed ones included
@@ -32,11 +33,15 @@ def row_view(row: dict[str, Any]) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("of tree (bound)", "peak MiB", "gradient error", "computed", "key rows/token", "host s"):
         table.add_column(name, justify="right")
+    has_compiled = any(name.endswith(COMPILED) for name in row["contestants"])
+    if has_compiled:
+        table.add_column("first s", justify="right")
     for name, result in row["contestants"].items():
         if "skipped" in result:
             table.add_row(name, escape(result["skipped"]), end_section=False)
         else:
-            table.add_row(name, *_cells(row, name, result, first, second))
+            first_step = [f"{result['first_seconds']:.3f}"] if has_compiled else []
+            table.add_row(name, *_cells(row, name, result, first, second), *first_step)
     bound = row.get("bound_seconds")
     if bound is None:
         return Group(table)
@@ -53,15 +58,19 @@ def baselines_of(row: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 def efficiency(row: dict[str, Any], name: str) -> float | None:
-    """Speed-up over the first flat contestant that ran, over the FLOP bound."""
+    """Speed-up over the first flat contestant that ran (of a compiled one over compiled flat), over the FLOP bound."""
     flat, _ = baselines_of(row)
+    if name.endswith(COMPILED):
+        flat = f"flat{COMPILED}" if f"flat{COMPILED}" in row["speed_up"] else None
     ratio = None if flat is None else row["speed_up"][flat].get(name)
     return None if ratio is None else ratio / row["flop_bound"]
 
 
 def speed_of_tree(row: dict[str, Any], name: str) -> float | None:
-    """Speed of a contestant under a budget over that of `tree`; None for others, or where `tree` did not run."""
-    tree, result = row["contestants"].get("tree", {}), row["contestants"][name]
+    """Speed of a contestant under a budget over that of `tree` (of a compiled one over `tree-compiled`); None for
+    others, or where that did not run."""
+    whole = f"tree{COMPILED}" if name.endswith(COMPILED) else "tree"
+    tree, result = row["contestants"].get(whole, {}), row["contestants"][name]
     if not (name.partition("@")[1] and is_ours(name) and "seconds" in tree and "seconds" in result):
         return None
     return tree["seconds"]["median"] / result["seconds"]["median"]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 HALF = (torch.bfloat16, torch.float16)
 
 
+@torch.compiler.disable  # its loop over sequences would be a graph of its own for every row
 def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from treewise.cli.config import read_config
+from treewise.cli.config import RunConfig, read_config
 from treewise.cli.load_model import load_processor
 from treewise.cli.yaml_file import read_value
 from treewise.data import RenderOptions, Trees, load_trees
@@ -46,15 +46,15 @@ def add_data_arguments(parser: argparse.ArgumentParser, nargs: str = "*") -> Non
     )
 
 
-def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defaults: Any) -> None:
+def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defaults: Any) -> RunConfig | None:
     """Fills arguments that were not given from `--config`, then from `defaults`; `args.render` is how data is read.
 
-    required: arguments that must be there in the end.
+    Returns the configuration; None without one. required: arguments that must be there in the end.
 
     Raises:
         ConfigError: a configuration that `treewise train` or `treewise rl` would not take, or a missing argument.
     """
-    render = RenderOptions()
+    render, config = RenderOptions(), None
     if args.config is not None:
         from treewise.cli.commands.rl import KEYS, aliases  # slow to import
 
@@ -63,7 +63,7 @@ def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defau
         values = {name: getattr(config, name) for name in _FROM_RUN} | {
             name: config.training.get(name) for name in ("max_tokens", "attention")
         }
-        if isinstance(values["max_tokens"], str):  # "auto": measured on the training machine
+        if isinstance(values["max_tokens"], str) and args.command != "profile":  # measured on the training machine
             values["max_tokens"] = None
         if values["dtype"] == "auto" and args.command != "verify":
             values["dtype"] = None
@@ -79,6 +79,7 @@ def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defau
             flag = "data files" if name == "data" else f"--{name}"
             raise ConfigError(f"give {flag}, or a run's configuration that names them: --config RUN.yaml.")
     args.render = replace(render, **_rendering(args))
+    return config
 
 
 _FROM_RUN = ("data", "model", "gguf_file", "tokenizer", "dtype", "num_workers", "on_bad_record")

@@ -217,20 +217,28 @@ def _report(name: str, dataset: "Trees", limit: int = 5) -> None:
 
 def load_model(config: RunConfig, arguments: "TreeTrainingArguments") -> Any:
     """The model to train, with new adapters where the configuration asks for them."""
-    from transformers import set_seed
-
-    bits = 4 if config.load_in_4bit else 8 if config.load_in_8bit else None
     model = load_weights(
-        config.model, config.gguf_file, config.dtype, bits, mesh=(arguments.tp_size, arguments.ep_size)
+        config.model, config.gguf_file, config.dtype, bits_of(config), mesh=(arguments.tp_size, arguments.ep_size)
     )
+    return with_adapters(model, config, arguments.seed)
+
+
+def bits_of(config: RunConfig) -> int | None:
+    """Of quantised weights below adapters; None for others."""
+    return 4 if config.load_in_4bit else 8 if config.load_in_8bit else None
+
+
+def with_adapters(model: Any, config: RunConfig, seed: int) -> Any:
+    """The model with new adapters where the configuration asks for them, else as it is."""
     if config.lora is None:
         return model
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import set_seed
 
-    if bits is not None:  # norms and embeddings in float32
+    if bits_of(config) is not None:  # norms and embeddings in float32
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
-    set_seed(arguments.seed)  # adapters start from random numbers
+    set_seed(seed)  # adapters start from random numbers
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.engine.calibration import choose_budget, measure_token_bytes, missing_gradient_bytes
-from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.engine.calibration import SLOW_TOKENS, choose_budget, measure_token_bytes, missing_gradient_bytes
+from treewise.errors import ConfigError, OutOfMemoryError, bytes_as_text
 from treewise.nn.attention import Gateway, TreeContext, TreeMask
 from treewise.nn.device import free_bytes, is_out_of_memory
 from treewise.nn.flops import gateway_bytes, gateway_values
@@ -55,17 +55,18 @@ class Budget:
         train: Callable[[int], None],
         gateway_tokens: Callable[[int], int],
         reserve_bytes: int,
+        least: int = 1,
     ) -> None:
-        """Chooses the budget of an `auto` setting.
+        """Chooses the budget of an `auto` setting; one that is slow is a warning.
 
         train: runs forward and backward of so many tokens. gateway_tokens: the most gateway tokens alive at a budget.
-        reserve_bytes: memory that others will allocate later (the optimizer's state).
+        reserve_bytes: memory that others will allocate later (the optimizer's state). least: the smallest budget.
         """
         config = lm.decoder.config
         with gradients_restored(lm.model):
             token_bytes = measure_token_bytes(train, config.num_hidden_layers, gateway_token_bytes(lm))
         free = free_bytes(lm.device) - missing_gradient_bytes(lm.model.parameters()) - reserve_bytes
-        self.tokens = choose_budget(token_bytes, free, lm.device.type, gateway_tokens)
+        self.tokens = choose_budget(token_bytes, free, lm.device.type, gateway_tokens, least)
         self.is_measured = True
         logger.info(
             "budget: %d tokens (%.2f MiB of activations a token, %.1f GiB free on %s)",
@@ -74,6 +75,17 @@ class Budget:
             free / 2**30,
             lm.device,
         )
+        if self.tokens < SLOW_TOKENS:
+            logger.warning(
+                "max_tokens='auto' chose %d tokens at a time, for %s are free on %s and a token takes %s: exact, but "
+                "slow (below %d tokens matrices are small). Free memory, use gradient checkpointing, or give "
+                "max_tokens a number.",
+                self.tokens,
+                bytes_as_text(max(0, free)),
+                lm.device,
+                bytes_as_text(token_bytes.activation),
+                SLOW_TOKENS,
+            )
 
     def run(self, step: Callable[[], T], num_tokens: int, model: nn.Module | None = None) -> T:
         """The result of `step`, which runs again with half the budget while memory runs out.

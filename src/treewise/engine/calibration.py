@@ -14,7 +14,7 @@ import torch
 _USABLE_FRACTION = 0.6
 # Memory of activations and of the gradients that flow back through them, over that of activations.
 _BACKWARD_FACTOR = 1.25
-MIN_TOKENS = 128
+SLOW_TOKENS = 128  # fewer at a time leave most of a matrix product's speed unused
 # More tokens at a time are not faster, and on a CPU the first use of memory is slow.
 MAX_TOKENS = {"cpu": 4096, "cuda": 65536}
 CALIBRATION_TOKENS = (32, 96)
@@ -38,18 +38,25 @@ def measure_token_bytes(train: Callable[[int], None], num_layers: int, gateway: 
     return TokenBytes(max(1, int((saved[1] - saved[0]) / (large - small) * _BACKWARD_FACTOR)), gateway)
 
 
-def choose_budget(token_bytes: TokenBytes, free: int, device_type: str, gateway_tokens: Callable[[int], int]) -> int:
+def choose_budget(
+    token_bytes: TokenBytes, free: int, device_type: str, gateway_tokens: Callable[[int], int], least: int = 1
+) -> int:
     """The budget in tokens: those that fit into `free` bytes, lowered by a sixteenth until gateways fit beside them.
 
-    gateway_tokens: the most gateway tokens alive at a budget, as the planner computes them.
+    Below `SLOW_TOKENS` it is halved, down to `least`. Where gateways leave no room at any budget, the largest of those
+    that need at most an eighth more than the one that needs least. gateway_tokens: the most gateway tokens alive at a
+    budget, as the planner computes them.
     """
     usable = int(free * _USABLE_FRACTION)
-    budget = min(usable // token_bytes.activation, MAX_TOKENS.get(device_type, MAX_TOKENS["cpu"]))
-    while budget > MIN_TOKENS:
-        if budget * token_bytes.activation + gateway_tokens(budget) * token_bytes.gateway <= usable:
-            break
-        budget -= budget // 16
-    return max(budget, MIN_TOKENS)
+    budget = max(least, min(usable // token_bytes.activation, MAX_TOKENS.get(device_type, MAX_TOKENS["cpu"])))
+    needed: dict[int, int] = {}
+    while True:
+        needed[budget] = budget * token_bytes.activation + gateway_tokens(budget) * token_bytes.gateway
+        if needed[budget] <= usable:
+            return budget
+        if budget == least:
+            return max(each for each, size in needed.items() if 8 * size <= 9 * min(needed.values()))
+        budget = max(least, budget - budget // 16 if budget > SLOW_TOKENS else budget // 2)
 
 
 def missing_gradient_bytes(parameters: Iterable[torch.nn.Parameter]) -> int:

@@ -535,7 +535,8 @@ class TreeEngine:
             # States of recurrent layers, counted as the tokens that take as many bytes.
             return plan.peak_gateway_tokens + (peak_cuts(plan) * state_size // token_size if state_size else 0)
 
-        self.budget.measure(self.lm, train, gateway_tokens, self.reserve_bytes)
+        # An image is never cut.
+        self.budget.measure(self.lm, train, gateway_tokens, self.reserve_bytes, max(1, forest.images.largest))
 
     def _require_fixed_budget(self) -> None:
         """Ranks that compute a batch together all need the budget of the others, and none may run a step again."""

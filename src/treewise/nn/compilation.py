@@ -81,9 +81,13 @@ def decoder_layers(lm: DecoderAndHead, names: tuple[str, ...] | None = None) -> 
     return layers
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether modules of a model are compiled in place."""
+    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+
+
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Inside, compiled layers of a model run as they were written: rows of other kinds would be compiled, too."""
-    is_compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
-    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+    with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
         yield

@@ -3,6 +3,7 @@
 Each function raises an error that names the module, token or length; `nn.model.split_model` checks the architecture.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,19 +24,45 @@ def refuse_dropout(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: with the first active module or attribute.
     """
-    for name, module in model.named_modules():
+    for name, module, attribute, value in _noise(model):
         if not module.training:
             continue
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+        if attribute == "p":
             raise UnsupportedModelError(
-                f"{name or 'model'} has active dropout (p={module.p}); set it to 0 or call model.eval()."
+                f"{name or 'model'} has active dropout (p={value}); set it to 0 or call model.eval()."
             )
-        for attribute, value in vars(module).items():
+        raise UnsupportedModelError(
+            f"{name or 'model'}.{attribute} is {value} while training; set it to 0 or call model.eval()."
+        )
+
+
+def zero_dropout(model: nn.Module) -> str | None:
+    """Sets dropout, layer drop and router noise of all modules to 0, in place; returns a line that names them, or None.
+
+    For measurements that compare trees with flat rows. In training such a model is an error (`refuse_dropout`).
+    """
+    found = list(_noise(model))
+    for _, module, attribute, _ in found:
+        setattr(module, attribute, 0.0)
+    if not found:
+        return None
+    name, _, attribute, value = found[0]
+    path = ".".join(part for part in (name, attribute) if part)
+    return (
+        f"dropout is set to 0 for this measurement, in {len(found)} places (the first: {path}, {value:g}); "
+        "branches of a tree share tokens, so none can draw a mask of its own"
+    )
+
+
+def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, float]]:
+    """Path, module, attribute and value of each dropout, layer drop and router noise above 0."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            yield name, module, "p", module.p
+        for attribute, value in list(vars(module).items()):
             is_noise = "dropout" in attribute or attribute.endswith(("pdrop", "layerdrop", "jitter_noise"))
             if is_noise and isinstance(value, float) and value > 0:
-                raise UnsupportedModelError(
-                    f"{name or 'model'}.{attribute} is {value} while training; set it to 0 or call model.eval()."
-                )
+                yield name, module, attribute, value
 
 
 def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
+from typing_extensions import override
 
 from treewise.data import load_trees
 from treewise.data.sources import is_raw_data
@@ -102,9 +103,24 @@ class TreeLoader(DataLoader):
             **options,
         )
         self.sampler_of_trees = sampler
+        self._begun: tuple[int, Iterator[list[Forest]]] | None = None  # epoch and its iterator
 
     def set_epoch(self, epoch: int) -> None:
         self.sampler_of_trees.set_epoch(epoch)
+
+    def begin_next_epoch(self) -> Iterator[list[Forest]]:
+        """The iterator that `iter` is going to return for the next epoch; the present one has its order already."""
+        self.set_epoch(self.sampler_of_trees.epoch + 1)
+        begun = super().__iter__()
+        self._begun = self.sampler_of_trees.epoch, begun
+        return begun
+
+    @override
+    def __iter__(self) -> Any:
+        begun, self._begun = self._begun, None
+        if begun is not None and begun[0] == self.sampler_of_trees.epoch:
+            return begun[1]
+        return super().__iter__()
 
 
 class _Items(torch.utils.data.Dataset):

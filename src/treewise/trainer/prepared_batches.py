@@ -1,15 +1,17 @@
 """The batches of a step with all that the host computes for them, one step ahead of the model.
 
 While a step computes, a thread loads the trees of the next one, merges them, places them on ranks, plans them under the
-present budget, and computes the terms of their loss. Which trees, in which order, is up to the sampler alone; weights,
-random generators and everything that a checkpoint records are left as they are, so a run that is killed and resumed
-trains what it would have trained.
+present budget, and computes the terms of their loss; during the last step of an epoch those of the next epoch's first.
+Which trees, in which order, is up to the sampler alone, which orders an epoch by its seed and number; weights, random
+generators and everything that a checkpoint records are left as they are, so a run that is killed and resumed trains
+what it would have trained. The first step of a run waits for its trees: nothing computes before it.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
+from operator import length_hint
 from typing import overload
 
 from treewise.distributed.online_placement import OnlinePlacer
@@ -17,6 +19,8 @@ from treewise.distributed.prefetch import prefetched
 from treewise.engine.prepared import PreparedForest
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest
+
+Batches = Iterator[list[Forest]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +57,8 @@ class PreparedSteps:
         args: `gradient_accumulation_steps` batches make a step (the last of an epoch may have fewer); without
             `prepare_ahead` each step is prepared when it is asked for, in the caller's thread.
         placer: takes this rank's part of each batch; None: a batch is this rank's as it is.
+        epoch_from: begins the epoch whose first step has an index, and returns the iterator that the caller will give
+            for it; None at the end of a run. Without it each epoch begins with the caller's first step of it.
     """
 
     def __init__(
@@ -60,27 +66,44 @@ class PreparedSteps:
         prepare: Callable[[list[Forest]], PreparedBatch],
         args: TreeTrainingArguments,
         placer: OnlinePlacer | None = None,
+        epoch_from: Callable[[int], Batches | None] | None = None,
     ) -> None:
-        self._prepare, self._placer = prepare, placer
+        self._prepare, self._placer, self._epoch_from = prepare, placer, epoch_from
         self._batches_per_step, self._is_ahead = args.gradient_accumulation_steps, args.prepare_ahead
-        self._epoch: Iterator[list[Forest]] | None = None
+        self._epoch: Batches | None = None  # of the step that comes next
         self._steps: Generator[list[PreparedBatch], None, None] | None = None
 
-    def next_step(self, epoch: Iterator[list[Forest]], step: int) -> list[PreparedBatch]:
+    def next_step(self, epoch: Batches, step: int) -> list[PreparedBatch]:
         """The batches of the next step; none at the end of an epoch. An error of theirs is raised here.
 
         epoch: the same iterator for each step of an epoch. step: index of the first step that is taken from it.
         """
         if self._steps is None or self._epoch is not epoch:
             self._close()
+            self._steps = self._steps_from(epoch, step)
+        return next(self._steps, [])
 
-            def batches_of(step: int) -> list[PreparedBatch]:
-                return [self._prepared(step, batch) for batch in islice(epoch, self._batches_per_step)]
+    def _steps_from(self, epoch: Batches, step: int) -> Generator[list[PreparedBatch], None, None]:
+        self._epoch = epoch
+        if not self._is_ahead:
+            return (self._batches_of((epoch, each)) for each in count(step))
+        return prefetched(self._steps_of_epochs(epoch, step), self._batches_of)
 
-            self._epoch = epoch
-            steps = count(step)
-            self._steps = prefetched(steps, batches_of) if self._is_ahead else (batches_of(each) for each in steps)
-        return next(self._steps)
+    def _steps_of_epochs(self, epoch: Batches | None, step: int) -> Iterator[tuple[Batches, int]]:
+        """Epoch and index of each step. Runs in the caller's thread, one step ahead: before the last step of an epoch
+        is handed out, the next epoch begins.
+        """
+        while epoch is not None:
+            self._epoch, num_batches = epoch, length_hint(epoch, -1)
+            num_steps = None if num_batches < 0 else -(-num_batches // self._batches_per_step)
+            for each in islice(count(step), num_steps):
+                yield epoch, each
+            step += num_steps or 0
+            epoch = None if self._epoch_from is None else self._epoch_from(step)
+
+    def _batches_of(self, item: tuple[Batches, int]) -> list[PreparedBatch]:
+        epoch, step = item
+        return [self._prepared(step, batch) for batch in islice(epoch, self._batches_per_step)]
 
     @contextmanager
     def ended(self) -> Iterator[None]:

@@ -128,7 +128,7 @@ class TreeTrainer(Trainer):
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         refuse_unsaved(self.model)
         self._placer = make_placer(args, self.model, self.loss_objective)
-        self._steps = PreparedSteps(self._prepare, args, self._placer)
+        self._steps = PreparedSteps(self._prepare, args, self._placer, self._epoch_from)
         fingerprint = contents.fingerprint(self.model)
         self._checkpoints = CheckpointManager(args, fingerprint, lambda: self.data_facts, self._placer, tree_order)
         self._resumed: ResumePoint | None = None
@@ -177,10 +177,8 @@ class TreeTrainer(Trainer):
 
     @override
     def get_train_dataloader(self) -> TreeLoader:
-        step = 0 if self._resumed is None else self._resumed.step
-        return training_loader(
-            self.args, self.train_dataset, step // steps_per_epoch(self.args, len(self.train_dataset)), self._tree_order
-        )
+        epoch = (self._resumed.step if self._resumed else 0) // steps_per_epoch(self.args, len(self.train_dataset))
+        return training_loader(self.args, self.train_dataset, epoch, self._tree_order)
 
     @override
     def get_eval_dataloader(self, eval_dataset: Any = None) -> TreeLoader:
@@ -206,6 +204,10 @@ class TreeTrainer(Trainer):
 
     def _prepare(self, forests: list[Forest]) -> PreparedBatch:
         return self.runner.prepare(forests, self._throughput.flops_of(self.model, forests))
+
+    def _epoch_from(self, step: int) -> Iterator[list[Forest]] | None:
+        """The epoch that begins with a step; None where the run ends before."""
+        return None if step >= self.state.max_steps else self.callback_handler.train_dataloader.begin_next_epoch()
 
     @override
     def floating_point_ops(self, inputs: Sequence[Forest]) -> float:

@@ -35,6 +35,30 @@ def test_the_table(arguments, capsys) -> None:
     assert "flat, s" not in out
 
 
+def test_dropout_is_set_to_zero_and_named(arguments, capsys, tmp_path) -> None:
+    tiny_model("gpt2", num_hidden_layers=1, resid_pdrop=0.1, attn_pdrop=0.1).save_pretrained(tmp_path / "model")
+    assert main([*arguments, "--model", str(tmp_path / "model"), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "dropout is set to 0 for this measurement, in 3 places" in captured.err
+    assert json.loads(captured.out)["flat"]["seconds"] > 0
+
+
+def test_adapters_and_the_automatic_budget_of_a_configuration(arguments, capsys, tmp_path) -> None:
+    data, model = arguments[1], arguments[3]
+    lines = [f"data: {data}", f"model: {model}", "max_tokens: auto", "lora: {r: 2, target_modules: [q_proj]}"]
+    (tmp_path / "run.yaml").write_text("\n".join([*lines, f"output_dir: {tmp_path / 'out'}", ""]))
+    words = ["profile", "--config", str(tmp_path / "run.yaml"), "--device", "cpu", "--steps", "1"]
+    assert main([*words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["trained_parameters"] == 2 * (32 + 32)
+    assert facts["max_tokens_setting"] == "auto"
+    assert facts["max_tokens"] >= 46
+    assert main([*words, "--no_flat"]) == 0
+    assert f"max_tokens: auto chose {facts['max_tokens']:,} tokens" in capsys.readouterr().out
+    assert main([*words, "--max_tokens", "20", "--no_flat", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["max_tokens"] == 20
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

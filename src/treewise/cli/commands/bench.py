@@ -4,6 +4,7 @@ Exit code 1 if a baseline was given and a ratio fell below it.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from treewise.cli.devices import chosen_device
 from treewise.cli.load_model import DTYPES, load_tokenizer, load_weights
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention import IMPLEMENTATIONS
+from treewise.nn.compilation import DEFAULT_BACKEND
+from treewise.nn.model_checks import zero_dropout
 from treewise.tree.trajectory import Trajectory
 
 DEFAULT_MODEL = {"cpu": "qwen3-17m", "cuda": "qwen3-0.6b"}
@@ -50,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     against.add_argument("--against", nargs="+", default=list(AGAINST), choices=AGAINST)
     against.add_argument("--max_tokens", "--max-tokens", nargs="+", type=int, help="budgets; a quarter of each tree")
     against.add_argument("--checkpointing", action="store_true", help="each also with gradient checkpointing")
+    against.add_argument("--compile", action="store_true", help="each also with compiled decoder layers (minutes)")
+    against.add_argument("--compile_backend", "--compile-backend", help="of torch.compile (inductor)")
     against.add_argument("--row_tokens", "--row-tokens", type=int, help="of a packed row of flat training; by memory")
     against.add_argument("--attention", choices=("auto", *IMPLEMENTATIONS))
     how = parser.add_argument_group("how")
@@ -106,6 +111,8 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag} is {value}; it must be positive.")
     if any(budget < 1 for budget in args.max_tokens or ()):
         raise ConfigError("--max_tokens: a budget is at least 1 token.")
+    if args.compile_backend is not None and not args.compile:
+        raise ConfigError("--compile_backend chooses for --compile, which is not given.")
     if not args.data and (args.trees or args.max_flat_tokens):
         raise ConfigError("--trees and --max_flat_tokens choose out of DATA, and no DATA is named.")
 
@@ -119,6 +126,7 @@ def _how(args: argparse.Namespace) -> dict[str, Any]:
         "with_checkpointing": args.checkpointing,
         "row_tokens": args.row_tokens,
         "reference": args.reference,
+        "compile_backend": (args.compile_backend or DEFAULT_BACKEND) if args.compile else None,
     }
     return chosen if args.max_seconds is None else {**chosen, "max_seconds": args.max_seconds}
 
@@ -127,6 +135,9 @@ def _model(name: str, gguf_file: str | None, dtype: torch.dtype, device: torch.d
     if name in bench.SHAPES:
         return bench.random_model(name, dtype, device)
     model: torch.nn.Module = load_weights(name, gguf_file, str(dtype).removeprefix("torch."))
+    note = zero_dropout(model)
+    if note is not None:
+        print(f"{name}: {note}", file=sys.stderr)
     return model.to(device).train()
 
 

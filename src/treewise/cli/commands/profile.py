@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich import box
@@ -11,15 +13,21 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from treewise.cli.data_arguments import add_data_arguments, apply_config, load_data
+from treewise.cli import training_run
+from treewise.cli.config import RunConfig
+from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
 from treewise.cli.devices import chosen_device
-from treewise.cli.load_model import DTYPES, load_model, load_processor
+from treewise.cli.load_model import DTYPES, load_weights
+from treewise.engine.budget import AUTO
 from treewise.engine.engine import TreeEngine
 from treewise.engine.profiling import PARTS, Profile, mean, profile_step
 from treewise.errors import ConfigError
 from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.nn.gradients import zero_gradients
+from treewise.nn.model_checks import zero_dropout
 from treewise.tree.forest import Forest
+
+SEED = 42  # of adapters, as in training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
     parser.add_argument("--dtype", choices=DTYPES, help="of the model (float32)")
     parser.add_argument("--device", help="cuda where there is a GPU, else cpu")
-    parser.add_argument("--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch; whole trees without")
+    parser.add_argument(
+        "--max_tokens", "--max-tokens", type=_budget, help="budget of a micro-batch, or auto; whole trees without"
+    )
     parser.add_argument("--attention", choices=("auto", *IMPLEMENTATIONS))
     parser.add_argument("--limit", type=int, default=32, help="the first K trajectories (32; 0 for all)")
     parser.add_argument("--steps", type=int, default=3, help="profiled steps, after one that warms up (3)")
@@ -40,23 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints seconds and FLOP/s by part."""
-    apply_config(args, ("data", "model"), dtype="float32", attention="auto")
+    config = apply_config(args, ("data", "model"), dtype="float32", attention="auto")
     if args.limit < 0:
         raise ConfigError(f"--limit is {args.limit}; give a number of trajectories, or 0 for all.")
     if args.steps < 1:
         raise ConfigError(f"--steps is {args.steps}; give at least 1.")
     trace = _writable(args.trace)
     device = chosen_device(args.device)
-    model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
-    if args.tokenizer is not None:
-        tokenizer = load_processor(args.tokenizer)
-    data = load_data(args, tokenizer, progress=False)
+    model = _model(args, config).to(device).train()
+    data = load_data(args, data_tokenizer(args), progress=False)
     data.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     items = [item for tree in data for item in tree.flat_trajectories()][: args.limit or None]
     forest = Forest.from_trajectories(items)
-    model = model.to(device).train()
     from treewise.bench.contestants import plain_parts  # slow to import
     from treewise.bench.flat import FlatRows, can_pack
+    from treewise.trainer.step import optimizer_bytes
 
     profiles: dict[str, Profile] = {}
     if not args.no_flat:
@@ -64,12 +72,14 @@ def run(args: argparse.Namespace) -> int:
         longest = max(map(len, items))
         rows = FlatRows(lm, items, max_row_tokens=max(2_048, longest), packs=can_pack(lm.model))
         profiles["flat"] = _profiled(rows.step, model, device, args.steps, None)
-    engine = TreeEngine(model, args.max_tokens, args.attention)
+    engine = TreeEngine(model, args.max_tokens, args.attention, reserve_bytes=optimizer_bytes(model, None))
     profiles["tree"] = _profiled(lambda: engine.step(forest), model, device, args.steps, trace)
     facts = {
         "tree_tokens": forest.num_tokens,
         "flat_tokens": forest.num_flat_tokens,
-        "max_tokens": args.max_tokens,
+        "max_tokens": engine.max_tokens,
+        "max_tokens_setting": args.max_tokens,
+        "trained_parameters": sum(each.numel() for each in model.parameters() if each.requires_grad),
         **{name: each.to_dict() for name, each in profiles.items()},
     }
     if args.json:
@@ -79,10 +89,31 @@ def run(args: argparse.Namespace) -> int:
     console.print(
         f"{forest.num_tokens:,} tree tokens of {forest.num_flat_tokens:,} flat ones; mean of {args.steps} steps"
     )
+    if args.max_tokens == AUTO:
+        console.print(f"max_tokens: auto chose {engine.max_tokens:,} tokens by the memory that is free here")
     console.print(_view(profiles))
     if trace is not None:
         console.print(f"trace written to {trace}", highlight=False)
     return 0
+
+
+def _budget(text: str) -> int | str:
+    try:
+        return text if text == AUTO else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of tokens, or {AUTO}") from None
+
+
+def _model(args: argparse.Namespace, config: RunConfig | None) -> Any:
+    """The model with the adapters of the configuration, without dropout, with a line on stderr where it had some."""
+    bits = None if config is None else training_run.bits_of(config)
+    model = load_weights(args.model, args.gguf_file, args.dtype, bits)
+    if config is not None:
+        model = training_run.with_adapters(model, config, config.training.get("seed", SEED))
+    note = zero_dropout(model)
+    if note is not None:
+        print(f"{args.model}: {note}", file=sys.stderr)
+    return model
 
 
 def _writable(file: str | None) -> Path | None:
