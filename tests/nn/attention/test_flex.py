@@ -294,21 +294,21 @@ def test_cuda_large_mask_on_sampled_rows():
         assert (out[0, :, row] - exact).abs().max() < 1e-5
 
 
+BACKWARD_TILES = {"bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"}
+
+
 @pytest.mark.parametrize(
     ("major", "dtype", "size", "expected"),
     [
         (9, torch.bfloat16, 64, {"fwd_BLOCK_M", "fwd_BLOCK_N"}),
-        (
-            10,
-            torch.bfloat16,
-            64,
-            {"fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"},
-        ),
-        (10, torch.bfloat16, 128, set()),
+        (10, torch.bfloat16, 64, {"fwd_BLOCK_M", "fwd_BLOCK_N", *BACKWARD_TILES}),
+        (9, torch.bfloat16, 128, set()),
+        (10, torch.bfloat16, 128, BACKWARD_TILES),
+        (10, torch.bfloat16, 96, set()),
         (10, torch.float32, 64, set()),
     ],
 )
 def test_tiles_are_those_that_spill_least(monkeypatch, major, dtype, size, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
-    query = SimpleNamespace(is_cuda=True, device="cuda", dtype=dtype, shape=(1, 2, 3, size))
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 3, size))
     assert set(flex._tiles(query)) == expected

@@ -269,17 +269,24 @@ def _tiles(query: torch.Tensor) -> FlexKernelOptions:
     """Tiles other than torch's default ones.
 
     In float32 for heads without an entry in its table: those of 192 numbers need 273 KiB of shared memory, where an
-    H200 has 227 (torch 2.11); these are its own for 256, to which heads are rounded up. In half precision for heads of
-    64: 128 x 128, its choice for sm_90 and sm_100, spills 1,516 and 5,228 bytes a thread with our masks, 128 x 64 none
-    and 312; in the backward its choice for sm_100 spills 3,612, 64 x 64 28 (`benchmarks/flex_kernels.py resources`).
+    H200 has 227 (torch 2.11); these are its own for 256, to which heads are rounded up. In half precision those that
+    spill least (bytes a thread with our masks, `benchmarks/flex_kernels.py resources`): for heads of 64, 128 x 128 in
+    the forward, its choice for sm_90 and sm_100, spills 1,516 and 5,228, 128 x 64 none and 312; in the backward for
+    sm_100 its choice spills 3,612 (heads of 64) and 8,612 (heads of 128), 64 x 64 28 and 844.
     """
-    if query.dtype == torch.float32 and 128 < query.shape[3] < 256:
+    size = query.shape[3]
+    if query.dtype == torch.float32 and 128 < size < 256:
         return cast(FlexKernelOptions, {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32})
-    if query.dtype.itemsize == 2 and query.shape[3] == 64:
-        backward = dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 64)
-        is_sm_100 = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 10
-        return cast(FlexKernelOptions, {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, **(backward if is_sm_100 else {})})
-    return {}
+    tiles: dict[str, int] = {}
+    if query.dtype.itemsize == 2 and size == 64:
+        tiles |= {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64}
+    if query.dtype.itemsize == 2 and size in (64, 128) and _is_sm_100(query.device):
+        tiles |= dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 64)
+    return cast(FlexKernelOptions, tiles)
+
+
+def _is_sm_100(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
 @functools.cache
