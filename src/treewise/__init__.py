@@ -1,7 +1,7 @@
 """treewise: train language models on trees of tokens, with exactly the gradients of training each trajectory alone.
 
-The imports of `__init__.pyi` are the one list of public names, which type checkers and editors read, too. NumPy's
-rooms are imported at once; a name of any other room when it is first used, because these need torch.
+The imports of `__init__.pyi` are the one list of public names, which type checkers and editors read, too. Names of
+packages that need NumPy only are imported at once; others when they are first used, because these need torch.
 """
 
 import ast

@@ -65,8 +65,8 @@ def test_every_rendering_option_is_a_flag():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a", "--chat_template_kwargs", "["], "is no YAML"),
-        (["a", "--chat_template_kwargs", "3"], "is no mapping"),
+        (["a", "--chat_template_kwargs", "["], "is not valid YAML"),
+        (["a", "--chat_template_kwargs", "3"], "is not a mapping"),
         ([], "give data files, or a run's configuration"),
     ],
 )

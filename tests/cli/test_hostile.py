@@ -92,15 +92,15 @@ CASES: list[tuple[str, str]] = [
     ("verify good.jsonl --model deeper", "the weights lack model.layers.2.input_layernorm.weight and 8 more"),
     ("verify good.jsonl --model wider", "another shape of lm_head.weight"),
     ("verify good.jsonl --model model --limit -1", "--limit is -1"),
-    ("verify good.jsonl --model model --device foo", "which is no device"),
+    ("verify good.jsonl --model model --device foo", "which is not a device"),
     ("verify good.jsonl --model model --device meta", "runs on cpu and cuda"),
     ("verify good.jsonl --model model --tokenizer folder", "folder: no config.json"),
     ("verify vocabulary.jsonl --model model", "token id 97 at position 2 is outside the vocabulary of 97"),
-    ("doctor --device foo", "which is no device"),
+    ("doctor --device foo", "which is not a device"),
     ("models broken", "broken/config.json: names no model_type"),
     ("models list", "list/config.json: names no model_type"),
     ("import good.jsonl", "required: -o/--output"),
-    ("import good.jsonl -o rows.jsonl", "shows no known format"),
+    ("import good.jsonl -o rows.jsonl", "matches no known format"),
     ("import a.pkl -o rows.jsonl", "pickles"),
     ("import one.pt -o rows.jsonl", "no file of torch.save"),
     ("import prompts.jsonl -o rows.jsonl", "prompt must be a list of messages"),
@@ -187,7 +187,7 @@ def test_an_unknown_form_lists_the_known_ones(folder: Path, capsys: pytest.Captu
     before = contents(folder)
     assert main(["inspect", str(folder / "none.jsonl")]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
-    assert "none.jsonl:1: a record with 'foo' fits no form" in lines[0]
+    assert "none.jsonl:1: a record with 'foo' matches no form" in lines[0]
     assert len(lines) > 10
     assert contents(folder) == before
 

@@ -67,7 +67,7 @@ def test_a_run_prints_a_line_an_iteration_and_holds_what_it_says(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tasks", "sums"], "is no task"),
+        (["--tasks", "sums"], "is not a task"),
         (["--tasks", "sum", "--data", "rows.jsonl"], "both given"),
         (["--tasks", "sum", "--branching", "lrc"], "Did you mean 'lcr'"),
         (["--tasks", "sum", "--objective", "ppo"], "--advantages"),

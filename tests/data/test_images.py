@@ -87,7 +87,7 @@ def bomb() -> bytes:
     [
         (["none.png"], r"images\[0\]: .*none.png cannot be read \(No such file"),
         ([{"bytes": png(1)[:-40]}], r"images\[0\]: the image cannot be decoded"),
-        ([{"bytes": b"%PDF-1.4"}], "8 bytes that are no image of a known type"),
+        ([{"bytes": b"%PDF-1.4"}], "8 bytes that are not an image of a known type"),
         ([{"bytes": bomb()}], "more than 100,000,000"),
         (["https://example.com/a.png"], "is a network address, which is not read"),
         (["data:image/png;base64,%%%"], "a data address that cannot be read"),
@@ -176,7 +176,7 @@ def test_images_need_a_processor_and_other_records_refuse_them(write, llava):
         load_trees(write(row("shot.png")))
     with pytest.raises(DataError, match="images must be a list"):
         load_trees(write({"token_ids": [5, 6], "images": "shot.png"}), llava)
-    with pytest.raises(ConfigError, match="names no image token"):
+    with pytest.raises(ConfigError, match="defines no image token"):
         load_trees([row({"bytes": png(1)})], _NoToken())
 
 

@@ -205,7 +205,7 @@ def test_an_existing_output_is_kept(tmp_path: Path) -> None:
     save_random(tmp_path / "small", "llama")
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "notes").write_text("mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         grow(tmp_path / "small", tmp_path / "big", width=2)
     assert (tmp_path / "big" / "notes").read_text() == "mine"
 

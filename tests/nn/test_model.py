@@ -201,7 +201,7 @@ def test_layers_that_hand_on_more_than_keys_are_found_by_the_probe() -> None:
         return (args[0] + first, *args[1:]), kwargs
 
     layer.register_forward_pre_hook(add_first_row, with_kwargs=True)
-    with pytest.raises(UnsupportedModelError, match="other rows in parts than whole"):
+    with pytest.raises(UnsupportedModelError, match="other rows under a budget than without"):
         TreeEngine(model).step(Forest.from_trajectories(ROLLOUTS))
 
 

@@ -208,7 +208,7 @@ def test_another_formula_is_refused():
     model.config.num_experts_per_tok = 2
     engine = TreeEngine(model)
     engine.router_loss_rule = RouterLossRule(2, 1.0)
-    with pytest.raises(UnsupportedModelError, match="another one than Mixtral's"):
+    with pytest.raises(UnsupportedModelError, match="differs from Mixtral's"):
         engine.step(Forest.from_trajectories(sample_trajectories()))
 
 

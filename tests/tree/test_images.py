@@ -108,5 +108,5 @@ def test_a_file_is_read_when_needed_and_must_not_change(tmp_path):
 def test_spans_that_do_not_fit(images, message):
     with pytest.raises(DataError, match=message):
         Trajectory([1, 2, 3, 4], images=images)
-    with pytest.raises(DataError, match="no span"):
+    with pytest.raises(DataError, match="not a span"):
         ImageSpan(b"a", 3, 3)

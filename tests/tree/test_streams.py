@@ -138,5 +138,5 @@ def test_a_weight_is_summed_in_float64():
 
 @pytest.mark.parametrize("name", ["teacher_ids", "logprobs"])
 def test_nodes_take_streams_with_one_value_per_token(name):
-    with pytest.raises(ConfigError, match=f"t.jsonl:1: '{name}' is no stream of nodes; known: loss_weights, "):
+    with pytest.raises(ConfigError, match=f"t.jsonl:1: '{name}' is not a stream of nodes; known: loss_weights, "):
         Forest.from_nodes([-1], [[1, 2]], **{name: [[1, 2]]}, source="t.jsonl:1")

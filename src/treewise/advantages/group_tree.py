@@ -48,7 +48,7 @@ class GroupTree:
     def over_children(
         self, values_R: np.ndarray, weights: np.ndarray | None = None
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """[S + 1] float64, the mean over what goes on from each state, from the leaves up; and what it is the mean of.
+        """[S + 1] float64, the mean over the children of each state, from the leaves up; and what was averaged.
 
         A child counts once however often it was sampled, or by its `weights` ([S]); rollouts that end at a state are
         one child together, of weight 1.

@@ -151,7 +151,7 @@ def credited(
 
 
 def with_rollout_weights(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Trajectories that know the loss weight of their whole rollout (`rollout_weight`), so that it may be spread over
+    """Trajectories with the loss weight of their whole rollout (`rollout_weight`), so that it may be spread over
     several forests, calls or ranks and still be normalised as one.
     """
     items = tuple(trajectories)

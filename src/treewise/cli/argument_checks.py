@@ -36,12 +36,12 @@ def check_settings(arguments: "TreeTrainingArguments") -> None:
         if value is not None and not least <= value < limit:
             raise ConfigError(f"{name} is {value:g}; it must be {words}.")
     if arguments.max_steps < -1:
-        raise ConfigError(f"max_steps is {arguments.max_steps}; give a number of steps, or -1 for none.")
+        raise ConfigError(f"max_steps is {arguments.max_steps}; give a number of steps, or -1 for no limit.")
     if arguments.max_steps <= 0 and not arguments.num_train_epochs > 0:
         raise ConfigError(f"num_train_epochs is {arguments.num_train_epochs:g}: nothing would be trained.")
     if arguments.constant is not None and arguments.normalization not in ("rollout_sum", "constant"):
         raise ConfigError(
-            f"constant={arguments.constant:g} divides nothing where normalization is {arguments.normalization!r}; "
+            f"constant={arguments.constant:g} has no effect where normalization is {arguments.normalization!r}; "
             "leave it out, or give normalization: rollout_sum or constant."
         )
     metric = arguments.metric_for_best_model

@@ -235,13 +235,13 @@ def _put(
     if isinstance(mapping, str):
         mapping = coerce(outer, mapping, dict)
     if mapping is not None and not isinstance(mapping, dict):
-        raise ConfigError(f"{location}: {outer} is {mapping!r}, which has no parts.")
+        raise ConfigError(f"{location}: {outer} is {mapping!r}, which cannot have the key {inner!r}; give a mapping.")
     values[outer] = ({**(mapping or {}), inner: _scalar(value)}, location)
 
 
 def _checked(key: str, value: Any, known: Mapping[str, Any], location: str) -> Any:
     if key in _ELSEWHERE:
-        raise ConfigError(f"{location}: {key} is no key of a run; {_ELSEWHERE[key]}.")
+        raise ConfigError(f"{location}: {key} is not a key of a run; {_ELSEWHERE[key]}.")
     if key not in known:
         raise _unknown(key, list(known), location)
     try:
@@ -358,7 +358,7 @@ def _checked_items(key: str, values: list[Any], annotation: Any) -> list[Any]:
 
 
 def _check_choice(key: str, value: Any, annotation: Any) -> None:
-    """Raises where transformers has a fixed list of names and this is none of them."""
+    """Raises where transformers has a fixed list of names and this is not one of them."""
     kinds = (annotation, *typing.get_args(annotation))
     names = [str(each.value) for kind in kinds if isinstance(kind, enum.EnumType) for each in list[Any](kind)]
     if names and isinstance(value, str) and value not in names:
@@ -372,7 +372,7 @@ def _fits(value: Any, kinds: set[Any]) -> bool:
 
 
 def _from_text(text: str, kinds: set[Any]) -> Any:
-    """Text as the first of the kinds that it can be; text where it is none."""
+    """The text as a value of the first of these types that it can be parsed as, else the text itself."""
     word = text.strip().lower()
     if bool in kinds and word in (*_TRUE, *_FALSE):
         return word in _TRUE

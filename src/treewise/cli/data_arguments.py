@@ -99,9 +99,11 @@ def _rendering(args: argparse.Namespace) -> dict[str, Any]:
         except (yaml.YAMLError, RecursionError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"--chat_template_kwargs {text!r} is no YAML: {str(error).splitlines()[0]}") from None
+            raise ConfigError(
+                f"--chat_template_kwargs {text!r} is not valid YAML: {str(error).splitlines()[0]}"
+            ) from None
         if not isinstance(value, dict):
-            raise ConfigError(f"--chat_template_kwargs {text!r} is no mapping; write '{{name: value}}'.")
+            raise ConfigError(f"--chat_template_kwargs {text!r} is not a mapping; write '{{name: value}}'.")
         values["chat_template_kwargs"] = value
     return values
 

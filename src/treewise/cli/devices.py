@@ -16,7 +16,7 @@ def chosen_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"--device is {name!r}, which is no device; give cpu, cuda, cuda:1, ...") from None
+        raise ConfigError(f"--device is {name!r}, which is not a device; give cpu, cuda, cuda:1, ...") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device is {name!r}; treewise runs on cpu and cuda.")
     if device.type == "cuda":

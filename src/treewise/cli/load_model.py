@@ -141,7 +141,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
 
 
 def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> Any:
-    """The processor of a model that sees, where its folder holds one; else its tokenizer, as `load_tokenizer`."""
+    """The processor of a vision model, where its folder holds one; else its tokenizer, as `load_tokenizer`."""
     folder = Path(name).expanduser()
     if gguf_file is not None or not any((folder / file).is_file() for file in PROCESSOR_FILES):
         return load_tokenizer(name, gguf_file, required)
@@ -184,7 +184,7 @@ def locate(name: str, gguf_file: str | None = None) -> tuple[str, str | None]:
 
 
 def _looks_local(name: str) -> bool:
-    """Whether a name that does not exist here can be no name of the Hub, or most likely is none."""
+    """Whether a name that does not exist on this disk is not, or most likely not, a name on the Hub."""
     path = Path(name)
     is_path = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
     is_file = path.suffix in (".gguf", ".safetensors", ".bin", ".pt", ".json", ".yaml")

@@ -52,7 +52,9 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
 
     recorded: list[Any] = [config.data, config.eval_data]
     if any(each is not None for each in recorded):
-        raise ConfigError("tasks and data are both given: a run makes its rollouts, or trains on recorded ones.")
+        raise ConfigError(
+            "tasks and data are both given: a run samples its rollouts or trains on recorded ones, not both."
+        )
     settings = _settings(config)
     task = _task(config)
     check_choice("sampler", config.more.get("sampler", "transformers"), SAMPLERS)
@@ -95,7 +97,7 @@ def _settings(config: RunConfig) -> Any:
 
         if config.more["objective"] not in USUAL:
             raise ConfigError(
-                f"objective {config.more['objective']!r} was published without advantages; give --advantages."
+                f"objective {config.more['objective']!r} has no usual advantages; choose them by --advantages."
             )
         values["advantages"] = USUAL[config.more["objective"]]
     return OnlineSettings(**values)

@@ -46,7 +46,7 @@ class EnduringStream:
 
 @contextmanager
 def enduring_output() -> Iterator[None]:
-    """Within it, a closed stdout or stderr ends nothing. Both stay as they are, on the null device, afterwards."""
+    """Inside, a closed stdout or stderr does not end the process; afterwards it stays on the null device."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = EnduringStream(before[0]), EnduringStream(before[1])
     try:

@@ -101,5 +101,5 @@ def _check_unique(node: yaml.Node, path: Path, name: str) -> None:
             _check_unique(value_node, path, key)
 
 
-def _one_line(reason: object, limit: int = 200) -> str:
-    return " ".join(str(reason).split())[:limit]
+def _one_line(reason: object) -> str:
+    return " ".join(str(reason).split())[:200]

@@ -53,7 +53,7 @@ def decoded(data: bytes, location: str) -> Any:
             return ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError:
         kinds = ", ".join(FORMATS)
-        raise DataError(f"{location}: {len(data):,} bytes that are no image of a known type ({kinds}).") from None
+        raise DataError(f"{location}: {len(data):,} bytes that are not an image of a known type ({kinds}).") from None
     except Image.DecompressionBombError:
         raise DataError(f"{location}: more than {MAX_PIXELS:,} pixels; shrink the image.") from None
     except (OSError, ValueError, SyntaxError, EOFError) as error:
@@ -105,7 +105,9 @@ class ImageReader:
         if token is None and isinstance(name := getattr(self.processor, "image_token", None), str):
             token = self.processor.tokenizer.convert_tokens_to_ids(name)
         if not isinstance(token, int):
-            raise ConfigError(f"{type(self.processor).__name__} names no image token, so its images cannot be placed.")
+            raise ConfigError(
+                f"{type(self.processor).__name__} defines no image token, so its images cannot be placed."
+            )
         return token
 
     def spans(self, images: Any, token_ids: np.ndarray, data_file: Path | None, location: str) -> list[ImageSpan]:

@@ -1,4 +1,4 @@
-"""Loading: files to training trees, through the cache and the workers, with nothing dropped in silence."""
+"""Loading: files to training trees, through the cache and the workers, with nothing dropped silently."""
 
 import atexit
 import json

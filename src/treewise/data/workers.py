@@ -78,7 +78,7 @@ def _through_pool(
 
 @contextmanager
 def _main_left_alone() -> Iterator[None]:
-    """Spawned processes import the user's main module again, though our work needs nothing of it; here they do not.
+    """Inside, spawned processes do not import the user's main module again, which workers do not need.
 
     So a script needs no `if __name__ == "__main__":`, and one read from standard input works too.
     """

@@ -234,7 +234,7 @@ def check_sharded(model: nn.Module) -> None:
 
     whole = [name for name, parameter in model.named_parameters() if not is_shard(parameter)]
     if whole:
-        raise ConfigError(f"fsdp was asked for, but {len(whole)} parameters are whole: {', '.join(whole[:5])}.")
+        raise ConfigError(f"fsdp is set, but {len(whole)} parameters are not sharded: {', '.join(whole[:5])}.")
 
 
 def find_layers(lm: DecoderAndHead, names: tuple[str, ...] | None) -> list[nn.Module]:
@@ -246,8 +246,8 @@ def find_layers(lm: DecoderAndHead, names: tuple[str, ...] | None) -> list[nn.Mo
     layers = decoder_layers(lm, names)
     if not layers:
         raise ConfigError(
-            f"no layers of {type(lm.decoder).__name__} are known to shard; name their class in fsdp_config: "
-            "{transformer_layer_cls_to_wrap: ...}."
+            f"{type(lm.decoder).__name__} does not name its layers, which are the units to shard; name their "
+            "class in fsdp_config: {transformer_layer_cls_to_wrap: ...}."
         )
     return layers
 

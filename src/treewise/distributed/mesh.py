@@ -149,7 +149,7 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
     loaded = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(loaded), None)
     if kind is None:
-        raise ConfigError(f"{folder}: {loaded.model_type} is no causal language model, and others load on no mesh.")
+        raise ConfigError(f"{folder}: {loaded.model_type} is not a causal language model; only those load on a mesh.")
 
     def prepare(cls: type, distributed_config: Any, device_map: Any = None) -> Any:
         del cls, device_map

@@ -440,7 +440,7 @@ class TreeEngine:
             raise UnsupportedModelError("images are not supported yet with tp_size or ep_size; use copies or sharded.")
         if self._context is not None:
             raise UnsupportedModelError(
-                "images are not supported with context_size, which divides tokens among ranks and no vision tower: "
+                "images are not supported with context_size, which divides tokens among ranks, but not a vision tower: "
                 "leave it out and give max_tokens a number."
             )
 

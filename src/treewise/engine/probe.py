@@ -259,8 +259,8 @@ def _check_budget(lm: DecoderAndHead, whole: torch.Tensor, in_pieces: torch.Tens
         gap, limit = _median_gap(whole, in_pieces), _low_precision_limit(whole, spread)
     if not gap <= limit:
         raise UnsupportedModelError(
-            f"{type(lm.decoder).__name__} computes other rows in parts than whole (by {gap:.3g} of a row, limit "
-            f"{limit:.3g}). Its layers hand on more than keys and values. {SUPPORTED_MODELS}"
+            f"{type(lm.decoder).__name__} computes other rows under a budget than without (by {gap:.3g} of a row, "
+            f"limit {limit:.3g}). Its layers pass on more than keys and values. {SUPPORTED_MODELS}"
         )
 
 

@@ -265,7 +265,8 @@ def _placeholders(forest: Forest, token: int) -> tuple[np.ndarray, np.ndarray, n
         name = images.sources[images.index[wrong]].name
         raise DataError(
             f"{name}: {count[wrong]} placeholder tokens ({token}) at tree position {images.start[wrong]}, where "
-            f"another place has {num_rows[images.index[wrong]]}; it has one number, at least 1, everywhere."
+            f"its other places have {num_rows[images.index[wrong]]}; an image has the same number, at "
+            "least 1, everywhere."
         )
     first = np.concatenate([[0], np.cumsum(num_rows)])[images.index]
     within = np.arange(len(positions)) - (np.cumsum(count) - count)[span]

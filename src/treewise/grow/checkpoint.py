@@ -121,11 +121,11 @@ def new_checkpoint(output: Path) -> Iterator[Path]:
     What a killed process has left beside `output` is removed first.
 
     Raises:
-        ConfigError: `output` is there already.
+        ConfigError: `output` exists already.
         OSError: the disk is full or not writable; nothing is left behind.
     """
     if output.exists():
-        raise ConfigError(f"{output} is there already; name a folder that is not.")
+        raise ConfigError(f"{output} exists already; name a folder that does not exist.")
     for left in output.parent.glob(f".{output.name}.growing-*"):
         if not _is_alive(int(left.name.rpartition("-")[2])):
             logger.warning("%s: left over by a process that was killed; removed", left)

@@ -120,7 +120,7 @@ def grow(
     if not 0 <= noise < math.inf:
         raise ConfigError(f"noise is {noise}; give a finite number that is not negative.")
     if output.exists():
-        raise ConfigError(f"{output} is there already; name a folder that is not.")
+        raise ConfigError(f"{output} exists already; name a folder that does not exist.")
     if operator in LEARNED and not forests:
         raise ConfigError(f"operator {operator!r} is fitted to trees: give data.")
     config = _configuration(source)

@@ -59,9 +59,9 @@ class Widening:
         return (shape[0] * rows, *(length * columns for length in shape[1:]))
 
 
-def widened(name: str, tensor: torch.Tensor, role: TensorRole, rule: Widening, copy: int = 0) -> torch.Tensor:
+def widened(name: str, tensor: torch.Tensor, role: TensorRole, rule: Widening) -> torch.Tensor:
     """A tensor of the small model in the size of the large one: the blocks of `widened_blocks`, joined."""
-    return torch.cat(list(widened_blocks(name, tensor, role, rule, copy)))
+    return torch.cat(list(widened_blocks(name, tensor, role, rule)))
 
 
 def widened_blocks(

@@ -1,1 +1,1 @@
-"""The seams of other trainers: TRL, verl."""
+"""Trees inside of other trainers: TRL, verl."""

@@ -1,4 +1,4 @@
-"""`share_prefixes`, whoever the trainer is."""
+"""`share_prefixes`: chooses the integration, TRL's or verl's, by its argument."""
 
 from typing import Any
 

@@ -225,8 +225,8 @@ def check_router_loss(model: Any, rule: RouterLossRule, token_ids: torch.Tensor)
     ours = float(router_loss.part(logits, np.arange(len(token_ids))))
     if not abs(ours - float(own)) <= 1e-2 * abs(float(own)):
         raise UnsupportedModelError(
-            f"{name} computes a load-balancing loss of {float(own):.4g} where treewise computes {ours:.4g}; it is "
-            "another one than Mixtral's. Set output_router_logits=False (router_aux_loss=False)."
+            f"{name} computes a load-balancing loss of {float(own):.4g} where treewise computes {ours:.4g}; it "
+            "differs from Mixtral's. Set output_router_logits=False (router_aux_loss=False)."
         )
 
 

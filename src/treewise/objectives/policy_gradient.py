@@ -107,7 +107,7 @@ class PolicyGradient:
         if self.max_ratio is not None and not self.max_ratio > 0:
             raise ConfigError(f"max_ratio={self.max_ratio} must be positive.")
         if self.ratio_level != "token" and self.surrogate == "reinforce":
-            raise ConfigError(f"surrogate='reinforce' has no ratio, so ratio_level={self.ratio_level!r} means nothing.")
+            raise ConfigError(f"surrogate='reinforce' has no ratio, so ratio_level={self.ratio_level!r} has no effect.")
         if self.sampler_correction is not None and self.sampler_min is None and self.sampler_max is None:
             raise ConfigError("sampler_correction needs sampler_min or sampler_max.")
         if self.sampler_min is not None and self.sampler_max is not None and self.sampler_min >= self.sampler_max:

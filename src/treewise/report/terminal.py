@@ -51,12 +51,12 @@ def verdict_view(lines: Sequence[str]) -> RenderableType:
     return Text("\n".join(lines), style="bold")
 
 
-def short_name(name: str, limit: int = MAX_NAME) -> str:
-    """A name shortened in its middle, so that names with equal beginnings stay apart."""
-    if len(name) <= limit:
+def short_name(name: str) -> str:
+    """A name shortened in its middle to `MAX_NAME` characters, so that names with equal beginnings stay apart."""
+    if len(name) <= MAX_NAME:
         return name
-    head = (limit - 1) // 3
-    return f"{name[:head]}\u2026{name[-(limit - 1 - head) :]}"
+    head = (MAX_NAME - 1) // 3
+    return f"{name[:head]}\u2026{name[-(MAX_NAME - 1 - head) :]}"
 
 
 def _best_trees_table(report: InspectReport) -> Table:

@@ -24,7 +24,7 @@ from treewise.tree.trajectory import Trajectory
 
 Trees = list[list[Trajectory]]
 
-# Names of `--advantages`, after the methods that introduced them.
+# Every advantage by its name in `--advantages`, after the method that introduced it.
 ADVANTAGES: Mapping[str, Callable[..., Credited]] = {
     "grpo": advantages.group_normalized,
     "batch": partial(advantages.group_normalized, scale="batch"),

@@ -1,9 +1,9 @@
 """`tree_rollouts`: a GRPOTrainer of TRL samples trees in place of independent completions.
 
 Three seams of the trainer are used, and nothing else changes: its `rollout_func` samples (every prompt of a batch grows
-a tree until it has `num_generations` leaves, which are the completions), `_calculate_rewards` is listened to, and the
-advantages that `_generate_and_score_completions` returns are replaced by those of the tree, one for each token, which
-TRL's loss takes. `share_prefixes` then computes every shared token of the batch once.
+a tree until it has `num_generations` leaves, which are the completions), the results of `_calculate_rewards` are
+recorded, and the advantages that `_generate_and_score_completions` returns are replaced by those of the tree, one for
+each token, which TRL's loss takes. `share_prefixes` then computes every shared token of the batch once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ class _Text:
 
     def reward(self, runner: RewardRunner) -> float:
         del runner
-        raise NotImplementedError("rewards of these rollouts are the trainer's")
+        raise NotImplementedError("TRL's trainer computes the rewards of these rollouts")
 
 
 @dataclass(eq=False, slots=True)
@@ -351,7 +351,7 @@ def _check_trainer(trainer: Any, policy: Branching, advantages: str | None) -> N
     }
     found = [name for name, is_set in problems.items() if is_set]
     if found:
-        raise ConfigError(f"tree_rollouts does not go with {', '.join(found)}; leave that out.")
+        raise ConfigError(f"tree_rollouts cannot be combined with {', '.join(found)}; leave that out.")
     if policy.name in _NEEDS_REWARDS and trainer.accelerator.num_processes > 1:
         raise ConfigError(
             f"branching={policy.name!r} needs rewards while a tree grows, which TRL gathers over all processes; run "

@@ -66,7 +66,9 @@ class TreeSampler(BatchSampler):
         if self.tree_order is not None:
             order = self.tree_order.order(self.epoch)
             if not np.array_equal(np.sort(order), np.arange(self.num_trees)):
-                raise ConfigError(f"{self.tree_order.description} gives no permutation of {self.num_trees} trees.")
+                raise ConfigError(
+                    f"{self.tree_order.description} does not return a permutation of {self.num_trees} trees."
+                )
             return order
         if self.seed is None:
             return np.arange(self.num_trees)

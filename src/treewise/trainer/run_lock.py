@@ -103,7 +103,8 @@ class RunLock:
                 pass  # a file system without locks
         if holder and (holder.get("host") != socket.gethostname() or _is_alive(holder.get("pid"))):
             raise ConfigError(
-                f"{self._in_use(holder)} If that run is gone, remove {self.folder / NAME}: no locks here."
+                f"{self._in_use(holder)} If that run is gone, remove {self.folder / NAME}: this file "
+                "system has no locks."
             )
 
     def _in_use(self, holder: dict[str, Any]) -> str:

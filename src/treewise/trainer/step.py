@@ -295,8 +295,8 @@ class StepRunner:
                 raise
             raise OutOfMemoryError(
                 f"rank {ranks.own()} ran out of memory in step {step} with max_tokens={self.engine.max_tokens}. "
-                "Where parameters are sharded a step cannot run again, because the other ranks are in its middle: "
-                "lower max_tokens (the gradients stay the same), then go on with --resume. "
+                "Where parameters are sharded a step cannot run again, because the other ranks are in the middle "
+                "of it: lower max_tokens (the gradients stay the same), then go on with --resume. "
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
             ) from error
 

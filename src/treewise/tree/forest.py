@@ -110,7 +110,7 @@ class Forest(TreeShape):
         for name, values in streams.items():
             if name not in STREAMS or STREAMS[name].has_candidates:
                 known = ", ".join(each for each, stream in STREAMS.items() if not stream.has_candidates)
-                raise ConfigError(f"{location}: {name!r} is no stream of nodes; known: {known}.")
+                raise ConfigError(f"{location}: {name!r} is not a stream of nodes; known: {known}.")
             if values is not None:
                 is_spread = STREAMS[name].is_scalar_allowed
                 node_streams[name] = spread_over_nodes(values, token_ids) if is_spread else values

@@ -44,7 +44,7 @@ class ImageSpan:
         if isinstance(self.source, Path):
             object.__setattr__(self, "source", str(self.source))
         if not 0 <= self.start < self.end:
-            raise DataError(f"{self.name}: tokens {self.start} to {self.end} are no span; give start < end.")
+            raise DataError(f"{self.name}: tokens {self.start} to {self.end} are not a span; give start < end.")
         if not self.digest:
             object.__setattr__(self, "digest", hashlib.sha256(self.read()).hexdigest())
 

@@ -62,7 +62,7 @@ def test_learned_operators_and_what_does_not_fit(treewise, tmp_path):
         (["--output", "none", "--width", 2, "--like", "big"], "--like gives all sizes"),
         (["--output", "none", "--like", "nowhere"], "nowhere holds no config.json"),
         (["--output", "none", "--layers", 1], "layers is 1, fewer than"),
-        (["--output", "big", "--width", 2], "is there already"),
+        (["--output", "big", "--width", 2], "exists already"),
     ):
         code, _, err = treewise("grow", "model", *more)
         assert code == 2

@@ -285,7 +285,7 @@ MISTAKES = {
         {},
         "give one of them",
     ),
-    "evaluation": (["--objective", "grpo", "--eval_data", "rows.jsonl"], {}, "eval_data is no key"),
+    "evaluation": (["--objective", "grpo", "--eval_data", "rows.jsonl"], {}, "eval_data is not a key"),
     "twice": (["--objective", "grpo", "--epochs", 1, "--num_train_epochs", 2], {}, "the same key"),
 }
 

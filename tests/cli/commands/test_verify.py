@@ -90,8 +90,8 @@ def test_other_objectives_take_their_usual_advantages(
     [
         (("--objective", "grpoo"), "Did you mean 'grpo'"),
         (("--objective", "grpo", "--settings", "{clip_hi: 1}"), "unknown setting 'clip_hi'"),
-        (("--objective", "grpo", "--settings", "[1"), "is no YAML"),
-        (("--objective", "grpo", "--settings", "3"), "is no mapping"),
+        (("--objective", "grpo", "--settings", "[1"), "is not valid YAML"),
+        (("--objective", "grpo", "--settings", "3"), "is not a mapping"),
         (("--objective", "grpo", "--settings", "{clip_high: abc}"), "clip_high must be a number"),
         (("--objective", "grpo", "--settings", "{3: 1}"), "unknown setting '3'"),
         (("--objective", "ppo"), "has no advantages of its own"),

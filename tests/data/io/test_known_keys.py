@@ -13,7 +13,7 @@ NEAR_MISSES = [
     ({"messages": [USER, {**ANSWER, "tool_call": [1]}]}, "unknown key 'tool_call'", "tool_calls"),
     ({**ROW, "old_logprob": [0, -1, -1]}, "unknown key 'old_logprob'", "old_logprobs"),
     ({**ROW, "samplerLogprobs": [0, -1, -1]}, "unknown key 'samplerLogprobs'", "sampler_logprobs"),
-    ({**CHAT, "rewards": 1.0}, "rewards is no key here", "write it as reward,"),
+    ({**CHAT, "rewards": 1.0}, "rewards is not a key here", "write it as reward,"),
     ({**CHAT, "group_id": "a"}, "'group_id' is not read", "write it as group"),
     ({**CHAT, "system": "Be brief."}, "'system' is not read", "in front of messages"),
     ({**CHAT, "images": ["a.png"]}, "the record holds images", "need the model's processor"),

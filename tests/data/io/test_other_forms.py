@@ -100,7 +100,7 @@ BAD = {
     "shifted labels": ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "not shifted"),
     "two masks": ({"input_ids": [1, 2], "labels": [1, 2], "loss_mask": [0, 1]}, "labels and loss_mask"),
     "short labels": ({"input_ids": [1, 2, 3], "labels": [1]}, "1 labels for 3 input_ids"),
-    "holes": ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "no padding"),
+    "holes": ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "padding is at the ends only"),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "add `prompt`"),
     "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "do not differ"),
     "label": ({"prompt": "a", "completion": "b", "label": "good"}, "must be true"),

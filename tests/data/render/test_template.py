@@ -69,7 +69,7 @@ def test_a_closed_think_block_of_the_prompt_is_context(write, tokenizer, qwen3_t
 
 def test_reasoning_after_a_closed_think_block_cannot_be_aligned(write, tokenizer, qwen3_template):
     options = {"chat_template": qwen3_template, "chat_template_kwargs": {"enable_thinking": False}}
-    with pytest.raises(DataError, match=r"jsonl:1: turn 1 .*does not write this turn.*character \d+.*Hm"):
+    with pytest.raises(DataError, match=r"jsonl:1: turn 1 .*does not begin with its prompt.*character \d+.*Hm"):
         load(write, tokenizer, [USER, answer(reasoning_content="Hm.")], **options)
 
 

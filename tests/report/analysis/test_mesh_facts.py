@@ -58,10 +58,10 @@ def test_experts_are_split_and_the_rest_is_not():
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("tp=2,cp=2", "'cp=2' is no axis; give some of tp, ep, context, fsdp, dp"),
+        ("tp=2,cp=2", "'cp=2' is not an axis; give some of tp, ep, context, fsdp, dp"),
         ("context=4,fsdp=2", r"context=4 must divide the 2 processes .*a copy \(dp=4\) or shards \(fsdp=4\)"),
         ("context=2,tp=2", "context_size=2 cannot be combined with tp_size=2, ep_size=1"),
-        ("tp=0", "'tp=0' is no axis"),
+        ("tp=0", "'tp=0' is not an axis"),
         ("tp=2,ep=3,fsdp=3", "ep=3 must be a multiple of tp=2 and divide the 6 processes"),
     ],
 )

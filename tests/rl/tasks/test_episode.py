@@ -183,7 +183,7 @@ def test_endings(chat: ChatTokens) -> None:
     assert turns.sampled[-1]
     with pytest.raises(ConfigError, match="has ended"):
         take_turn(turns, "more")
-    with pytest.raises(ConfigError, match="none is 1"):
+    with pytest.raises(ConfigError, match="and no turn 1"):
         turns.branch(1)
     guess = begin(chat, GuessNumber)
     take_turn(guess, call("guess", number=str(guess.environment.secret)))

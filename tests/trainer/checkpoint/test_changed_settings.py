@@ -52,7 +52,7 @@ REFUSED = {
     "rate of a state": (
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1},
         {"learning_rate": 1e-3},
-        r"learning_rate: 0\.01 -> 0\.001 \(a reduce_lr_on_plateau schedule goes on from its own rate\)",
+        r"learning_rate: 0\.01 -> 0\.001 \(a reduce_lr_on_plateau schedule continues from the saved rate\)",
     ),
     "metric": ({"metric_for_best_model": "eval_loss"}, {"metric_for_best_model": "eval_b"}, "eval_loss -> eval_b"),
 }
@@ -76,5 +76,5 @@ def test_a_schedule_of_torch_goes_on_from_its_own_rate(make_trainer, trees):
         return made
 
     trainer(0.1, 2).train()
-    with pytest.raises(CheckpointError, match=r"learning rate: \[0\.1\] -> \[0\.2\]: a StepLR goes on from its own"):
+    with pytest.raises(CheckpointError, match=r"learning rate: \[0\.1\] -> \[0\.2\]: a StepLR continues from"):
         trainer(0.2, 3).train(resume_from_checkpoint=True)

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the rows, prints what became of the dump; returns the exit code."""
+    """Writes the rows, prints how many records were imported and left out; returns the exit code."""
     to_stdout = args.output == "-"
     path = Path(args.output)
     if not to_stdout:
@@ -120,5 +120,5 @@ def _say(console: Console, text: str) -> None:
     console.print(text, style="yellow", highlight=False, markup=False)
 
 
-def _counted(reasons: Counter[str], limit: int = 4) -> str:
-    return "; ".join(f"{count:,}: {reason}" for reason, count in reasons.most_common(limit))
+def _counted(reasons: Counter[str]) -> str:
+    return "; ".join(f"{count:,}: {reason}" for reason, count in reasons.most_common(4))

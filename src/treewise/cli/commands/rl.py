@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_online(args, config_path, overrides)
     config = read_config(config_path, overrides, KEYS, aliases())
     if config.eval_data is not None:
-        raise ConfigError("eval_data is no key of treewise rl: rollouts of another policy do not measure this one.")
+        raise ConfigError("eval_data is not a key of treewise rl: rollouts of another policy do not measure this one.")
     training_run.check_flags(args, config)
     for name, value in DEFAULTS.items():
         config.training.setdefault(name, value)

@@ -73,9 +73,9 @@ def _objective(args: argparse.Namespace) -> Objective:
     try:
         settings = read_value(args.settings)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # nested without end; an integer that cannot be
-        raise ConfigError(f"--settings {args.settings!r} is no YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"--settings {args.settings!r} is not valid YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"--settings {args.settings!r} is no mapping; write '{{name: value}}'.")
+        raise ConfigError(f"--settings {args.settings!r} is not a mapping; write '{{name: value}}'.")
     if args.weighting is not None:
         settings["weighting"] = args.weighting
     return objective_named(args.objective, **typed_settings(args.objective, settings))

@@ -87,7 +87,7 @@ def required_format(record: Mapping[str, Any], location: str) -> str:
     if name is None:
         keys = ", ".join(str(key) for key in list(record)[:12]) or "none"
         raise DataError(
-            f"{location}: a record with the keys {keys} shows no known format; name it with --from "
+            f"{location}: a record with the keys {keys} matches no known format; name it with --from "
             f"({', '.join(FORMATS)}). Records in treewise's own forms (docs/data.md) need no import."
         )
     return name

@@ -232,7 +232,8 @@ def _calls(record: Placed, context: Context) -> Iterator[_Call]:
     if not isinstance(request, dict) or not isinstance(response, dict):
         kind = type(response if isinstance(request, dict) else request).__name__
         raise DataError(
-            f"{location}: request and response must be objects, found {kind}; log assembled replies, no chunks."
+            f"{location}: request and response must be objects, found {kind}; log assembled replies, "
+            "not streamed chunks."
         )
     if "messages" not in request:
         context.leave_out(location, "no chat call (its request has no messages)")

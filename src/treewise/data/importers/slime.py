@@ -28,7 +28,7 @@ def _sample(record: Placed, context: Context) -> Iterator[Record]:
         context.leave_out(location, "remove_sample is set")
         return
     if value.get("multimodal_inputs"):
-        raise DataError(f"{location}: the sample has images or the like, which treewise cannot train.")
+        raise DataError(f"{location}: the sample has multimodal inputs, which this importer does not read.")
     ids = integers(value.get("tokens"), "tokens", location)
     length = value.get("response_length")
     if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(ids):

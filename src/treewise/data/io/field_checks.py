@@ -68,5 +68,5 @@ def check_names(record: Mapping[str, Any], location: str) -> None:
     for name, ours in OTHER_NAMES.items():
         if name in record and ours not in record:
             raise DataError(
-                f"{location}: {name} is no key here; write it as {ours}, or let `treewise import` read the dump."
+                f"{location}: {name} is not a key here; write it as {ours}, or let `treewise import` read the dump."
             )

@@ -1,6 +1,6 @@
 """Keys of records and messages that nothing reads: near misses of known ones are errors, the others are counted.
 
-`"contents"` instead of `"content"` would train an empty turn, `old_logprob` would be computed anew: both in silence.
+`"contents"` instead of `"content"` would train an empty turn, `old_logprob` would be computed again: both silently.
 """
 
 import difflib
@@ -98,7 +98,7 @@ def _unused(value: Mapping[str, Any], known: frozenset[str], hints: Mapping[str,
         other = OTHER_NAMES.get(str(key))
         if other in known and other not in value:
             raise DataError(
-                f"{location}: {key} is no key here; write it as {other}, or let `treewise import` read the dump."
+                f"{location}: {key} is not a key here; write it as {other}, or let `treewise import` read the dump."
             )
         right = _nearest(str(key), known)
         if right is not None and right not in value:

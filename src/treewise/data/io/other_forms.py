@@ -65,7 +65,7 @@ def _message(turn: Any, location: str) -> Record:
     role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
     if role is None:
         hint = did_you_mean(speaker, ROLES)
-        raise DataError(f"{location}: from {shown(speaker)} is no known speaker ({', '.join(ROLES)}).{hint}")
+        raise DataError(f"{location}: from {shown(speaker)} is not a known speaker ({', '.join(ROLES)}).{hint}")
     if "value" not in turn:
         hint = did_you_mean("value", [key for key in turn if key != "from"])
         raise DataError(f"{location} has no value; its keys are {', '.join(map(str, turn))}.{hint}")
@@ -116,7 +116,7 @@ def from_input_ids(record: Record, location: str) -> Record:
 
 
 def has_mask(record: Record) -> bool:
-    """Whether a row of token ids tells what is trained under another name than `loss_weights`."""
+    """Whether a row of token ids marks what is trained under another name than `loss_weights`."""
     return any(name in record for name in PER_TOKEN)
 
 
@@ -131,7 +131,7 @@ def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Rec
     ids = np.asarray(flat_list(record["token_ids"], ids_name, location))
     masks = [name for name in ("loss_weights", *OTHER_MASKS) if name in record]
     if len(masks) > 1:
-        raise DataError(f"{location}: {' and '.join(masks)} both tell what is trained; give one of them.")
+        raise DataError(f"{location}: {' and '.join(masks)} both mark what is trained; give one of them.")
     per_token = [name for name in record if name in ("attention_mask", "position_ids", *masks)]
     arrays = {name: np.asarray(flat_list(record[name], name, location)) for name in per_token}
     for name, values in arrays.items():
@@ -177,7 +177,7 @@ def _unpadded(mask: np.ndarray | None, location: str) -> slice | None:
         return None
     positions = np.flatnonzero(mask)
     if not len(positions) or len(positions) != positions[-1] - positions[0] + 1:
-        raise DataError(f"{location}: attention_mask has zeros between ones, which is no padding at the ends.")
+        raise DataError(f"{location}: attention_mask has zeros between ones; padding is at the ends only.")
     return slice(int(positions[0]), int(positions[-1]) + 1)
 
 

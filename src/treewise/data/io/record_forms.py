@@ -94,11 +94,13 @@ def detect_form(record: Record, location: str) -> str:
         near = "".join(_near(key) for key in list(record)[:12])
         known = "\n".join(f"  {name} ({what}): {example}" for name, (what, _, example) in FORMS.items())
         raise DataError(
-            f"{location}: a record with {keys} fits no form{_foreign(record)}.{near} The forms (docs/data.md):\n{known}"
+            f"{location}: a record with {keys} matches no form{_foreign(record)}.{near} The forms (docs/data.md):\n"
+            f"{known}"
         )
     examples = "\n".join(f"  {name} ({FORMS[name][0]}): {FORMS[name][2]}" for name in forms)
     raise DataError(
-        f"{location}: a record with {keys} fits several forms ({', '.join(forms)}); leave the keys of one:\n{examples}"
+        f"{location}: a record with {keys} matches several forms ({', '.join(forms)}); leave the keys of one:\n"
+        f"{examples}"
     )
 
 

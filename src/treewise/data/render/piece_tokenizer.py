@@ -64,12 +64,12 @@ class Encoder:
             spans: half-open ranges of characters.
 
         Raises:
-            DataError: a tokenizer that does not tell where its tokens stand in the text.
+            DataError: a tokenizer that gives no character offsets of its tokens.
         """
         if not getattr(self.tokenizer, "is_fast", False):
             raise DataError(
                 "parts of a turn are marked as trained ({% generation %} blocks, train_detail), which needs a fast "
-                "tokenizer: this one does not tell where its tokens stand in the text."
+                "tokenizer: this one gives no character offsets of its tokens."
             )
         for before in ("\n", "") if self._adds_space else ("",):
             found = self.tokenizer(before + text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

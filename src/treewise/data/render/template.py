@@ -285,7 +285,7 @@ class Template:
             )
             if again != whole:
                 raise DataError(
-                    f"{location}: the chat template gives another text each time; {difference(whole, again)}"
+                    f"{location}: the chat template renders another text each time; {difference(whole, again)}"
                 )
             spans = spans_of_sampled(blocks, sampled, whole, self.tokenizer.eos_token)
             if spans != [(0, len(sampled))]:
@@ -385,8 +385,9 @@ class Template:
                 "model sampled is unknown; add it, or turn thinking off in chat_template_kwargs."
             )
         raise DataError(
-            f"{location}: the template does not write this turn after its own prompt; {difference(prompt, whole)} "
-            "If the turn was sampled with other template settings, give them in chat_template_kwargs."
+            f"{location}: with this turn, the rendered text does not begin with its prompt; "
+            f"{difference(prompt, whole)} If the turn was sampled with other template settings, give them in "
+            "chat_template_kwargs."
         )
 
     def _check_written(self, turn: Message, text: str, location: str) -> None:
@@ -402,7 +403,7 @@ class Template:
             self.notes["the chat template never writes tools; the model does not see them"] = None
 
     def _writes_plain_content(self) -> bool:
-        """Whether the template writes content that is text; some of models that see write parts alone."""
+        """Whether the template writes content that is text; some of vision models write content parts only."""
         try:
             return MARK in self.render([[{"role": "user", "content": MARK}]], None, "probe")[0]
         except DataError:

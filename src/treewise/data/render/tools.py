@@ -32,7 +32,10 @@ def find_tools(record: Record, data_file: Path | None, location: str) -> list[di
         return clean_tools(record.get("tools"), location)
     name = record["tools_ref"]
     if data_file is None:
-        raise DataError(f"{location}: tools_ref {shown(name)} needs a file beside which it is found; give `tools`.")
+        raise DataError(
+            f"{location}: tools_ref {shown(name)} is looked up beside the data file, and this record is from none; "
+            "give `tools`."
+        )
     files = tool_files(data_file)
     for path in files:
         known = _tools_of(path)

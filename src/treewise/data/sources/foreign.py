@@ -49,8 +49,8 @@ def _read_source(source: Source, report: LoadReport, halves: dict[str, tuple[str
             yield RawRecord(location, row, num_bytes=first.num_bytes)
     except (KeyError, TypeError, AttributeError) as error:  # keys that the format promises and the data lacks
         raise DataError(
-            f"{source.name}: looks like a dump of {name}, and has not its shape ({type(error).__name__}: {error}); "
-            "name another format with `treewise import --from`."
+            f"{source.name}: looks like a dump of {name}, but does not have its shape ({type(error).__name__}: "
+            f"{error}); name another format with `treewise import --from`."
         ) from error
     report.dropped += context.left_out
     report.warnings += [f"{source.name}: {text} ({count} times)" for text, count in context.warnings.items()]

@@ -130,7 +130,9 @@ def share_engine(engine: Any, *, attention: str = "auto", min_ratio: float = 1.1
 
 
 def install() -> None:
-    """Shares the prefixes of every engine with a language-model head that is initialized from now on. Again: nothing.
+    """Shares the prefixes of every engine with a language-model head that is initialized from now on.
+
+    A second call changes nothing.
 
     Raises:
         ConfigError: verl is not installed, or has no such engine.
@@ -146,7 +148,9 @@ def install() -> None:
         if self.model_config.model_type == "language_model":
             self.treewise = share_engine(self)
         else:
-            logger.info("verl: a %s computes every token of its rows.", self.model_config.model_type)
+            logger.info(
+                "verl: prefixes are not shared in a %s, only in a language_model.", self.model_config.model_type
+            )
 
     setattr(initialize, _BEFORE, before)
     engine_class.initialize = initialize
@@ -186,7 +190,7 @@ def _refuse_settings(engine: Any) -> None:
     if size > 1:
         raise ConfigError(
             f"ulysses_sequence_parallel_size={size} cuts sequences over ranks, and a tree needs them whole: set it to "
-            "1. Shared prefixes take the place of what it saves where rollouts share theirs."
+            "1. Where rollouts share prefixes, computing these once saves memory instead."
         )
     if not model.use_fused_kernels:
         raise ConfigError(

@@ -16,6 +16,7 @@ from treewise.shapes import Float
 # [B, L, ...] inputs padded with zeros on the right, [B, ...] initial states or None for zeros, and whether end states
 # are wanted, to [B, L, ...] outputs and [B, ...] end states. A row of zeros must leave the state unchanged.
 Scan = Callable[[list[torch.Tensor], torch.Tensor | None, bool], tuple[torch.Tensor, torch.Tensor | None]]
+_SMALLEST_CHUNK = 16
 
 
 def tree_scan(layer: LayerContext, inputs: Sequence[Float[Tensor, "1 T ..."]], scan: Scan) -> Float[Tensor, "1 T ..."]:
@@ -68,6 +69,6 @@ def _kept(states: torch.Tensor | None) -> torch.Tensor:
     return states
 
 
-def padded_chunk(length: int, largest: int, smallest: int = 16) -> int:
+def padded_chunk(length: int, largest: int) -> int:
     """Tokens per chunk for short segments: the smallest power of two that holds them, so that padding stays small."""
-    return max(min(smallest, largest), min(largest, 1 << max(length - 1, 0).bit_length()))
+    return max(min(_SMALLEST_CHUNK, largest), min(largest, 1 << max(length - 1, 0).bit_length()))

@@ -85,7 +85,7 @@ def vision_costs(model: Any, activations_per_linear: float) -> VisionCosts | Non
         _costs_of[key] = _fitted(token, count_tower(module), activations_per_linear * is_trained)
         if _costs_of[key].linear == _NONE:
             logger.warning(
-                "%s: its vision tower does not run without values, so costs and plans count images as nothing.",
+                "%s: its vision tower does not run on meta tensors, so costs and plans leave images out.",
                 type(model).__name__,
             )
     return _costs_of[key]

@@ -34,7 +34,7 @@ _BOTH_WAYS: dict[tuple[str, str | bool | None], str] = {
 
 @dataclass(eq=False)
 class VisionModel:
-    """The part of a model that sees.
+    """The vision part of a model.
 
     module: has `get_image_features`, and a forward that takes `mm_encoder_outputs`. image_token: the placeholder.
     parameters: those outside of the decoder. both_ways: where the tokens of an image see all of it: nowhere (""), in
@@ -95,7 +95,7 @@ def join(tensors: Sequence[torch.Tensor], name: str, arguments: Collection[str])
 
 
 def vision_model(lm: DecoderAndHead) -> VisionModel:
-    """The part of a model that sees.
+    """The vision part of a model.
 
     Raises:
         UnsupportedModelError: the model takes no images, or none whose features were computed before.

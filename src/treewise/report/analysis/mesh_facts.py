@@ -76,7 +76,9 @@ def read_mesh(text: str) -> dict[str, int]:
     for part in text.replace(" ", "").split(","):
         axis, _, size = part.partition("=")
         if axis not in sizes or not size.isdigit() or int(size) < 1:
-            raise ConfigError(f"--mesh {text!r}: {part!r} is no axis; give some of {', '.join(AXES)}, as tp=2,fsdp=4.")
+            raise ConfigError(
+                f"--mesh {text!r}: {part!r} is not an axis; give some of {', '.join(AXES)}, as tp=2,fsdp=4."
+            )
         sizes[axis] = int(size)
     processes = sizes["tp"] * sizes["fsdp"] * sizes["dp"]
     if not experts_fit(sizes["ep"], sizes["tp"], processes):

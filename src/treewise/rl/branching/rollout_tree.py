@@ -137,7 +137,7 @@ class RolloutTree:
         return sorted(nodes)
 
     def root_of(self, index: int) -> int:
-        """The root that a node hangs below."""
+        """The root above a node, or the node itself."""
         while self._nodes[index].parent != PROMPT:
             index = self._nodes[index].parent
         return index

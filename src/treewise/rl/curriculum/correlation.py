@@ -35,7 +35,7 @@ def ranks(values: np.ndarray) -> np.ndarray:
     values = np.asarray(values, dtype=np.float64)
     if not np.isfinite(values).all():
         raise DataError(
-            f"{int((~np.isfinite(values)).sum())} of {values.size} values are not finite; no rank fits them."
+            f"{int((~np.isfinite(values)).sum())} of {values.size} values are not finite; they cannot be ranked."
         )
     order = np.argsort(values, axis=-1, kind="stable")
     ordered = np.take_along_axis(values, order, axis=-1)
@@ -68,7 +68,10 @@ def correlation(signal: np.ndarray, target: np.ndarray, num_samples: int = 2000,
     """
     signal, target = np.asarray(signal, dtype=np.float64), np.asarray(target, dtype=np.float64)
     if len(signal) != len(target) or len(signal) < 3:
-        raise DataError(f"{len(signal)} and {len(target)} tasks; a rank correlation needs the same 3 or more of both.")
+        raise DataError(
+            f"{len(signal)} and {len(target)} tasks; a rank correlation needs as many of one as of the other, at "
+            "least 3."
+        )
     drawn = np.random.default_rng(seed).integers(0, len(signal), (num_samples, len(signal)))
     value = float(spearman(signal, target))
     low, high = np.quantile(spearman(signal[drawn], target[drawn]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])

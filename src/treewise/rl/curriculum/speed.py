@@ -1,9 +1,9 @@
 """`speed`: many items are screened with few rollouts each, and those with both outcomes go on (SPEED, 2506.09016).
 
-The screening is paid from the iteration's budget: its tokens are sampled tokens like all others. The screened rollouts
-of an item that goes on are part of its tree; those of the others are recorded, inform the book, and are not trained.
-The paper merges the screening of one step with the continuation of the step before to fill its engine, and trains
-rollouts that are one update old; here an iteration screens for itself, and stays on policy.
+The screening counts against the iteration's budget: its tokens are sampled tokens like all others. The screened
+rollouts of an item that goes on are part of its tree; those of the others are recorded, inform the book, and are not
+trained. The paper merges the screening of one step with the continuation of the step before to fill its engine, and
+trains rollouts that are one update old; here an iteration screens for itself, and stays on policy.
 """
 
 from dataclasses import dataclass

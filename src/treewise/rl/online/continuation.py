@@ -12,8 +12,8 @@ from treewise.rl.samplers import Completion, SampleRequest
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_new_tokens: generated tokens of a rollout. max_length: tokens of prompt and rollout together. stop_ids: end a
-    turn.
+    """When a rollout stops. max_new_tokens: generated tokens of it. max_length: tokens of prompt and rollout together.
+    stop_ids: end a turn.
     """
 
     max_new_tokens: int

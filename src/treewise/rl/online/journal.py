@@ -1,8 +1,8 @@
-"""What an iteration has sampled and rewarded, on disk as soon as it is known, so that it is never computed twice.
+"""A log of the expensive results of an iteration, on disk as soon as they are known, so that none is computed twice.
 
-An iteration is a deterministic program around a few costly answers: completions of a sampler, rewards, evaluations. The
-journal holds these answers in order, each with a hash of its question. A run that is resumed executes the program
-again and is given the answers, bit for bit, up to the point where it was killed; the rest is computed.
+An iteration is a deterministic program around a few expensive results: completions of a sampler, rewards, evaluations.
+The journal stores these results in order, each with a hash of its request. A run that is resumed executes the program
+again and reads the results, bit for bit, up to the point where it was killed; the rest is computed.
 """
 
 import hashlib
@@ -68,8 +68,8 @@ class Journal:
                 self.num_replayed += 1
                 return answer
             logger.warning(
-                "%s: answer %d is to another question than this run asks (an environment or a setting changed); it "
-                "and all that follow are computed again",
+                "%s: result %d is that of another request than this run makes (an environment or a setting changed); "
+                "it and all that follow are computed again",
                 self.path,
                 self._next,
             )

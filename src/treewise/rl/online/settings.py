@@ -14,7 +14,7 @@ from treewise.rl.success_book import BookSettings
 
 def refuse_settings(args: Any) -> None:
     """Raises `ConfigError` for settings of a training run that an online run does not have. args: of transformers."""
-    for name, why in (("async_checkpoints", "saves between two iterations"), ("profile", "is not profiled")):
+    for name, why in (("async_checkpoints", "saves between two iterations"), ("profile", "cannot be profiled")):
         if getattr(args, name):
             raise ConfigError(f"{name}: an online run {why}; leave it out.")
 
@@ -108,7 +108,7 @@ class OnlineSettings:
                 "of an iteration are of different items."
             )
         if not self.logprob_gap_limit >= 1:
-            raise ConfigError(f"logprob_gap_limit={self.logprob_gap_limit} must be at least 1, which is no gap.")
+            raise ConfigError(f"logprob_gap_limit={self.logprob_gap_limit} must be at least 1 (1: no gap).")
         self.policy()
         self._check_of_curriculum()
         self.settings_of_book()
@@ -130,7 +130,7 @@ class OnlineSettings:
             )
         if is_refusable(curriculum.name) and not self.check_items and not curriculum.settings.force:
             raise ConfigError(
-                f"curriculum {curriculum.name!r} runs after its self-check alone, and check_items is 0; give "
+                f"curriculum {curriculum.name!r} runs only after its self-check, and check_items is 0; give "
                 "check_items, or force it: curriculum_settings.force=true."
             )
 

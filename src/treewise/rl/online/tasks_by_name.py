@@ -42,7 +42,7 @@ def task_named(
         if name.endswith((".jsonl", ".json")):
             return RowsTask(_rows(Path(name)), list(reward_functions), name=Path(name).stem, **given)
         if ":" not in name:
-            raise ConfigError(f"tasks={name!r} is no task; give {FORMS}.")
+            raise ConfigError(f"tasks={name!r} is not a task; give {FORMS}.")
         return _made(name, loaded_function(name), given)
     except TypeError as error:
         raise ConfigError(f"tasks={name!r} with {given}: {error}") from None
@@ -55,7 +55,7 @@ def _made(name: str, found: Any, settings: dict[str, Any]) -> Task:
         return EnvironmentTask(lambda: found(**settings), **{"name": name, **own})
     made = found(**settings)
     if not isinstance(made, SingleTurnTask | TurnTask):
-        raise ConfigError(f"tasks={name!r} makes a {type(made).__name__}, which is no task; see docs/online-rl.md.")
+        raise ConfigError(f"tasks={name!r} makes a {type(made).__name__}, which is not a task; see docs/online-rl.md.")
     return made
 
 

@@ -40,7 +40,7 @@ def choose_stepper(model: nn.Module, method: str = "auto", token_ids: Sequence[i
             return STEPPERS[name]
         reasons.append(f"{name}: {reason}")
     raise UnsupportedModelError(
-        f"{type(model).__name__} cannot be sampled from. {'; '.join(reasons)}. Take method='recompute'."
+        f"{type(model).__name__} cannot be sampled from. {'; '.join(reasons)}. Use method='recompute'."
     )
 
 

@@ -67,7 +67,7 @@ class OpenAISampler:
         limits = httpx.Limits(max_connections=max_concurrent)
         self._client = httpx.Client(timeout=timeout_seconds, headers=headers, limits=limits)
         self._post = tenacity.retry(
-            retry=tenacity.retry_if_exception(_is_passing),
+            retry=tenacity.retry_if_exception(_is_transient),
             stop=tenacity.stop_after_attempt(num_tries),
             wait=tenacity.wait_random_exponential(multiplier=first_wait_seconds, max=60),
             reraise=True,
@@ -180,8 +180,8 @@ def _token_id(name: Any) -> int | None:
     return int(digits) if str(name).startswith("token_id:") and digits.isdigit() else None
 
 
-def _is_passing(error: BaseException) -> bool:
-    """Whether another try may help."""
+def _is_transient(error: BaseException) -> bool:
+    """Whether the same call may succeed when it is tried again."""
     import httpx
 
     if isinstance(error, httpx.HTTPStatusError):

@@ -204,8 +204,8 @@ class SharedPrefix:
 
 
 def _buckets(prefixes: Sequence[Prefix]) -> list[list[Prefix]]:
-    """Neighbours that are computed as one padded batch: where that takes no more tokens than one by one, a forward
-    counted as so many.
+    """Groups neighbouring prefixes into padded batches: a prefix joins the batch before it where that costs no more
+    than a forward of its own, which counts as `FORWARD_TOKENS` tokens besides those that it computes.
     """
     buckets: list[list[Prefix]] = []
     for prefix in prefixes:

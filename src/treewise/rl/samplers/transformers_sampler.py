@@ -104,7 +104,7 @@ class TransformersSampler:
         """Nothing to give back."""
 
     def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
-        """Rows in batches, those of one prefix side by side, relatives near one another."""
+        """Rows in batches, those of one prefix side by side, and prefixes with a common beginning near one another."""
         assert self._stepper is not None
         if self.isolate_requests:
             shares: dict[Any, list[_Row]] = {}

@@ -2,7 +2,7 @@
 
 What a template writes between a turn and the next is found with a mark instead of the turn's text: the rendered
 conversation is cut behind the mark and the end-of-turn token, and only that tail is tokenised. Where a template does
-not keep what stands before the turn as the model saw it, the tail would follow a history that never was: refused.
+not keep what stands before the turn as the model saw it, the tail would follow another history; that is an error.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ An environment is an object with `reset(**columns)` (which may return a text tha
 are tools, and `get_reward()`. Two things may be added: an attribute `done`, which ends the episode, and `fork()`, which
 returns an independent copy. Without `fork` a deep copy is made. Where that fails, or the class sets
 `can_be_copied = False` (it holds a session elsewhere), an episode is played again from its start and every
-observation is held to the recorded one by its hash.
+observation is compared with the recorded one by its hash.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from treewise.rl.tasks.protocol import Split, TaskItem
 from treewise.rl.tasks.tool_calls import ToolCall
 
 NOT_TOOLS = ("reset", "get_reward", "fork")
-StateMethod = Literal["auto", "fork", "deepcopy", "replay"]
+StateMethod = Literal["fork", "deepcopy", "replay"]
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class EnvironmentTask:
         if not names:
             raise ConfigError(f"{self.name}: the environment has no public method to use as a tool.")
         if self.text_tool is not None and self.text_tool not in names:
-            raise ConfigError(f"{self.name}: text_tool {self.text_tool!r} is none of its tools {sorted(names)}.")
+            raise ConfigError(f"{self.name}: text_tool {self.text_tool!r} is not one of its tools {sorted(names)}.")
 
     def num_items(self, split: Split) -> int | None:
         """Rows of a split; None without rows."""
@@ -147,10 +147,8 @@ class TurnRecord:
     snapshot: Any = field(default=None, repr=False)
 
 
-def state_method(environment: Any, wanted: StateMethod = "auto") -> StateMethod:
+def state_method(environment: Any) -> StateMethod:
     """How the state of this environment can be brought back."""
-    if wanted != "auto":
-        return wanted
     if callable(getattr(environment, "fork", None)):
         return "fork"
     if getattr(environment, "can_be_copied", True) is False:
@@ -180,13 +178,15 @@ def replayed(environment: Any, item: TaskItem, first: str | None, turns: Sequenc
         TaskError: an observation differs from the recorded one; names task, episode and turn.
     """
     if reset(environment, item) != first:
-        raise TaskError(f"{item.key}, episode {episode}: reset answers otherwise than before; it cannot be replayed.")
+        raise TaskError(
+            f"{item.key}, episode {episode}: reset returns another text than before; it cannot be replayed."
+        )
     for turn, record in enumerate(turns):
         for number, (call, expected) in enumerate(zip(record.calls, record.digests, strict=True)):
             if digest(answer(environment, call)) != expected:
                 raise TaskError(
-                    f"{item.key}, episode {episode}, turn {turn}: call {number} ({call.name}) is answered otherwise "
-                    "than before, so this branch cannot start there; give the environment a fork(), or let it depend "
-                    "on its columns alone."
+                    f"{item.key}, episode {episode}, turn {turn}: call {number} ({call.name}) returns another "
+                    "result than before, so this branch cannot start there; give the environment a fork(), or let it "
+                    "depend on its columns alone."
                 )
     return environment

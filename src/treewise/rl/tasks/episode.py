@@ -87,7 +87,7 @@ class Episode:
             TaskError: the environment cannot be brought back to it.
         """
         if not 0 <= turn <= self.num_turns or (turn == self.num_turns and self.end_reason is not None):
-            raise ConfigError(f"{self.item.key}, episode {self.name} has {self.num_turns} turns; none is {turn}.")
+            raise ConfigError(f"{self.item.key}, episode {self.name} has {self.num_turns} turns, and no turn {turn}.")
         self.num_branches += 1
         end = self.turn_starts[turn] if turn < self.num_turns else len(self.token_ids)
         return Episode(
@@ -186,8 +186,6 @@ def start_episode(
     item: TaskItem,
     chat: ChatTokens,
     *,
-    name: str = "0",
-    method: StateMethod = "auto",
     timeout_seconds: float | None = 30.0,
 ) -> Episode:
     """A new episode: the environment is reset, and its text joins the last message of the prompt."""
@@ -203,9 +201,9 @@ def start_episode(
         task,
         item,
         chat,
-        name,
+        "0",
         environment,
-        env.state_method(environment, method),
+        env.state_method(environment),
         first,
         schemas,
         messages,

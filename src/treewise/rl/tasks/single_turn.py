@@ -219,7 +219,7 @@ class SumTask:
         if self.num_terms < 2 or self.max_number < 9:
             raise ConfigError(
                 f"{self.name}: num_terms is {self.num_terms} (at least 2) and max_number {self.max_number} "
-                "(at least 9); fewer questions cannot be split."
+                "(at least 9); with fewer questions none are left for evaluation."
             )
 
     def num_items(self, split: Split) -> int | None:
@@ -276,7 +276,7 @@ def _module(location: str) -> Any:
     path = Path(location).expanduser()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ImportError(f"{path} is no file")
+        raise ImportError(f"{path} is not a file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

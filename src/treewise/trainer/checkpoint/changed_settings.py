@@ -46,7 +46,7 @@ def check_settings(checkpoint: Path, settings_file: str, args: TreeTrainingArgum
     reasons |= {name: _BEST for name in _OF_THE_BEST if name in changes and then[name] is not None}
     schedule = str(then.get("lr_scheduler_type"))
     if schedule in _STATEFUL_SCHEDULES:
-        reason = f"a {schedule} schedule goes on from its own rate"
+        reason = f"a {schedule} schedule continues from the saved rate"
         reasons |= {name: reason for name in _OF_SCHEDULES if name in changes}
     if reasons:
         parts = [f"{name}: {changes[name][0]} -> {changes[name][1]} ({reason})" for name, reason in reasons.items()]

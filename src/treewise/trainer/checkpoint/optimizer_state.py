@@ -62,7 +62,7 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: 
     then, kind = plain["kind"], _kind_of(optimizer)
     if then != kind:
         raise CheckpointError(
-            f"optim: {then} -> {kind}: the state of the one optimizer does not fit the other. Resume with {then}, or "
+            f"optim: {then} -> {kind}: the saved state does not fit another optimizer. Resume with {then}, or "
             "start a new run from the checkpoint's weights."
         )
     index_of = {name: index for index, name in _names(optimizer, model).items()}
@@ -159,7 +159,7 @@ def load_schedule(folder: Path, scheduler: Any, optimizer: Any) -> None:
     state, kind = from_plain(saved["state"]), type(scheduler).__name__
     if saved["kind"] != kind:
         raise CheckpointError(
-            f"lr_scheduler_type: {saved['kind']} -> {kind}: the state of the one schedule does not fit the other. "
+            f"lr_scheduler_type: {saved['kind']} -> {kind}: the saved state does not fit another schedule. "
             "Resume with the former, or start a new run from the checkpoint's weights."
         )
     own = list(getattr(scheduler, "base_lrs", ()))
@@ -170,8 +170,8 @@ def load_schedule(folder: Path, scheduler: Any, optimizer: Any) -> None:
         state |= {"base_lrs": own, "_last_lr": rates}
     elif own != list(state.get("base_lrs", own)):
         raise CheckpointError(
-            f"learning rate: {state['base_lrs']} -> {own}: a {kind} goes on from its own rate. Resume with the former, "
-            "or start a new run from the checkpoint's weights."
+            f"learning rate: {state['base_lrs']} -> {own}: a {kind} continues from the saved rate. Resume with the "
+            "former, or start a new run from the checkpoint's weights."
         )
     scheduler.load_state_dict(state)
 
