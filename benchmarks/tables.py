@@ -6,6 +6,7 @@ python benchmarks/tables.py
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import result_tables
@@ -26,7 +27,13 @@ def main() -> None:
     balance = [_balance(path, record) for path, record in _records("balance")]
     _fill(ROOT / "docs" / "balance.md", "balance", "\n\n".join(balance))
     _benches(page)
-    for name, table in {"memory-large": _large_memory, "trl-float32": _trl, "precision": _precision}.items():
+    others = {
+        "memory-large": _large_memory,
+        "first-steps": _first_steps,
+        "trl-float32": _trl,
+        "precision": _precision,
+    }
+    for name, table in others.items():
         found = _records(name)
         if found:
             _fill(page, name, "\n\n".join(f"{_source(*each)}:\n\n{table(each[1])}" for each in found))
@@ -70,6 +77,23 @@ def _large_memory(record: dict[str, Any]) -> str:
         counts = [row.get(name) for name in ("max_tokens", "num_micro_batches", "computed_tokens", "gateway_mib")]
         cells = " | ".join("" if each is None else f"{each:,}" for each in counts)
         lines.append(f"| {row['tree']} | {row['tree_tokens']:,} | {cells} | {row['peak_mib']:,} |")
+    return "\n".join(lines)
+
+
+def _first_steps(record: dict[str, Any]) -> str:
+    """Medians over the runs with memory kept, and over those with memory returned to the system."""
+    lines = [
+        "| freed memory | steps 1, 2, 3 over the later ones | later step, s | page faults of a later step | peak, MiB |"
+    ]
+    lines.append("|---|---|---:|---:|---:|")
+    for memory in dict.fromkeys(row["memory"] for row in record["rows"]):
+        rows = [row for row in record["rows"] if row["memory"] == memory]
+        ratios = [median(each) for each in zip(*(row["first_over_later"] for row in rows), strict=True)]
+        faults = median(median(row["page_faults"][len(ratios) :]) for row in rows)
+        later, peak = (median(row[name] for row in rows) for name in ("later_seconds", "peak_mib"))
+        lines.append(
+            f"| {memory} | {', '.join(f'{each:.2f}' for each in ratios)} | {later:.2f} | {faults:,.0f} | {peak:,.0f} |"
+        )
     return "\n".join(lines)
 
 

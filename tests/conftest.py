@@ -62,6 +62,7 @@ MARKED = {
         *("trainer/test_idle_ranks.py", "trainer/test_launchers.py", "trainer/test_ranks_that_end.py"),
         "cli/commands/test_bench.py::test_a_run_is_printed_written_and_checked",
         "cli/commands/test_train.py::test_a_closed_pipe_does_not_end_training",
+        "cli/test_online_run.py::test_a_compiled_run_samples_and_trains_as_one_without",
         "distributed/test_context.py::test_more_families_on_two_processes",
         "distributed/test_context.py::test_four_processes_give_what_one_gives",
         "distributed/test_mesh.py::test_more_families_on_a_mesh_of_two",

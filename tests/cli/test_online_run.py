@@ -3,6 +3,8 @@
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.rl.online.helpers import TOKENIZER, tiny_policy
 from treewise.cli.main import main
@@ -92,3 +94,23 @@ def test_tasks_by_name(tmp_path):
     assert guess.environment().high == 4
     pytest.importorskip("reasoning_gym")
     assert isinstance(task_named("reasoning_gym:chain_sum", {"max_terms": 3}), ReasoningGymTask)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
+def test_a_compiled_run_samples_and_trains_as_one_without(run, tmp_path):
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    words = [*SMALL, "--learning_rate", 1e-3]
+    for folder, flags in {"plain": [], "compiled": ["--torch_compile_backend", "aot_eager"]}.items():
+        assert counters["stats"]["unique_graphs"] == 0
+        code, _, err = run(*words, *flags)
+        assert code == 0, err
+        (tmp_path / "out").rename(tmp_path / folder)
+    assert counters["stats"]["unique_graphs"] > 0
+    plain, compiled = (load_file(tmp_path / folder / "model.safetensors") for folder in ("plain", "compiled"))
+    assert plain.keys() == compiled.keys()
+    for name, value in plain.items():
+        assert torch.allclose(compiled[name], value, rtol=0, atol=1e-5), name
+    records = "rollouts/iteration-00001.jsonl"
+    assert (tmp_path / "compiled" / records).read_text() == (tmp_path / "plain" / records).read_text()

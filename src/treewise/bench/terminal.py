@@ -28,7 +28,7 @@ def row_view(row: dict[str, Any]) -> RenderableType:
         return Text(f"{row['model']}: {row['skipped']}\n")
     first, second = baselines_of(row)
     table = Table(title=_title(row), title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("contestant")
+    table.add_column("contestant", no_wrap=True)
     for name in ("seconds", "flat tokens/s", *(f"over {name}" for name in (first, second) if name), "efficiency"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("of tree (bound)", "peak MiB", "gradient error", "computed", "key rows/token", "host s"):

@@ -19,6 +19,7 @@ import torch
 from treewise.bench.flat import attention, checkpointing
 from treewise.bench.varlen import varlen_attention
 from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.nn.compilation import uncompiled
 from treewise.nn.lm_head import edge_values
 from treewise.nn.model import DecoderAndHead
 from treewise.tree.trajectory import Trajectory
@@ -77,11 +78,15 @@ class TrlRows:
         return float(torch.stack(losses).double().sum())
 
     def _require_support(self, sample: dict[str, Any]) -> None:
-        """Two tokens through the decoder, so that errors of others are raised now and not in the first step."""
+        """Two tokens through the decoder, so that errors of others are raised now and not in the first step.
+
+        Uncompiled: graphs without gradients are used nowhere else.
+        """
+        own_attention = attention(self.lm, self.packing.TREE_ATTENTION)
         row = self.packing.TreeRow()
         row.add({name: value[:2] if name in _STREAMS else value for name, value in sample.items()})
         try:
-            with torch.no_grad(), self._states(), attention(self.lm, self.packing.TREE_ATTENTION):
+            with torch.no_grad(), uncompiled(self.lm.model), self._states(), own_attention:
                 self._hidden({name: value.to(self.lm.device) for name, value in row.pack().items()})
         except (StopIteration, AttributeError, KeyError, TypeError) as error:
             raise UnsupportedModelError(
