@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from treewise.cli.config import coerce, differences, parse_flags, read_config, resolved_text, schema
+from treewise.cli.config import differences, parse_flags, read_config, resolved_text
 from treewise.cli.training_run import training_arguments
 from treewise.errors import ConfigError
 
@@ -103,36 +103,6 @@ def test_flags_take_values_lists_and_nothing(words, flags):
 def test_flags_without_sense_are_refused(words):
     with pytest.raises(ConfigError):
         parse_flags(words)
-
-
-@pytest.mark.parametrize(
-    ("given", "annotation", "expected"),
-    [
-        ("1e-5", float, 1e-5),
-        ("1_000", int, 1000),
-        ("1e3", int, 1000),
-        (8.0, int, 8),
-        (3, float, 3),
-        ("none", int | None, None),
-        ("none", str | list[str] | None, "none"),
-        ("off", bool, False),
-        (False, schema()["eval_strategy"], "no"),
-        ("a, b", list[str], ["a", "b"]),
-        ("[a, b]", list[str] | str, ["a", "b"]),
-        ('{"a": 1}', dict | str | None, {"a": 1}),
-        ("8", str, "8"),
-    ],
-)
-def test_values_become_their_type(given, annotation, expected):
-    found = coerce("eval_strategy" if given is False else "key", given, annotation)
-    assert found == expected
-    assert type(found) is type(expected)
-
-
-@pytest.mark.parametrize(("given", "annotation"), [(True, int), (1, bool), (None, int), ([1], str), ("", float)])
-def test_values_of_another_type_are_refused(given, annotation):
-    with pytest.raises(ConfigError, match="key must be"):
-        coerce("key", given, annotation)
 
 
 def test_the_resolved_configuration_gives_the_same_run(write, tmp_path):

@@ -5,9 +5,6 @@ Keys are flat, but for mappings (`lora`, `chat_template_kwargs`); flags write th
 
 import dataclasses
 import enum
-import math
-import re
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +14,8 @@ from typing import Any
 import yaml
 
 from treewise.cli.aliases import ALIASES, INSTEAD, train_on_of_roles
-from treewise.cli.yaml_file import read_file, read_value
+from treewise.cli.typed_values import coerce, kinds_of, scalar
+from treewise.cli.yaml_file import read_file
 from treewise.data import RenderOptions
 from treewise.errors import ConfigError, did_you_mean
 
@@ -57,8 +55,6 @@ _LORA_REFUSED = {
     "runtime_config": "it holds settings of inference",
     "inference_mode": "a run trains its adapters",
 }
-MAX_DIGITS = 1000  # of an integer; Python reads a few thousand at most
-_TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,30 +164,6 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
     return {key: value[0] if len(value) == 1 else value or "true" for key, value in flags.items()}
 
 
-def coerce(key: str, value: Any, annotation: Any) -> Any:
-    """The value as the annotated type: numbers and booleans may be written as text, as flags are and `1e-5` in YAML.
-
-    Raises:
-        ConfigError: it is not of that type; names both.
-    """
-    kinds = _kinds(annotation)
-    if isinstance(value, str):
-        value = _from_text(value, kinds)
-    if value is False and str in kinds and bool not in kinds and key.endswith("_strategy"):
-        value = "no"  # YAML 1.1 reads a bare `no` as false
-    if isinstance(value, float) and int in kinds and float not in kinds and value.is_integer():
-        value = int(value)
-    if isinstance(value, str) and list in kinds and str not in kinds:
-        value = [part.strip() for part in value.split(",")]
-    if _fits(value, kinds):
-        _check_choice(key, value, annotation)
-        return _checked_items(key, value, annotation) if isinstance(value, list) else value
-    wanted = " or ".join(dict.fromkeys(_NAMES[kind] for kind in _NAMES if kind in kinds))
-    actual = f"{value!r} ({_NAMES.get(type(value), type(value).__name__)})"
-    hint = " Quote it if it is meant as text." if isinstance(value, bool) and str in kinds else ""
-    raise ConfigError(f"{key} must be {wanted}, found {actual}.{hint}")
-
-
 def resolved_text(config: RunConfig, arguments: Any) -> str:
     """The configuration with all defaults, as YAML that `treewise train` reads back."""
     known = schema()
@@ -209,6 +181,17 @@ def differences(old_text: str, new_text: str) -> list[str]:
     old, new = yaml.safe_load(old_text) or {}, yaml.safe_load(new_text) or {}
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
+
+
+def _plain(value: Any) -> Any:
+    """A setting as YAML can hold it; None where it cannot."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return value if isinstance(value, str | int | float | bool) else None
 
 
 # -- files and keys ---------------------------------------------------------------------------------------------------
@@ -229,14 +212,14 @@ def _put(
             raise _unknown(key, [*known, *(aliases or ())], location)
         values[key] = (value, location)
         return
-    if dict not in _kinds(known.get(outer, str)):
-        raise _unknown(key, [name for name in known if dict in _kinds(known[name])], location)
+    if dict not in kinds_of(known.get(outer, str)):
+        raise _unknown(key, [name for name in known if dict in kinds_of(known[name])], location)
     mapping = values.get(outer, (None, location))[0]
     if isinstance(mapping, str):
         mapping = coerce(outer, mapping, dict)
     if mapping is not None and not isinstance(mapping, dict):
         raise ConfigError(f"{location}: {outer} is {mapping!r}, which cannot have the key {inner!r}; give a mapping.")
-    values[outer] = ({**(mapping or {}), inner: _scalar(value)}, location)
+    values[outer] = ({**(mapping or {}), inner: scalar(value)}, location)
 
 
 def _checked(key: str, value: Any, known: Mapping[str, Any], location: str) -> Any:
@@ -314,102 +297,3 @@ def _config(values: Values, more: Mapping[str, Any], unwritten: tuple[str, ...])
     elif values.get("eval_strategy", "no") != "no":
         raise ConfigError(f"eval_strategy is {values['eval_strategy']!r}, but there is no eval_data and no eval_split.")
     return RunConfig(render=RenderOptions(**render), training=values, more=others, unwritten=unwritten, **own)
-
-
-# -- types ------------------------------------------------------------------------------------------------------------
-
-_NAMES: dict[Any, str] = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    list: "a list",
-    dict: "a mapping",
-    type(None): "nothing",
-}
-
-
-def _kinds(annotation: Any) -> set[Any]:
-    """The plain types of an annotation; what has no plain type may also be given as text."""
-    origin = typing.get_origin(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return set().union(*(_kinds(each) for each in typing.get_args(annotation)))
-    if origin is typing.Literal:
-        return {type(each) for each in typing.get_args(annotation)}
-    if annotation is Any:
-        return set(_NAMES)
-    kind = origin or annotation
-    if isinstance(kind, type):
-        if issubclass(kind, enum.Enum):
-            return {str}
-        if (kind not in (str,) and issubclass(kind, Mapping)) or dataclasses.is_dataclass(kind):
-            return {dict}
-        if kind in _NAMES:
-            return {kind}
-    return {str}
-
-
-def _checked_items(key: str, values: list[Any], annotation: Any) -> list[Any]:
-    for kind in (annotation, *typing.get_args(annotation)):
-        if typing.get_origin(kind) is list:
-            (item,) = typing.get_args(kind)
-            return [coerce(f"{key}[{index}]", value, item) for index, value in enumerate(values)]
-    return values
-
-
-def _check_choice(key: str, value: Any, annotation: Any) -> None:
-    """Raises where transformers has a fixed list of names and this is not one of them."""
-    kinds = (annotation, *typing.get_args(annotation))
-    names = [str(each.value) for kind in kinds if isinstance(kind, enum.EnumType) for each in list[Any](kind)]
-    if names and isinstance(value, str) and value not in names:
-        raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(names)}.{did_you_mean(value, names)}")
-
-
-def _fits(value: Any, kinds: set[Any]) -> bool:
-    if isinstance(value, float) and not math.isfinite(value):
-        return False
-    return type(value) in kinds or (type(value) is int and float in kinds)
-
-
-def _from_text(text: str, kinds: set[Any]) -> Any:
-    """The text as a value of the first of these types that it can be parsed as, else the text itself."""
-    word = text.strip().lower()
-    if bool in kinds and word in (*_TRUE, *_FALSE):
-        return word in _TRUE
-    if type(None) in kinds and str not in kinds and word in ("none", "null", "~", ""):
-        return None
-    if int in kinds and len(word) < MAX_DIGITS and re.fullmatch(r"[+-]?[0-9][0-9_]*", word):
-        return int(word)
-    if {int, float} & kinds:
-        try:
-            return float(word)
-        except ValueError:
-            pass
-    if (list in kinds and word.startswith("[")) or (dict in kinds and word.startswith("{")):
-        try:
-            return read_value(text)
-        except yaml.YAMLError:
-            return text
-    return text
-
-
-def _scalar(value: Any) -> Any:
-    """A flag of a key without a declared type: what YAML reads, and `1e-5` as the number it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        read = read_value(value)
-    except yaml.YAMLError:
-        return value
-    return _from_text(read, {float}) if isinstance(read, str) else read
-
-
-def _plain(value: Any) -> Any:
-    """A setting as YAML can hold it; None where it cannot."""
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return value if isinstance(value, str | int | float | bool) else None

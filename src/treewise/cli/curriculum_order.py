@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treewise.cli.config import RunConfig, coerce
+from treewise.cli.config import RunConfig
+from treewise.cli.typed_values import coerce
 from treewise.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from treewise.cli.output import enduring_output
+from treewise.cli.output import enduring_output, is_first_rank
 from treewise.cli.parser import make_parser, module_of, parse
 from treewise.errors import LostRankError, StoppedError, TreewiseError, VerificationError
 
@@ -37,8 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lives until the process ends
         return 0
     except StoppedError as error:
-        from treewise.cli.training_run import is_first_rank
-
         if is_first_rank():
             print(_safe(error), file=sys.stderr)
         return error.exit_code

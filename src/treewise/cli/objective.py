@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from treewise.cli.config import coerce
+from treewise.cli.typed_values import coerce
 
 
 def typed_settings(objective: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from treewise.cli import training_run
+from treewise.cli import run_folder, training_run
 from treewise.cli.config import RunConfig, parse_flags
 from treewise.cli.yaml_file import read_file
 from treewise.errors import ConfigError, check_choice
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
     check_choice("sampler", config.more.get("sampler", "transformers"), SAMPLERS)
     folder = Path(config.training["output_dir"])
     if not args.dry_run:
-        training_run.check_folder(folder, args.resume, args.overwrite)
+        run_folder.check_folder(folder, args.resume, args.overwrite)
     arguments = training_run.training_arguments(config)
     tokenizer = _tokenizer(config)
     model = training_run.load_model(config, arguments)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
         TreeEngine(model, arguments.max_tokens, arguments.attention)
         return
     with ExitStack() as stack:
-        resume_from = training_run.begin(stack, args, config, arguments)
+        resume_from = run_folder.begin(stack, args, config, arguments)
         if args.overwrite:
             for name in ("journal", "rollouts"):
                 shutil.rmtree(folder / name, ignore_errors=True)

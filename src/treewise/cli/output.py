@@ -1,4 +1,4 @@
-"""Output of a run whose reader may leave, as after `| head` or with a terminal: training goes on without it."""
+"""Output of a run: which process prints, and a reader that may leave (`| head`, a terminal) while training goes on."""
 
 import errno
 import os
@@ -55,3 +55,8 @@ def enduring_output() -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         sys.stdout, sys.stderr = before
+
+
+def is_first_rank() -> bool:
+    """Whether this process prints for the run."""
+    return os.environ.get("RANK", "0") == "0"

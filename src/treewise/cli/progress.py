@@ -16,7 +16,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from typing_extensions import override
 
-from treewise.cli.training_run import LOG
+from treewise.cli.run_folder import LOG
 from treewise.errors import num
 
 # Metrics of objectives that a line shows, with their short names.

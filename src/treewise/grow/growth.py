@@ -113,12 +113,7 @@ def grow(
             data or files.
     """
     source, output = Path(source), Path(output)
-    if operator not in OPERATORS:
-        raise ConfigError(f"operator is {operator!r}; choose one of {', '.join(OPERATORS)}.")
-    if optimizer not in OPTIMIZER_CHOICES or (optimizer == "grow" and operator in LEARNED):
-        raise ConfigError(f"optimizer is {optimizer!r}; choose drop, or grow with operator copy or stack.")
-    if not 0 <= noise < math.inf:
-        raise ConfigError(f"noise is {noise}; give a finite number that is not negative.")
+    _check_settings(operator, optimizer, noise)
     if output.exists():
         raise ConfigError(f"{output} exists already; name a folder that does not exist.")
     if operator in LEARNED and not forests:
@@ -164,6 +159,15 @@ def grow(
             _judge(report, plan)
         (folder / "grow.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return report
+
+
+def _check_settings(operator: str, optimizer: str, noise: float) -> None:
+    if operator not in OPERATORS:
+        raise ConfigError(f"operator is {operator!r}; choose one of {', '.join(OPERATORS)}.")
+    if optimizer not in OPTIMIZER_CHOICES or (optimizer == "grow" and operator in LEARNED):
+        raise ConfigError(f"optimizer is {optimizer!r}; choose drop, or grow with operator copy or stack.")
+    if not 0 <= noise < math.inf:
+        raise ConfigError(f"noise is {noise}; give a finite number that is not negative.")
 
 
 def plan_of(config: Any, target: Target, operator: str, noise: float, seed: int) -> GrowthPlan:

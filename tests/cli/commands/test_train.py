@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.load_model import DEMO_MODEL, load_model, locate
 from treewise.cli.main import main
-from treewise.cli.training_run import FINISHED
+from treewise.cli.run_folder import FINISHED
 from treewise.errors import ConfigError
 from treewise.trainer import TreeTrainer
 from treewise.trainer.checkpoint import contents

@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treewise.cli import curriculum_order, online_run, training_run
+from treewise.cli import curriculum_order, online_run, run_folder, training_run
 from treewise.cli.config import RunConfig, read_config, schema
 from treewise.cli.key_help import formatter_with
 from treewise.cli.objective import typed_settings
+from treewise.cli.output import is_first_rank
 from treewise.data.sources import open_sources
 from treewise.errors import ConfigError, DataError
 
@@ -86,8 +87,13 @@ def run(args: argparse.Namespace) -> int:
     _check_mesh(config)
     objective = _objective(config)
     curriculum_order.check_curriculum(config)
-    if not args.dry_run and training_run.is_first_rank():
-        training_run.check_folder(Path(config.training["output_dir"]), args.resume, args.overwrite)
+    if not args.dry_run and is_first_rank():
+        run_folder.check_folder(Path(config.training["output_dir"]), args.resume, args.overwrite)
+    return _run_recorded(args, config, objective)
+
+
+def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: Any) -> int:
+    """Credits the recorded rollouts, computes their log-probs and trains on them; returns the exit code."""
     from treewise.cli.epoch_means import EpochMeans, GapWarning
     from treewise.rl import checks as rl_checks
     from treewise.rl import update as rl_update  # slow to import
@@ -121,15 +127,15 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(arguments.output_dir)
     facts = [dataset.fingerprint, config.model, config.more.get("reference"), config.dtype]
     with ExitStack() as stack:
-        resume_from = training_run.begin(stack, args, config, arguments)
-        training_run.check_steps_left(arguments, len(update.trees), resume_from)
+        resume_from = run_folder.begin(stack, args, config, arguments)
+        run_folder.check_steps_left(arguments, len(update.trees), resume_from)
         saved = rl_update.load_scores(folder, update, facts) if resume_from else None
         update = saved or _scored(config, arguments, model, update)
         _print_update(config, update)
-        if training_run.is_first_rank():
+        if is_first_rank():
             rl_update.save_scores(folder, update, facts)
         callbacks = [EpochMeans(SHOWN), GapWarning(config.more.get("logprob_gap_limit", rl_checks.MAX_GAP))]
-        if training_run.is_first_rank():
+        if is_first_rank():
             for line in rl_checks.warnings_of(update.trees, getattr(objective, "weighting", "per_trajectory")):
                 print(f"warning: {line}", file=sys.stderr)
         order = curriculum_order.order_of(config, arguments, model, update.trees, objective)
@@ -254,5 +260,5 @@ def _print_update(config: RunConfig, update: "Update") -> None:
     reference = config.more.get("reference") or (
         "the policy without adapters" if config.lora else "the starting policy"
     )
-    if training_run.is_first_rank():
+    if is_first_rank():
         print(describe(update, config.more["objective"], reference))

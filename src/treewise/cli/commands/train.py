@@ -6,9 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from treewise.cli import curriculum_order, preferences, training_run
+from treewise.cli import curriculum_order, preferences, run_folder, training_run
 from treewise.cli.config import read_config, schema
 from treewise.cli.key_help import formatter_with
+from treewise.cli.output import is_first_rank
 
 KEYS = {
     "objective": str | None,
@@ -36,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     curriculum_order.check_curriculum(config)
     training_run.check_flags(args, config)
     arguments = training_run.training_arguments(config)
-    if not args.dry_run and training_run.is_first_rank():
-        training_run.check_folder(Path(arguments.output_dir), args.resume, args.overwrite)
+    if not args.dry_run and is_first_rank():
+        run_folder.check_folder(Path(arguments.output_dir), args.resume, args.overwrite)
     train_data, eval_data, tokenizer = training_run.load_data(config, read_only=args.dry_run)
     model = training_run.load_model(config, arguments)
     for dataset in (train_data, *([] if eval_data is None else [eval_data])):
@@ -47,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
         return training_run.dry_run(arguments, model, train_data)
     command = shlex.join(["treewise", "train", *args.overrides])
     with ExitStack() as stack:
-        resume_from = training_run.begin(stack, args, config, arguments)
-        training_run.check_steps_left(arguments, len(train_data), resume_from)
+        resume_from = run_folder.begin(stack, args, config, arguments)
+        run_folder.check_steps_left(arguments, len(train_data), resume_from)
         train: Any = train_data
         evaluation: Any = eval_data
         if objective is not None:

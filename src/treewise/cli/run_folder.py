@@ -1,0 +1,158 @@
+"""The folder of a run: what it may hold before a run begins, what to resume from, and the settings written into it."""
+
+import argparse
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treewise.cli.config import RunConfig, differences, resolved_text
+from treewise.cli.output import is_first_rank
+from treewise.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from treewise.trainer import TreeTrainingArguments
+
+_RESOLVED = "resolved_config.yaml"
+FINISHED = "trainer_state.json"  # written into the run's folder when it ends
+LOG = "log.jsonl"
+_KEEP_MEMORY = "TREEWISE_KEEP_FREED_MEMORY"  # 0: freed memory is returned to the system
+
+
+def check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
+    """Raises `ConfigError` where the folder holds a run that would be lost."""
+    from treewise.trainer.checkpoint import store
+
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir {folder} is a file.")
+    if overwrite:
+        return
+    saved = store.checkpoints(folder)
+    if (folder / FINISHED).exists() and not (resume and saved):
+        raise ConfigError(
+            f"output_dir {folder} holds a finished run"
+            + (", of which no checkpoint was saved" if resume else "")
+            + f"; choose another (with --model {folder} to go on from its weights), "
+            + ("" if resume else "--resume with more --max_steps or --num_train_epochs to train it further, ")
+            + "or --overwrite to train again."
+        )
+    if saved and not resume:
+        raise ConfigError(
+            f"output_dir {folder} holds a run up to {saved[-1].name}; choose another, --resume to go on, "
+            "or --overwrite to start anew."
+        )
+
+
+def begin(
+    stack: ExitStack, args: argparse.Namespace, config: RunConfig, arguments: "TreeTrainingArguments"
+) -> str | bool | None:
+    """Locks the run's folder until `stack` closes, prepares it, and returns what to resume from. The first rank acts.
+
+    From now on the process of a run on a CPU keeps the memory that it frees (`_KEEP_MEMORY`).
+
+    Raises:
+        ConfigError: the folder holds another run, is in use, or cannot be written.
+        CheckpointError: no such checkpoint.
+    """
+    from treewise.distributed import ranks
+    from treewise.nn.device import keep_freed_memory
+    from treewise.trainer.run_lock import RunLock
+
+    folder = Path(arguments.output_dir)
+    if arguments.device.type == "cpu" and os.environ.get(_KEEP_MEMORY) != "0":
+        keep_freed_memory()  # once models are loaded, which frees what it does not need again
+
+    def prepare() -> str | bool | None:
+        stack.enter_context(_leaving_nothing(folder))
+        stack.enter_context(RunLock(folder))
+        check_folder(folder, args.resume, args.overwrite)  # again: another run may have been faster
+        resume_from = _resume_point(folder, args.resume)
+        _write_resolved(folder, config, arguments, args.overwrite, resume_from is not None)
+        return resume_from
+
+    return ranks.on_first_rank(prepare)
+
+
+def check_steps_left(arguments: "TreeTrainingArguments", num_trees: int, resume_from: str | bool | None) -> None:
+    """Raises `ConfigError` where a finished run is resumed without further steps; a run with further steps is open."""
+    from treewise.trainer.checkpoint import store
+    from treewise.trainer.run_summary import num_optimizer_steps
+
+    folder = Path(arguments.output_dir)
+    if resume_from is None or not (folder / FINISHED).exists():
+        return
+    newest = store.checkpoints(folder)[-1] if resume_from is True else Path(str(resume_from))
+    step, wanted = newest.name.rpartition("-")[2], num_optimizer_steps(arguments, num_trees)
+    if step.isdigit() and int(step) >= wanted:
+        raise ConfigError(
+            f"output_dir {folder} holds a finished run of {int(step):,} steps, and the settings ask for {wanted:,}; "
+            "give more --max_steps or --num_train_epochs to train it further."
+        )
+    if is_first_rank():
+        (folder / FINISHED).unlink()  # the run is open again
+
+
+@contextmanager
+def _leaving_nothing(folder: Path) -> Iterator[None]:
+    """Removes the settings of a run that failed before it trained, and its folder if the run created it."""
+    was_there = folder.exists()
+    is_fresh = not was_there or (folder.is_dir() and not any(folder.iterdir()))
+    try:
+        yield
+    except BaseException:
+        if is_fresh and folder.is_dir() and {path.name for path in folder.iterdir()} <= {_RESOLVED, LOG}:
+            for name in (_RESOLVED, LOG):
+                (folder / name).unlink(missing_ok=True)
+            if not was_there:
+                folder.rmdir()
+        raise
+
+
+def _resume_point(folder: Path, resume: str | None) -> str | bool | None:
+    """What to resume from: a path, True for the newest complete checkpoint, or None."""
+    from treewise.trainer.checkpoint import store
+
+    if resume is None:
+        return None
+    if resume != "newest":
+        if resume.endswith((".yaml", ".yml")):
+            raise ConfigError(f"--resume {resume}: CONFIG.yaml comes first, then --resume.")
+        if not Path(resume).is_dir():
+            raise CheckpointError(f"{resume}: no such checkpoint.")
+        return resume
+    for line in store.recover(folder):
+        print(line, file=sys.stderr)
+    if store.checkpoints(folder):
+        return True
+    print(f"no complete checkpoint in {folder}: starting from step 0")
+    return None
+
+
+def _write_resolved(
+    folder: Path, config: RunConfig, arguments: "TreeTrainingArguments", overwrite: bool, is_resumed: bool
+) -> None:
+    from treewise.trainer.checkpoint import store
+    from treewise.trainer.checkpoint.manifest import write_atomically
+
+    resolved = folder / _RESOLVED
+    try:
+        if overwrite:
+            store.recover(folder)
+            for path in store.checkpoints(folder):
+                shutil.rmtree(path)
+            for path in (resolved, folder / FINISHED, folder / LOG):
+                path.unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = resolved_text(config, arguments)
+        by_trainer = {item.name for item in dataclasses.fields(arguments)}  # it compares them with the checkpoint's
+        if is_resumed and resolved.exists():
+            for change in differences(resolved.read_text(encoding="utf-8"), text):
+                if change.partition(":")[0] not in by_trainer:
+                    print(f"changed since this run began: {change}", file=sys.stderr)
+        write_atomically(resolved, text)
+    except OSError as error:
+        raise ConfigError(f"output_dir {folder} cannot be written ({error.strerror}).") from error
