@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from treewise import objectives
-from treewise.engine import TreeEngine, engine, walk
+from treewise.engine import TreeEngine, step_checks, walk
 from treewise.errors import ConfigError, VerificationError
 from treewise.nn.attention.gateway import Gateway
 from treewise.objectives import NORMALIZATIONS, SFT, Terms
@@ -57,7 +57,7 @@ def test_siblings_that_see_one_another_fail(monkeypatch: pytest.MonkeyPatch) -> 
         return replace(layout, hi=np.full_like(layout.hi, layout.num_tokens))
 
     for name in ("probe", "probe_gradients"):  # they would notice first
-        monkeypatch.setattr(engine, name, lambda *args: None)
+        monkeypatch.setattr(step_checks, name, lambda *args: None)
     monkeypatch.setattr(walk, "lay_out", leaky)
     report = verify(tiny_llama(), branching())
     assert {line.split()[0] for line in report.failures} == {"loss", "max_logprob", "gradient", "worst_parameter"}
@@ -69,7 +69,7 @@ def test_positions_of_the_layout_instead_of_depths_fail(monkeypatch: pytest.Monk
         return replace(layout, depth=np.arange(layout.num_tokens, dtype=np.int32))
 
     for name in ("probe", "probe_gradients"):  # they would notice first
-        monkeypatch.setattr(engine, name, lambda *args: None)
+        monkeypatch.setattr(step_checks, name, lambda *args: None)
     monkeypatch.setattr(walk, "lay_out", misplaced)
     assert not verify(tiny_llama(), branching()).passed
 

@@ -18,10 +18,9 @@ from treewise.distributed.mesh import Mesh, check_same_plan, mesh_of
 from treewise.engine.budget import AUTO, Budget, gateway_token_bytes, state_bytes
 from treewise.engine.context_walk import ContextWalk
 from treewise.engine.differentiable import Reader, Values, backward_through, hidden_reader, restore, tree_values
-from treewise.engine.gradient_probe import probe_gradients
 from treewise.engine.lockstep import Exchange, Lockstep
 from treewise.engine.prepared import PlanSettings, PreparedForest, as_prepared, prepare
-from treewise.engine.probe import probe, probe_images, text_ids
+from treewise.engine.probe import text_ids
 from treewise.engine.scoring import (
     StepLoss,
     StepOutput,
@@ -31,22 +30,16 @@ from treewise.engine.scoring import (
     token_reader,
     with_router_loss,
 )
+from treewise.engine.step_checks import StepChecks
 from treewise.engine.vision import ForestVision, PixelsOf, cached_by_digest, processed_by
 from treewise.engine.walk import Walk
 from treewise.errors import ConfigError, UnsupportedModelError, check_choice
 from treewise.nn.attention import choose
-from treewise.nn.device import to_device
 from treewise.nn.flops import FlopModel, flop_model
 from treewise.nn.model import base_model, is_current, split_model
-from treewise.nn.model_checks import (
-    refuse_candidates,
-    refuse_dropout,
-    refuse_lengths,
-    refuse_placeholders,
-    refuse_tokens,
-)
+from treewise.nn.model_checks import refuse_candidates
 from treewise.nn.recurrent import peak_cuts
-from treewise.nn.router_loss import RouterCounts, RouterLoss, check_router_loss, router_loss_rule
+from treewise.nn.router_loss import RouterCounts, RouterLoss, router_loss_rule
 from treewise.objectives import SFT, Objective
 from treewise.objectives.protocol import Terms
 from treewise.planning.planner import Plan
@@ -131,8 +124,7 @@ class TreeEngine:
         self.router_loss_rule = router_loss_rule(
             base_model(model), wants_aux=router_aux_loss, z_coefficient=router_z_coefficient
         )
-        self._should_probe = check
-        self._is_probed = self._are_images_probed = self._are_gradients_probed = False
+        self._checks = StepChecks(model, has_probes=check)
         self._lockstep: Lockstep | None = None
         self._flops: FlopModel | None = None  # for images
         self._latest_pixels: tuple[weakref.ref[Forest], PixelsOf] | None = None
@@ -454,28 +446,12 @@ class TreeEngine:
         """
         if not is_current(self.lm):
             self.lm = split_model(self.model)
-            self._is_probed = self._are_images_probed = self._are_gradients_probed = False
-        some_text = text_ids(forest)
-        refuse_dropout(self.model)
-        refuse_tokens(self.lm, forest)
-        refuse_placeholders(self.lm, np.where(forest.images.covers(forest.num_tokens), -1, forest.token_ids))
-        refuse_lengths(self.lm, int(forest.depth.max()) + 1)
-        if self._should_probe and not self._is_probed:
-            probe(self.lm, self.implementation, some_text)
-            if self.router_loss_rule is not None and self.router_loss_rule.aux_coefficient:
-                some = to_device(some_text[:12], self.lm.device, torch.long)
-                check_router_loss(self.lm.model, self.router_loss_rule, some)
-            self._is_probed = True
-        # Where ranks compute together, a forward of one rank alone would wait for the others for ever.
+            self._checks.renew()
+        # Where ranks compute together, a forward of one rank alone would wait for the others for ever. Tensors of
+        # images that a trainer gives (`values(pixels_of=)`) come without a processor for a flat row.
         is_alone = self._lockstep is None and self._mesh is None and self._context is None
-        # Tensors of images that a trainer gives (`values(pixels_of=)`) come without a processor for a flat row.
-        is_alone &= self.processor is not None
-        if self._should_probe and len(forest.images) and not self._are_images_probed and is_alone:
-            probe_images(self.lm, self.implementation, forest, self.processor)
-            self._are_images_probed = True
-        if self._should_probe and not self._are_gradients_probed and torch.is_grad_enabled():
-            probe_gradients(self.lm, self.implementation, some_text)
-            self._are_gradients_probed = True
+        processor = self.processor if is_alone else None
+        self._checks.check(self.lm, self.implementation, forest, self.router_loss_rule, processor)
 
     def enable_lockstep(self, exchange: Exchange) -> None:
         """Runs every later walk in lockstep with the other ranks.

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.helpers import call, save_tiny_model, write_rows
 from tests.vision_models import IMAGE_TOKEN, png, seeing_model, tiny_processor
 from treewise.cli.main import main
-from treewise.engine import engine, walk
+from treewise.engine import step_checks, walk
 from treewise.planning.layout import Layout, lay_out
 
 TRUNK = list(range(1, 13))
@@ -40,7 +40,7 @@ def test_different_is_exit_code_1_and_names_the_worst_parameter(
         return replace(layout, hi=np.full_like(layout.hi, layout.num_tokens))
 
     for name in ("probe", "probe_gradients"):  # they would notice first
-        monkeypatch.setattr(engine, name, lambda *args: None)
+        monkeypatch.setattr(step_checks, name, lambda *args: None)
     monkeypatch.setattr(walk, "lay_out", leaky)
     assert call("verify", rows, "--model", model) == 1
     out = capsys.readouterr().out
