@@ -11,12 +11,13 @@ import treewise
 from treewise.bench.model_shapes import random_model
 from treewise.bench.suite import measure_workload
 from treewise.bench.workloads import make
+from treewise.engine.step_memory import step_memory
 from treewise.errors import TreewiseError, bytes_as_text
 from treewise.nn.attention.flex import flex_attention_tree
 from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, shown
 from treewise.nn.device import synchronized_clock
-from treewise.nn.flops import flop_model
 from treewise.nn.releases import installed_version
+from treewise.planning.planner import plan as make_plan
 from treewise.tree.forest import Forest
 
 # Distribution, versions, and what is wrong with them.
@@ -108,15 +109,14 @@ def _step(device: torch.device, max_seconds: float) -> dict[str, Any]:
     tree = row["contestants"]["tree"]
     if "skipped" in tree or "skipped" in row["contestants"]["flat"]:
         return {"failed": tree.get("skipped") or row["contestants"]["flat"]["skipped"]}
-    num_tokens, flops = Forest.from_trajectories(workload.trajectories).num_tokens, flop_model(model)
+    whole = make_plan(Forest.from_trajectories(workload.trajectories))
     return {
         "what": f"{shape}, {workload.name}, {str(dtype).removeprefix('torch.')}",
         "speed_up": row["speed_up"]["flat"]["tree"],
         "flop_bound": row["flop_bound"],
         "gradient_error": tree["gradient_error"],
         "peak_bytes": tree["peak_bytes"],
-        "estimated_bytes": num_tokens * flops.token_bytes(dtype, device.type)
-        + flops.head_bytes(num_tokens, dtype, device.type),
+        "estimated_bytes": step_memory(model, whole, device.type).total,
     }
 
 

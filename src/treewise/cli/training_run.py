@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from treewise.cli.aliases import as_text
 from treewise.cli.argument_checks import check_settings
 from treewise.cli.config import RunConfig
-from treewise.cli.load_model import load_processor, load_weights, locate
+from treewise.cli.load_model import adapted, load_processor, load_weights, locate
 from treewise.cli.output import is_first_rank
 from treewise.cli.run_folder import FINISHED
 from treewise.data.io.printable import printable
@@ -159,19 +159,14 @@ def with_adapters(model: Any, config: RunConfig, seed: int) -> Any:
     """The model with new adapters where the configuration asks for them, else as it is."""
     if config.lora is None:
         return model
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    if bits_of(config) is not None:  # norms and embeddings in float32
+        from peft import prepare_model_for_kbit_training
+
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     from transformers import set_seed
 
-    if bits_of(config) is not None:  # norms and embeddings in float32
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-
     set_seed(seed)  # adapters start from random numbers
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
-            return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **config.lora}))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"lora: {error}") from error
+    return adapted(model, config.lora)
 
 
 def dry_run(arguments: "TreeTrainingArguments", model: Any, dataset: Any) -> int:

@@ -66,6 +66,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of the autocast that is enabled on a type of device; None without, and for tensors without data."""
+    is_enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_enabled else None
+
+
 def synchronized_clock(device: torch.device) -> float:
     """`time.perf_counter()` once the device has finished all queued work. Seconds."""
     if device.type == "cuda":

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.nn.lm_head import MAX_LOGITS
 from treewise.nn.vision.costs import VisionCosts, vision_costs
 from treewise.planning.partition import ATTENTION_BACKWARD
 from treewise.planning.planner import Plan
@@ -37,13 +36,8 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "
 CALLS_PER_LAYER = {"diffllama": 2}
 # Values that a tower keeps for the backward, per input and output of a linear layer: residuals and norms too.
 ACTIVATIONS_PER_LINEAR = 1.15
-# What a norm keeps: its input, in float32 also where the model is in half precision, and its output.
+# What a norm keeps: its input and its output.
 VALUES_PER_NORM = 2
-# Chunks of float32 logits alive in the backward of log-probs, in float32 and in half precision.
-LOGIT_CHUNKS, LOGIT_CHUNKS_HALF = 3, 4
-# Resident memory over that of live tensors, by type of device: glibc's heap has holes. SmolLM2 on 433 to 2,899 tokens
-# takes 1.1 to 1.3 times the activations that autograd keeps.
-ALLOCATOR_FACTOR = {"cpu": 1.15}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +64,8 @@ class FlopModel:
 
     linear, linear_backward: per token. head, head_backward: per projected row. pair_forward: per pair, for all layers
     of a reach together. gateway_values: keys and values per token, all layers. activation_values: an estimate of
-    the values kept per token for the backward, of which norm_values are in float32 in every model (inputs of norms;
-    their outputs, too, in Gemma). vocabulary: logits of a row. vision: of the tower and its projector; None without.
+    the values kept per token for the backward (`engine.step_memory` counts them). vocabulary: logits of a row. vision:
+    of the tower and its projector; None without.
     """
 
     linear: float
@@ -84,25 +78,7 @@ class FlopModel:
     gateway_values: int
     activation_values: int
     vision: VisionCosts | None = None
-    norm_values: int = 0
     vocabulary: int = 0
-
-    def token_bytes(self, dtype: torch.dtype, device_type: str = "cuda") -> int:
-        """Bytes of a token with live activations, without checkpointing; on a CPU what the allocator adds."""
-        wide = torch.promote_types(dtype, torch.float32).itemsize
-        values = dtype.itemsize * self.activation_values + (wide - dtype.itemsize) * self.norm_values
-        return round(ALLOCATOR_FACTOR.get(device_type, 1.0) * values)
-
-    def head_bytes(self, num_rows: int, dtype: torch.dtype, device_type: str = "cuda") -> int:
-        """Bytes beside them while log-probs of so many rows are in their backward: logits, and the head's gradient.
-
-        Heads with a cap on their logits take up to two chunks of logits more.
-        """
-        wide = torch.promote_types(dtype, torch.float32).itemsize
-        chunk = min(num_rows, max(1, MAX_LOGITS.get(device_type, MAX_LOGITS["cpu"]) // max(1, self.vocabulary)))
-        weight = round(self.head / 2) * (wide + (dtype.itemsize if dtype.itemsize < wide else 0))
-        num_chunks = LOGIT_CHUNKS_HALF if dtype.itemsize < wide else LOGIT_CHUNKS
-        return num_chunks * chunk * self.vocabulary * wide + (weight if self.head_backward > self.head else 0)
 
     def flat(self, forest: Forest) -> float:
         """One forward and backward of every trajectory alone."""
@@ -254,7 +230,6 @@ def flop_model(model: nn.Module) -> FlopModel:
         gateway_values=gateway_values(config),
         activation_values=round(activations) + VALUES_PER_NORM * norms,
         vision=vision_costs(model, ACTIVATIONS_PER_LINEAR),
-        norm_values=norms * (2 if type(decoder).__name__.startswith("Gemma") else 1),
         vocabulary=0 if head is None else head.weight.shape[0],
     )
 

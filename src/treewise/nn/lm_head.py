@@ -10,6 +10,7 @@ Letters: R projected rows, E edges, M model width, V vocabulary.
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -20,13 +21,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from treewise.errors import ConfigError
-from treewise.nn.device import to_device
+from treewise.nn.device import autocast_dtype, to_device
 from treewise.nn.tensor_parallel import VocabularyShard
 from treewise.shapes import Float, Int
 
 OUTPUTS = ("log_probs", "entropy")  # of an edge; the names are TRL's, see `edge_values`
 # Logits alive at a time: 64 MiB of float32 on a CPU, where caches are small; 512 MiB on a GPU.
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}
+_NUM_SLICES = 8  # of a chunk, for sums over its rows; what they compute on the way is no larger than one of them
+# Values of the weight whose gradient is added up at a time where it is wider than the product: 24 MiB with the copy.
+_MAX_PRODUCT = 2**22
 
 _Bounds = tuple[tuple[int, int], tuple[int, int]]  # of a chunk: its rows, and its edges
 
@@ -254,7 +258,7 @@ class _EdgeValues(torch.autograd.Function):
         bounds: list[_Bounds],
         with_entropy: bool,
     ) -> Any:
-        dtype = _compute_dtype(hidden)
+        dtype = autocast_dtype(hidden.device.type) or hidden.dtype
         hidden = hidden.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         target_E = hidden.new_empty(len(target), dtype=wide)  # logits
@@ -265,10 +269,10 @@ class _EdgeValues(torch.autograd.Function):
         head.slot.clear()
         for (start, end), (low, high) in bounds:
             logits, _ = _finish(_project(hidden[start:end], cast_weight, bias, wide), head)
-            lse = lse_R[start:end] = torch.logsumexp(logits, dim=1)
+            lse_R[start:end] = _over_rows(_log_sums, logits)
             target_E[low:high] = logits[edge_row[low:high] - start, column_E[low:high]]
             if with_entropy:
-                mean_R[start:end] = (torch.exp(logits - lse[:, None]) * logits).sum(1)
+                mean_R[start:end] = _over_rows(_means, logits, lse_R[start:end, None])
         if head.shard is not None and is_own_E is not None:
             target_E = torch.where(is_own_E, target_E, 0)
             target_E, lse_R, mean_R = head.shard.combined(target_E, lse_R, mean_R)
@@ -312,16 +316,17 @@ class _EdgeValues(torch.autograd.Function):
                 grad *= -row_grad[start:end, None]
             local = edge_row[low:high] - start
             grad.index_put_((local, column[low:high]), logprob_grad[low:high], accumulate=True)
-            grad = (grad * slope if slope is not None else grad).to(dtype)
+            if slope is not None:
+                grad *= slope
+            del logits, slope  # a chunk, which the next turn and products in half precision need not find alive
+            grad = grad.to(dtype)
             if hidden_grad is not None:
                 torch.mm(grad, cast_weight, out=hidden_grad[start:end])
             if weight_grad is not None:
-                if weight_grad.dtype == dtype:
-                    weight_grad.addmm_(grad.t(), hidden[start:end])
-                else:
-                    weight_grad += grad.t() @ hidden[start:end]
+                _add_product(weight_grad, grad, hidden[start:end])
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
+            del grad
         if ctx.head.shard is not None and hidden_grad is not None:
             ctx.head.shard.add_up(hidden_grad)
         if ctx.head.gradients is not None:
@@ -332,16 +337,34 @@ class _EdgeValues(torch.autograd.Function):
         return hidden_grad, *cast, None, None, None, None, None
 
 
-def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
 def _project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
     logits = torch.mm(hidden, weight.t())
     if bias is not None:
         logits += bias.to(logits.dtype)
     return logits.to(wide)
+
+
+def _over_rows(reduce: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """[R] values of the rows of [R, V] and [R, 1] tensors, a slice of the rows at a time."""
+    size = -(-len(tensors[0]) // _NUM_SLICES)
+    return torch.cat([reduce(*parts) for parts in zip(*(each.split(size) for each in tensors), strict=True)])
+
+
+def _log_sums(logits: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(logits, dim=1)
+
+
+def _means(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    return torch.sub(logits, lse).exp_().mul_(logits).sum(1)
+
+
+def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Adds the transpose of `grad` ([R, V]) times `hidden` ([R, M]) to `total` ([V, M]), which may be wider."""
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), hidden)
+        return
+    for start in range(0, len(total), size := max(1, _MAX_PRODUCT // total.shape[1])):
+        total[start : start + size] += (grad[:, start : start + size].t() @ hidden).to(total.dtype)
 
 
 def _finish(
@@ -358,7 +381,7 @@ def _finish(
         logits /= head.softcap
         logits.tanh_()
         if with_slope:
-            slope = (1 - logits.square()) * (head.scale / head.temperature)
+            slope = logits.square().neg_().add_(1).mul_(head.scale / head.temperature)
         logits *= head.softcap
     if head.temperature != 1.0:
         logits /= head.temperature

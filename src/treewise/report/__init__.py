@@ -7,17 +7,27 @@ draws them as HTML. Nothing is printed here.
 from treewise.report.analysis.context_facts import report_context
 from treewise.report.analysis.facts import Finding, InspectReport, TreeFacts, inspect_forests, sum_facts, tree_facts
 from treewise.report.analysis.mesh_facts import MeshReport, read_bytes_setting, read_mesh, report_mesh
-from treewise.report.analysis.plan_facts import PlanReport, report_plan
+from treewise.report.analysis.plan_facts import BudgetMemory, PlanReport, report_budgets, report_plan
 from treewise.report.analysis.run_log import RunReport, read_run
-from treewise.report.terminal import inspect_view, mesh_view, plan_view, run_view, verdict_view, verification_view
+from treewise.report.terminal import (
+    budgets_view,
+    inspect_view,
+    mesh_view,
+    plan_view,
+    run_view,
+    verdict_view,
+    verification_view,
+)
 
 __all__ = [
+    "BudgetMemory",
     "Finding",
     "InspectReport",
     "MeshReport",
     "PlanReport",
     "RunReport",
     "TreeFacts",
+    "budgets_view",
     "inspect_forests",
     "inspect_view",
     "mesh_view",
@@ -25,6 +35,7 @@ __all__ = [
     "read_bytes_setting",
     "read_mesh",
     "read_run",
+    "report_budgets",
     "report_context",
     "report_mesh",
     "report_plan",

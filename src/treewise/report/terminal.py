@@ -13,7 +13,7 @@ from treewise.planning.planner import Plan
 from treewise.report.analysis.context_facts import ContextReport
 from treewise.report.analysis.facts import Finding, InspectReport
 from treewise.report.analysis.mesh_facts import USABLE, MeshReport
-from treewise.report.analysis.plan_facts import PlanReport
+from treewise.report.analysis.plan_facts import BudgetMemory, PlanReport
 from treewise.report.analysis.run_log import RunReport
 from treewise.verification.report import VerificationReport
 
@@ -94,13 +94,14 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
         return Group(description, Text("name a --model for bytes and time", style="dim"))
     table = _facts_table(f"predicted for {report.model} in {report.dtype} (from shapes; not measured)")
     table.add_row("weights, gradients, AdamW", bytes_as_text(report.bytes_weights))
-    table.add_row(
-        "activations", f"{bytes_as_text(report.bytes_activations)} for {report.peak_live_tokens:,} live tokens"
-    )
+    live, read = f"{report.peak_live_tokens:,}", f"{report.peak_gateway_tokens:,}"
+    table.add_row("activations", f"{bytes_as_text(report.bytes_activations)}, at most {live} live tokens")
     if report.bytes_images:
         table.add_row("images", f"{bytes_as_text(report.bytes_images)} of the tower's graph, kept beside them")
-    table.add_row("gateways", f"{bytes_as_text(report.bytes_gateways)} for {report.peak_gateway_tokens:,} tokens")
-    table.add_row("logits, gradient of the head", bytes_as_text(report.bytes_head))
+    table.add_row("gateways", f"{bytes_as_text(report.bytes_gateways)}, at most {read} tokens")
+    table.add_row("logits, gradients on their way", bytes_as_text(report.bytes_others))
+    if report.bytes_allocator:
+        table.add_row("allocator of the CPU", bytes_as_text(report.bytes_allocator))
     table.add_row("peak memory", bytes_as_text(report.bytes_peak))
     table.add_row("time / flat", f"{report.relative_time:.3f}  {1 / report.relative_time:.2f} times faster by FLOPs")
     leaf = f"{report.relative_leaf_time:.3f}  {1 / report.relative_leaf_time:.2f} times faster by FLOPs"
@@ -109,6 +110,18 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
         speed = f"at most {1 / report.relative_tree_time:.2f} of its speed"
         table.add_row("time / one micro-batch", f"{report.relative_tree_time:.3f}  {speed}")
     return Group(description, table)
+
+
+def budgets_view(budgets: Sequence[BudgetMemory]) -> RenderableType:
+    """What each budget would cost."""
+    table = Table(title="peak of a step beside weights, gradients, AdamW", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("budget", "micro-batches", "recomputed", "peak"):
+        table.add_column(name, justify="right")
+    for each in budgets:
+        budget = "none" if each.max_tokens is None else f"{each.max_tokens:,}"
+        share, peak = f"{each.recomputed_share:.0%}", bytes_as_text(each.bytes_step)
+        table.add_row(budget, f"{each.num_micro_batches:,}", share, peak)
+    return table
 
 
 def mesh_view(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.helpers import call, save_tiny_model, write_rows
+from treewise.cli.main import main
 
 TRUNK = list(range(1, 21))
 
@@ -36,7 +37,8 @@ def test_json_agrees_with_the_shapes_of_the_model(
     assert facts["num_computed_tokens"] == 84
     # 2 layers, 2 key-value heads of 8, keys and values, float32 for them and for their gradients.
     assert facts["bytes_per_gateway_token"] == 2 * 2 * 8 * 2 * 8
-    assert facts["bytes_gateways"] == facts["peak_gateway_tokens"] * facts["bytes_per_gateway_token"]
+    assert facts["bytes_gateways"] == 16 * facts["bytes_per_gateway_token"]  # at the fullest pass; 20 at most
+    assert [each["max_tokens"] for each in facts["budgets"]] == [None]
     assert 64 / 124 < facts["relative_time"] < 84 / 124
     # 20 of 64 tokens have a second forward, at most a third of what they cost.
     assert 1.05 < facts["relative_tree_time"] < 1 + 20 / 64 / 3
@@ -51,6 +53,28 @@ def test_the_predictions_say_that_they_are_predictions(
     assert "peak memory" in out
     assert "time / flat" in out
     assert "time / one micro-batch" in out
+
+
+def test_without_a_budget_the_memory_of_others_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And gradient checkpointing of a run's configuration is part of the prediction."""
+    model = save_tiny_model(tmp_path / "model")
+    rows = [{"token_ids": [*range(3, 60), *[10 + leaf] * 60], "group": "a"} for leaf in range(6)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    arguments = ("plan", data, "--model", model, "--json")
+    assert call(*arguments) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["num_micro_batches"] == 1
+    assert [each["max_tokens"] for each in facts["budgets"]] == [None, 256, 128]
+    whole, half, quarter = (each["bytes_step"] for each in facts["budgets"])
+    assert whole > half > quarter
+    assert facts["budgets"][0]["recomputed_share"] == 0
+    assert facts["bytes_peak"] == facts["bytes_weights"] + whole
+    assert call(*arguments[:-1]) == 0
+    assert "peak of a step" in capsys.readouterr().out
+    run = tmp_path / "run.yaml"
+    run.write_text(f"model: {model}\ndata: {data}\noutput_dir: {tmp_path}\nactivation_checkpointing: true\n")
+    assert main(["plan", "--config", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes_activations"] < facts["bytes_activations"]
 
 
 def test_a_mesh_and_the_memory_of_a_gpu(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

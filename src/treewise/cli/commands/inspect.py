@@ -9,8 +9,9 @@ from rich.console import Console
 
 import treewise
 from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
-from treewise.cli.load_model import DTYPES, load_flop_model
+from treewise.cli.load_model import DTYPES, load_shapes
 from treewise.errors import ConfigError
+from treewise.nn.flops import flop_model
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view, verdict_view
 from treewise.report.analysis.lost_totals import LostCollector
 from treewise.report.analysis.token_text import TokenText
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         return _write_html(args, logged)
     printed: dict[str, Any] = {}
     if args.data:
-        flops = None if args.model is None else load_flop_model(args.model, args.gguf_file)
+        flops = None if args.model is None else flop_model(load_shapes(args.model, args.gguf_file))
         tokenizer = data_tokenizer(args)
         data = load_data(args, tokenizer, progress=not args.json)
         lost = LostCollector(TokenText(tokenizer))
@@ -79,7 +80,7 @@ def _write_html(args: argparse.Namespace, logged: RunReport | None) -> int:
 
     data_report = None
     if args.data:
-        flops = None if args.model is None else load_flop_model(args.model, args.gguf_file)
+        model = None if args.model is None else load_shapes(args.model, args.gguf_file, args.dtype)
         tokenizer = data_tokenizer(args)
         data = load_data(args, tokenizer, progress=not args.json)
         data_report = build_data_report(
@@ -88,9 +89,8 @@ def _write_html(args: argparse.Namespace, logged: RunReport | None) -> int:
             sources=args.data,
             tokenizer=tokenizer,
             tokenizer_name=None if tokenizer is None else (args.tokenizer or args.model),
-            flops=flops,
-            model=args.model,
-            dtype=args.dtype,
+            model=model,
+            model_name=args.model,
             max_tokens=args.max_tokens,
             num_drawn=args.trees,
         )

@@ -1,20 +1,25 @@
-"""`treewise plan DATA --max_tokens N`: how trees are cut into micro-batches, and what that should cost."""
+"""`treewise plan DATA`: how trees are cut into micro-batches, and what that and other budgets should cost."""
 
 import argparse
 import json
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
-from treewise.cli.load_model import DTYPES, load_config, load_flop_model
+from treewise.cli.load_model import DTYPES, load_config, load_shapes
 from treewise.errors import ConfigError
+from treewise.nn.flops import flop_model
 from treewise.planning.planner import plan
 from treewise.report import (
+    budgets_view,
     mesh_view,
     plan_view,
     read_bytes_setting,
     read_mesh,
+    report_budgets,
     report_context,
     report_mesh,
     report_plan,
@@ -25,7 +30,9 @@ from treewise.tree.forest import one_forest
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     add_data_arguments(parser)
-    parser.add_argument("--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch")
+    parser.add_argument(
+        "--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch; none: all trees in one"
+    )
     parser.add_argument("--hold", default="auto", choices=("auto", "never", "always"), help="keep open micro-batches")
     parser.add_argument("--limit", type=int, help="plan the first K trees only")
     parser.add_argument("--model", help="folder, Hub name, .gguf file or smollm2-demo: for bytes, time and tokenizer")
@@ -38,20 +45,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of all trees side by side; returns the exit code."""
-    apply_config(args, ("data", "max_tokens"), dtype="float32")
+    config = apply_config(args, ("data",), dtype="float32")
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit is {args.limit}; give the number of trees to plan, at least 1.")
     if args.model is None and (args.mesh or args.gpu_memory):
         raise ConfigError("--mesh and --gpu_memory count the bytes of a model; name it with --model.")
     mesh, gpu = read_mesh(args.mesh or "tp=1"), args.gpu_memory and read_bytes_setting(args.gpu_memory)
-    flops = None if args.model is None else load_flop_model(args.model, args.gguf_file)
+    model = flops = None
+    if args.model is not None:
+        training = {} if config is None else config.training
+        checkpointing = any(training.get(name) for name in ("activation_checkpointing", "gradient_checkpointing"))
+        lora = None if config is None else config.lora
+        model = load_shapes(args.model, args.gguf_file, args.dtype, lora=lora, checkpointing=checkpointing)
+        flops = flop_model(model)
     data = load_data(args, data_tokenizer(args), progress=not args.json)
     count = len(data) if args.limit is None else min(args.limit, len(data))
     forests = [data[index].forest() for index in range(count)]
     forest = one_forest(forests)
     planned = plan if flops is None else flops.plan
     whole = planned(forest, args.max_tokens, hold=args.hold)
-    report = report_plan(whole, flops, args.model, args.dtype)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    report = report_plan(whole, model, args.model, device_type)
+    budgets = () if model is None else report_budgets(forest, model, args.hold, device_type)
     processes = context = None
     if args.mesh or gpu:
         config, dtype = load_config(args.model, args.gguf_file), getattr(torch, report.dtype or args.dtype)
@@ -60,10 +75,13 @@ def run(args: argparse.Namespace) -> int:
             context = report_context(whole, flops, mesh["context"], dtype)
     if args.json:
         parts = {"mesh": processes, "context": context}
-        extra = {name: part.to_dict() for name, part in parts.items() if part is not None}
+        extra: dict[str, Any] = {name: part.to_dict() for name, part in parts.items() if part is not None}
+        extra["budgets"] = [asdict(each) for each in budgets]
         print(json.dumps(report.to_dict() | extra, indent=2))
         return 0
     Console().print(plan_view(whole, report))
+    if budgets:
+        Console().print(budgets_view(budgets))
     if processes is not None:
         Console().print(mesh_view(processes, report.peak_live_tokens, report.peak_gateway_tokens, context))
     return 0

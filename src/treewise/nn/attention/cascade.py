@@ -45,7 +45,7 @@ def cascade_attention(
     Raises:
         ConfigError: tensors that are not on the CPU, or grouped heads where this torch's kernel takes none.
     """
-    if query.device.type != "cpu":
+    if query.device.type not in ("cpu", "meta"):  # meta: tensors without data, whose sizes alone count
         raise ConfigError(
             f"attention='cascade' runs on the CPU, and the model is on {query.device}; use attention='auto'."
         )
@@ -94,11 +94,11 @@ class _Cascade(torch.autograd.Function):
         call: LayerCall,
     ) -> torch.Tensor:
         sources = _Sources(key, value, reads, call, query.shape[3])
-        blocks = mask.derived(_blocks, rule.window, rule.chunk, query.dtype, sources.bounds)
+        blocks = mask.derived(_blocks, rule.window, rule.chunk, query.dtype, query.device, sources.bounds)
         out = query.new_empty(1, query.shape[2], query.shape[1], sources.width).transpose(1, 2)
         lse = query.new_empty(1, query.shape[1], query.shape[2], dtype=torch.promote_types(query.dtype, torch.float32))
         padded_query = _padded(query, sources.width)
-        for rows, parts in blocks:
+        for rows, parts in _to_run(blocks, query.device):
             _attend(padded_query[:, :, rows], sources, parts, rule, out[:, :, rows], lse[:, :, rows])
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
@@ -116,7 +116,7 @@ class _Cascade(torch.autograd.Function):
         query_width = query.shape[3]
         grad, query = _padded(grad, sources.width), _padded(query, sources.width)
         query_grad = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
-        for rows, parts in ctx.blocks:
+        for rows, parts in _to_run(ctx.blocks, query.device):
             part_grads = []
             row_grad, row_query, row_out, row_lse = (each[:, :, rows] for each in (grad, query, out, lse))
             for pieces, visible in parts:
@@ -134,6 +134,16 @@ class _Cascade(torch.autograd.Function):
             sink_grad = -(taken * (grad * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
         key_grad, value_grad = gradients.finish()
         return query_grad[..., :query_width], key_grad, value_grad, sink_grad, None, None, None, None
+
+
+def _to_run(blocks: "list[_Rows]", device: torch.device) -> "list[_Rows]":
+    """All blocks; of tensors without data the largest alone, after which no other takes more memory."""
+    return [max(blocks, key=_num_pairs)] if device.type == "meta" else blocks
+
+
+def _num_pairs(block: "_Rows") -> int:
+    rows, parts = block
+    return (rows.stop - rows.start) * sum(piece.high - piece.low for pieces, _ in parts for piece in pieces)
 
 
 def _attend(
@@ -206,6 +216,7 @@ class _Piece(NamedTuple):
 
 # One kernel call of a block: the pieces that make up its keys, in order, and which of these its rows see.
 _Part = tuple[list[_Piece], Visibility]
+_Rows = tuple[slice, list[_Part]]  # of a block, and its parts
 
 
 class _Sources:
@@ -278,12 +289,17 @@ def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _blocks(
-    mask: TreeMask, window: int | None, chunk: int | None, dtype: torch.dtype, bounds: tuple[int, ...]
-) -> list[tuple[slice, list[_Part]]]:
+    mask: TreeMask,
+    window: int | None,
+    chunk: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    bounds: tuple[int, ...],
+) -> list[_Rows]:
     """The rows of each block of a mask, and its parts: the keys that some rows see, then those that all see."""
     blocks = []
     for block in mask.derived(plan_blocks, window, chunk):
-        rest = Visibility(is_causal=block.is_causal, mask=_additive(block, dtype))
+        rest = Visibility(is_causal=block.is_causal, mask=_additive(block, dtype, device))
         parts = [(_pieces(block.rest, bounds), rest)]
         if block.full:
             parts.append((_pieces(block.full, bounds), Visibility()))
@@ -301,9 +317,9 @@ def _pieces(ranges: Ranges, bounds: tuple[int, ...]) -> list[_Piece]:
     return pieces
 
 
-def _additive(block: Block, dtype: torch.dtype) -> torch.Tensor | None:
+def _additive(block: Block, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """The tile of a block as a tensor that is added to scores ([1, 1, R, K])."""
     if block.tile is None:
         return None
-    seen = torch.from_numpy(block.tile)
+    seen = torch.from_numpy(block.tile).to(device)
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[None, None]

@@ -25,6 +25,7 @@ from treewise.nn.attention.gateway import Gateway, GatewayRead, inject
 from treewise.nn.attention.implementations import implementation_named
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.query_scale import rescaled_for_depth
+from treewise.nn.device import autocast_dtype
 
 if TYPE_CHECKING:
     from treewise.nn.recurrent.rows import TreeRows
@@ -193,10 +194,8 @@ def attend(
 
 def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Casts as autocast does for scaled-dot-product attention; kernels that are called directly bypass it."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    dtype = autocast_dtype(tensors[0].device.type)
+    return list(tensors) if dtype is None else [tensor.to(dtype) for tensor in tensors]
 
 
 def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> LayerRule:

@@ -3,12 +3,15 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
+from torch import nn
 
-from treewise.nn.flops import FlopModel, gateway_bytes
+from treewise.engine.step_memory import step_memory
+from treewise.nn.flops import flop_model, gateway_bytes
 from treewise.planning.planner import Plan
+from treewise.tree.forest import Forest
 
 ADAMW_VALUES = 2  # moments kept per trained parameter
+BUDGETS, MAX_BUDGETS = [2**power for power in range(15, 6, -1)], 4  # of `report_budgets`
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +19,10 @@ class PlanReport:
     """A plan, and what it should cost on a model. Bytes and times are predictions from shapes, not measurements.
 
     relative_time: FLOPs of the plan / FLOPs of flat training; relative_tree_time: / those of the tree in one
-    micro-batch. bytes_*: of the model's dtype, gradients of gateways in float32; bytes_peak adds weights, gradients,
-    AdamW's moments, one micro-batch with what is held, the graph of the images where it is kept beside (bytes_images),
-    the gateways, and the logits and the head's gradient in the backward of log-probs (bytes_head).
+    micro-batch. bytes_*: of the model's dtype; bytes_peak adds weights, gradients, AdamW's moments and what a step
+    holds beside at its fullest moment (`engine.step_memory`): activations of one micro-batch with what is held, the
+    graph of the images where it is kept (bytes_images), the gateways, logits and gradients on their way (bytes_others),
+    and on a CPU what the resident set has beyond tensors (bytes_allocator).
     """
 
     max_tokens: int | None
@@ -38,8 +42,9 @@ class PlanReport:
     bytes_weights: int | None = None
     bytes_activations: int | None = None
     bytes_images: int | None = None
-    bytes_head: int | None = None
     bytes_gateways: int | None = None
+    bytes_others: int | None = None
+    bytes_allocator: int | None = None
     bytes_peak: int | None = None
     relative_time: float | None = None
     relative_leaf_time: float | None = None
@@ -51,30 +56,26 @@ class PlanReport:
 
 
 def report_plan(
-    plan: Plan, flops: FlopModel | None = None, model: str | None = None, dtype: str = "float32"
+    plan: Plan, model: nn.Module | None = None, name: str | None = None, device_type: str = "cpu"
 ) -> PlanReport:
-    """Facts of a plan, with predictions where a model is known."""
-    live = max(tokens for _, tokens in plan.timeline)
+    """Facts of a plan, with predictions where a model is known, with or without data; `name` is what it is called."""
     predictions: dict[str, Any] = {}
-    if flops is not None:
-        width = getattr(torch, dtype).itemsize
-        per_token = gateway_bytes(flops.gateway_values, getattr(torch, dtype))
+    if model is not None:
+        flops, dtype = flop_model(model), next(model.parameters()).dtype
         trained = flops.num_trained_parameters * (1 + ADAMW_VALUES)
-        weights = width * (flops.num_parameters + trained)
-        precision = getattr(torch, dtype)
-        activations, gateways = flops.token_bytes(precision) * live, per_token * plan.peak_gateway_tokens
-        head = flops.head_bytes(live, precision)
-        images = width * flops.kept_image_values(plan)
+        weights = dtype.itemsize * (flops.num_parameters + trained)
+        step = step_memory(model, plan, device_type)
         predictions = {
-            "model": model,
-            "dtype": dtype,
-            "bytes_per_gateway_token": per_token,
+            "model": name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "bytes_per_gateway_token": gateway_bytes(flops.gateway_values, dtype),
             "bytes_weights": weights,
-            "bytes_activations": activations,
-            "bytes_images": images,
-            "bytes_head": head,
-            "bytes_gateways": gateways,
-            "bytes_peak": weights + activations + images + gateways + head,
+            "bytes_activations": step.activations,
+            "bytes_images": step.images,
+            "bytes_gateways": step.gateways,
+            "bytes_others": step.others,
+            "bytes_allocator": step.allocator,
+            "bytes_peak": weights + step.total,
             "relative_time": flops.planned(plan) / flops.flat(plan.forest),
             "relative_leaf_time": flops.planned(plan) / flops.leaf(plan.forest),
             "relative_tree_time": flops.planned(plan) / flops.tree(plan.forest),
@@ -89,7 +90,33 @@ def report_plan(
         num_held_tokens=plan.num_held_tokens,
         num_recomputed_tokens=plan.num_recomputed_tokens,
         num_computed_tokens=plan.num_computed_tokens,
-        peak_live_tokens=live,
+        peak_live_tokens=max(tokens for _, tokens in plan.timeline),
         peak_gateway_tokens=plan.peak_gateway_tokens,
         **predictions,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetMemory:
+    """What a budget would cost. bytes_step: at the peak of a step, beside weights, gradients and AdamW's moments.
+
+    recomputed_share: of the tree's tokens, those whose forward runs twice. max_tokens: None for one micro-batch.
+    """
+
+    max_tokens: int | None
+    num_micro_batches: int
+    recomputed_share: float
+    bytes_step: int
+
+
+def report_budgets(
+    forest: Forest, model: nn.Module, hold: str = "auto", device_type: str = "cpu"
+) -> tuple[BudgetMemory, ...]:
+    """No budget, and the largest powers of two below the tree, for a user to choose from."""
+    costs, rows = flop_model(model), []
+    smaller = [budget for budget in BUDGETS if budget < forest.num_tokens][:MAX_BUDGETS]
+    for budget in (None, *smaller):
+        plan = costs.plan(forest, budget, hold=hold)
+        share = plan.num_recomputed_tokens / forest.num_tokens
+        rows.append(BudgetMemory(budget, plan.num_micro_batches, share, step_memory(model, plan, device_type).total))
+    return tuple(rows)

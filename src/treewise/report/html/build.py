@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from torch import nn
 
 from treewise.data import LoadReport
-from treewise.nn.flops import FlopModel
+from treewise.nn.flops import flop_model
 from treewise.planning.planner import Plan, plan
 from treewise.report.analysis.budget_costs import BudgetCosts, Cost
 from treewise.report.analysis.facts import InspectReport, TreeFacts, inspect_forests
@@ -143,9 +144,8 @@ def build_data_report(
     sources: Sequence[str] = (),
     tokenizer: Any = None,
     tokenizer_name: str | None = None,
-    flops: FlopModel | None = None,
-    model: str | None = None,
-    dtype: str = "float32",
+    model: nn.Module | None = None,
+    model_name: str | None = None,
     max_tokens: int | None = None,
     num_drawn: int = 12,
 ) -> DataReport:
@@ -156,11 +156,11 @@ def build_data_report(
         load: warnings and dropped records of the load.
         sources: where they came from, for the heading.
         tokenizer: turns tokens into text; without it they are shown as numbers.
-        flops: costs of a model, for FLOPs and bytes; `model` and `dtype` name it.
+        model: for FLOPs and bytes, with or without data; `model_name` is what it is called.
         max_tokens: a budget to be shown beside those that fit the data.
         num_drawn: trees to draw.
     """
-    text = TokenText(tokenizer)
+    text, flops = TokenText(tokenizer), None if model is None else flop_model(model)
     costs = BudgetCosts(flops, () if max_tokens is None else (max_tokens,))
     lost, could_save = LostCollector(text), []
 
@@ -172,7 +172,7 @@ def build_data_report(
             could_save.append(lost.add(tree.name, forest))
             yield tree.name, forest
 
-    facts = inspect_forests(forests(), load, flops, model, max_tokens, text)
+    facts = inspect_forests(forests(), load, flops, model_name, max_tokens, text)
     chosen = interesting(facts.trees, could_save, num_drawn)
     drawn = [(trees[index].name, trees[index].forest()) for index in chosen]
     budgets = _budgets_of_pictures(costs.budgets, [forest for _, forest in drawn])
@@ -185,7 +185,7 @@ def build_data_report(
         facts=facts,
         costs=tuple(costs.rows(facts.total)),
         lost=lost.result(),
-        plans=tuple(_drawn_plan(each, flops, model, dtype) for each in plans),
+        plans=tuple(_drawn_plan(each, model, model_name) for each in plans),
         pictures=tuple(pictures),
         vocabulary=vocabulary.to_dict(),
         thumbnails=tuple(thumbnails.addresses),
@@ -312,7 +312,7 @@ def _pictures(
     return pictures, 0
 
 
-def _drawn_plan(plan: Plan, flops: FlopModel | None, model: str | None, dtype: str) -> DrawnPlan:
+def _drawn_plan(plan: Plan, model: nn.Module | None, model_name: str | None) -> DrawnPlan:
     timeline = np.array(plan.timeline, dtype=np.int64)
     is_thinned = len(timeline) > MAX_TIMELINE_POINTS
     if is_thinned:
@@ -322,4 +322,4 @@ def _drawn_plan(plan: Plan, flops: FlopModel | None, model: str | None, dtype: s
         for batch in plan.micro_batches
     )
     points = tuple((int(gateway), int(live)) for gateway, live in timeline.tolist())
-    return DrawnPlan(report_plan(plan, flops, model, dtype), points, is_thinned, batches)
+    return DrawnPlan(report_plan(plan, model, model_name), points, is_thinned, batches)

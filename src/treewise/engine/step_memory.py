@@ -1,0 +1,210 @@
+"""The peak memory of a step, before it runs: the walk itself on tensors without data, every allocation counted.
+
+Tensors on torch's `meta` device have shapes and storages but no memory, so the model's own layers, the gateways, the
+head, adapters and gradient checkpointing allocate and free there as they will in the step, whatever the architecture;
+nothing is fitted. Of a plan with many micro-batches only those run that are alive at its fullest pass.
+
+Not counted: router losses, what an objective keeps beside log-probs, the entropy of a
+distribution, and a vision tower, but for what it keeps for the backward (`nn.flops`).
+"""
+
+import copy
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from treewise.engine.scoring import StepLoss
+from treewise.engine.walk import MicroBatchOutput, Walk
+from treewise.nn.flops import FlopModel, flop_model, gateway_bytes
+from treewise.nn.lm_head import MAX_LOGITS
+from treewise.nn.model import split_model
+from treewise.objectives import SFT
+from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
+
+_grouped_mm = torch.ops.aten._grouped_mm.default  # noqa: SLF001
+_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
+_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001
+_aten = torch.ops.aten
+_POINTWISE = (_aten.add, _aten.add_, _aten.sub, _aten.mul, _aten.mul_)
+# Over what operations return: what their kernels allocate inside, for sorting or a contiguous copy.
+INSIDE_KERNELS = 1.02
+# Of the resident set, on a CPU. Holes in glibc's heap, as a part of what is alive: tensors are aligned to 64 bytes, for
+# which glibc looks for 96 bytes more, so none fits the hole that another of its size left.
+HOLES = 0.25
+# Pages of libraries and buffers of MKL that a larger step is the first to touch; kernels that oneDNN compiles for each
+# size of a micro-batch in half precision.
+LIBRARIES, KERNELS = 40 * 2**20, 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes at the peak of a step, beside the model and its gradients.
+
+    activations: what autograd keeps for live micro-batches. gateways: keys, values and their gradients. images: the
+    graph of the tower. others: logits, gradients on their way, the head's in float32. allocator: what the resident set
+    of a CPU process has beyond tensors.
+    """
+
+    activations: int
+    gateways: int
+    images: int
+    others: int
+    allocator: int = 0
+
+    @property
+    def live(self) -> int:
+        """Bytes of tensors."""
+        return self.activations + self.gateways + self.images + self.others
+
+    @property
+    def total(self) -> int:
+        """The sum of all."""
+        return self.live + self.allocator
+
+
+def without_data(model: nn.Module) -> nn.Module:
+    """A copy of a model on the `meta` device, in training mode, with gradients."""
+    stand_ins: dict[int, torch.Tensor] = {}
+    for each in [*model.parameters(), *model.buffers()]:
+        shape = torch.empty_like(each, device="meta", requires_grad=False)
+        stand_ins[id(each)] = nn.Parameter(shape, each.requires_grad) if isinstance(each, nn.Parameter) else shape
+    twin = copy.deepcopy(model, stand_ins).train()
+    for each in twin.parameters():
+        each.grad = torch.empty_like(each) if each.requires_grad else None
+    return twin
+
+
+def step_memory(model: nn.Module, plan: Plan, device_type: str = "cpu") -> StepMemory:
+    """The largest moment of a step of `plan`, whose tokens all count as trained as they do in SFT.
+
+    model: a transformers causal language model, PEFT-wrapped or not, with or without data. device_type: where it will
+    run.
+    """
+    costs, dtype = flop_model(model), next(model.parameters()).dtype
+    MAX_LOGITS["meta"] = MAX_LOGITS.get(device_type, MAX_LOGITS["cpu"])
+    fullest = _fullest(plan, costs, dtype)
+    twin = without_data(model)
+    lm = split_model(twin)
+    if not plan.is_whole and device_type == "cpu":
+        lm.decoder.get_input_embeddings().register_forward_hook(_row_gradients)
+    live = LiveBytes(twin)
+    walk = Walk(lm, fullest, "cascade")
+    loss = StepLoss(plan.forest, SFT(), None) if (plan.forest.token_weights() > 0).any() else None
+    kept = []
+
+    def loss_of(output: MicroBatchOutput) -> torch.Tensor | None:
+        kept.append(live.now)
+        return None if loss is None else loss.of_micro_batch(output)
+
+    with live:
+        walk.train(loss_of)
+    peak = round(INSIDE_KERNELS * live.peak)
+    gateways = gateway_bytes(costs.gateway_values, dtype) * fullest.timeline[-1][0]
+    activations = max(0, kept[-1] - gateways)
+    images = dtype.itemsize * costs.kept_image_values(plan)
+    allocator = _beyond_tensors(plan, peak, dtype) if device_type == "cpu" else 0
+    return StepMemory(activations, gateways, images, peak - activations - gateways, allocator)
+
+
+def _beyond_tensors(plan: Plan, live: int, dtype: torch.dtype) -> int:
+    """Bytes of the resident set of a CPU process beyond its tensors."""
+    sizes = {batch.num_tokens for batch in plan.micro_batches} if dtype.itemsize < 4 else ()
+    return round(HOLES * live) + LIBRARIES + KERNELS * len(sizes)
+
+
+def _fullest(plan: Plan, costs: FlopModel, dtype: torch.dtype) -> Plan:
+    """The plan with only those passes that its fullest ones need to find alive what they do in the step.
+
+    These are the forwards whose gateways or graphs are alive then, and the backward before, by which gateways and head
+    have gradients. The fullest are the pass with most live tokens and gateways, and the largest one: with gradient
+    checkpointing tokens that are held take little.
+    """
+    if plan.is_whole:
+        return plan
+    token, gateway = dtype.itemsize * costs.activation_values, gateway_bytes(costs.gateway_values, dtype)
+    opened: dict[int, int] = {}  # micro-batch: index of its first pass
+    alive: list[list[int]] = []  # at each pass, the indices of those
+    backwards: list[tuple[int, int, int]] = []  # bytes, own tokens and index of passes with a backward
+    for index, (step, (gateway_tokens, live_tokens)) in enumerate(zip(plan.schedule, plan.timeline, strict=True)):
+        if step.action in (FORWARD, HOLD):
+            opened[step.micro_batch] = index
+        alive.append(list(opened.values()))
+        if step.action in (TRAIN, BACKWARD):
+            num_bytes = token * live_tokens + gateway * gateway_tokens
+            backwards.append((num_bytes, plan.micro_batches[step.micro_batch].num_tokens, index))
+            opened.pop(step.micro_batch, None)
+    # Of equal ones the last, which finds most gradients.
+    fullest = {max(backwards)[2], max(backwards, key=lambda each: each[1:])[2]}
+    before = {index for last in fullest for _, _, index in [each for each in backwards if each[2] < last][-1:]}
+    needed = fullest | before
+    needed |= {each for index in needed for each in alive[index]}
+    return replace(plan, schedule=tuple(plan.schedule[index] for index in sorted(needed)))
+
+
+def _row_gradients(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
+    """In place of a sparse gradient of the embedding, which `meta` lacks, that of its rows; both are of one size."""
+    return output.detach().requires_grad_() if module.weight.requires_grad else output
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside, the bytes of storages that operations made and that are alive (`now`), and the most so far (`peak`).
+
+    Those of `model` and of its gradients are left out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+        tensors = [*model.parameters(), *model.buffers()]
+        for each in [*tensors, *(each.grad for each in tensors if each.grad is not None)]:
+            self._watch(each.untyped_storage(), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = _grouped_product(*args, **(kwargs or {})) if func is _grouped_mm else func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.layout is torch.strided:
+                storage = each.untyped_storage()
+                self._watch(storage, storage.nbytes())
+        self.peak = max(self.peak, self.now + _work_space(func, args, result))
+        return result
+
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        if id(storage) in self._known:
+            return
+        self._known.add(id(storage))
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, id(storage), size).atexit = False
+
+    def _free(self, identity: int, size: int) -> None:
+        self._known.discard(identity)
+        self.now -= size
+
+
+def _work_space(func: Any, args: Any, result: Any) -> int:
+    """Bytes that a kernel of the CPU allocates inside, where they are more than a few.
+
+    Attention: scores of a tile in float32 and their gradients, for each thread, and in half precision keys and values
+    once more for every head. Sums and products of two dtypes: a copy of the narrower tensor.
+    """
+    if func in (_attention, _attention_backward):
+        query, key = args[func is _attention_backward :][:2]
+        rows, keys = min(query.shape[2], 128 if query.shape[2] >= 512 else 64), min(key.shape[2], 512)
+        packed = 2 * key.shape[2] * query.shape[1] * query.shape[3] * query.itemsize if query.itemsize < 4 else 0
+        return 2 * 4 * rows * keys * torch.get_num_threads() + packed
+    if func.overloadpacket in _POINTWISE:
+        narrow = (each for each in args if isinstance(each, torch.Tensor) and each.dtype != result.dtype)
+        return sum(each.numel() for each in narrow) * int(result.itemsize)
+    return 0
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The result of `aten::_grouped_mm` without data, which torch has in bfloat16 alone."""
+    shape = (left.shape[0], right.shape[-1])
+    return left.new_empty(shape if right.dim() == 3 else (len(offsets), *shape))
