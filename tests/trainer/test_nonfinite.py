@@ -84,7 +84,7 @@ def test_trees_declared_by_nodes_are_written_path_by_path(tmp_path):
     assert {row["step"] for row in rows} == {3}
 
 
-def test_a_spike_of_the_gradient_is_said_with_its_trees(make_trainer, trees, caplog):
+def test_a_spike_of_the_gradient_is_logged_with_its_trees(make_trainer, trees, caplog):
     class Amplify(TrainerCallback):
         def on_train_begin(self, args, state, control, model, **kwargs):
             model.model.norm.weight.register_hook(lambda grad: grad * (1e4 if state.global_step + 1 == 12 else 1))

@@ -205,7 +205,7 @@ def _put(
     known: Mapping[str, Any],
     aliases: Mapping[str, str] | None = None,
 ) -> None:
-    """Puts one value over those before it; a key with a dot goes into a mapping."""
+    """Sets one value in place of an earlier one; a key with a dot goes into a mapping."""
     outer, dot, inner = key.partition(".")
     if not dot:
         if key not in known and key not in _ELSEWHERE:

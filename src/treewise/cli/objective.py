@@ -1,4 +1,4 @@
-"""Settings of an objective in configurations and flags, where `1e-1` is text."""
+"""Settings of an objective in configurations and flags, where a number such as `1e-1` may be text."""
 
 from collections.abc import Mapping
 from typing import Any

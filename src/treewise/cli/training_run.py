@@ -151,7 +151,7 @@ def load_model(config: RunConfig, arguments: "TreeTrainingArguments") -> Any:
 
 
 def bits_of(config: RunConfig) -> int | None:
-    """Of quantised weights below adapters; None for others."""
+    """Bits of quantised weights below adapters; None for other weights."""
     return 4 if config.load_in_4bit else 8 if config.load_in_8bit else None
 
 

@@ -15,7 +15,7 @@ def downloaded(address: str, location: str) -> bytes:
     """The bytes at an http or https address.
 
     Raises:
-        DataError: another protocol, an answer that is no success, too many bytes, or too much time.
+        DataError: another protocol, an answer without success, too many bytes, or too much time.
         ConfigError: httpx is not installed.
     """
     try:

@@ -31,7 +31,7 @@ def decoded(data: bytes, location: str) -> Any:
     """The image as PIL reads it, upright and in RGB, as transformers' `load_image` gives it to processors.
 
     Raises:
-        DataError: bytes that are no image, an image that is cut off, moves, or has another type or too many pixels.
+        DataError: bytes that are not an image; an image that is cut off or animated, of another type, or too large.
         ConfigError: Pillow is not installed.
     """
     try:

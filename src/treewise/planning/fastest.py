@@ -13,7 +13,7 @@ def fastest_plan(forest: Forest, max_tokens: int | None, *, hold: str = "auto") 
     """The plan of the least `relative_cost` for budgets of at most `max_tokens`, with no more memory than that.
 
     Holding nothing may fill micro-batches better, and so may a smaller budget, which is taken where the gateways that
-    it adds are no more tokens than it saves: a gateway token takes less than a token with activations. Of equal plans
+    it adds are not more tokens than it saves: a gateway token takes less than a token with activations. Of equal plans
     that of the largest budget. Deterministic: it depends on the forest and the arguments alone. Arguments as in `plan`.
 
     Raises:

@@ -168,7 +168,7 @@ class SuccessBook:
         """Adds a finished tree: its roots are trials of the task, the ways that go on from a fork are trials of it.
 
         Each counts by its value over children (`node_values`), so that a part that was sampled more often does not
-        count more. Rollouts without a reward are no trials.
+        count more. Rollouts without a reward are not trials.
         """
         prompt, *segments = node_values(tree, "children", self.settings.success_at)
         if prompt.value is not None:

@@ -248,7 +248,7 @@ def causal_families() -> list[str]:
 
 
 def image_families() -> list[str]:
-    """Every family that transformers builds from images and text, and that is no causal language model by itself."""
+    """Every family that transformers builds from images and text, and that is not a causal language model by itself."""
     return [
         name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     ]

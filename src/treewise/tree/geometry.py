@@ -45,7 +45,7 @@ class TreeShape:
 
     @cached_property
     def leaf_trajectories(self) -> np.ndarray:
-        """[n] int64, the trajectories that are no prefix of another one, ascending; of equal ones the first."""
+        """[n] int64, the trajectories that are not a prefix of another one, ascending; of equal ones the first."""
         end, first = np.unique(self.segments.end_segment, return_index=True)
         is_leaf = self.segments.subtree_end[end] == self.segments.start[end] + self._lengths[end]
         return np.sort(first[is_leaf])

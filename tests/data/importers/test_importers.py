@@ -174,7 +174,7 @@ def test_verl_tensors_lose_their_padding(tmp_path):
     assert np.allclose(both[1]["sampler_logprobs"], row["sampler_logprobs"])
 
 
-def test_verls_text_dump_is_said_to_be_text():
+def test_verls_text_dump_has_a_warning():
     rows, report = rows_of("verl_generations.jsonl")
     assert [(row["prompt"], row["completion"], row["reward"]) for row in rows] == [
         ("user\nQ\nassistant\n", "four", 1),

@@ -3,7 +3,8 @@ import pytest
 
 from treewise.data import RenderOptions, load_trees
 from treewise.data.render.piece_tokenizer import Encoder, joined
-from treewise.data.render.template import common_prefix, template_text
+from treewise.data.render.sampled_turn import common_prefix
+from treewise.data.render.template import template_text
 from treewise.errors import ConfigError, DataError
 
 USER = {"role": "user", "content": "Hi"}

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gguf_file", help="a GGUF file inside the model's folder")
     parser.add_argument("--dtype", default="float32", help="of the model")
     parser.add_argument("--items", type=int, default=48, help="tasks or trees of the sample")
-    parser.add_argument("--rollouts", type=int, default=16, help="tasks: rollouts of each; half of them predict")
+    parser.add_argument(
+        "--rollouts", type=int, default=16, help="tasks: rollouts of each item; one half predicts the other"
+    )
     parser.add_argument("--objective", help="whose gradient is measured: grpo for rewards, else sft")
     parser.add_argument("--advantages", help="how rewards become advantages; the objective's usual where not given")
     parser.add_argument("--success_at", type=float, default=0.5, help="rewards from here on are successes")

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verify", action="store_true", help="compare logits before and after (loads both models)")
     parser.add_argument("--data", nargs="+", help="ligo, mango: rows that the operator is fitted to")
-    parser.add_argument("--rank", type=int, default=DEFAULTS.rank, help="mango: of its tensor ring")
+    parser.add_argument("--rank", type=int, default=DEFAULTS.rank, help="mango: rank of its tensor ring")
     parser.add_argument("--steps", type=int, default=DEFAULTS.steps, help="ligo, mango: optimizer steps")
     parser.add_argument("--learning_rate", type=float, default=DEFAULTS.learning_rate, help="ligo, mango: of Adam")
     parser.add_argument("--max_tokens", "--max-tokens", type=int, help="ligo, mango: budget of a micro-batch")

@@ -19,8 +19,8 @@ _COLOURS = {SUPPORTED: "green", REFUSED: "red", UNTRIED: "yellow"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument("family", nargs="?", help="a model_type, or a folder with a config.json; all where not given")
-    parser.add_argument("--supported", action="store_true", help="only these")
-    parser.add_argument("--refused", action="store_true", help="only these")
+    parser.add_argument("--supported", action="store_true", help="only supported families")
+    parser.add_argument("--refused", action="store_true", help="only families that cannot follow a tree")
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 

@@ -8,7 +8,13 @@ from treewise.cli.json_schema import json_schema
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    parser.add_argument("of", nargs="?", default="train", choices=("train", "rl"), help="whose configuration (train)")
+    parser.add_argument(
+        "of",
+        nargs="?",
+        default="train",
+        choices=("train", "rl"),
+        help="the command that the configuration is for (train)",
+    )
     parser.epilog = (
         "Save it, and name it in the first line of a configuration: # yaml-language-server: $schema=train.schema.json"
     )

@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
     parser.add_argument("--dtype", choices=(*DTYPES, "auto"), help="of the model (float32)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    parser.add_argument("--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch; whole trees without")
+    parser.add_argument(
+        "--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch; whole trees if not given"
+    )
     parser.add_argument("--limit", type=int, default=32, help="the first K trajectories (32; 0 for all)")
     parser.add_argument("--attention", choices=("auto", *IMPLEMENTATIONS))
     parser.add_argument("--objective", default="sft", help="whose loss is compared: sft, grpo, dapo, cispo, ... (sft)")
@@ -36,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--advantages", help="from rewards: grpo, rloo, ...; the rows' own, or the objective's usual ones"
     )
     parser.add_argument("--weighting", choices=WEIGHTINGS, help="per_trajectory where not given")
-    parser.add_argument("--tolerance", type=float, help="relative error allowed in the gradient; by dtype without")
+    parser.add_argument(
+        "--tolerance", type=float, help="relative error allowed in the gradient; if not given, by dtype"
+    )
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
 

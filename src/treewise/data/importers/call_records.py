@@ -142,7 +142,7 @@ def _call(
 
 
 def _reply(output: Any, location: str) -> Record:
-    """A response of OpenAI's shape from a reply in any of the shapes at hand; without choices where there is none."""
+    """A response of OpenAI's shape from a reply in any of these shapes; without choices where there is no reply."""
     output = _json(output)
     if isinstance(output, str):
         return {"choices": [{"message": {"role": "assistant", "content": output}}]} if output else {"choices": []}

@@ -12,6 +12,7 @@ import numpy as np
 
 from treewise.data.io.field_checks import flat_list
 from treewise.data.io.rows import Row
+from treewise.data.render import sampled_turn
 from treewise.data.render.images import IMAGES
 from treewise.data.render.messages import Conversation, Message
 from treewise.data.render.piece_tokenizer import Pieces, joined
@@ -168,7 +169,7 @@ def render_kept(template: Template, calls: Sequence[Call], tools: Tools, locatio
     prompts, openings, completions, masks = _rendered(template, calls, tools, location, set())
     histories = [call.history for call in calls[1:]]
     turns = [len(call.history) for call in calls[:-1]]
-    tails = template.tails(histories, turns, prompts[1:], completions[:-1], tools, location)
+    tails = sampled_turn.tails(template, histories, turns, prompts[1:], completions[:-1], tools, location)
     encoder = template.encoder
     pieces = list(encoder.encode([prompts[0] + openings[0]])[0])
     sampled = _encoded(template, completions, masks)
@@ -208,7 +209,7 @@ def _checked(template: Template, calls: Sequence[Call], tools: Tools) -> list[Ca
     result = []
     for call in calls:
         history = template.check_history(call.history, tools, call.location, checked)
-        template.check_turn(history, call.turn, tools, call.location)
+        sampled_turn.check_turn(template, history, call.turn, tools, call.location)
         result.append(replace(call, history=history))
     return result
 
@@ -223,10 +224,11 @@ def _rendered(
     openings, completions, masks = [], [], []
     for call, prompt, whole in zip(calls, prompts, wholes, strict=True):
         template.check_prompt(call.history, prompt, tools, call.location, seen)
-        opening, sampled = template.completion(call.history, call.turn, prompt, whole, tools, call.location)
+        both = (call.history, call.turn)
+        opening, sampled = sampled_turn.completion(template, *both, prompt, whole, tools, call.location)
         openings.append(opening)
         completions.append(sampled)
-        masks.append(template.trained_spans(call.history, call.turn, whole, sampled, tools, call.location))
+        masks.append(sampled_turn.trained_spans(template, *both, whole, sampled, tools, call.location))
     return prompts, openings, completions, masks
 
 

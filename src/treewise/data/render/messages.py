@@ -124,7 +124,7 @@ def with_arguments(message: Message, as_text: bool, location: str) -> Message:
 
 
 def _train_mark(value: Message, location: str) -> bool | None:
-    """axolotl's mark of a message, `train` or `training`; None where it has none."""
+    """axolotl's mark of a message, `train` or `training`; None without one."""
     marks = [value[name] for name in WEIGHTS[1:] if value.get(name) is not None]
     if not marks:
         return None

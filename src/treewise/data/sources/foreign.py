@@ -57,7 +57,7 @@ def _read_source(source: Source, report: LoadReport, halves: dict[str, tuple[str
 
 
 def _format(first: RawRecord) -> str | None:
-    """The format of a dump; None for treewise's own forms, and for a record that its reader will refuse."""
+    """The format of a dump; None for treewise's own forms, and for a record that its reader reports as invalid."""
     try:
         record = parse(first)
     except DataError:

@@ -225,7 +225,7 @@ def share_prefixes(
         base.forward = sharing.install(base.forward)  # type: ignore[arg-type]
     else:
         sharing.wait()
-        logger.info("share_prefixes waits until a trainer is built with this model.")
+        logger.info("share_prefixes takes effect once a trainer of TRL is built with this model.")
     return sharing
 
 

@@ -72,7 +72,7 @@ def read_online(run: Path, state: Mapping[str, Any], history: Sequence[Mapping[s
     """What an online run left in its folder; None for another kind of run.
 
     Raises:
-        DataError: rollouts that are no rows.
+        DataError: rollouts that are not rows.
     """
     if not any("sampled_tokens" in entry for entry in history):
         return None

@@ -275,7 +275,7 @@ class RolloutTree:
         """A tree as `to_json` wrote it.
 
         Raises:
-            DataError: another format, or values that are no tree.
+            DataError: another format, or values that are not a tree.
         """
         if values.get("format") != FORMAT:
             raise DataError(f"a rollout tree of format {values.get('format')!r}; this version reads {FORMAT}.")

@@ -43,7 +43,7 @@ def whole_turns(
     settings: TurnBranching,
     rng: np.random.Generator,
 ) -> list[Branch]:
-    """One branch at each chosen turn, which then goes on differently; turns that end a rollout are none."""
+    """One branch at each chosen turn, which then goes on differently; turns that end a rollout are left out."""
 
     def pick(root: int, room: int) -> list[Branch]:
         points = points_of(tree, root, "turns")

@@ -12,8 +12,8 @@ from treewise.nn.compilation import uncompiled
 
 @contextmanager
 def sampling_mode(model: nn.Module) -> Iterator[None]:
-    """No dropout, no gradient checkpointing, no graph, no compiled layers; every module is as it was afterwards, also
-    after an error."""
+    """No dropout, no gradient checkpointing, no graph, no compiled layers; afterwards every module is as it was
+    before, also after an error."""
     training: list[Any] = [module for module in model.modules() if module.training]
     checkpointed: list[Any] = [
         module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True

@@ -14,7 +14,7 @@ LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 
 
 def refuse_unanswerable(request: SampleRequest, logprobs_mode: str) -> None:
-    """What a server's log-probs cannot be turned into.
+    """Checks that what a request asks for can be had from a server's log-probs.
 
     Raises:
         ConfigError: entropies are wanted, or the server's log-probs are not those of logits / temperature.

@@ -61,7 +61,7 @@ class ChatTokens:
 
         Parameters:
             history: what stood before the turn; sampled turns in it may hold any text.
-        text: what was sampled, without the token that ended it.
+            text: what was sampled, without the token that ended it.
             end_id: the id that ended the turn.
             answers: the messages that follow it.
 

@@ -81,7 +81,7 @@ class EnvironmentTask:
 
 
 def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
-    """Public methods by name; `reset`, `get_reward` and `fork` are no tools."""
+    """Public methods by name; `reset`, `get_reward` and `fork` are not tools."""
     members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     return {name: getattr(environment, name) for name, _ in members if name[0] != "_" and name not in NOT_TOOLS}
 

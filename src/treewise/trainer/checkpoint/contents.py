@@ -57,7 +57,7 @@ class Captured:
     """What the files of a checkpoint are written from, on this rank.
 
     weights: what `save_pretrained` writes; None: the model's own. shards: of a sharded model, else empty. optimizer:
-    the result of `optimizer_state`; None where none is saved. loop: JSON.
+    the result of `optimizer_state`; None where it is not saved. loop: JSON.
     """
 
     run: RunState
