@@ -1,7 +1,6 @@
 """Loading: files to training trees, through the cache and the workers, with nothing dropped silently."""
 
 import atexit
-import json
 import os
 import shutil
 import tempfile
@@ -9,29 +8,25 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 
 from treewise.data import cache, workers
 from treewise.data.dataset import TreeDataset
-from treewise.data.declared_nodes import PlacedNode
 from treewise.data.images import ImageReader
 from treewise.data.io.files import PathLike
 from treewise.data.io.options import LoadReport, RenderOptions
-from treewise.data.io.printable import printable, shown
+from treewise.data.io.printable import shown
 from treewise.data.io.row_store import RowStore
-from treewise.data.io.rows import RecordResult, Row
-from treewise.data.io.table import content_hash, has_images
+from treewise.data.io.table import has_images
 from treewise.data.records import RecordReader
-from treewise.data.render.tools import find_tools
 from treewise.data.selection import Trees, mix
 from treewise.data.sources import Source, open_sources
 from treewise.data.sources.foreign import read_sources
-from treewise.errors import ConfigError, DataError, num
+from treewise.data.tree_builder import TreeBuilder
+from treewise.errors import ConfigError, DataError
 
-MAX_WARNINGS = 1000
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 MIXTURE_KEYS = {"data", "path", "weight"}
 
@@ -145,7 +140,7 @@ class _Load:
                 return TreeDataset(table, facts, LoadReport(**facts["report"]), merge)
         images = self._image_reader(folder)
         reader = RecordReader(self.tokenizer, self.options, images)
-        builder = _Builder(reader, self.on_bad_record, self.allow_partial_tail, self.quarantine, RowStore(folder))
+        builder = TreeBuilder(reader, self.on_bad_record, self.allow_partial_tail, self.quarantine, RowStore(folder))
         processes = workers.choose_num_workers(self.num_workers, sum(source.num_bytes for source in sources))
         with builder, _bar(self.progress) as advance:
             jobs = read_sources(sources, builder.report)
@@ -171,150 +166,6 @@ class _Load:
             images = Path(tempfile.mkdtemp(prefix="treewise-images-"))
             atexit.register(shutil.rmtree, images, ignore_errors=True)
         return ImageReader(self.processor, images, from_network=self.options.images_from_network)
-
-
-@dataclass(slots=True)
-class _Tree:
-    name: str
-    index: int
-    num_records: int = 0
-    num_rows: int = 0
-
-
-class _Builder:
-    """Collects results in order into trees, and bad records into the quarantine."""
-
-    def __init__(
-        self, reader: RecordReader, on_bad_record: str, allow_partial_tail: bool, quarantine: Path, store: RowStore
-    ) -> None:
-        self.reader = reader
-        self.store = store
-        self.num_trajectories = 0
-        self.quarantines = on_bad_record == "quarantine"
-        self.allow_partial_tail = allow_partial_tail
-        self.quarantine_path = quarantine
-        self.stream: TextIO | None = None
-        self.trees: list[_Tree] = []
-        self.by_key: dict[str, _Tree] = {}
-        self.by_rollout: dict[str, tuple[str, Any]] = {}
-        self.node_trees: dict[tuple[str, str], tuple[_Tree, list[PlacedNode]]] = {}
-        self.report = LoadReport()
-        self.warnings: dict[str, None] = {}
-
-    def __enter__(self) -> "_Builder":
-        if self.quarantines:
-            try:
-                self.stream = self.quarantine_path.open("w", encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(
-                    f"quarantine_path {self.quarantine_path} cannot be written ({error.strerror})."
-                ) from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.store.close()
-        if self.stream is not None:
-            self.stream.close()
-
-    def add(self, result: RecordResult) -> None:
-        """Takes the next result in order."""
-        self.report.num_records += 1
-        self.warnings.update(dict.fromkeys([*result.warnings, *result.drift]))
-        for key in result.unused_keys:
-            self.report.unused_keys[key] = self.report.unused_keys.get(key, 0) + 1
-        self.report.num_compared += result.is_compared
-        self.report.num_preferences += result.is_preference
-        self.report.num_drifted += bool(result.drift)
-        self._keep_rollout_together(result)
-        if result.error is not None:
-            self._drop(result)
-        elif result.node is not None:
-            self._add_node(result)
-        else:
-            tree = self.by_key.get(result.key) if result.key is not None else None
-            if tree is None:
-                tree = self._new_tree(result.name)
-                if result.key is not None:
-                    self.by_key[result.key] = tree
-            self._add_rows(tree, result.rows)
-            tree.num_records += 1
-
-    def _new_tree(self, name: str) -> _Tree:
-        tree = _Tree(name, len(self.trees))
-        self.trees.append(tree)
-        return tree
-
-    def _add_rows(self, tree: _Tree, rows: list[Row]) -> None:
-        tree.num_rows += len(rows)
-        self.num_trajectories += sum(row.parent is None or bool(row.is_end) for row in rows)
-        self.store.add(tree.index, rows)
-
-    def _keep_rollout_together(self, result: RecordResult) -> None:
-        """Rows of one rollout that name no group have different prompts: that of the first is the rollout's."""
-        if not result.is_grouped_by_prompt or result.rollout is None:
-            return
-        name = json.dumps(result.rollout)
-        first = (result.key or json.dumps(["rollout", result.rollout]), result.rows[0].group)
-        result.key, group = self.by_rollout.setdefault(name, first)
-        for row in result.rows:
-            row.group = group
-
-    def finish_node_trees(self) -> None:
-        """Builds the trees that were given one node per line."""
-        for (file, name), (tree, placed) in self.node_trees.items():
-            try:
-                tools = find_tools(placed[0].value, Path(file), placed[0].location)
-                _, rows = self.reader.declared_rows(placed, tools, Path(file))
-            except DataError as error:
-                text = json.dumps([node.value for node in placed], default=str)
-                self._drop(RecordResult(f"{file}: tree {name}", error=str(error), raw=text))
-            else:
-                self._add_rows(tree, rows)
-                tree.num_records = len(placed)
-
-    def result(self, num_sources: int) -> tuple[pa.Table, dict[str, Any], LoadReport]:
-        """The table, what belongs to it, and the report."""
-        report = self.report
-        trees = [tree for tree in self.trees if tree.num_rows]
-        if not trees:
-            reason = (
-                f" ({len(report.dropped)} were left out; the first: {report.dropped[0][1]})" if report.dropped else ""
-            )
-            raise DataError(f"no record to train on in {num(num_sources, 'file')}{reason}.")
-        index_of_tree = np.full(len(self.trees), -1)
-        index_of_tree[[tree.index for tree in trees]] = np.arange(len(trees))
-        table = self.store.finish(index_of_tree)
-        names = [tree.name for tree in trees]
-        facts = {
-            "names": names,
-            "num_records": [tree.num_records for tree in trees],
-            "fingerprint": content_hash(table, names),
-        }
-        report.num_files, report.num_trees = num_sources, len(trees)
-        report.num_trajectories = self.num_trajectories
-        report.warnings += list(self.warnings)[:MAX_WARNINGS]
-        if len(self.warnings) > MAX_WARNINGS:
-            report.warnings.append(f"{len(self.warnings) - MAX_WARNINGS} more warnings")
-        return table, facts, report
-
-    def _add_node(self, result: RecordResult) -> None:
-        assert result.node is not None
-        file, _, _ = result.location.rpartition(":")
-        name, node = result.node
-        if (file, name) not in self.node_trees:
-            tree = self._new_tree(printable(json.loads(name)))
-            self.node_trees[file, name] = (tree, [])
-        self.node_trees[file, name][1].append(PlacedNode(result.location, node))
-
-    def _drop(self, result: RecordResult) -> None:
-        assert result.error is not None
-        partial = result.is_partial_tail and self.allow_partial_tail
-        if not partial and not self.quarantines:
-            raise DataError(result.error)
-        self.report.dropped.append((result.location, result.error))
-        if self.stream is not None:
-            line = {"location": result.location, "reason": result.error, "record": result.raw}
-            self.stream.write(json.dumps(line) + "\n")
 
 
 def _tokenizer(tokenizer: Any) -> Any:
