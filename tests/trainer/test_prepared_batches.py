@@ -1,11 +1,13 @@
 """Batches prepared one step ahead: the same runs as without, and the next step's plan there before it begins."""
 
 import threading
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from tests.trainer.helpers import losses, some_trees
@@ -114,6 +116,21 @@ def test_the_next_step_is_planned_while_a_step_computes_also_that_of_the_next_ep
     trainer.train()
     assert planned == [True] * 8
     assert len(batches) == 8  # none beyond the end of the run
+
+
+def test_a_loader_of_a_subclass_begins_its_own_epochs(make_trainer, monkeypatch):
+    settings = {"num_train_epochs": 3, "train_sampling_strategy": "sequential"}
+    expected = make_trainer(some_trees(5), **settings)
+    expected.train()
+    trainer = make_trainer(some_trees(5), **settings)
+    monkeypatch.setattr(trainer, "get_train_dataloader", partial(plain_loader, trainer.get_train_dataloader))
+    trainer.train()
+    assert losses(trainer) == losses(expected)
+
+
+def plain_loader(get_train_dataloader):
+    loader = get_train_dataloader()
+    return DataLoader(loader.dataset, batch_sampler=loader.sampler_of_trees, collate_fn=loader.collate_fn)
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])

@@ -107,6 +107,10 @@ class TreeLoader(DataLoader):
         self.sampler_of_trees = sampler
         self._begun: tuple[int, Iterator[list[Forest]]] | None = None  # epoch and its iterator
 
+    @property
+    def num_trees(self) -> int:
+        return self.sampler_of_trees.num_trees
+
     def set_epoch(self, epoch: int) -> None:
         self.sampler_of_trees.set_epoch(epoch)
 

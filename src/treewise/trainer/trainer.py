@@ -207,7 +207,8 @@ class TreeTrainer(Trainer):
 
     def _epoch_from(self, step: int) -> Iterator[list[Forest]] | None:
         """The epoch that begins with a step; None where the run ends before."""
-        return None if step >= self.state.max_steps else self.callback_handler.train_dataloader.begin_next_epoch()
+        loader = self.callback_handler.train_dataloader  # that of a subclass may be of another class
+        return loader.begin_next_epoch() if step < self.state.max_steps and isinstance(loader, TreeLoader) else None
 
     @override
     def floating_point_ops(self, inputs: Sequence[Forest]) -> float:
@@ -328,8 +329,7 @@ class TreeTrainer(Trainer):
             denominator += math.fsum(objective.denominator(forest) for forest in forests)
             self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         loss, denominator = self._sum_over_ranks(loss, denominator)
-        metrics = {f"{metric_key_prefix}_loss": loss / denominator}
-        return EvalLoopOutput(None, None, metrics, dataloader.sampler_of_trees.num_trees)
+        return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": loss / denominator}, dataloader.num_trees)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
