@@ -85,5 +85,5 @@ def test_commands_read_the_data_of_a_run(tmp_path, monkeypatch, capsys):
         assert json.loads(capsys.readouterr().out)
     assert main(["inspect", "--config", "run.yaml", "--max_length", "3"]) == 2
     assert "4 tokens, more than max_length 3" in capsys.readouterr().err
-    assert main(["plan", "a.jsonl"]) == 2
-    assert "give --max_tokens" in capsys.readouterr().err
+    assert main(["verify", "a.jsonl"]) == 2
+    assert "give --model" in capsys.readouterr().err

@@ -5,21 +5,19 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-import yaml
-
 from treewise.cli.config import RunConfig, read_config
 from treewise.cli.load_model import load_processor
-from treewise.cli.yaml_file import read_value
+from treewise.cli.yaml_file import read_mapping
 from treewise.data import RenderOptions, Trees, load_trees
 from treewise.data.io.options import ON_DRIFT, ON_HIDDEN, THINKING, TRAIN_ON
 from treewise.errors import ConfigError
 
 
-def add_data_arguments(parser: argparse.ArgumentParser, nargs: str = "*") -> None:
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds DATA, its rendering, and `--config`; `apply_config` fills in what a run's configuration gives."""
     parser.add_argument(
         "data",
-        nargs=nargs,
+        nargs="*",
         help=".jsonl, .jsonl.gz, .json, .parquet or .arrow files, folders or globs of them; hf:org/name[split]",
     )
     parser.add_argument("--config", metavar="RUN.yaml", help="data, model, rendering and budget of a training run")
@@ -93,18 +91,7 @@ def _rendering(args: argparse.Namespace) -> dict[str, Any]:
     for name in {"merge_siblings", "images_from_network"} & set(values):
         values[name] = values[name] == "true"
     if "chat_template_kwargs" in values:
-        text = values["chat_template_kwargs"]
-        try:
-            value = read_value(text)
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(
-                f"--chat_template_kwargs {text!r} is not valid YAML: {str(error).splitlines()[0]}"
-            ) from None
-        if not isinstance(value, dict):
-            raise ConfigError(f"--chat_template_kwargs {text!r} is not a mapping; write '{{name: value}}'.")
-        values["chat_template_kwargs"] = value
+        values["chat_template_kwargs"] = read_mapping("--chat_template_kwargs", values["chat_template_kwargs"])
     return values
 
 

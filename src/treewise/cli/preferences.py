@@ -52,15 +52,6 @@ def objective_of(config: RunConfig) -> Any:
     return objective_named(name, **typed_settings(name, settings))
 
 
-def check_data(objective: Any, data: "Trees") -> None:
-    """Raises `ConfigError` where SFT would imitate the rejected completions of preference data."""
-    if objective is None and data.report.num_preferences:
-        raise ConfigError(
-            f"{data.report.num_preferences} records are preference pairs or labelled completions, and SFT would "
-            "imitate the rejected ones, too; give objective: dpo, ipo or kto, or data of chosen completions alone."
-        )
-
-
 def with_references(
     config: RunConfig,
     arguments: "TreeTrainingArguments",

@@ -71,6 +71,19 @@ def read_value(text: str) -> Any:
     return yaml.safe_load(text)
 
 
+def read_mapping(flag: str, text: str) -> dict[str, Any]:
+    """A flag's mapping, written in YAML. Raises `ConfigError` for anything else."""
+    try:
+        value = read_value(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # nested without end; an integer that cannot be
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{flag} {text!r} is not valid YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag} {text!r} is not a mapping; write '{{name: value}}'.")
+    return value
+
+
 def _check_size(root: yaml.Node, location: str) -> None:
     """Counts values with aliases written out, each node once: fifteen aliases of ten each stand for 10**15."""
     sizes: dict[int, int] = {}

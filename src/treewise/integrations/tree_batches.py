@@ -8,7 +8,7 @@ Letters: E edges, M model width.
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -142,6 +142,11 @@ class TreeBatches:
         if message not in self._logged:
             self._logged.add(message)
             logger.log(level, message)
+
+
+def as_numpy(tensor: torch.Tensor | None) -> Any:
+    """A tensor's values on the host; None for None."""
+    return None if tensor is None else np.asarray(tensor.detach().cpu())
 
 
 def require_no_dropout(model: nn.Module) -> None:

@@ -33,9 +33,10 @@ def test_tasks_are_sampled_and_every_signal_gets_a_verdict(curriculum, tmp_path)
     assert lines[0].startswith("4 tasks, 16 rollouts (64 generated tokens)")
     assert lines[-1].startswith("useless here: ")
     assert "learnability" in lines[-1]
-    code, _, err = curriculum("sum", "--model", "model", "--tasks_settings", "7")
-    assert code == 2
-    assert "give a mapping" in err
+    for settings, message in (("7", "is not a mapping"), ("[", "is not valid YAML")):
+        code, _, err = curriculum("sum", "--model", "model", "--tasks_settings", settings)
+        assert code == 2
+        assert message in err
 
 
 def test_recorded_rollouts_and_rows_to_imitate(curriculum, tmp_path):

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from treewise.cli.load_model import load_tokenizer, load_weights
-from treewise.cli.yaml_file import read_value
-from treewise.errors import ConfigError
+from treewise.cli.yaml_file import read_mapping
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +66,7 @@ def _on_tasks(args: argparse.Namespace) -> Any:
     from treewise.rl.rollout_batch import USUAL
     from treewise.trainer import TreeTrainingArguments
 
-    given = read_value(args.tasks_settings) if args.tasks_settings else {}
-    if not isinstance(given, dict):
-        raise ConfigError(f"--tasks_settings is {args.tasks_settings!r}; give a mapping, as '{{max_terms: 3}}'.")
+    given = read_mapping("--tasks_settings", args.tasks_settings) if args.tasks_settings else {}
     task = task_named(args.source[0], given, args.reward_functions or (), args.seed)
     objective = args.objective or "grpo"
     settings = OnlineSettings(

@@ -43,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
     model = training_run.load_model(config, arguments)
     for dataset in (train_data, *([] if eval_data is None else [eval_data])):
         dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
-    preferences.check_data(objective, train_data)
+    from treewise.trainer.data_loader import check_preferences  # slow to import
+
+    check_preferences(train_data, objective or arguments.objective())
     if args.dry_run:
         return training_run.dry_run(arguments, model, train_data)
     command = shlex.join(["treewise", "train", *args.overrides])

@@ -3,14 +3,13 @@
 import argparse
 import json
 
-import yaml
 from rich.console import Console
 
 from treewise.cli.data_arguments import add_data_arguments, apply_config, load_data
 from treewise.cli.devices import chosen_device
 from treewise.cli.load_model import DTYPES, load_model, load_processor
 from treewise.cli.objective import typed_settings
-from treewise.cli.yaml_file import read_value
+from treewise.cli.yaml_file import read_mapping
 from treewise.data import Trees
 from treewise.errors import ConfigError
 from treewise.nn.attention import IMPLEMENTATIONS
@@ -74,12 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _objective(args: argparse.Namespace) -> Objective:
-    try:
-        settings = read_value(args.settings)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # nested without end; an integer that cannot be
-        raise ConfigError(f"--settings {args.settings!r} is not valid YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"--settings {args.settings!r} is not a mapping; write '{{name: value}}'.")
+    settings = read_mapping("--settings", args.settings)
     if args.weighting is not None:
         settings["weighting"] = args.weighting
     return objective_named(args.objective, **typed_settings(args.objective, settings))

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from treewise.data.importers.common import Context, Placed, Record
+from treewise.data.importers.common import Context, Placed, Record, first_of
 from treewise.data.io.printable import shown
 from treewise.errors import DataError
 
@@ -31,7 +31,7 @@ def langfuse_calls(records: Iterable[Placed], context: Context) -> Iterator[Plac
             )
         labels = {"rollout": trace.get("id"), "reward": _score(trace.get("scores"), record.location, context)}
         for index, each in enumerate(
-            sorted(observations, key=lambda item: str(_first(item, "startTime", "start_time")))
+            sorted(observations, key=lambda item: str(first_of(item, "startTime", "start_time")))
         ):
             yield from _langfuse_call(f"{record.location}: observations[{index}]", each, labels, context)
 
@@ -43,7 +43,7 @@ def _langfuse_call(location: str, value: Record, labels: Record, context: Contex
         return
     asked = _json(value.get("input"))
     tools = asked.get("tools") if isinstance(asked, dict) else None
-    own = {"rollout": _first(value, "traceId", "trace_id"), "reward": _score(value.get("scores"), location, context)}
+    own = {"rollout": first_of(value, "traceId", "trace_id"), "reward": _score(value.get("scores"), location, context)}
     fields = {**own, **{name: item for name, item in labels.items() if item is not None}}
     messages = asked.get("messages", asked) if isinstance(asked, dict) else asked
     yield _call(location, messages, _json(value.get("output")), tools, value.get("metadata"), fields, context)
@@ -71,7 +71,7 @@ def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Pla
             if isinstance(each, dict)
         ]
         labels = {
-            "rollout": _first(value, "trace_id", "session_id"),
+            "rollout": first_of(value, "trace_id", "session_id"),
             "reward": _score(scores, record.location, context),
         }
         metadata = extra.get("metadata") if isinstance(extra, dict) else None
@@ -215,10 +215,6 @@ def _score(scores: Any, location: str, context: Context) -> float | None:
         context.warn(f"{MANY_SCORES} ({', '.join(sorted(values))})")
         return None
     return context.reward(next(iter(values.values())), f"{location}: scores")
-
-
-def _first(value: Record, *names: str) -> Any:
-    return next((value[name] for name in names if value.get(name) is not None), None)
 
 
 def _json(value: Any) -> Any:

@@ -70,6 +70,11 @@ class Context:
         return float(value)
 
 
+def first_of(value: Record, *names: str) -> Any:
+    """The value of the first of some keys that a record has; None without any."""
+    return next((value[name] for name in names if value.get(name) is not None), None)
+
+
 def integers(value: Any, name: str, location: str) -> list[int]:
     """A flat list of integers (token ids).
 

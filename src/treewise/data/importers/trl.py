@@ -13,6 +13,7 @@ from treewise.data.importers.common import (
     Context,
     Placed,
     Record,
+    first_of,
     integers,
     messages,
     numbers,
@@ -53,7 +54,7 @@ def _sample(value: Record, location: str, context: Context) -> Iterator[Record]:
     prompt = integers(value.get("prompt_ids"), "prompt_ids", location)
     completion = integers(value.get("completion_ids"), "completion_ids", location)
     before = [0.0] * len(prompt)
-    mask = _first(value, MASKS)
+    mask = first_of(value, *MASKS)
     weights = [1.0] * len(completion) if mask is None else numbers(mask, "env_mask", len(completion), location)
     logprobs = _sampled(value, completion, location)
     streams: dict[str, Any] = {}
@@ -97,12 +98,12 @@ def _text(value: Record, location: str, context: Context) -> Record:
 
 
 def _labels(value: Record, location: str, context: Context) -> Record:
-    reward = value if context.reward_field else _first(value, REWARDS)
+    reward = value if context.reward_field else first_of(value, *REWARDS)
     if isinstance(reward, list) and len(reward) == 1:
         reward = reward[0]
     if isinstance(reward, list):
         raise DataError(f"{location}: {len(reward)} rewards; give one per sample, or a mapping and --reward NAME.")
-    advantage = _first(value, ADVANTAGES)
+    advantage = first_of(value, *ADVANTAGES)
     return {
         "reward": context.reward(reward, location),
         "advantages": context.reward(advantage, f"{location}: advantage")
@@ -111,7 +112,3 @@ def _labels(value: Record, location: str, context: Context) -> Record:
         "group": value.get("group"),
         "rollout": value.get("rollout"),
     }
-
-
-def _first(value: Record, names: tuple[str, ...]) -> Any:
-    return next((value[name] for name in names if value.get(name) is not None), None)

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from treewise.distributed import ranks
 from treewise.errors import ConfigError
 from treewise.integrations.batch_forest import NotShareable, Rows, rows_to_forest
+from treewise.integrations.tree_batches import as_numpy
 from treewise.integrations.trl.images import OF_IMAGES, PIXELS, images_of_call
 from treewise.nn.vision import image_token_of
 
@@ -42,15 +42,15 @@ def rows_of_call(
     labels = labels[:, 1:] if shifted is None else shifted
     if token_ids.shape[0] != labels.shape[0] or token_ids.shape[1] - labels.shape[1] not in (0, 1):
         raise NotShareable(f"labels of shape {tuple(labels.shape)} do not fit {tuple(token_ids.shape)} tokens")
-    ids = _numpy(token_ids)
+    ids = as_numpy(token_ids)
     for name in ("mm_token_type_ids", "token_type_ids"):
-        if name in arguments and ((_numpy(arguments[name]) != 0) != (ids == token)).any():
+        if name in arguments and ((as_numpy(arguments[name]) != 0) != (ids == token)).any():
             raise NotShareable(f"{name} marks other tokens than those of images")
     rows = rows_to_forest(
         ids,
-        _numpy(labels),
-        _numpy(arguments.get("attention_mask")),
-        _numpy(_expanded(arguments.get("position_ids"), token_ids)),
+        as_numpy(labels),
+        as_numpy(arguments.get("attention_mask")),
+        as_numpy(_expanded(arguments.get("position_ids"), token_ids)),
         is_relative=is_relative,
         keeps_all=keeps_all,
         images=images_of_call(arguments, ids, config, token) if PIXELS in arguments else None,
@@ -85,7 +85,3 @@ def _expanded(position_ids: torch.Tensor | None, token_ids: torch.Tensor) -> tor
     if position_ids.dim() != 2:
         raise NotShareable(f"position_ids has {position_ids.dim()} dimensions")
     return position_ids.expand(token_ids.shape)
-
-
-def _numpy(tensor: torch.Tensor | None) -> Any:
-    return None if tensor is None else np.asarray(tensor.detach().cpu())

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows, rows_to_forest
+from treewise.integrations.tree_batches import as_numpy
 
 # Arguments that define the rows, and those that belong to the head or change nothing.
 _OF_THE_ROWS = ("input_ids", "attention_mask", "position_ids", "shift_labels")
@@ -37,8 +37,6 @@ def rows_of_call(kwargs: dict[str, Any], *, is_relative: bool) -> Rows | None:
     if mask is not None:
         labels = labels.masked_fill(mask == 0, IGNORED)
         positions = None  # of padding they are zero; tokens of a row count on from its first
-    return rows_to_forest(_numpy(token_ids), _numpy(labels), _numpy(mask), _numpy(positions), is_relative=is_relative)
-
-
-def _numpy(tensor: torch.Tensor | None) -> Any:
-    return None if tensor is None else np.asarray(tensor.detach().cpu())
+    return rows_to_forest(
+        as_numpy(token_ids), as_numpy(labels), as_numpy(mask), as_numpy(positions), is_relative=is_relative
+    )

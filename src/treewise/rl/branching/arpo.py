@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treewise.errors import DataError
-from treewise.rl.branching.points import Point, points_of
+from treewise.rl.branching.points import has_branch, points_of
 from treewise.rl.branching.protocol import Branch, Signals, require
 from treewise.rl.branching.rollout_tree import RolloutTree
 from treewise.rl.branching.variations import next_variations
@@ -54,7 +54,7 @@ def after_tool_calls(
             if room <= 0:
                 break
             change = turn_entropy(tree, point.node, point.position, settings.window, signals.vocab_size) - initial
-            if not _has_branch(tree, point) and rng.random() - settings.weight * change <= settings.base:
+            if not has_branch(tree, point) and rng.random() - settings.weight * change <= settings.base:
                 branches.append(Branch(point.node, point.position, min(settings.beam - 1, room)))
                 room -= branches[-1].count
         return branches
@@ -76,7 +76,3 @@ def turn_entropy(tree: RolloutTree, index: int, start: int, window: int, vocab_s
     end = int(later[0]) if len(later) else len(node)
     sampled = np.flatnonzero(node.is_sampled[start:end])[:window] + start
     return float(node.entropies[sampled].mean() / np.log(vocab_size)) if len(sampled) else 0.0
-
-
-def _has_branch(tree: RolloutTree, point: Point) -> bool:
-    return any(tree[child].cut == point.position for child in tree.children(point.node))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treewise.errors import DataError, check_choice
-from treewise.rl.branching.points import Point, points_of
+from treewise.rl.branching.points import Point, has_branch, points_of
 from treewise.rl.branching.protocol import Branch, Signals, require
 from treewise.rl.branching.rollout_tree import RolloutTree
 from treewise.rl.branching.variations import next_variations
@@ -51,7 +51,7 @@ def most_uncertain_tokens(
     """
 
     def pick(root: int, room: int) -> list[Branch]:
-        points = [point for point in points_of(tree, root, "tokens") if not _has_branch(tree, point)]
+        points = [point for point in points_of(tree, root, "tokens") if not has_branch(tree, point)]
         scores = np.array([_uncertainty(tree, point, settings.definition) for point in points])
         chosen = np.argsort(-scores, kind="stable")[: -(-room // settings.repeats)]
         counts = [min(settings.repeats, room - rank * settings.repeats) for rank in range(len(chosen))]
@@ -61,10 +61,6 @@ def most_uncertain_tokens(
         ]
 
     return next_variations(tree, settings.roots, settings.variations, settings.per_round, pick)
-
-
-def _has_branch(tree: RolloutTree, point: Point) -> bool:
-    return any(tree[child].cut == point.position for child in tree.children(point.node))
 
 
 def _uncertainty(tree: RolloutTree, point: Point, definition: str) -> float:

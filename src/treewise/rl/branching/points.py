@@ -42,6 +42,11 @@ def points_of(tree: RolloutTree, root: int, kind: str) -> list[Point]:
     return points
 
 
+def has_branch(tree: RolloutTree, point: Point) -> bool:
+    """Whether some continuation starts at a point already."""
+    return any(tree[child].cut == point.position for child in tree.children(point.node))
+
+
 def num_turns_before(tree: RolloutTree, index: int) -> int:
     """Turns that ended on the path before a node's own tokens."""
     return sum(int((tree[node].turn_ends <= end).sum()) for node, _, end in tree.pieces(index) if node != index)
