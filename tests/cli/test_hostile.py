@@ -85,7 +85,6 @@ CASES: list[tuple[str, str]] = [
     ("inspect --run log_list", "not the log of a run"),
     ("inspect --run log_deep", "not the log of a run"),
     ("inspect --run log_huge", "not the log of a run"),
-    ("plan good.jsonl", "give --max_tokens"),
     ("plan good.jsonl --max_tokens -3", "max_tokens is -3"),
     ("verify good.jsonl --model noweights", "model.safetensors"),
     ("verify good.jsonl --model damaged", "damaged: cannot be loaded"),
