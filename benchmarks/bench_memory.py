@@ -3,7 +3,7 @@
 Each row runs in a process of its own, and its peak stands beside the estimate of `treewise plan`. On CPU the peak
 resident set above the loaded model with its gradients, on CUDA the allocator's peak.
 
-    python benchmarks/bench_memory.py [--cases smollm2 qwen3 qwen3-bfloat16] [--budgets 0 1024 512 256]
+    python benchmarks/bench_memory.py [--cases smollm2 qwen3-bfloat16:400] [--budgets 0 1024 512 256]
     python benchmarks/bench_memory.py --large
 
 `--large`: a tree of 60,000 random tokens, a spine of 24,000 with 36 branches of 1,000, under a budget of 2,048, against
@@ -54,7 +54,9 @@ OPTIONS = ("bfloat16", "lora", "checkpointing", "path", "kept")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", default=["smollm2"], help=f"of {', '.join(['smollm2', *SHAPES])}")
+    parser.add_argument(
+        "--cases", nargs="*", default=["smollm2"], help=f"of {', '.join(['smollm2', *SHAPES])}; :N: at N"
+    )
     parser.add_argument("--budgets", nargs="*", type=int, default=[0, 1024, 512, 256], help="0: no budget")
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--one", nargs=2, metavar=("CASE", "BUDGET"), help=argparse.SUPPRESS)
@@ -66,7 +68,10 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args.one[0], int(args.one[1]) or None)))
         return
-    rows = [_in_own_process(case, budget) for case in args.cases for budget in args.budgets]
+    rows = []
+    for case in args.cases:
+        name, _, budget = case.partition(":")
+        rows += [_in_own_process(name, each) for each in ([int(budget)] if budget else args.budgets)]
     print("written to", save("memory", rows))
 
 
@@ -88,8 +93,10 @@ def measure(case: str, budget: int | None) -> dict[str, Any]:
     model, forest = case_of(name, options)
     if "kept" in options:
         keep_freed_memory()
-    engine = TreeEngine(model, budget)
-    if budget != forest.num_tokens:  # gradients and the probe, before the baseline is taken
+    engine = TreeEngine(model, budget, check=False)
+    if (
+        budget != forest.num_tokens
+    ):  # gradients, before the baseline is taken; its check of the model holds a copy of them
         TreeEngine(model, 64).step(Forest.from_trajectories(forest.trajectories[:1]))
     model.zero_grad(set_to_none=False)
     before = _peak(reset=True)

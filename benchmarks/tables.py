@@ -124,13 +124,14 @@ def _memory(path: Path, record: dict[str, Any]) -> str:
     lines = [
         f"{_title(record)} ([{path.name}](../benchmarks/results/{path.name})):",
         "",
-        "| tree | tree tokens | budget | micro-batches | computed tokens | gateways, MiB | peak, MiB |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| case | tree tokens | budget | micro-batches | gateways | tensors, predicted | peak | estimate | / peak |",
+        "|---|" + "---:|" * 8,
     ]
     for row in record["rows"]:
         budget = "none" if row["max_tokens"] is None else f"{row['max_tokens']:,}"
-        counts = f"{row['num_micro_batches']} | {row['computed_tokens']:,} | {row['gateway_mib']} | {row['peak_mib']:,}"
-        lines.append(f"| {row['tree']} | {row['tree_tokens']:,} | {budget} | {counts} |")
+        sizes = " | ".join(f"{row[f'{name}_mib']:,}" for name in ("gateway", "live", "peak", "estimate"))
+        counts = f"{row['tree_tokens']:,} | {budget} | {row['num_micro_batches']}"
+        lines.append(f"| {row['tree'].replace('-', ', ')} | {counts} | {sizes} | {row['estimate_over_peak']:.2f} |")
     return "\n".join(lines)
 
 
@@ -181,8 +182,8 @@ def _balance(path: Path, record: dict[str, Any]) -> str:
 
 
 def _plot(record: dict[str, Any]) -> str:
-    """Peak memory over the budget, as a small picture; the first tree only."""
-    rows = [row for row in record["rows"] if row["tree"] == record["rows"][0]["tree"]]
+    """Peak memory over the budget, as a small picture: SmolLM2 in float32."""
+    rows = [row for row in record["rows"] if row["tree"] in ("smollm2", "smollm2-kept")]
     points = sorted((row["max_tokens"] or row["tree_tokens"], row["peak_mib"]) for row in rows)
     width, height, left, bottom = 560, 280, 70, 40
     most_tokens, most_mib = points[-1][0], max(mib for _, mib in points)
