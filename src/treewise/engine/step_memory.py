@@ -32,7 +32,7 @@ _attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _aten = torch.ops.aten
 _POINTWISE = (_aten.add, _aten.add_, _aten.sub, _aten.mul, _aten.mul_)
 # Over what operations return: what their kernels allocate inside, for sorting or a contiguous copy.
-INSIDE_KERNELS = 1.02
+INSIDE_KERNELS = 1.03
 # Of the resident set, on a CPU: an allowance above every case measured (docs/performance.md). Holes in glibc's heap, as
 # a part of what is alive: tensors are aligned to 64 bytes, for which glibc looks for 96 bytes more, so none fits the
 # hole that another of its size left. Pages of libraries and buffers of MKL that a larger step is the first to touch.
