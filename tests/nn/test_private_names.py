@@ -181,7 +181,15 @@ def check_grpo_tokenizer() -> None:
     assert "self._tokenizer" in inspect.getsource(GRPOTrainer.__init__)
 
 
+def check_grouped_product() -> None:
+    left, right = torch.empty(6, 16, device="meta"), torch.empty(2, 16, 8, device="meta")
+    offsets = torch.empty(2, dtype=torch.int32, device="meta")
+    product = torch.ops.aten._grouped_mm.default
+    assert product(left.bfloat16(), right.bfloat16(), offsets).shape == (6, 8)
+
+
 CHECKS = {
+    "_grouped_mm": check_grouped_product,
     "_scaled_dot_product_flash_attention_for_cpu": check_flash_attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": check_flash_attention_backward,
     "torch.ops.higher_order.flex_attention": lambda: torch.ops.higher_order.flex_attention,

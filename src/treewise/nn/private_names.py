@@ -22,14 +22,20 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch",
         "_scaled_dot_product_flash_attention_for_cpu",
-        ("nn/attention/cascade.py",),
+        ("nn/attention/cascade.py", "engine/step_memory.py"),
         "the only attention on the CPU that returns the log-sum-exp, without which partial results cannot be merged",
     ),
     PrivateName(
         "torch",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
-        ("nn/attention/cascade.py",),
+        ("nn/attention/cascade.py", "engine/step_memory.py"),
         "its backward, called with the output and log-sum-exp merged from several parts",
+    ),
+    PrivateName(
+        "torch",
+        "_grouped_mm",
+        ("engine/step_memory.py",),
+        "the product of experts, which runs without data in bfloat16 alone",
     ),
     PrivateName(
         "torch",
@@ -63,13 +69,13 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch",
         "torch.utils._python_dispatch",
-        ("nn/attention/mask_audit.py", "nn/vision/tower_flops.py"),
-        "TorchDispatchMode: mask functions run on the CPU whatever tensors they index, towers on shapes alone",
+        ("nn/attention/mask_audit.py", "nn/vision/tower_flops.py", "engine/step_memory.py"),
+        "TorchDispatchMode: mask functions run on the CPU whatever tensors they index; shapes alone; allocations",
     ),
     PrivateName(
         "torch",
         "torch.utils._pytree",
-        ("nn/attention/mask_audit.py", "nn/vision/tower_flops.py"),
+        ("nn/attention/mask_audit.py", "nn/vision/tower_flops.py", "engine/step_memory.py"),
         "tree_map_only and tree_leaves, beside it",
     ),
     PrivateName(

@@ -41,8 +41,11 @@ def test_auto_takes_the_first_that_suits_the_device(monkeypatch: pytest.MonkeyPa
 
 
 def test_cascade_on_another_device_names_the_way_out() -> None:
-    query = torch.empty(1, 2, 5, 8, device="meta")
-    with pytest.raises(ConfigError, match="attention='cascade' runs on the CPU, and the model is on meta"):
+    class OnGPU(torch.Tensor):
+        device = torch.device("cuda")
+
+    query = torch.empty(1, 2, 5, 8).as_subclass(OnGPU)
+    with pytest.raises(ConfigError, match="attention='cascade' runs on the CPU, and the model is on cuda"):
         cascade.cascade_attention(query, query, query, MASK, None)
 
 

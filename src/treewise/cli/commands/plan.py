@@ -14,6 +14,7 @@ from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model
 from treewise.planning.planner import plan
 from treewise.report import (
+    BudgetMemory,
     budgets_view,
     mesh_view,
     plan_view,
@@ -66,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     whole = planned(forest, args.max_tokens, hold=args.hold)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     report = report_plan(whole, model, args.model, device_type)
-    budgets = () if model is None else report_budgets(forest, model, args.hold, device_type)
+    budgets: tuple[BudgetMemory, ...] = ()
+    if model is not None and args.max_tokens is None:
+        budgets = report_budgets(forest, model, report, args.hold, device_type)
     processes = context = None
     if args.mesh or gpu:
         config, dtype = load_config(args.model, args.gguf_file), getattr(torch, report.dtype or args.dtype)

@@ -110,12 +110,15 @@ class BudgetMemory:
 
 
 def report_budgets(
-    forest: Forest, model: nn.Module, hold: str = "auto", device_type: str = "cpu"
+    forest: Forest, model: nn.Module, whole: PlanReport, hold: str = "auto", device_type: str = "cpu"
 ) -> tuple[BudgetMemory, ...]:
-    """No budget, and the largest powers of two below the tree, for a user to choose from."""
-    costs, rows = flop_model(model), []
-    smaller = [budget for budget in BUDGETS if budget < forest.num_tokens][:MAX_BUDGETS]
-    for budget in (None, *smaller):
+    """No budget, and the largest powers of two below the tree, for a user to choose from.
+
+    whole: `report_plan` of the forest without a budget, with the same model.
+    """
+    costs = flop_model(model)
+    rows = [BudgetMemory(None, whole.num_micro_batches, 0.0, (whole.bytes_peak or 0) - (whole.bytes_weights or 0))]
+    for budget in [budget for budget in BUDGETS if budget < forest.num_tokens][:MAX_BUDGETS]:
         plan = costs.plan(forest, budget, hold=hold)
         share = plan.num_recomputed_tokens / forest.num_tokens
         rows.append(BudgetMemory(budget, plan.num_micro_batches, share, step_memory(model, plan, device_type).total))
