@@ -33,10 +33,10 @@ _aten = torch.ops.aten
 _POINTWISE = (_aten.add, _aten.add_, _aten.sub, _aten.mul, _aten.mul_)
 # Over what operations return: what their kernels allocate inside, for sorting or a contiguous copy.
 INSIDE_KERNELS = 1.03
-# Of the resident set, on a CPU: an allowance above every case measured (docs/performance.md). Holes in glibc's heap, as
-# a part of what is alive: tensors are aligned to 64 bytes, for which glibc looks for 96 bytes more, so none fits the
-# hole that another of its size left. Pages of libraries and buffers of MKL that a larger step is the first to touch.
-# Kernels that oneDNN compiles for each size of a micro-batch in half precision, with their work space.
+# Of the resident set, on a CPU: an allowance above all but two cases measured (docs/performance.md). Holes in glibc's
+# heap, as a part of what is alive: tensors are aligned to 64 bytes, for which glibc looks for 96 bytes more, so none
+# fits the hole that another of its size left. Pages of libraries and buffers of MKL that a larger step is the first to
+# touch. Kernels that oneDNN compiles for each size of a micro-batch in half precision, with their work space.
 HOLES, LIBRARIES, KERNELS = 1 / 3, 44 * 2**20, 14 * 2**20
 
 
