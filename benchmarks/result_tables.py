@@ -7,8 +7,9 @@ from typing import Any
 from treewise.bench.results import is_ours
 from treewise.bench.terminal import baselines_of, efficiency, speed_of_tree
 
-WIDTH, LABELS, ROW, GAP = 720, 190, 14, 10
+WIDTH, ROW, GAP = 720, 14, 10
 COLOURS = {"merged": "darkgray", "trl": "darkorange", "tree-recurrence": "darkorange", "tree": "steelblue"}
+NAMES = {"merged": "merged flat", "trl": "TRL's tree rows", "tree": "treewise"}
 
 Row = dict[str, Any]
 
@@ -107,27 +108,30 @@ def plot(record: dict[str, Any]) -> str:
     if not rows:
         return ""
     most = max(max(row["flop_bound"], *_bars(row).values(), 1.0) for row in rows)
-    scale = (WIDTH - LABELS - 60) / most
+    one_model = len({row["model"] for row in rows}) == 1
+    labels = 12 + 6 * max(len(row["workload"]) + (0 if one_model else len(row["model"]) + 2) for row in rows)
+    scale = (WIDTH - labels - 110) / most
     parts, top = [], GAP
     for row in rows:
         bars = _bars(row)
         height = ROW * len(bars)
-        label = escape(f"{row['model']}, {row['workload']}")
-        parts.append(f'<text x="{LABELS - 6}" y="{top + height / 2 + 4:.0f}" text-anchor="end">{label}</text>')
+        label = row["workload"] if one_model else f"{row['model']}, {row['workload']}"
+        parts.append(f'<text x="{labels - 6}" y="{top + height / 2 + 4:.0f}" text-anchor="end">{escape(label)}</text>')
+        x = labels + row["flop_bound"] * scale
+        parts.append(f'<path d="M{x:.1f} {top - 2}v{height + 2}" stroke="firebrick" stroke-width="2"/>')
         for number, (name, ratio) in enumerate(bars.items()):
             y = top + ROW * number
             colour = COLOURS.get(name, COLOURS["tree"])
             parts.append(
-                f'<rect x="{LABELS}" y="{y}" width="{ratio * scale:.1f}" height="{ROW - 2}" fill="{colour}"/>'
-                f'<text x="{LABELS + ratio * scale + 4:.1f}" y="{y + 10}">{name} {ratio:.2f}</text>'
+                f'<rect x="{labels}" y="{y}" width="{ratio * scale:.1f}" height="{ROW - 2}" fill="{colour}"/>'
+                f'<text x="{labels + ratio * scale + 4:.1f}" y="{y + 10}" stroke="white" stroke-width="3" '
+                f'paint-order="stroke">{NAMES.get(name, name)} {ratio:.2f}</text>'
             )
-        x = LABELS + row["flop_bound"] * scale
-        parts.append(f'<path d="M{x:.1f} {top - 2}v{height + 2}" stroke="firebrick" stroke-width="2"/>')
         top += height + GAP
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 20}" font-family="sans-serif" '
         f'font-size="10"><rect width="100%" height="100%" fill="white"/>{"".join(parts)}'
-        f'<text x="{LABELS}" y="{top + 12}">times faster than flat training; red: the FLOP bound</text></svg>\n'
+        f'<text x="{labels}" y="{top + 12}">times as fast as flat training; red: the FLOP bound</text></svg>\n'
     )
 
 

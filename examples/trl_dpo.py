@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> Sharing:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=4, help="pairs")
-    parser.add_argument("--max_tokens", type=int, help="tokens with live activations, at most")
+    parser.add_argument("--max_tokens", type=int, help="tokens that hold activations at a time, at most")
     parser.add_argument("--output", default="runs/trl_dpo")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args(argv)

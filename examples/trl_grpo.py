@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> Sharing:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--completion", type=int, default=24, help="tokens of a completion, at most")
-    parser.add_argument("--max_tokens", type=int, help="tokens with live activations, at most")
+    parser.add_argument("--max_tokens", type=int, help="tokens that hold activations at a time, at most")
     parser.add_argument("--output", default="runs/trl_grpo")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args(argv)

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> Sharing:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--max_length", type=int, default=4096)
-    parser.add_argument("--max_tokens", type=int, help="tokens with live activations, at most")
+    parser.add_argument("--max_tokens", type=int, help="tokens that hold activations at a time, at most")
     parser.add_argument("--output", default="runs/trl_sft_tools")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args(argv)

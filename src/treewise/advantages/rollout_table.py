@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treewise.errors import DataError
+from treewise.errors import DataError, num
 from treewise.tree.trajectory import Trajectory, number_rollouts
 
 MAX_NAMES = 8  # groups that a report spells out
@@ -66,9 +66,9 @@ class AdvantageReport:
     notes: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:
+        trajectories = num(self.num_trajectories, "trajectory", "trajectories")
         lines = [
-            f"{self.method}: {self.num_rollouts:,} rollouts in {self.num_trajectories:,} trajectories, "
-            f"{self.num_groups:,} groups"
+            f"{self.method}: {num(self.num_rollouts, 'rollout')} in {trajectories}, {num(self.num_groups, 'group')}"
             + ("." if isnan(self.mean_reward) else f", mean reward {self.mean_reward:.4g}."),
             f"{self.num_silent_rollouts:,} rollouts have advantage 0 throughout.",
         ]

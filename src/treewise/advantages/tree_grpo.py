@@ -6,7 +6,7 @@ import numpy as np
 
 from treewise.advantages.group_tree import GroupTree, group_trees
 from treewise.advantages.rollout_table import Credited, Rollouts, credited, read_rollouts
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, num
 from treewise.tree.trajectory import Trajectory
 
 
@@ -34,7 +34,7 @@ def inter_intra(
     between = _z_scores(rollouts.rewards, rollouts.group, epsilon)
     within = _z_scores(rollouts.rewards, tree_R, epsilon)
     advantages = (between + within)[rollouts.of_trajectory]
-    notes = [f"{len(np.unique(tree_R)):,} trees."]
+    notes = [f"{num(len(np.unique(tree_R)), 'tree')}."]
     return credited(rollouts, advantages.tolist(), "inter_intra", notes)
 
 

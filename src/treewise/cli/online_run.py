@@ -12,7 +12,7 @@ from typing import Any
 from treewise.cli import run_folder, training_run
 from treewise.cli.config import RunConfig, parse_flags
 from treewise.cli.yaml_file import read_file
-from treewise.errors import ConfigError, check_choice
+from treewise.errors import ConfigError, check_choice, num
 
 REQUIRED = ("model", "tasks", "output_dir")
 SAMPLERS = ("transformers", "vllm")
@@ -146,7 +146,7 @@ def _summary(config: RunConfig, settings: Any, task: Any) -> str:
         ("task", task.name),
         ("objective", f"{config.more['objective']}, advantages {settings.advantages}"),
         ("branching", f"{settings.branching} {dict(settings.branching_settings) or ''}".strip()),
-        ("iterations", f"{settings.iterations:,}, {settings.updates_per_iteration} optimizer steps each"),
+        ("iterations", f"{settings.iterations:,}, {num(settings.updates_per_iteration, 'optimizer step')} each"),
         (
             "budget",
             f"{settings.tokens_per_iteration:,} generated tokens an iteration in {settings.trees_per_iteration} trees, "

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Budget:
-    """Tokens that may have live activations at a time.
+    """Tokens that may hold activations at a time.
 
     setting: a number, None (no limit) or `auto` (from the free memory, measured at the first step).
     """

@@ -1,7 +1,7 @@
 """Calibration: bytes per token of a model, measured, and the budget that fits into the free memory.
 
 Two small trees run forward and backward, and the bytes that autograd keeps are counted, on any device. Their difference
-per token is the memory of a token with live activations, so fixed costs drop out. Gradient checkpointing recomputes one
+per token is what a token's activations take, so fixed costs drop out. Gradient checkpointing recomputes one
 layer at a time in the backward; what is saved then is counted as one layer.
 """
 
@@ -22,7 +22,7 @@ CALIBRATION_TOKENS = (32, 96)
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """Bytes of one token with live activations, and of one gateway token (keys, values, their float32 gradients)."""
+    """Bytes of one token that holds activations, and of one gateway token (keys, values, their float32 gradients)."""
 
     activation: int
     gateway: int

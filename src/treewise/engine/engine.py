@@ -60,7 +60,7 @@ class TreeEngine:
         model: its attention implementation is replaced by treewise's; forwards without trees are computed as before.
             Layers may be compiled in place (`layer.compile(dynamic=True)` on each); of `torch.compile(model)` the model
             inside is run.
-        max_tokens: the most tokens with live activations at a time; None computes each forest in one micro-batch,
+        max_tokens: the most tokens that hold activations at a time; None computes each forest in one micro-batch,
             `auto` measures at the first step how many fit into the free memory. A step that runs out of memory
             runs again with half as many.
         attention: `auto` (flex on CUDA, cascade on CPU), `reference`, `cascade`, `flex`, `flash`.

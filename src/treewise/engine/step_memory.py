@@ -45,7 +45,7 @@ class StepMemory:
     """Bytes at the peak of a step, beside the model and its gradients.
 
     activations: what autograd keeps for live micro-batches. gateways: keys, values and their gradients. images: the
-    graph of the tower. others: logits, gradients on their way, the head's in float32. allocator: what the resident set
+    graph of the tower. others: logits, gradients between layers, the head's. allocator: what the resident set
     of a CPU process has beyond tensors.
     """
 

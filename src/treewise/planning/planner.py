@@ -222,7 +222,7 @@ class Plan:
 
     @cached_property
     def timeline(self) -> tuple[tuple[int, int], ...]:
-        """For each step of the schedule: gateway tokens alive, and tokens with live activations."""
+        """For each step of the schedule: gateway tokens alive, and tokens that hold activations."""
         alive, held, points = 0, 0, []
         for step in self.schedule:
             batch = self.micro_batches[step.micro_batch]

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from treewise.errors import bytes_as_text
+from treewise.errors import bytes_as_text, num
 from treewise.planning.planner import Plan
 from treewise.report.analysis.context_facts import ContextReport
 from treewise.report.analysis.facts import Finding, InspectReport
@@ -99,7 +99,7 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     if report.bytes_images:
         table.add_row("images", f"{bytes_as_text(report.bytes_images)} of the tower's graph, kept beside them")
     table.add_row("gateways", f"{bytes_as_text(report.bytes_gateways)}, at most {read} tokens")
-    table.add_row("logits, gradients on their way", bytes_as_text(report.bytes_others))
+    table.add_row("logits, gradients between layers", bytes_as_text(report.bytes_others))
     if report.bytes_allocator:
         table.add_row("allocator of the CPU", bytes_as_text(report.bytes_allocator))
     table.add_row("peak memory", bytes_as_text(report.bytes_peak))
@@ -172,8 +172,9 @@ def run_view(report: RunReport) -> RenderableType:
         name = label if each.chart == each.label else f"{each.chart}: {label}"
         table.add_row(escape(name), f"{len(each.values):,}", *(f"{value:,.5g}" for value in values))
     state = "finished" if report.is_finished else "not finished"
-    steps = f"{report.num_steps:,} of {report.max_steps:,}" if report.max_steps else f"{report.num_steps:,}"
-    note = Text(f"{steps} optimizer steps, {state}; from {report.log}")
+    of = f"{report.num_steps:,} of " if report.max_steps else ""
+    steps = f"{of}{num(report.max_steps or report.num_steps, 'optimizer step')}"
+    note = Text(f"{steps}, {state}; from {report.log}")
     if report.num_not_finite:
         note.append(f"\n{report.num_not_finite:,} logged values are not finite numbers", style="red")
     return Group(table, note)

@@ -52,7 +52,7 @@ class TreeTrainingArguments(TrainingArguments):
     `torch_compile` (`torch_compile_backend`, `torch_compile_mode`) compiles the decoder's layers, one by one, in place.
 
     Parameters:
-        max_tokens: the budget, the most tokens with live activations at a time. `auto`: as many as fit in the free
+        max_tokens: the budget, the most tokens that hold activations at a time. `auto`: as many as fit in the free
             memory, measured at the first step. None: a batch is one micro-batch.
         steps_per_epoch: cut the trees of an epoch into so many optimizer steps, as equal as possible;
             `per_device_train_batch_size` is then ignored. None: as many steps as batches of that size give.
@@ -98,7 +98,7 @@ class TreeTrainingArguments(TrainingArguments):
     """
 
     max_tokens: int | str | None = field(
-        default="auto", metadata={"help": "The most tokens with live activations at a time; auto measures it."}
+        default="auto", metadata={"help": "The most tokens that hold activations at a time; auto measures it."}
     )
     steps_per_epoch: int | None = field(default=None, metadata={"help": "Cut an epoch into so many optimizer steps."})
     attention: str = field(default="auto", metadata={"help": "auto, reference, cascade, flex or flash."})

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from treewise.errors import VerificationError
+from treewise.errors import VerificationError, num
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,8 @@ class VerificationReport:
             f"flat and tree: {'equal' if self.passed else 'DIFFERENT'}",
             *_aligned(rows),
             f"{self.model}, {self.dtype}, attention {self.attention}, {budget}",
-            f"{self.num_trajectories:,} trajectories, {self.num_trees:,} trees, {self.num_tree_tokens:,} tree tokens; "
+            f"{num(self.num_trajectories, 'trajectory', 'trajectories')}, {num(self.num_trees, 'tree')}, "
+            f"{num(self.num_tree_tokens, 'tree token')}; "
             f"reference: {self.reference}",
             f"worst parameter: {worst.name} (gradient norm {worst.norm:.2e})",
             f"by FLOPs {self.flop_bound:.2f} x, as the flat side computes the logits of all its rows; efficiency "

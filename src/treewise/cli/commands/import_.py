@@ -89,7 +89,7 @@ def _show(console: Console, report: ImportReport, output: str) -> None:
     formats = Counter(report.formats.values())
     table.add_row("format", ", ".join(formats))
     table.add_row("records", f"{report.num_records:,} in {num(len(report.formats), 'file')}")
-    table.add_row("rollouts", f"{report.num_rollouts:,} in {report.num_groups:,} groups")
+    table.add_row("rollouts", f"{report.num_rollouts:,} in {num(report.num_groups, 'group')}")
     table.add_row("rows", f"{report.num_rows:,}: {with_ids:,} with token ids, {report.num_text_rows:,} of text alone")
     if report.num_tokens:
         table.add_row("tokens", f"{report.num_tokens:,}, {report.num_trained_tokens:,} of them sampled")

@@ -197,7 +197,7 @@ def share_prefixes(
 
     Parameters:
         model: a transformers causal language model; PEFT, DDP, `torch.compile` and accelerate may be around it.
-        max_tokens: the most tokens with live activations, as in `TreeEngine`: None for one micro-batch, `auto` to
+        max_tokens: tokens that hold activations at a time, as in `TreeEngine`: None for one micro-batch, `auto` to
             measure.
         attention: as in `TreeEngine`.
         min_ratio: batches with fewer tokens than this (padding included) for each tree token are left to the model's

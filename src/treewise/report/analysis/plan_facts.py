@@ -21,7 +21,7 @@ class PlanReport:
     relative_time: FLOPs of the plan / FLOPs of flat training; relative_tree_time: / those of the tree in one
     micro-batch. bytes_*: of the model's dtype; bytes_peak adds weights, gradients, AdamW's moments and what a step
     holds beside at its fullest moment (`engine.step_memory`): activations of one micro-batch with what is held, the
-    graph of the images where it is kept (bytes_images), the gateways, logits and gradients on their way (bytes_others),
+    graph of the images where it is kept (bytes_images), the gateways, logits, gradients between layers (bytes_others),
     and on a CPU what the resident set has beyond tensors (bytes_allocator).
     """
 

@@ -54,7 +54,7 @@ class NamedTrees(Protocol):
 class DrawnPlan:
     """A plan of the drawn trees as one step, with its schedule over time.
 
-    timeline: for each step of the schedule the gateway tokens alive and the tokens with live activations; thinned to
+    timeline: for each step of the schedule the gateway tokens alive and the tokens that hold activations; thinned to
     its peaks where it is long (is_thinned).
     """
 
@@ -223,7 +223,7 @@ def timeline_chart(drawn: DrawnPlan) -> Chart:
     # A step lasts until the next one, the last one too.
     steps = list(range(len(drawn.timeline) + 1))
     gateways, live = zip(*drawn.timeline, drawn.timeline[-1], strict=True)
-    series = [("with live activations", steps, live), ("in gateways", steps, gateways)]
+    series = [("holding activations", steps, live), ("in gateways", steps, gateways)]
     return line_chart(series, "Tokens in memory", "step of the schedule", "tokens", is_stepped=True, from_zero=True)
 
 
