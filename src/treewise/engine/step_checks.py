@@ -45,7 +45,7 @@ class StepChecks:
         refuse_dropout(self._model)
         refuse_tokens(lm, forest)
         refuse_placeholders(lm, np.where(forest.images.covers(forest.num_tokens), -1, forest.token_ids))
-        refuse_lengths(lm, int(forest.depth.max()) + 1)
+        refuse_lengths(lm.decoder, int(forest.depth.max()) + 1, "the longest path", "Shorten the trajectories")
         if _ROWS in self._due:
             probe(lm, impl, text)
             if router_rule is not None and router_rule.aux_coefficient:

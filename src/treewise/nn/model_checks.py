@@ -114,15 +114,32 @@ def refuse_placeholders(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
             )
 
 
-def refuse_lengths(lm: DecoderAndHead, length: int) -> None:
-    """Raises if rotary frequencies depend on the length of a sequence (`dynamic`, `longrope`), and paths are that long.
+def refuse_lengths(model: nn.Module, length: int, what: str, advice: str) -> None:
+    """Raises if rows of `length` tokens are longer than `length_limit` allows.
 
-    A shared token would need other frequencies for every trajectory through it. length: tokens of the longest path.
+    A shared token would need other frequencies for every trajectory through it, and a sampler that keeps keys would use
+    those of a row's beginning for its end. The one rule for training and for sampling.
+
+    what, advice: begin and end the message.
 
     Raises:
-        UnsupportedModelError: with the length up to which the model can be trained on trees.
+        UnsupportedModelError: with the length up to which the model follows a tree.
     """
-    for module in lm.decoder.modules():
+    found = length_limit(model)
+    if found is not None and length > found[0]:
+        limit, kind = found
+        raise UnsupportedModelError(
+            f"{what} has {length} tokens, but from {limit + 1} on the {kind!r} position encoding of "
+            f"{type(model).__name__} depends on the length of a sequence, which shared tokens do not "
+            f"have. {advice}, or fix the encoding's factor in the configuration."
+        )
+
+
+def length_limit(model: nn.Module) -> tuple[int, str] | None:
+    """The most tokens of a row whose rotary frequencies do not depend on its length, and the kind that does beyond it
+    (`dynamic`, `longrope`); None where none does."""
+    found = []
+    for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if not isinstance(kinds, str | dict):
             continue
@@ -133,12 +150,9 @@ def refuse_lengths(lm: DecoderAndHead, length: int) -> None:
             rules = all_rules if layer is None else all_rules.get(layer, {})
             fixed: Any = getattr(module, "original_max_seq_len", None)
             limit = rules.get("original_max_position_embeddings") if kind == "longrope" else fixed and fixed - 1
-            if limit is not None and length > limit:
-                raise UnsupportedModelError(
-                    f"the longest path has {length} tokens, but from {limit + 1} on the {kind!r} position encoding of "
-                    f"{type(lm.decoder).__name__} depends on the length of a sequence, which shared tokens do not "
-                    "have. Shorten the trajectories, or fix the encoding's factor in the configuration."
-                )
+            if limit is not None:
+                found.append((int(limit), str(kind)))
+    return min(found, default=None)
 
 
 def _vocabulary_size(lm: DecoderAndHead) -> int:

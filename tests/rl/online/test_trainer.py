@@ -16,7 +16,7 @@ import torch
 from tests.rl.online.helpers import TOKENIZER, EvenBytes, arguments, digest, new_trainer, settings, tiny_policy
 from treewise import advantages
 from treewise.data import load_trees
-from treewise.errors import CheckpointError, ConfigError, StoppedError, TaskError
+from treewise.errors import CheckpointError, ConfigError, StoppedError, TaskError, UnsupportedModelError
 from treewise.objectives import GRPO, objective_named
 from treewise.rl.online import OnlineTrainer, records, sampling, update
 from treewise.rl.online.records import rollouts_file
@@ -393,6 +393,18 @@ def test_a_gap_beyond_the_limit_is_a_warning(tmp_path, caplog):
         tmp_path / "other", model=model, sampler=Shifted(model), objective=corrected, iterations=1, eval_every=0
     ).train()
     assert "sampler_correction" not in caplog.text
+
+
+def test_prompts_that_may_grow_beyond_what_training_follows_are_refused_before_anything_is_sampled(tmp_path):
+    rope = {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 4.0}
+    model = tiny_policy(rope_parameters=rope, max_position_embeddings=64)
+    sampler = Counting(model)
+    trainer = new_trainer(tmp_path / "run", model=model, sampler=sampler, max_new_tokens=60)
+    with pytest.raises(UnsupportedModelError, match=r"item even/.*max_new_tokens=60 has .* but from 64 on the 'dynamic'"):
+        trainer.train()
+    assert sampler.num_calls == 0
+    bounded = new_trainer(tmp_path / "bounded", model=model, sampler=sampler, max_new_tokens=60, max_length=63)
+    assert np.isfinite(bounded.train()["loss"])
 
 
 def test_sharded_parameters_and_a_lone_kl_are_refused(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from treewise import Trajectory, TreeEngine
 from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler, shared_prefix
 from treewise.rl.samplers.choose import why_not
@@ -204,6 +205,33 @@ def test_wrong_logits_of_a_cache_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(shared_prefix, "attention_forward", wrong)
     with sampling_mode(model):
         assert "logits differ" in (why_not(model, "shared_prefix") or "")
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "limit"),
+    [
+        ("phi3", {**LONGROPE, "original_max_position_embeddings": 16}, 16),
+        ("llama", {"rope_type": "dynamic", "factor": 4.0}, 15),
+    ],
+)
+def test_rows_that_training_would_refuse_are_refused_before_anything_is_sampled(family, rope, limit):
+    rope = {"rope_theta": 10000.0, **rope}
+    model = tiny_model(family, rope_parameters=rope, max_position_embeddings=16, original_max_position_embeddings=16)
+    calls, sampler = [], TransformersSampler(model)
+    model.register_forward_pre_hook(lambda *given: calls.append(given))
+    most = SampleRequest(TRUNK[:7], 2, limit - 7, seed=1)
+    for request in (replace(most, max_new_tokens=limit - 6), replace(most, prefix_ids=TRUNK)):
+        with pytest.raises(UnsupportedModelError, match=f"max_new_tokens=.*{limit + 1} tokens, but from {limit + 1} on"):
+            sampler.sample([most, request])
+    assert calls == []
+    (completions,) = sampler.sample([most])
+    rows = [Trajectory([*most.prefix_ids, *each.token_ids.tolist()]) for each in completions]
+    for each, logprobs in zip(completions, TreeEngine(model.eval()).logprobs(rows), strict=True):
+        assert_exact(model, most, each)
+        np.testing.assert_allclose(each.logprobs, logprobs.detach()[6:], atol=1e-5)
 
 
 def test_settings_that_cannot_be() -> None:

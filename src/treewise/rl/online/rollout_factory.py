@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from treewise.nn.model_checks import length_limit, refuse_lengths
 from treewise.rl.branching import RolloutTree
 from treewise.rl.online.continuation import Limits
 from treewise.rl.online.conversations import Conversation, start
@@ -24,7 +25,7 @@ from treewise.rl.tasks.protocol import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFactory:
-    """temperature: of training rollouts. config: of the model. eval_seed: of held-out rollouts."""
+    """temperature: of training rollouts. model: that is trained. eval_seed: of held-out rollouts."""
 
     task: Task
     chat: ChatTokens
@@ -32,7 +33,7 @@ class RolloutFactory:
     sampler: Sampler
     rewards: RewardRunner
     temperature: float
-    config: Any
+    model: Any
     eval_seed: int
 
     def new_trees(
@@ -62,7 +63,6 @@ class RolloutFactory:
     def rounds(self, state: LoopState, journal: Journal) -> Rounds:
         """How trees grow, from the state between two iterations."""
         settings, policy = self.settings, self.settings.policy()
-        longest = settings.max_length or getattr(self.config, "max_position_embeddings", None) or sys.maxsize
         stop_ids = self.chat.end_ids()
         request = SampleRequest(
             (0,),
@@ -79,9 +79,9 @@ class RolloutFactory:
             book=state.book,
             rewards=self.rewards,
             journal=journal,
-            limits=Limits(settings.max_new_tokens, longest, stop_ids),
+            limits=Limits(settings.max_new_tokens, self._longest(), stop_ids),
             request=request,
-            vocab_size=int(self.config.get_text_config().vocab_size),
+            vocab_size=int(self.model.config.get_text_config().vocab_size),
             expected_tokens=state.expected_tokens or float(settings.max_new_tokens),
         )
 
@@ -108,4 +108,17 @@ class RolloutFactory:
         return figures
 
     def _start(self, item: TaskItem) -> Conversation:
-        return start(self.task, item, self.chat, self.settings.reward_timeout)
+        """Raises `UnsupportedModelError` if the rollout might become longer than training follows; a `max_length` that
+        is set bounds it."""
+        conversation = start(self.task, item, self.chat, self.settings.reward_timeout)
+        num_prompt, num_new, most = len(conversation.token_ids), self.settings.max_new_tokens, self.settings.max_length
+        what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
+        longest = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
+        refuse_lengths(self.model, longest, what, "Lower max_new_tokens, or set max_length")
+        return conversation
+
+    def _longest(self) -> int:
+        """Tokens at which a conversation ends: at most as many as training follows (`length_limit`)."""
+        own = self.settings.max_length or getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize
+        found = length_limit(self.model)
+        return own if found is None else min(own, found[0])

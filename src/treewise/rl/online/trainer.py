@@ -127,7 +127,7 @@ class OnlineTrainer:
             sampler=self.sampler,
             rewards=self.rewards,
             temperature=args.temperature,
-            config=self.model.config,
+            model=self.model,
             eval_seed=args.seed + _EVALUATION,
         )
         self.state = LoopState(SuccessBook(self.settings.settings_of_book()))

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from treewise.errors import ConfigError, NonFiniteError
+from treewise.nn.model_checks import refuse_lengths
 from treewise.rl.samplers.choose import choose_stepper
 from treewise.rl.samplers.draw import Draw, RowRule, draw_tokens, stream_key
 from treewise.rl.samplers.model_mode import sampling_mode
@@ -78,7 +79,10 @@ class TransformersSampler:
 
         Raises:
             NonFiniteError: the model gives logits that are not numbers.
+            UnsupportedModelError: a row might become longer than training follows (`refuse_lengths`); nothing is sampled.
         """
+        if requests:
+            refuse_requests(self.model, requests)
         rows = [
             _Row(index, request, request.first_continuation + i)
             for index, request in enumerate(requests)
@@ -152,6 +156,14 @@ class TransformersSampler:
                 rows = [rows[i] for i in alive]
                 token_ids = token_ids[torch.tensor(alive, device=token_ids.device)]
             logits = stepper.step(token_ids)
+
+
+def refuse_requests(model: nn.Module, requests: Sequence[SampleRequest]) -> None:
+    """Raises `UnsupportedModelError` if the longest row that requests allow is longer than training follows."""
+    longest = max(requests, key=lambda each: len(each.prefix_ids) + each.max_new_tokens)
+    num_prefix, num_new = len(longest.prefix_ids), longest.max_new_tokens
+    what = f"a prefix of {num_prefix} tokens with max_new_tokens={num_new}"
+    refuse_lengths(model, num_prefix + num_new, what, "Lower max_new_tokens or shorten the prompt")
 
 
 def _append(rows: list[_Row], logits: torch.Tensor) -> torch.Tensor:
