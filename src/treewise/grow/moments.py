@@ -5,19 +5,17 @@ sums over those is divided by it. So first moments are repeated and divided by i
 to the noise that parts the copies). Layers that begin as the identity have no earlier gradients, and get no state.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from treewise.errors import ConfigError
 from treewise.grow.growth_plan import GrowthPlan, shapes_of
 from treewise.grow.tensor_roles import LAYER, Role, TensorRole, role_of
 from treewise.grow.widening import repeat_blocks
 from treewise.trainer.checkpoint.json_values import from_plain, to_plain
-from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER
+from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, read_plain, read_tensors, save_optimizer
 
 # Entries of an optimizer's state by the power of the gradient that they are means of.
 POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "momentum_buffer": 1}
@@ -28,14 +26,15 @@ def grow_optimizer(source: Path, output: Path, plan: GrowthPlan) -> None:
 
     Raises:
         ConfigError: no such state in `source`, or an entry of it that has no rule.
+        CheckpointError: a state that is cut or damaged.
     """
     if not (source / f"{OPTIMIZER}.safetensors").is_file():
         raise ConfigError(
             f"{source}: no {OPTIMIZER}.safetensors, so there is no optimizer state to grow; name a whole checkpoint of "
             "treewise train, or drop it."
         )
-    plain = json.loads((source / f"{OPTIMIZER}.json").read_text(encoding="utf-8"))
-    tensors, shapes = load_file(source / f"{OPTIMIZER}.safetensors"), shapes_of(plan.grown_config)
+    plain = read_plain(source)
+    tensors, shapes = read_tensors(source, plain), shapes_of(plan.grown_config)
     state, grown = {}, dict[str, torch.Tensor]()
     for name, plain_entries in plain["state"].items():
         entries = from_plain(plain_entries, tensors)
@@ -45,10 +44,10 @@ def grow_optimizer(source: Path, output: Path, plan: GrowthPlan) -> None:
     groups = from_plain(plain["groups"])
     for group in groups:
         group["params"] = [each for name in group["params"] for each in grown_names(name, plan, with_identities=True)]
-    sizes = {key: [list(each.shape), str(each.dtype).removeprefix("torch.")] for key, each in grown.items()}
-    save_file({key: each.contiguous() for key, each in grown.items()}, output / f"{OPTIMIZER}.safetensors")
-    content = {**plain, "state": state, "groups": to_plain(groups), "shapes": sizes}
-    (output / f"{OPTIMIZER}.json").write_text(json.dumps(content), encoding="utf-8")
+    grown_params = [name for group in groups for name in group["params"]]
+    without_state = [name for name in grown_params if name not in state]
+    content = {**plain, "state": state, "groups": to_plain(groups), "without_state": without_state}
+    save_optimizer(output, content, grown, is_sharded=False)
 
 
 def grown_names(name: str, plan: GrowthPlan, *, with_identities: bool) -> list[str]:

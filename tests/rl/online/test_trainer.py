@@ -400,7 +400,9 @@ def test_prompts_that_may_grow_beyond_what_training_follows_are_refused_before_a
     model = tiny_policy(rope_parameters=rope, max_position_embeddings=64)
     sampler = Counting(model)
     trainer = new_trainer(tmp_path / "run", model=model, sampler=sampler, max_new_tokens=60)
-    with pytest.raises(UnsupportedModelError, match=r"item even/.*max_new_tokens=60 has .* but from 64 on the 'dynamic'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"item even/.*max_new_tokens=60 has .* but from 64 on the 'dynamic'"
+    ):
         trainer.train()
     assert sampler.num_calls == 0
     bounded = new_trainer(tmp_path / "bounded", model=model, sampler=sampler, max_new_tokens=60, max_length=63)

@@ -224,7 +224,9 @@ def test_rows_that_training_would_refuse_are_refused_before_anything_is_sampled(
     model.register_forward_pre_hook(lambda *given: calls.append(given))
     most = SampleRequest(TRUNK[:7], 2, limit - 7, seed=1)
     for request in (replace(most, max_new_tokens=limit - 6), replace(most, prefix_ids=TRUNK)):
-        with pytest.raises(UnsupportedModelError, match=f"max_new_tokens=.*{limit + 1} tokens, but from {limit + 1} on"):
+        with pytest.raises(
+            UnsupportedModelError, match=f"max_new_tokens=.*{limit + 1} tokens, but from {limit + 1} on"
+        ):
             sampler.sample([most, request])
     assert calls == []
     (completions,) = sampler.sample([most])

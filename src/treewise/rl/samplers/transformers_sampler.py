@@ -79,7 +79,7 @@ class TransformersSampler:
 
         Raises:
             NonFiniteError: the model gives logits that are not numbers.
-            UnsupportedModelError: a row might become longer than training follows (`refuse_lengths`); nothing is sampled.
+            UnsupportedModelError: a row might become longer than training follows; nothing is sampled.
         """
         if requests:
             refuse_requests(self.model, requests)

@@ -201,8 +201,10 @@ def _parsed(checkpoint: Path) -> dict[str, Any]:
     rest = {key: value for key, value in content.items() if key != _CHECKSUM}
     if sealed_text(rest) != text:
         raise CheckpointError(f"{path}: damaged (its checksum differs); use an earlier checkpoint.")
-    root = checkpoint.resolve()
-    for name in rest["files"]:
+    root, files = checkpoint.resolve(), rest.get("files")
+    if not isinstance(files, dict) or not all(isinstance(each, dict) and "bytes" in each for each in files.values()):
+        raise CheckpointError(f"{path}: damaged (it lists no files); use an earlier checkpoint.")
+    for name in files:
         if not (checkpoint / name).resolve().is_relative_to(root) or (checkpoint / name).is_symlink():
             raise CheckpointError(f"{path}: names {name!r}, which is not a file of the checkpoint.")
     return rest

@@ -6,11 +6,13 @@ Nothing is pickled, and no format that could run code is read.
 
 import json
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -19,6 +21,13 @@ from treewise.distributed import ranks
 from treewise.distributed.fsdp import like_shard, whole_tensor
 from treewise.errors import CheckpointError
 from treewise.trainer.checkpoint.json_values import from_plain, to_plain
+from treewise.trainer.checkpoint.optimizer_checks import (
+    Kind,
+    inner_optimizer,
+    refuse_other_state,
+    refuse_values,
+    settled_groups,
+)
 from treewise.trainer.checkpoint.sharded_io import load_shards, save_shards
 
 OPTIMIZER = "optimizer"  # .safetensors and .json
@@ -46,6 +55,7 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> tuple[Any, dict[str, to
     plain = {
         "kind": _kind_of(optimizer),
         "state": {name: to_plain(entry, tensors, name) for name, entry in entries.items()},
+        "without_state": [name for name in names.values() if name not in entries],  # were never trained
         "groups": to_plain(groups),
         "rest": to_plain(rest),
     }
@@ -59,33 +69,16 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: 
     Raises:
         CheckpointError: another kind of optimizer than the saved one, or one that trains other parameters.
     """
-    then, kind = plain["kind"], _kind_of(optimizer)
-    if then != kind:
-        raise CheckpointError(
-            f"optim: {then} -> {kind}: the saved state does not fit another optimizer. Resume with {then}, or "
-            "start a new run from the checkpoint's weights."
-        )
+    _refuse_other_parameters(optimizer, model, plain)
     index_of = {name: index for index, name in _names(optimizer, model).items()}
     now, groups = optimizer.state_dict()["param_groups"], from_plain(plain["groups"])
-    known = {name for group in groups for name in group["params"]}
-    members = [{index_of.get(name) for name in group["params"]} for group in groups]
-    if known != set(index_of) or members != [set(group["params"]) for group in now]:
-        changed = sorted(known.symmetric_difference(index_of))
-        raise CheckpointError(
-            f"the optimizer of the checkpoint trained other parameters ({', '.join(changed[:5]) or 'in other groups'});"
-            " resume with the same model, adapters and optimizer."
-        )
-    settings = [{name: value for name, value in group.items() if name in SETTINGS} for group in now]
     optimizer.load_state_dict(
         {
             "state": {index_of[name]: from_plain(entry, tensors) for name, entry in plain["state"].items()},
             # torch gives the state of the n-th saved parameter of a group to its n-th one.
-            "param_groups": [{**group, "params": own["params"]} for group, own in zip(groups, now, strict=True)],
-            **from_plain(plain["rest"]),
+            "param_groups": settled_groups(groups, now, SETTINGS),
         }
     )
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
 
 
 def save_optimizer_shards(folder: Path, tensors: dict[str, torch.Tensor], group: Any = None) -> None:
@@ -108,32 +101,154 @@ def save_optimizer(folder: Path, plain: Any, tensors: dict[str, torch.Tensor], *
     if ranks.own() != 0:
         return
     if not is_sharded:
-        save_file({name: each.detach().cpu().contiguous() for name, each in tensors.items()}, _tensor_file(folder))
-    shapes = {name: _kind(each) for name, each in tensors.items()}
+        tensors = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
+        save_file(tensors, _tensor_file(folder))
+    shapes = {name: [*_kind(each), None if is_sharded else _checksum(each)] for name, each in tensors.items()}
     _write_json(folder / f"{OPTIMIZER}.json", {**plain, "shapes": shapes})
 
 
 def load_optimizer(folder: Path, optimizer: Any, model: nn.Module) -> None:
-    """Reads the files of `save_optimizer` into an optimizer. Either may be sharded."""
-    plain = json.loads((folder / f"{OPTIMIZER}.json").read_text(encoding="utf-8"))
+    """Reads the files of `save_optimizer` into an optimizer. Either may be sharded. All that the files say of
+    themselves is compared with the optimizer before a tensor is made, and values are looked at before they are used.
+
+    Raises:
+        CheckpointError: files that are cut, damaged, or of another optimizer or model; names what differs.
+    """
+    plain = read_plain(folder)
+    shapes = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype, *_) in plain["shapes"].items()}
+    _refuse_other_parameters(optimizer, model, plain)
+    kinds: dict[str, dict[str, Kind]] = {
+        name: {entry: shapes.get(f"{name}/{entry}") or type(value).__name__ for entry, value in entries.items()}
+        for name, entries in plain["state"].items()
+    }
+    refuse_other_state(optimizer, _names(optimizer, model), kinds)
     parameters = dict(model.named_parameters())
-    tensors: dict[str, torch.Tensor] = {}
-    for name, (shape, dtype) in plain["shapes"].items():
-        owner = parameters.get(name.rsplit("/", 1)[0])
-        empty = torch.empty(shape, dtype=getattr(torch, dtype))
-        is_shard = owner is not None and isinstance(owner.data, DTensor) and list(owner.shape) == shape
-        tensors[name] = torch.empty_like(owner.data, dtype=empty.dtype) if is_shard and owner is not None else empty
+    owner_of = {name: parameters.get(name.rsplit("/", 1)[0]) for name in shapes}
     if (folder / OPTIMIZER).is_dir():
+        tensors = {name: _blank(owner_of[name], *kind) for name, kind in shapes.items()}
         load_shards(folder / OPTIMIZER, tensors)
     else:
-        for name, whole in load_file(_tensor_file(folder)).items():
-            target = tensors[name]
-            tensors[name] = like_shard(whole, target) if isinstance(target, DTensor) else whole
+        tensors = read_tensors(folder, plain)
+        for name, whole in tensors.items():
+            owner = owner_of[name]
+            if owner is not None and isinstance(owner.data, DTensor) and owner.shape == whole.shape:
+                tensors[name] = like_shard(whole, owner.data)
+    local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in tensors.items()}
+    ranks.on_every_rank(lambda: refuse_values({**_numbers(plain), **local}))
     load_optimizer_state(optimizer, model, plain, tensors)
+
+
+def read_plain(folder: Path) -> Any:
+    """`optimizer.json`, whose parts agree with one another: each entry of a parameter is a value, or refers to the
+    tensor of its own name, of which shape and dtype are listed; no other tensor is.
+
+    Raises:
+        CheckpointError: a file that is cut or was changed.
+    """
+    path = folder / f"{OPTIMIZER}.json"
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        referred = set()
+        for name, entries in plain["state"].items():
+            for entry, value in entries.items():
+                if _is_reference(value):
+                    if value["name"] != f"{name}/{entry}":
+                        raise CheckpointError(f"{path.name}: {entry} of {name} refers to the tensor {value['name']!r}.")
+                    referred.add(value["name"])
+        if referred != set(plain["shapes"]):
+            odd = sorted(referred ^ set(plain["shapes"]))
+            raise CheckpointError(
+                f"{path.name}: {odd[0]} is {'listed with no shape' if odd[0] in referred else 'of no parameter'}."
+            )
+        for name, (shape, dtype, *_) in plain["shapes"].items():
+            if not all(type(size) is int and size >= 0 for size in shape) or not isinstance(
+                getattr(torch, dtype), torch.dtype
+            ):
+                raise CheckpointError(f"{path.name}: {name} has the shape {shape} and dtype {dtype!r}.")
+        if not isinstance(plain["kind"], str) or not isinstance(from_plain(plain["rest"]), dict):
+            raise CheckpointError(f"{path.name}: kind is {plain['kind']!r}.")
+        params = [name for group in from_plain(plain["groups"]) for name in group["params"]]
+        unlisted = set(params) ^ {*plain["state"], *plain.get("without_state", ())}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(f"{path.name}: damaged ({type(error).__name__}: {error}).") from error
+    if unlisted or len(set(params)) < len(params):
+        what = f"{min(unlisted)} has no state" if unlisted else "a parameter is in two groups"
+        raise CheckpointError(f"{path.name}: {what}, and is not among those that were never trained; the file was cut.")
+    return plain
+
+
+def read_tensors(folder: Path, plain: Any) -> dict[str, torch.Tensor]:
+    """The whole tensors that `read_plain` lists, each in the shape, dtype and with the checksum listed.
+
+    Raises:
+        CheckpointError: a tensor that is missing, is not listed, or is another one.
+    """
+    path, shapes = _tensor_file(folder), plain["shapes"]
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path.name}: missing or damaged ({error}).") from error
+    for name in sorted(set(shapes) ^ set(tensors)):
+        raise CheckpointError(f"{path.name}: {name} is {'missing' if name in shapes else 'unknown to its list'}.")
+    for name, (shape, dtype, *checksum) in shapes.items():
+        if _kind(tensors[name]) != (shape, dtype):
+            found_shape, found = _kind(tensors[name])
+            raise CheckpointError(f"{path.name}: {name} is {found_shape} {found}, listed as {shape} {dtype}.")
+        if checksum and checksum[0] not in (None, _checksum(tensors[name])):
+            raise CheckpointError(f"{path.name}: {name} is not what was saved (its checksum differs).")
+    return tensors
+
+
+def _refuse_other_parameters(optimizer: Any, model: nn.Module, plain: Any) -> None:
+    """Raises `CheckpointError` if the file is of another kind of optimizer, or its groups hold other parameters."""
+    then, kind = plain["kind"], _kind_of(optimizer)
+    if then != kind:
+        raise CheckpointError(
+            f"optim: {then} -> {kind}: the saved state does not fit another optimizer. Resume with {then}, or "
+            "start a new run from the checkpoint's weights."
+        )
+    index_of = {name: index for index, name in _names(optimizer, model).items()}
+    now, groups = optimizer.state_dict()["param_groups"], from_plain(plain["groups"])
+    known = {name for group in groups for name in group["params"]}
+    members = [{index_of.get(name) for name in group["params"]} for group in groups]
+    if known != set(index_of) or members != [set(group["params"]) for group in now]:
+        changed = sorted(known.symmetric_difference(index_of))
+        raise CheckpointError(
+            f"the optimizer of the checkpoint trained other parameters ({', '.join(changed[:5]) or 'in other groups'});"
+            " resume with the same model, adapters and optimizer."
+        )
+
+
+def _blank(owner: nn.Parameter | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What shards are read into: where anything were left unread, it is not a number (or zero)."""
+    fill = float("nan") if dtype.is_floating_point else 0
+    if owner is not None and isinstance(owner.data, DTensor) and tuple(owner.shape) == shape:
+        return torch.full_like(owner.data, fill, dtype=dtype)
+    return torch.full(shape, fill, dtype=dtype)
+
+
+def _numbers(plain: Any) -> dict[str, Any]:
+    """Values of the state that are no tensors of their own, by `parameter/entry`."""
+    return {
+        f"{name}/{entry}": from_plain(value)
+        for name, entries in plain["state"].items()
+        for entry, value in entries.items()
+        if not _is_reference(value)
+    }
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("__is__") == "tensor"
 
 
 def _kind(tensor: torch.Tensor) -> tuple[list[int], str]:
     return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of a tensor's bytes: a state that lies under the name of another one of its shape is noticed."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.zeros(0, dtype=torch.uint8)
+    return zlib.crc32(flat.numpy().data)
 
 
 def schedule_state(scheduler: Any) -> Any:
@@ -215,13 +330,12 @@ def _write_json(path: Path, content: Any) -> None:
 def _names(optimizer: Any, model: nn.Module) -> dict[int, str]:
     """The names of an optimizer's parameters by their indices in its `state_dict`."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
-    inner = getattr(optimizer, "optimizer", optimizer)
-    flat = [parameter for group in inner.param_groups for parameter in group["params"]]
+    flat = [parameter for group in inner_optimizer(optimizer).param_groups for parameter in group["params"]]
     return {index: known.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(flat)}
 
 
 def _kind_of(optimizer: Any) -> str:
-    return type(getattr(optimizer, "optimizer", optimizer)).__name__
+    return type(inner_optimizer(optimizer)).__name__
 
 
 def _tensor_file(folder: Path) -> Path:

@@ -4,6 +4,7 @@ DCP's usual format stores its index in a pickle. This one stores it in the heade
 is unpickled; any number of ranks, one included, reads what any other number wrote.
 """
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -40,8 +42,9 @@ def load_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Reads into the given tensors, in place; every rank calls this.
 
     Raises:
-        CheckpointError: a tensor is missing from the checkpoint, or has another shape there.
+        CheckpointError: a tensor is missing from the checkpoint, also in part, or has another shape or dtype.
     """
+    _refuse_gaps(folder, tensors)
     reader, is_single = HuggingFaceStorageReader(str(folder)), not distributed.is_initialized()
     try:
         with _single_process_warning_ignored():
@@ -52,6 +55,25 @@ def load_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         if not is_single:
             raise
         raise CheckpointError(str(error)) from error
+
+
+def _refuse_gaps(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Raises `CheckpointError` unless the files hold each tensor whole: DCP leaves as it is what no file holds."""
+    try:
+        saved: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder.name}: missing or damaged ({error}).") from error
+    for name, tensor in tensors.items():
+        if name not in saved:
+            raise CheckpointError(f"{folder.name}: {name} is missing.")
+        found, dtype = saved[name], saved[name].properties.dtype
+        chunks = {(tuple(each.offsets), tuple(each.sizes)) for each in found.chunks}
+        num_held = sum(math.prod(sizes) for _, sizes in chunks)
+        if tuple(found.size) != tuple(tensor.shape) or dtype != tensor.dtype or num_held != tensor.numel():
+            raise CheckpointError(
+                f"{folder.name}: {name} is {num_held} numbers of {list(found.size)} {dtype}, where {tensor.numel()} of "
+                f"{list(tensor.shape)} {tensor.dtype} belong; a file is missing or is another run's."
+            )
 
 
 @contextmanager
