@@ -12,6 +12,7 @@
 #   make bench-real    the same on real trees, with SmolLM2
 #   make bench-gpu     the same on a GPU, with Qwen3 shapes of 0.6B to 14B
 #   make bench-all     every other script in benchmarks/
+#   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone
 #   make docs     the pages as a site, in build/site
 #   make models   the capability table again, for the transformers that is installed
 #   make format   mend what ruff can mend
@@ -21,7 +22,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl test test-all quick check lint bench bench-check bench-real bench-gpu bench-all docs models format clean
+.PHONY: help demo rl test test-all quick check lint bench bench-check bench-real bench-gpu bench-all crossings docs models format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -118,6 +119,11 @@ bench-gpu: $(VENV)/.dev
 
 bench-all: $(VENV)/.dev
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+MINUTES ?= 10
+SEED ?= 0
+crossings: $(VENV)/.dev
+	$(BIN)/python -m treewise.testing.crossings --minutes $(MINUTES) --seed $(SEED)
 
 docs: $(VENV)/.dev
 	$(BIN)/python docs/figures/draw.py

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treewise as tw
-from tests.objectives.flat_objectives import Rows, distillation_loss, policy_loss, run_padded
+from treewise.testing.flat_objectives import Rows, distillation_loss, policy_loss, run_padded
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.objectives import Distillation, Objective, PolicyGradient
 from treewise.testing.families import tiny_model

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 import treewise as tw
 from tests.advantages.test_advantages import cut, rollout_lists
-from tests.objectives.flat_objectives import over_rollouts, run_padded, stream
+from treewise.testing.flat_objectives import over_rollouts, run_padded, stream
 from tests.objectives.test_objectives import DISTILLATION, MODEL, POLICY, rollout_rows, with_teacher
 from treewise import SFT, ConfigError, DataError, Forest, Trajectory, TreeEngine
 from treewise.advantages import with_rollout_weights

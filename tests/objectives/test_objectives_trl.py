@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import treewise as tw
-from tests.objectives.flat_objectives import run_padded
+from treewise.testing.flat_objectives import run_padded
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.objectives import PolicyGradient
 from treewise.testing.families import tiny_model

@@ -1,0 +1,26 @@
+"""Draws crossings until the time is over: `python -m treewise.testing.crossings --minutes 10 --seed 1`."""
+
+import argparse
+import sys
+
+import torch
+
+from treewise.testing.crossings import run, training
+
+
+def main() -> int:
+    """Returns 1 where a draw was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m treewise.testing.crossings", description=__doc__)
+    parser.add_argument("--minutes", type=float, help="stop after so many minutes")
+    parser.add_argument("--draws", type=int, help="stop after so many draws (2,000 meet all pairs)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many draws at the beginning")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    report = run(training(given.seed), given.seed, num_draws=given.draws, minutes=given.minutes, skip=given.skip)
+    sys.stdout.write(f"{report}\n")
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

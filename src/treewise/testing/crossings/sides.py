@@ -1,0 +1,324 @@
+"""Both sides of a crossing: two steps of plain torch on each trajectory alone, and two steps of treewise; compared."""
+
+import contextlib
+import io
+import logging
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from treewise.engine import TreeEngine
+from treewise.objectives import Objective
+from treewise.testing.crossings import case as cases
+from treewise.testing.crossings.case import LEARNING_RATE, NUM_STEPS, Case, Tree
+from treewise.testing.crossings.drawing import Draw, ImpossibleError, WrongError
+from treewise.testing.flat_objectives import Rows, loss_of_rows, run_alone
+from treewise.testing.oracle import Gradients, gradients_of
+from treewise.trainer import TreeTrainer, TreeTrainingArguments
+from treewise.tree.forest import Forest
+
+# How many times flat training's own distance from float64 a tree may be away from it.
+FACTORS = {"float32": 8.0, "float64": 1.0, "bfloat16": 3.0}
+
+
+@dataclass
+class Trained:
+    """What a side computed: the loss and the gradients (after clipping) of each step, and how far the weights moved."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[Gradients] = field(default_factory=list)
+    moves: Gradients = field(default_factory=dict)
+
+
+def check(draw: Draw) -> None:
+    """Raises `WrongError` where trees and flat training differ, what treewise raises, and `ImpossibleError` where flat
+    training fails."""
+    with quiet():
+        case = cases.make_case(draw)
+        try:
+            exact, flat = train_flat(case, cases.wide(case.model)), None
+            if draw["dtype"] != "float64":
+                flat = train_flat(case, case.fresh_model())
+            else:
+                flat = train_flat(case, case.fresh_model().float())
+        except ImpossibleError:
+            raise
+        except Exception as error:
+            raise ImpossibleError(f"flat: {type(error).__name__}: {error}") from error
+        tree = SIDES[draw["interface"]](case, case.fresh_model())
+        compare(draw, tree, flat, exact)
+
+
+# -- flat -------------------------------------------------------------------------------------------------------------
+
+
+def train_flat(case: Case, model: Any) -> Trained:
+    """Each trajectory through the model's own forward; the loss by its formula; torch's optimizer."""
+    cases.add_hooks(model, case.draw)
+    result, before, optimizer = Trained(), weights_of(model), optimizer_of(case.draw, model)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        calls = case.calls(step) if case.is_per_call else [case.steps[step]]
+        losses = [flat_loss_of(case, model, [item for tree in call for item in tree]) for call in calls]
+        loss = torch.stack(losses).sum()
+        loss.backward()
+        finish_step(case.draw, model, result, float(loss.detach()))
+        optimizer.step()
+    result.moves = moves_of(model, before)
+    return result
+
+
+def flat_loss_of(case: Case, model: Any, items: Tree) -> torch.Tensor:
+    """The loss of some trajectories, with a graph."""
+    rows = run_alone(model, items, temperature=case.draw["temperature"])
+    if case.draw["objective"] != "function_of_trained":
+        return loss_of_rows(rows, items, case.objective)
+    logprobs = [rows.logprobs[row, 1 : len(item)] for row, item in enumerate(items)]
+    loss: torch.Tensor = case.objective(cases.trained_parts(logprobs, items))
+    return loss
+
+
+def optimizer_of(draw: Draw, model: nn.Module) -> torch.optim.Optimizer:
+    """Over what is trained; AdamW with an epsilon that keeps it from making noise as large as a gradient."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if draw["optimizer"] == "sgd":
+        return torch.optim.SGD(parameters, LEARNING_RATE)
+    return torch.optim.AdamW(parameters, LEARNING_RATE, eps=0.01, weight_decay=0.0)
+
+
+def finish_step(draw: Draw, model: nn.Module, result: Trained, loss: float) -> None:
+    """Clips, and takes down what the optimizer is about to apply."""
+    if draw["clip"]:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), draw["clip"])
+    result.losses.append(loss)
+    result.gradients.append(gradients_of(model))
+
+
+def weights_of(model: nn.Module) -> Gradients:
+    """Copies of what is trained."""
+    return {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
+
+
+def moves_of(model: nn.Module, before: Gradients) -> Gradients:
+    """How far each weight has moved."""
+    return {name: each.double() - before[name].double() for name, each in weights_of(model).items()}
+
+
+# -- trees ------------------------------------------------------------------------------------------------------------
+
+
+def train_engine(case: Case, model: Any) -> Trained:
+    """By `TreeEngine.step`, or by a loss of one's own on `TreeEngine.logprobs`."""
+    draw = case.draw
+    cases.add_hooks(model, draw)
+    prepare_layers(model, draw)
+    result, before, optimizer = Trained(), weights_of(model), optimizer_of(draw, model)
+    engine = TreeEngine(
+        model,
+        budget_of(case),
+        draw["attention"],
+        hold=draw["hold"],
+        temperature=draw["temperature"],
+        check=draw["probe"],
+        offload=draw["offload"],
+    )
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = (
+            step_by_logprobs(case, engine, step) if draw["interface"] == "logprobs" else step_engine(case, engine, step)
+        )
+        finish_step(draw, model, result, loss)
+        optimizer.step()
+    result.moves = moves_of(model, before)
+    return result
+
+
+def step_engine(case: Case, engine: TreeEngine, step: int) -> float:
+    """One optimizer step in one call, or in several with their common denominator."""
+    calls, objective = case.calls(step), case.objective
+    if len(calls) == 1 or not isinstance(objective, Objective):
+        of_trained = case.draw["objective"] == "function_of_trained"
+        return math.fsum(engine.step(forest_of(trees), objective, trained_only=of_trained).loss for trees in calls)
+    denominator = objective.denominator(forest_of(case.steps[step]))
+    return math.fsum(engine.step(forest_of(trees), objective, denominator=denominator).loss for trees in calls)
+
+
+def step_by_logprobs(case: Case, engine: TreeEngine, step: int) -> float:
+    """A loss of one's own on differentiable log-probs: the objective's formula, as on flat rows."""
+    items = [item for tree in case.steps[step] for item in tree]
+    of_trained = case.draw["objective"] == "function_of_trained"
+    logprobs = engine.logprobs(Forest.from_trajectories(items), trained_only=of_trained)
+    if of_trained:
+        loss = case.objective(logprobs)
+    else:
+        length = max(len(item) for item in items)
+        padded = torch.stack([nn.functional.pad(each, (1, length - 1 - len(each))) for each in logprobs])
+        loss = loss_of_rows(Rows(padded, padded, padded), items, case.objective)
+    loss.backward()
+    return float(loss.detach())
+
+
+def train_trainer(case: Case, model: Any) -> Trained:
+    """By `TreeTrainer`, in one run or resumed after the first step."""
+    draw = case.draw
+    cases.add_hooks(model, draw)
+    taken = _Taken(draw)
+    before = weights_of(model)
+    with tempfile.TemporaryDirectory() as folder:
+        if draw["resumed"]:
+            trainer_of(case, model, folder, [taken, _StopAfterFirst()], save_strategy="steps", save_steps=1).train()
+            model = case.fresh_model()
+            cases.add_hooks(model, draw)
+        trainer = trainer_of(case, model, folder, [taken])
+        trainer.train(resume_from_checkpoint=True if draw["resumed"] else None)
+    taken.result.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    taken.result.moves = moves_of(trainer.model, before)
+    return taken.result
+
+
+def trainer_of(case: Case, model: Any, folder: str, callbacks: list[TrainerCallback], **saving: Any) -> TreeTrainer:
+    """A trainer whose steps are those of the case."""
+    draw = case.draw
+    args = TreeTrainingArguments(
+        output_dir=folder,
+        max_steps=NUM_STEPS,
+        per_device_train_batch_size=len(case.steps[0]) // draw["accumulation"],
+        gradient_accumulation_steps=draw["accumulation"],
+        max_tokens=budget_of(case),
+        attention=draw["attention"],
+        temperature=draw["temperature"],
+        offload=draw["offload"],
+        gradient_checkpointing=draw["checkpoints"] != "none",
+        gradient_checkpointing_kwargs={"use_reentrant": draw["checkpoints"] == "reentrant"},
+        torch_compile=draw["compiled"],
+        torch_compile_backend="eager" if draw["compiled"] else None,
+        max_grad_norm=draw["clip"],
+        optim="sgd" if draw["optimizer"] == "sgd" else "adamw_torch",
+        adam_epsilon=0.01,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        **{"save_strategy": "no", **saving},
+    )
+    trees = [tree for step in case.steps for tree in step]
+    return TreeTrainer(model, args, train_dataset=trees, objective=case.objective, callbacks=callbacks)
+
+
+class _Taken(TrainerCallback):
+    """Takes down the gradients that the optimizer applies."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.draw, self.result = draw, Trained()
+
+    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
+        self.result.gradients.append(gradients_of(kwargs["model"]))
+
+
+class _StopAfterFirst(TrainerCallback):
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 1
+
+
+def prepare_layers(model: Any, draw: Draw) -> None:
+    """Activation checkpoints and compiled layers."""
+    if draw["checkpoints"] != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": draw["checkpoints"] == "reentrant"})
+    if draw["compiled"]:
+        for name, module in model.named_modules():
+            if name.endswith((".layers.0", ".layers.1", ".layers.2", ".h.0", ".h.1", ".h.2")):
+                module.compile(dynamic=True, backend="eager")
+
+
+def forest_of(trees: list[Tree]) -> Forest:
+    """The forest of some trees."""
+    return Forest.concatenate([Forest.from_trajectories(tree) for tree in trees])
+
+
+def budget_of(case: Case) -> int | None:
+    """None, a few tokens, or half of the smallest call."""
+    if case.draw["budget"] == "whole":
+        return None
+    smallest = min(forest_of(call).num_tokens for step in range(NUM_STEPS) for call in case.calls(step))
+    return 3 if case.draw["budget"] == "tiny" else max(1, smallest // 2)
+
+
+SIDES: dict[str, Callable[[Case, Any], Trained]] = {
+    "step": train_engine,
+    "logprobs": train_engine,
+    "trainer": train_trainer,
+}
+
+
+# -- comparison -------------------------------------------------------------------------------------------------------
+
+
+def compare(draw: Draw, tree: Trained, flat: Trained, exact: Trained) -> None:
+    """Raises `WrongError` with every gradient, move and loss of a tree that is further from flat training in float64
+    than flat training in its own dtype, a few times.
+
+    Flat training in float32 stands for float64, too: norms are computed in float32 by most models.
+    """
+    factor = FACTORS[draw["dtype"]]
+    eps = torch.finfo(torch.bfloat16 if draw["dtype"] == "bfloat16" else torch.float32).eps
+    wrong = []
+    for step in range(NUM_STEPS):
+        gradients = tree.gradients[step], flat.gradients[step], exact.gradients[step]
+        wrong += differences(f"gradient of step {step + 1}", *gradients, factor, eps)
+        found, expected = tree.losses[step], exact.losses[step]
+        allowed = factor * (abs(flat.losses[step] - expected) + 8 * eps * (abs(expected) + 1e-3))
+        if not abs(found - expected) <= allowed:
+            wrong.append(f"loss of step {step + 1}: {found:.7g}, flat {expected:.7g}, allowed {allowed:.1e}")
+    wrong += differences("move", tree.moves, flat.moves, exact.moves, factor, eps)
+    if wrong:
+        raise WrongError("\n".join([*wrong[:6], *([f"and {len(wrong) - 6} more"] if len(wrong) > 6 else [])]))
+
+
+def differences(what: str, tree: Gradients, flat: Gradients, exact: Gradients, factor: float, eps: float) -> list[str]:
+    """A line for each tensor that is too far away; sizes are relative to the tensor's norm."""
+    one_sided = [
+        name for name in tree.keys() ^ exact.keys() if any(each[name].any() for each in (tree, exact) if name in each)
+    ]
+    if one_sided:
+        return [f"{what}: only on one side: {', '.join(sorted(one_sided)[:4])}"]
+    names = tree.keys() & exact.keys() & flat.keys()
+    norm = {name: float(exact[name].double().norm()) for name in names}
+    off = {name: float((flat[name].double() - exact[name].double()).norm()) for name in names}
+    whole = math.hypot(*norm.values())
+    typical = max(math.hypot(*off.values()) / (whole or 1.0), 4 * eps)
+    lines = []
+    for name in sorted(names):
+        found = float((tree[name].double() - exact[name].double()).norm())
+        allowed = factor * (off[name] + typical * norm[name] + eps * whole)
+        if not found <= allowed:
+            size = norm[name] or 1.0
+            lines.append(f"{what}: {name} is off by {found / size:.1e}, allowed {allowed / size:.1e}")
+    return lines
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings, logs and tables, of libraries on tiny models, too."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    nowhere = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def script(draw: Draw) -> str:
+    """A draw as a program."""
+    return f"from treewise.testing.crossings import sides\n\nsides.check({draw!r})\n"

@@ -1,0 +1,147 @@
+"""What a training run is drawn from: families, what is trained, objectives, and every setting of the public interface.
+
+The first value of each setting is its default. Names of values are read by `case.py` (model, data, objective) and
+`sides.py` (how both sides train).
+"""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from treewise.nn.support_table import SUPPORTED, CapabilityTable
+from treewise.testing.crossings.drawing import Rule
+
+# Fields of the configuration in place of the tiny model's; of the text's part where it has one.
+_LONGER = {"factor": 4.0, "original_max_position_embeddings": 64}
+VARIANTS: Mapping[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "one_kv_head": {"num_key_value_heads": 1},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+    "window": {"sliding_window": 3, "use_sliding_window": True},
+    "partial": {"partial_rotary_factor": 0.5},
+    "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, **_LONGER}},
+}
+# Regular expressions on names of parameters; LAST stands for the number of the last layer.
+TRAINED: Mapping[str, str] = {
+    "all": ".",
+    "embeddings": "(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|embeddings)[.]weight",
+    "head": "(lm_head|embed_out|output)[.]weight",
+    "norms": "norm|ln_",
+    "first_layer": "(layers|h|blocks|layer)[.]0[.]",
+    "last_layer": "(layers|h|blocks|layer)[.]LAST[.]",
+    "queries": "q_proj|query|qkv|c_attn|in_proj|W_pack",
+    "values": "v_proj|value|qkv|c_attn|out_proj",
+}
+# Classes of PEFT and their arguments; LINEAR, HEAD and EMBEDDING stand for names of the model's modules.
+ADAPTERS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("LoraConfig", {"r": 4, "target_modules": "all-linear"}),
+    "dora": ("LoraConfig", {"r": 4, "target_modules": "all-linear", "use_dora": True}),
+    "rslora": ("LoraConfig", {"r": 4, "target_modules": "all-linear", "use_rslora": True, "lora_bias": False}),
+    "lora_one_layer": ("LoraConfig", {"r": 4, "target_modules": "LINEAR", "layers_to_transform": [1]}),
+    "lora_head": ("LoraConfig", {"r": 4, "target_modules": "all-linear", "modules_to_save": ["HEAD"]}),
+    "lora_embedding": ("LoraConfig", {"r": 4, "target_modules": "LINEAR", "modules_to_save": ["EMBEDDING"]}),
+    "lora_tokens": ("LoraConfig", {"r": 4, "target_modules": "LINEAR", "trainable_token_indices": [5, 9]}),
+    "lora_dropout": ("LoraConfig", {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}),
+    "ia3": ("IA3Config", {"target_modules": "LINEAR", "feedforward_modules": []}),
+    "loha": ("LoHaConfig", {"r": 4, "target_modules": "LINEAR"}),
+    "oft": ("OFTConfig", {"oft_block_size": 8, "target_modules": "LINEAR"}),
+    "vera": ("VeraConfig", {"r": 4, "target_modules": "LINEAR"}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 2}),
+}
+# Arguments of `PolicyGradient`. Bounds are far from the ratios that the data has, so rounding crosses none.
+POLICY: Mapping[str, dict[str, Any]] = {
+    "reinforce": {"surrogate": "reinforce"},
+    "grpo": {},
+    "on_policy": {},
+    "dual_clip": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.6},
+    "cispo": {"surrogate": "cispo", "max_ratio": 1.3, "clip_low": None, "clip_high": None},
+    "gspo": {"ratio_level": "sequence", "clip_low": None, "clip_high": None},
+    "turns": {"ratio_level": "turn", "clip_low": None, "clip_high": None},
+    "entropy": {"entropy_coefficient": 0.1},
+    "truncated": {"sampler_correction": "truncate", "sampler_max": 1.5},
+    "masked": {"sampler_correction": "mask", "sampler_min": 0.6, "sampler_max": 1.5},
+    "sequence_masked": {"sampler_correction": "truncate", "sampler_level": "sequence", "sampler_max": 1e3},
+}
+PREFERENCES: Mapping[str, dict[str, Any]] = {
+    "dpo": {"beta": 0.3},
+    "conservative": {"beta": 0.3, "label_smoothing": 0.1},
+    "ipo": {"loss": "ipo", "beta": 0.5},
+    "hinge": {"loss": "hinge", "beta": 0.01},
+    "kto": {"beta": 0.3, "undesirable_weight": 1.5},
+    "kto_zero": {"beta": 0.3, "baseline": "zero"},
+}
+DISTILLATIONS: Mapping[str, dict[str, Any]] = {
+    "bucket": {},
+    "ignored_tail": {"tail": "ignore"},
+    "renormalized": {"tail": "renormalize", "divergence": "cross_entropy"},
+}
+FUNCTIONS = ("function", "function_of_trained")
+NEEDS_MORE = ("entropy", *DISTILLATIONS)  # than log-probs of the trajectories' own tokens
+
+SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "family": ("llama",),  # and others, by `settings_of`
+    "variant": tuple(VARIANTS),
+    "trained": (*TRAINED, *ADAPTERS),
+    "objective": ("sft", *POLICY, *PREFERENCES, *DISTILLATIONS, *FUNCTIONS),
+    "weighting": ("per_trajectory", "once", "per_rollout"),
+    "normalization": ("token_mean", "trajectory_mean", "rollout_mean", "rollout_sum", "constant"),
+    "reference": ("none", "k1", "k2", "k3"),
+    "shape": ("bushy", "chain", "star", "copies", "rows", "apart"),
+    "interface": ("step", "logprobs", "trainer"),
+    "budget": ("whole", "tiny", "half"),
+    "hold": ("auto", "never", "always"),
+    "offload": (False, True),
+    "attention": ("auto", "reference", "cascade", "flex", "flash"),
+    "dtype": ("float32", "float64", "bfloat16"),
+    "temperature": (1.0, 0.7),
+    "accumulation": (1, 2),
+    "checkpoints": ("none", "on", "reentrant"),
+    "compiled": (False, True),
+    "clip": (0.0, 0.05),
+    "optimizer": ("sgd", "adamw"),
+    "hooks": ("none", "gradient", "accumulated", "output"),
+    "probe": (True, False),
+    "resumed": (False, True),
+}
+RARITY: Mapping[tuple[str, Any], float] = {
+    ("compiled", True): 20.0,
+    ("resumed", True): 5.0,
+    ("interface", "trainer"): 2.0,
+    ("attention", "flex"): 4.0,
+    ("attention", "flash"): 10.0,
+    ("trained", "prompt"): 4.0,
+    ("trained", "lora_dropout"): 4.0,
+    ("dtype", "bfloat16"): 2.0,
+    ("hooks", "accumulated"): 2.0,
+}
+
+_IS_SUM = ("sft", *POLICY, *DISTILLATIONS)
+RULES = (
+    Rule(
+        ("objective", "weighting"), lambda objective, weighting: objective in _IS_SUM or weighting == "per_trajectory"
+    ),
+    Rule(("objective", "normalization"), lambda objective, kind: objective in _IS_SUM or kind == "token_mean"),
+    Rule(("objective", "reference"), lambda objective, kl: objective in POLICY or kl == "none"),
+    # Ratios and scores of whole rollouts count a token of several rows once.
+    Rule(("objective", "shape"), lambda objective, shape: objective not in PREFERENCES or shape != "chain"),
+    Rule(("objective", "interface"), lambda name, way: way != "logprobs" or name not in NEEDS_MORE),
+    Rule(("objective", "interface"), lambda name, way: way != "trainer" or name not in FUNCTIONS),
+    Rule(("accumulation", "interface"), lambda number, way: number == 1 or way != "logprobs"),
+    Rule(("accumulation", "objective"), lambda number, name: number == 1 or name != "kto"),
+    Rule(("accumulation", "hooks"), lambda number, hooks: number == 1 or hooks != "accumulated"),
+    Rule(("interface", "hold"), lambda way, hold: way != "trainer" or hold == "auto"),
+    Rule(("interface", "probe"), lambda way, probe: way != "trainer" or probe),
+    Rule(("interface", "resumed"), lambda way, resumed: way == "trainer" or not resumed),
+    # Not every family reads every field of its configuration, which only the probe sees.
+    Rule(("variant", "probe"), lambda variant, probe: probe or variant in ("plain", "tied", "untied")),
+    Rule(("trained", "probe"), lambda trained, probe: trained != "lora_dropout" or probe),
+)
+
+
+def settings_of(seed: int, num_families: int = 40) -> dict[str, tuple[Any, ...]]:
+    """The table of settings with so many of the supported families, others for each seed; llama is the default."""
+    names = [row.family for row in CapabilityTable.load().rows if row.status == SUPPORTED and row.family != "llama"]
+    random.Random(seed).shuffle(names)
+    return {**SETTINGS, "family": ("llama", *names[: num_families - 1])}
