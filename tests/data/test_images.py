@@ -3,9 +3,11 @@
 import base64
 import http.server
 import json
+import os
 import struct
 import threading
 import zlib
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -106,15 +108,22 @@ def test_bad_images_are_errors_with_their_record(write, llava, images, message):
 
 @pytest.fixture(scope="module")
 def server():
-    """Serves a picture at /a.png, after a redirect at /moved, and an endless one at /endless."""
-    asked = []
+    """Serves a picture at /a.png, after a redirect at /moved or from another host at /away, headers without end at
+    /slow, a redirect without end at /round, and a large picture at /large.
+    """
+    asked, over = [], threading.Event()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
-            known = self.path in ("/a.png", "/endless")
-            self.send_response(302 if self.path == "/moved" else 200 if known else 404)
-            self.send_header("Location", "/a.png")
+            known = self.path in ("/a.png", "/large", "/slow")
+            moved = {"/moved": "/a.png", "/round": "/round", "/away": f"http://localhost:{found.server_port}/a.png"}
+            self.send_response(302 if self.path in moved else 200 if known else 404)
+            with suppress(BrokenPipeError, ConnectionResetError):  # the reader gave up
+                while self.path == "/slow" and not over.wait(0.02):
+                    self.send_header("X-More", "of it")
+                    self.flush_headers()
+            self.send_header("Location", moved.get(self.path, ""))
             self.end_headers()
             if known:
                 self.wfile.write(png(1) * (1 if self.path == "/a.png" else 100))
@@ -125,6 +134,7 @@ def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
         threading.Thread(target=found.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{found.server_port}", asked
+        over.set()
         found.shutdown()
 
 
@@ -136,17 +146,44 @@ def test_addresses_are_read_once_where_they_are_allowed(server, llava):
     assert asked == ["/a.png", "/moved", "/a.png"]
 
 
-def test_addresses_that_cannot_be_read_are_named(server, llava, monkeypatch):
-    address, _ = server
-    for path, message in ("/none.png", "cannot be downloaded .*404"), ("/endless", "more than 2,000 bytes"):
-        monkeypatch.setattr(download, "MAX_BYTES", 2000)
-        with pytest.raises(DataError, match=rf"records:0: images\[0\]: '{address}{path}' .*{message}"):
-            load_trees([row(address + path)], llava, options={"images_from_network": True})
-    monkeypatch.setattr(download, "MAX_SECONDS", -1.0)
-    with pytest.raises(DataError, match="took more than"):
-        download.downloaded(address + "/a.png", "here")
-    with pytest.raises(DataError, match="cannot be downloaded"):
-        download.downloaded("ftp://127.0.0.1/a.png", "here")
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/none.png", "cannot be downloaded .*404"),
+        ("/large", "more than 2,000 bytes"),
+        ("/away", "was redirected to .*, an address of this machine"),
+        ("/round", "was redirected more than 5 times"),
+    ],
+)
+def test_addresses_that_cannot_be_read_are_named(server, llava, path, message):
+    options = {"images_from_network": True, "max_image_bytes": 2000}
+    with pytest.raises(DataError, match=rf"records:0: images\[0\]: '{server[0]}{path}' .*{message}"):
+        load_trees([row(server[0] + path)], llava, options=options)
+
+
+def test_downloads_are_limited_in_time_and_to_addresses_of_the_network(server, monkeypatch):
+    for address in ("ftp://127.0.0.1/a.png", "http:///a.png"):
+        with pytest.raises(DataError, match="cannot be downloaded"):
+            download.downloaded(address, "here", 2000)
+    with pytest.raises(DataError, match=r"is 169\.254\.169\.254, an address of this machine or its network"):
+        download.downloaded("http://169.254.169.254/latest/meta-data", "here", 2000)
+    monkeypatch.setattr(download, "MAX_SECONDS", 0.2)
+    with pytest.raises(DataError, match=r"took more than 0\.2 seconds"):
+        download.downloaded(server[0] + "/slow", "here", 2000)
+
+
+def test_images_are_regular_files_of_a_limited_size(write, llava, tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "large.png").write_bytes(png(1))
+    encoded = "data:image/png;base64," + base64.b64encode(png(1)).decode()
+    for image, message in (
+        ("pipe.png", "pipe.png is not a regular file"),
+        ("/dev/zero", "/dev/zero is not a regular file"),
+        ("large.png", f"large.png: an image of {len(png(1)):,} bytes is larger than 20 .max_image_bytes"),
+        (encoded, f"an image of {len(png(1)):,} bytes is larger than 20"),
+    ):
+        with pytest.raises(DataError, match=f"data.jsonl:1: .*{message}"):
+            load_trees(write(row(image)), llava, options={"max_image_bytes": 20})
 
 
 def test_declared_nodes_hold_images_among_their_tokens(llava):

@@ -37,6 +37,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--merge_siblings", choices=("true", "false"), help="declared siblings with equal tokens")
     how.add_argument("--max_record_bytes", type=int, help="longest line allowed, in bytes")
+    how.add_argument("--max_image_bytes", type=int, help="largest image allowed, in bytes as stored")
     how.add_argument("--group_by", help="field that names a record's tree, in place of group or task_id")
     parser.add_argument("--num_workers", type=int, help="processes that render; 0 for none")
     parser.add_argument(

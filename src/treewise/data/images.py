@@ -7,6 +7,7 @@ import base64
 import hashlib
 import io
 import os
+import stat
 import tempfile
 import warnings
 from functools import cached_property
@@ -66,11 +67,12 @@ class ImageReader:
     Parameters:
         processor: the model's processor (`transformers.AutoProcessor`).
         folder: where images that come as bytes are kept, by their digest, so that none stays in memory.
+        max_bytes: of one image, wherever it comes from.
         from_network: whether http and https addresses are downloaded, each once, and kept like bytes.
     """
 
-    def __init__(self, processor: Any, folder: Path, *, from_network: bool = False) -> None:
-        self.processor, self.folder, self.from_network = processor, folder, from_network
+    def __init__(self, processor: Any, folder: Path, max_bytes: int, *, from_network: bool = False) -> None:
+        self.processor, self.folder, self.max_bytes, self.from_network = processor, folder, max_bytes, from_network
         self._downloads: dict[str, tuple[str, str]] = {}  # by address: what `source` returns
         self._size_of: dict[str, tuple[int, int]] = {}  # by digest: height and width
         self._expansion_of: dict[tuple[int, int], np.ndarray] = {}
@@ -161,14 +163,17 @@ class ImageReader:
                     "images_from_network."
                 )
             if value not in self._downloads:
-                self._downloads[value] = self.source(downloaded(value, location), None, f"{location}: {value}")
+                data = downloaded(value, location, self.max_bytes)
+                self._downloads[value] = self.source(data, None, f"{location}: {value}")
             return self._downloads[value]
         if isinstance(value, str):
             path = Path(value).expanduser()
             path = path if path.is_absolute() or data_file is None else data_file.parent / path
-            data = _file_bytes(path, location)
+            data = _file_bytes(path, location, self.max_bytes)
         else:
             data, path = value, None
+            if len(data) > self.max_bytes:
+                raise DataError(f"{location}: {_too_large(len(data), self.max_bytes)}")
         digest = hashlib.sha256(data).hexdigest()
         if digest not in self._size_of:
             decoded_image = decoded(data, location if path is None else f"{location}: {path}")
@@ -246,8 +251,20 @@ def _value_of(image: Any, location: str) -> str | bytes:
     return image.removeprefix("file://")
 
 
-def _file_bytes(path: Path, location: str) -> bytes:
+def _file_bytes(path: Path, location: str, max_bytes: int) -> bytes:
+    """Of a regular file: a pipe or a device would be read, or waited for, without end."""
     try:
-        return path.read_bytes()
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                raise DataError(f"{location}: {path} is not a regular file.")
+            data = file.read(max_bytes + 1) if facts.st_size <= max_bytes else b""
     except (OSError, ValueError) as error:
         raise DataError(f"{location}: {path} cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+    if max(facts.st_size, len(data)) > max_bytes:
+        raise DataError(f"{location}: {path}: {_too_large(max(facts.st_size, len(data)), max_bytes)}")
+    return data
+
+
+def _too_large(num_bytes: int, limit: int) -> str:
+    return f"an image of {num_bytes:,} bytes is larger than {limit:,} (max_image_bytes); shrink it, or raise the limit."

@@ -165,7 +165,8 @@ class _Load:
         if self.read_only:
             images = Path(tempfile.mkdtemp(prefix="treewise-images-"))
             atexit.register(shutil.rmtree, images, ignore_errors=True)
-        return ImageReader(self.processor, images, from_network=self.options.images_from_network)
+        options = self.options
+        return ImageReader(self.processor, images, options.max_image_bytes, from_network=options.images_from_network)
 
 
 def _tokenizer(tokenizer: Any) -> Any:

@@ -30,6 +30,7 @@ class RenderOptions:
         on_drift: `warn` or `error` where a row's text gives other token ids than the row holds, which are trained.
         on_hidden: `error` or `warn` where a message holds a field that the chat template does not write.
         max_record_bytes: longest line (or `.json` file), in bytes after decompression; a longer one is an error.
+        max_image_bytes: largest image, in bytes as stored (a file, base64 or a download); a larger one is an error.
         images_from_network: download the images of http and https addresses, which are an error otherwise.
         chat_template_kwargs: further variables for the template (`enable_thinking`, ...).
 
@@ -46,6 +47,7 @@ class RenderOptions:
     on_drift: Literal["warn", "error"] = "warn"
     on_hidden: Literal["error", "warn"] = "error"
     max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES
+    max_image_bytes: int = 50_000_000
     images_from_network: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -56,8 +58,10 @@ class RenderOptions:
         _check_choice("on_hidden", self.on_hidden, ON_HIDDEN)
         if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 2):
             raise ConfigError(f"max_length is {self.max_length!r}; give an integer of at least 2, or None.")
-        if not isinstance(self.max_record_bytes, int) or self.max_record_bytes < 1:
-            raise ConfigError(f"max_record_bytes is {self.max_record_bytes!r}; give a number of bytes, at least 1.")
+        for name in ("max_record_bytes", "max_image_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; give a number of bytes, at least 1.")
         try:
             json.dumps(dict(self.chat_template_kwargs))
         except (TypeError, ValueError) as error:
