@@ -21,7 +21,7 @@ def watched(monkeypatch):
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(watchdog.ranks, "count", lambda: 3)
     monkeypatch.setattr(watchdog.ranks, "own", lambda: int(threading.current_thread().name == "1"))
-    store, each = HashStore(), (Watchdog(), Watchdog())
+    store, each = HashStore(), (Watchdog(7), Watchdog(7))
     threads = [threading.Thread(target=one._watch, args=(store,), name=str(rank)) for rank, one in enumerate(each)]
     for thread in threads:
         thread.start()
@@ -32,7 +32,7 @@ def watched(monkeypatch):
 
 
 def test_at_a_timeout_a_process_that_lives_gives_its_line_and_a_stopped_one_is_named(watched):
-    with pytest.raises(LostRankError) as caught, watched[0].explaining(7):
+    with pytest.raises(LostRankError) as caught, watched[0].explaining():
         raise RuntimeError(TIMED_OUT)
     message = str(caught.value)
     assert "waited 7 s (ddp_timeout) for another process. Rank 2 does not answer" in message
@@ -40,14 +40,14 @@ def test_at_a_timeout_a_process_that_lives_gives_its_line_and_a_stopped_one_is_n
 
 
 def test_a_closed_connection_names_the_process_that_is_gone(watched):
-    with pytest.raises(LostRankError) as caught, watched[0].explaining(7):
+    with pytest.raises(LostRankError) as caught, watched[0].explaining():
         raise RuntimeError(CLOSED)
     assert "another process: rank 2 failed: its process was gone (killed?); go on" in str(caught.value)
 
 
 def test_the_reason_of_a_process_that_failed_reaches_the_others(watched):
     watched[1].__exit__(ConfigError, ConfigError("no such key"), None)
-    with pytest.raises(LostRankError) as caught, watched[0].explaining(7):
+    with pytest.raises(LostRankError) as caught, watched[0].explaining():
         raise RuntimeError(CLOSED)
     assert "another process: rank 0 failed: ConfigError: no such key; go on" in str(caught.value)  # the test is rank 0
 
@@ -55,7 +55,7 @@ def test_the_reason_of_a_process_that_failed_reaches_the_others(watched):
 def test_a_process_that_does_not_end_by_itself_is_ended_with_the_reason(watched, monkeypatch, capfd):
     ended = threading.Event()
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.01)
-    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set() if code == 3 else None)
+    monkeypatch.setattr(watchdog.ranks.os, "_exit", lambda code: ended.set() if code == 3 else None)
     watched[1].__exit__(ConfigError, ConfigError("no such key"), None)
     assert ended.wait(5)
     assert "treewise: rank 0 failed: ConfigError: no such key; rank 0 ends, too" in capfd.readouterr().err
@@ -63,12 +63,12 @@ def test_a_process_that_does_not_end_by_itself_is_ended_with_the_reason(watched,
 
 def test_a_run_that_is_stopped_by_a_signal_has_not_failed(watched):
     watched[1].__exit__(StoppedError, StoppedError("saved", 15), None)
-    with pytest.raises(LostRankError, match="does not answer"), watched[0].explaining(7):
+    with pytest.raises(LostRankError, match="does not answer"), watched[0].explaining():
         raise RuntimeError(TIMED_OUT)
 
 
 def test_errors_that_are_not_of_collective_operations_stay_as_they_are(watched):
-    with pytest.raises(RuntimeError, match="the moon is full") as caught, watched[0].explaining(7):
+    with pytest.raises(RuntimeError, match="the moon is full") as caught, watched[0].explaining():
         raise RuntimeError("the moon is full")
     assert not isinstance(caught.value, LostRankError)
 
@@ -78,6 +78,6 @@ def test_without_an_answer_of_the_store_the_process_that_holds_it_is_named(monke
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.01)
     monkeypatch.setattr(watchdog.ranks, "count", lambda: 4)
     monkeypatch.setattr(watchdog.ranks, "own", lambda: 1)
-    with pytest.raises(LostRankError) as caught, Watchdog().explaining(7):
+    with pytest.raises(LostRankError) as caught, Watchdog(7).explaining():
         raise RuntimeError(error)
     assert re.findall(r"(?i)rank ([02-9])", str(caught.value)) == ["0"]

@@ -7,10 +7,11 @@ failed, 128 plus the number of the signal that ended it (130 for SIGINT; a train
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from treewise.cli.output import enduring_output, is_first_rank
 from treewise.cli.parser import make_parser, module_of, parse
-from treewise.errors import LostRankError, StoppedError, TreewiseError, VerificationError
+from treewise.errors import ConfigError, LostRankError, StoppedError, TreewiseError, VerificationError
 
 INTERRUPTED = 130
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         args = parse(name, words)
         if hasattr(args, "overrides"):  # a command that trains goes on without a reader of its output
-            with enduring_output():
+            with enduring_output(), _watched():
                 return int(module_of(name).run(args))
         return int(module_of(name).run(args))
     except KeyboardInterrupt:
@@ -52,6 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(_safe(f"error: {error.filename or name}: {error.strerror or error}"), file=sys.stderr)
         return 2
+
+
+def _watched() -> AbstractContextManager[None]:
+    """Around a command of several processes; torch is imported only for those."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        if not os.environ.get(name, "0").isdigit():
+            raise ConfigError(f"{name} is {os.environ[name]!r}, not a number; torchrun and accelerate set it.")
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return nullcontext()
+    from treewise.distributed.watchdog import over_command
+
+    return over_command()
 
 
 def _safe(message: object) -> str:

@@ -51,7 +51,9 @@ def context_group(size: int, device_type: str) -> ContextGroup | None:
     check_context_size(size, ranks.count())
     if size == 1:
         return None
-    mesh = init_device_mesh(device_type, (ranks.count() // size, size), mesh_dim_names=("data", "context"))["context"]
+    sizes, names = (ranks.count() // size, size), ("data", "context")
+    with ranks.making_groups():
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)["context"]
     ranks.follow_timeout(mesh)
     return ContextGroup(mesh.get_group(), size, mesh.get_local_rank())
 

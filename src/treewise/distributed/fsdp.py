@@ -202,7 +202,8 @@ def data_mesh(device: torch.device, num_copies: int) -> DeviceMesh:
             "give a divisor, less than all."
         )
     names = ("dp_replicate", "dp_shard")
-    copies = init_device_mesh(device.type, (num_copies, num_ranks // num_copies), mesh_dim_names=names)
+    with ranks.making_groups():
+        copies = init_device_mesh(device.type, (num_copies, num_ranks // num_copies), mesh_dim_names=names)
     ranks.follow_timeout(copies)
     return copies
 

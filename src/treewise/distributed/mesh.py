@@ -118,7 +118,8 @@ def mesh_of(model: nn.Module) -> Mesh | None:
 def _in_rows(mesh: DeviceMesh, axis: str, num_rows: int) -> DeviceMesh:
     """The mesh with one axis in two; FSDP2 asks for parts of the mesh that a model was loaded on."""
     sizes, names = (num_rows, mesh[axis].size() // num_rows), (f"{axis}_copies", f"{axis}_shards")
-    divided: DeviceMesh = mesh._unflatten(axis, sizes, names)  # noqa: SLF001
+    with ranks.making_groups():
+        divided: DeviceMesh = mesh._unflatten(axis, sizes, names)  # noqa: SLF001
     ranks.follow_timeout(divided)
     return divided
 
@@ -153,7 +154,8 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
 
     def prepare(cls: type, distributed_config: Any, device_map: Any = None) -> Any:
         del cls, device_map
-        device, manager = initialize_distributed_mesh(distributed_config)
+        with ranks.making_groups():
+            device, manager = initialize_distributed_mesh(distributed_config)
         for axes in (("fsdp", "tp"), ("efsdp", "ep")) if manager is not None else ():
             ranks.follow_timeout(manager.get_mesh(axes))
         return distributed_config, device, manager

@@ -3,7 +3,11 @@
 An error on one rank must not leave the others waiting in a collective operation, so results are exchanged with errors.
 """
 
-from collections.abc import Callable
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from treewise import errors
-from treewise.errors import TreewiseError
+from treewise.errors import LostRankError, TreewiseError
 
 T = TypeVar("T")
 
@@ -58,12 +62,53 @@ def group_for_threads(timeout_seconds: float) -> Any:
     return distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
 
+@contextmanager
+def ended_after(seconds: float, message: str) -> Iterator[None]:
+    """Ends this process, with the exit code of a lost rank, where what is inside has not come back by then: a request
+    to a store whose process is stopped has no timeout of its own.
+    """
+
+    def expire() -> None:
+        end_now(f"{message}. End all of them, and start again.")
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def end_now(message: str) -> None:
+    """Ends this process at once, whatever its main thread waits for."""
+    sys.stderr.write(f"treewise: {message}\n")
+    sys.stderr.flush()
+    os._exit(LostRankError.exit_code)
+
+
+@contextmanager
+def making_groups() -> Iterator[None]:
+    """Around the making of a mesh, whose groups torch gives half an hour to be made: ends this process at the run's
+    timeout.
+    """
+    seconds = _timeout(torch.device("cpu")).total_seconds()
+    stopped = f"rank {own()} waited {seconds:g} s (ddp_timeout) for a group of processes: one is stopped"
+    with ended_after(seconds, f"{stopped}, or its machine is gone"):
+        yield
+
+
 def follow_timeout(mesh: DeviceMesh) -> None:
     """Gives the groups of a mesh the timeout of the run (`ddp_timeout`); torch gives them a default one."""
-    world: Any = distributed.group.WORLD
-    options = world._get_backend(torch.device(mesh.device_type)).options  # noqa: SLF001
     for group in mesh.get_all_groups():
-        distributed_c10d._set_pg_timeout(options._timeout, group)  # noqa: SLF001
+        distributed_c10d._set_pg_timeout(_timeout(torch.device(mesh.device_type)), group)  # noqa: SLF001
+
+
+def _timeout(device: torch.device) -> timedelta:
+    """Of the process group of the run."""
+    world: Any = distributed.group.WORLD
+    found: timedelta = world._get_backend(device).options._timeout  # noqa: SLF001
+    return found
 
 
 def gather_texts(own_text: str) -> list[str]:

@@ -8,6 +8,9 @@ computes while another has failed, or finds the process that all wait for.
 So a thread of every process reads the store of the process group five times a second. A process that fails writes its
 reason there; every other rank then has 2 s to end by an error of its own and is otherwise terminated with exit code 3.
 After an error of a collective operation each process is asked where it is; one that is stopped or gone does not answer.
+Where the process that holds the store is itself stopped, nothing that asks it comes back, neither this thread nor a
+group that is being made; then a second thread ends this process at the timeout. A command is watched from the moment
+that its processes have found one another (`over_command`), so while it loads data and model, too.
 """
 
 import itertools
@@ -16,12 +19,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from treewise.distributed import ranks
 from treewise.errors import LostRankError, StoppedError, TreewiseError
@@ -30,12 +35,86 @@ GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 1.5
 _RUNS = itertools.count()  # the same number on every rank: a second run of a process group has keys of its own
+_command: ExitStack | None = None  # of the command that this process runs
+_is_watched = False  # whether a watchdog of this process is on
+
+
+@contextmanager
+def over_command() -> Iterator[None]:
+    """Around a command: the watch begins with its process group (`start_group`, `begin`) and ends with the command.
+
+    Raises:
+        LostRankError: another process is gone, or did not answer within `ddp_timeout`.
+    """
+    global _command
+    with ExitStack() as _command:
+        try:
+            yield
+        finally:
+            _command = None
+
+
+def begin(timeout_seconds: float) -> None:
+    """Watches the rest of the command, once the process group is there; without a command the trainer watches."""
+    if _command is not None:
+        _command.enter_context(watching(timeout_seconds))
+
+
+@contextmanager
+def watching(timeout_seconds: float) -> Iterator[None]:
+    """Watches the other processes and explains errors of collective operations, unless this process does already.
+
+    Raises:
+        LostRankError: as `Watchdog.explaining`.
+    """
+    global _is_watched
+    if _is_watched or ranks.count() == 1:
+        yield
+        return
+    with Watchdog(timeout_seconds) as watch, watch.explaining():
+        _is_watched = True
+        try:
+            yield
+        finally:
+            _is_watched = False
+
+
+def start_group(timeout_seconds: float) -> None:
+    """Joins the processes of a run on CPUs over gloo, as torchrun's and accelerate's variables name them.
+
+    A process that torchrun has started again finds what the last attempt left in the store of torchrun's agent, and
+    would connect to addresses that are gone. So each attempt has keys of its own.
+
+    Raises:
+        LostRankError: not all processes came within the time.
+    """
+    rank, count = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    missing = (
+        f"rank {rank} waited for all {count} processes to start (ddp_timeout is {timeout_seconds:g} s), and they did "
+        "not: one is stopped, or its machine is gone"
+    )
+    timeout = timedelta(seconds=timeout_seconds)
+    with ranks.ended_after(timeout_seconds + GRACE_SECONDS, missing):
+        try:
+            found, own, size = next(rendezvous("env://", timeout=timeout))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = PrefixStore(f"treewise/attempt/{attempt}", found)
+            distributed.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=timeout)
+        except RuntimeError as error:
+            if not _is_of_collective(error):
+                raise
+            first_line = str(error).splitlines()[0]
+            raise LostRankError(f"{missing} ({first_line}). End all of them, and start again.") from error
 
 
 class Watchdog:
-    """Watches the other processes while entered; does nothing in a run of one process."""
+    """Watches the other processes while entered; does nothing in a run of one process.
 
-    def __init__(self) -> None:
+    timeout_seconds: `ddp_timeout`, after which a store that does not answer ends this process.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds, self._silent_polls = timeout_seconds, 0
         self._is_over = threading.Event()
         self._own_failure: str | None = None
         self._failure: str | None = None  # of another process
@@ -51,6 +130,7 @@ class Watchdog:
             target, arguments = self._watch, (own_store,)
             self._thread = threading.Thread(target=target, args=arguments, name="treewise-watchdog", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._watch_store, name="treewise-store-watchdog", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -62,11 +142,11 @@ class Watchdog:
             self._thread.join(GRACE_SECONDS)
 
     @contextmanager
-    def explaining(self, timeout_seconds: float) -> Iterator[None]:
+    def explaining(self) -> Iterator[None]:
         """Turns errors of collective operations into errors that name what happened and what to do.
 
         Raises:
-            LostRankError: another process is gone, or did not answer within `timeout_seconds`.
+            LostRankError: another process is gone, or did not answer within the timeout.
         """
         try:
             yield
@@ -84,7 +164,7 @@ class Watchdog:
             lines = [f"Rank {rank} does not answer: it is stopped or stuck, or its machine is gone." for rank in silent]
             where = self._failure or " ".join(lines + located)
             raise LostRankError(
-                f"rank {ranks.own()} waited {timeout_seconds:g} s (ddp_timeout) for another process. {where} "
+                f"rank {ranks.own()} waited {self._timeout_seconds:g} s (ddp_timeout) for another process. {where} "
                 "End all of them and go on with --resume; checkpoints are untouched. Raise ddp_timeout if a step or a "
                 "save may take that long."
             ) from error
@@ -106,17 +186,26 @@ class Watchdog:
         with suppress(RuntimeError):  # the process that holds the store is gone, which ends collectives, too
             while not self._is_over.wait(_POLL_SECONDS):
                 self._exchange(store)
+                self._silent_polls = 0
             if self._own_failure is not None and store.add("failures", 1) == 1:
                 store.set("failure", self._own_failure)
                 time.sleep(2 * _POLL_SECONDS)  # the store may end with this process: the others read it first
+
+    def _watch_store(self) -> None:
+        """Counts polls and not seconds: a process that was itself stopped for a while asks first, then judges."""
+        while not self._is_over.wait(_POLL_SECONDS) and self._thread is not None and self._thread.is_alive():
+            self._silent_polls += 1
+            if self._silent_polls * _POLL_SECONDS > self._timeout_seconds + GRACE_SECONDS:
+                ranks.end_now(
+                    f"rank {ranks.own()} had no answer from rank 0 for {self._timeout_seconds:g} s (ddp_timeout): it "
+                    "is stopped, or its machine is gone; go on with --resume. Checkpoints are untouched."
+                )
 
     def _exchange(self, store: Store) -> None:
         if store.check(["failure"]):
             self._failure = store.get("failure").decode()
             if not self._is_over.wait(GRACE_SECONDS):  # else this process is leaving by itself
-                sys.stderr.write(f"treewise: {self._failure}; rank {ranks.own()} ends, too\n")
-                sys.stderr.flush()
-                os._exit(LostRankError.exit_code)
+                ranks.end_now(f"{self._failure}; rank {ranks.own()} ends, too")
         if self._is_asking:
             store.set("question", "")
             others = set(range(ranks.count())) - {ranks.own()}

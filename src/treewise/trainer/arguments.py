@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from accelerate.utils import DynamoBackend
 from torch import distributed
 from transformers import TrainingArguments
 
+from treewise.distributed import watchdog
 from treewise.distributed.context import check_context_size
 from treewise.distributed.fsdp import ShardSettings, shard_settings
 from treewise.distributed.mesh import mesh_config
@@ -165,6 +165,7 @@ class TreeTrainingArguments(TrainingArguments):
         self.shard_settings()
         self._start_group()
         self._take_over_compilation()
+        watchdog.begin(self.ddp_timeout)
         self._check_launched_alone()
         mesh_config(self.tp_size, self.ep_size, int(self.world_size))
         check_context_size(self.context_size, int(self.world_size), self.tp_size, self.ep_size)
@@ -173,7 +174,7 @@ class TreeTrainingArguments(TrainingArguments):
         """Joins the processes of a run on CPUs. transformers does it, too, but ignores `ddp_timeout`."""
         is_launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
         if self.use_cpu and is_launched and self.ddp_backend in (None, "gloo") and not distributed.is_initialized():
-            distributed.init_process_group("gloo", timeout=timedelta(seconds=self.ddp_timeout))
+            watchdog.start_group(self.ddp_timeout)
 
     def _check_launched_alone(self) -> None:
         """Raises `ConfigError` for `accelerate launch --cpu --num_processes 2`, which starts one process and sets a

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from treewise.distributed import ranks
 from treewise.distributed.signals import StopSignals
-from treewise.distributed.watchdog import Watchdog
+from treewise.distributed.watchdog import watching
 from treewise.errors import StoppedError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
@@ -32,8 +32,7 @@ def entered_run(args: TreeTrainingArguments, signals: StopSignals) -> Iterator[N
 
     with ExitStack() as stack:
         ranks.on_first_rank(enter_folder)
-        watch = stack.enter_context(Watchdog())
-        stack.enter_context(watch.explaining(args.ddp_timeout))
+        stack.enter_context(watching(args.ddp_timeout))
         stack.enter_context(signals)
         yield
 
