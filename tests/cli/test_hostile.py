@@ -26,6 +26,7 @@ FILES: dict[str, bytes] = {
     "inner.jsonl": b'{"messages": [{"role": "user", "role": "assistant", "content": ""}]}\n',
     "none.jsonl": b'{"foo": 1}\n',
     "negative.jsonl": b'{"token_ids": [1, -2, 3]}\n',
+    "beyond.jsonl": b'{"token_ids": [-1, 9223372036854775808]}\n',
     "huge.jsonl": b'{"token_ids": [1, 2, 3], "reward": ' + HUGE + b"}\n",
     "vocabulary.jsonl": b'{"token_ids": [1, 96, 97], "reward": 1}\n',
     "chat.jsonl": b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
@@ -51,6 +52,7 @@ FILES: dict[str, bytes] = {
     "digits.yaml": RUN.encode() + b"seed: " + b"9" * 5000,
     "lora.yaml": RUN.encode() + b"lora: {r: 4, r: 8}\n",
     "run.yaml": RUN.encode(),
+    "null.yaml": RUN.replace("output_dir: out", 'output_dir: "a\\0b"').encode(),
 }
 
 CASES: list[tuple[str, str]] = [
@@ -63,6 +65,7 @@ CASES: list[tuple[str, str]] = [
     ("inspect twice.jsonl", "twice.jsonl:1: the key 'token_ids' is given twice"),
     ("inspect inner.jsonl", "inner.jsonl:1: the key 'role' is given twice"),
     ("inspect negative.jsonl", "negative.jsonl:1: token id -2 at position 1"),
+    ("inspect beyond.jsonl", "beyond.jsonl:1: token id -1 at position 0"),
     ("inspect huge.jsonl", "reward is inf"),
     ("inspect d\u00e4t\u00e4\N{NO-BREAK SPACE}\u2603.jsonl", "\u2603.jsonl:1: token id -1"),
     ("inspect folder", "holds no .jsonl"),
@@ -110,6 +113,7 @@ CASES: list[tuple[str, str]] = [
     ("train bell.yaml", "not valid YAML"),
     ("train keys.yaml", "a key must be a word"),
     ("train deep.yaml", "not valid YAML"),
+    ("train null.yaml", "output_dir 'a\\x00b' holds a null byte"),
     ("train object.yaml", "not valid YAML"),
     ("train itself.yaml", "itself.yaml: its aliases stand for more than 100,000 values"),
     ("train aliases.yaml", "aliases.yaml: its aliases stand for more than 100,000 values"),
@@ -180,6 +184,14 @@ def test_one_line_and_nothing_left(
     assert len(said) < 700
     assert any(part in said for part in message.split("|")), said
     assert contents(folder) == before
+
+
+def test_a_launcher_that_gives_no_number_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert main(["train", str(folder / "run.yaml")]) == 2
+    assert capsys.readouterr().err.startswith("error: WORLD_SIZE is 'two', not a number")
 
 
 def test_an_unknown_form_lists_the_known_ones(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,13 @@
 """Watchdogs of three ranks on a store in memory: reasons, who answers, and which errors are collective operations'."""
 
 import re
+import socket
 import threading
 
 import pytest
 from torch.distributed import HashStore
 
-from treewise.distributed import watchdog
+from treewise.distributed import ranks, watchdog
 from treewise.distributed.watchdog import Watchdog
 from treewise.errors import ConfigError, LostRankError, StoppedError
 
@@ -81,3 +82,36 @@ def test_without_an_answer_of_the_store_the_process_that_holds_it_is_named(monke
     with pytest.raises(LostRankError) as caught, Watchdog(7).explaining():
         raise RuntimeError(error)
     assert re.findall(r"(?i)rank ([02-9])", str(caught.value)) == ["0"]
+
+
+def test_a_store_that_does_not_answer_ends_the_process_at_the_timeout(monkeypatch, capfd):
+    ended, asked = threading.Event(), threading.Event()
+    monkeypatch.setattr(watchdog, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog.ranks.os, "_exit", lambda code: ended.set() if code == 3 else None)
+    watch = Watchdog(0.05)
+    watch._exchange = lambda store: asked.wait()  # as a request to a process that is stopped
+    watch._thread = threading.Thread(target=watch._watch, args=(HashStore(),))
+    watch._thread.start()
+    threading.Thread(target=watch._watch_store).start()
+    assert ended.wait(5)
+    asked.set()
+    watch.__exit__(None, None, None)
+    assert "had no answer from rank 0 for 0.05 s (ddp_timeout): it is stopped" in capfd.readouterr().err
+
+
+def test_a_group_that_does_not_come_about_ends_the_process(monkeypatch, capfd):
+    ended = threading.Event()
+    monkeypatch.setattr(watchdog.ranks.os, "_exit", lambda code: ended.set() if code == 3 else None)
+    with ranks.ended_after(0.01, "rank 1 waited"):
+        assert ended.wait(5)
+    assert "treewise: rank 1 waited. End all of them" in capfd.readouterr().err
+
+
+def test_a_process_that_never_comes_is_a_lost_rank(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LostRankError, match=r"rank 0 waited for all 2 processes to start \(ddp_timeout is 0\.3 s\)"):
+        watchdog.start_group(0.3)

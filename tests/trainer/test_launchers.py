@@ -1,6 +1,7 @@
 """`accelerate launch` as a user types it: several processes end with the weights of one, sharded where asked for."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -48,14 +49,9 @@ def flags(folder, name, batch_size):
     return ["--output_dir", str(folder / name), "--per_device_train_batch_size", str(batch_size)]
 
 
-@pytest.mark.parametrize("how", ["--multi_gpu", "--use_fsdp"])
-def test_accelerate_launches_processes_that_train_like_one(folder, how):
-    name = how.strip("-")
-    launcher = ["-m", "accelerate.commands.launch", how, "--num_processes", "2", "--main_process_port", "0"]
-    version = ["--fsdp_version", "2"] if how == "--use_fsdp" else []
-    command = ["-m", "treewise.cli.main", "train", str(folder / "run.yaml"), *flags(folder, name, 1)]
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", *launcher, *version, *command],
+def launch(words):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -63,6 +59,15 @@ def test_accelerate_launches_processes_that_train_like_one(folder, how):
         timeout=240,
         check=False,
     )
+
+
+@pytest.mark.parametrize("how", ["--multi_gpu", "--use_fsdp"])
+def test_accelerate_launches_processes_that_train_like_one(folder, how):
+    name = how.strip("-")
+    launcher = ["-m", "accelerate.commands.launch", how, "--num_processes", "2", "--main_process_port", "0"]
+    version = ["--fsdp_version", "2"] if how == "--use_fsdp" else []
+    command = ["-m", "treewise.cli.main", "train", str(folder / "run.yaml"), *flags(folder, name, 1)]
+    ended = launch([*launcher, *version, *command])
     assert ended.returncode == 0, ended.stdout[-4000:]
     assert "3 of 2 trees" in ended.stdout
     found, expected = (load_file(folder / each / "model.safetensors") for each in (name, "alone"))
@@ -71,3 +76,35 @@ def test_accelerate_launches_processes_that_train_like_one(folder, how):
     read_manifest(folder / name / "checkpoint-3")
     shards = list((folder / name / "checkpoint-3").glob("weights/*.safetensors"))
     assert len(shards) == (2 if how == "--use_fsdp" else 0)  # only parameters that are shards are saved so
+
+
+RESTARTED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+
+def die():
+    while not Path(sys.argv[-1], "checkpoint-1").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+if (rank, attempt) == ("1", "0"):
+    threading.Thread(target=die, daemon=True).start()
+if (rank, attempt) == ("0", "1"):
+    time.sleep(2)  # the other one comes first, and finds what the attempt before has left in the store
+from treewise.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_processes_that_torchrun_starts_again_find_one_another_and_go_on(folder):
+    (folder / "script.py").write_text(RESTARTED)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1", "--master_port", port]
+    more = ["--max_steps", "60", "--save_steps", "1", "--ddp_timeout", "60", "--per_device_train_batch_size", "1"]
+    words = ["train", str(folder / "run.yaml"), *more, "--resume", "--output_dir", str(folder / "again")]
+    ended = launch([*torchrun, str(folder / "script.py"), *words])
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    assert "resuming from" in ended.stdout
+    read_manifest(folder / "again" / "checkpoint-60")

@@ -1,6 +1,7 @@
 """One run per folder, held by a lock that ends with its process."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import pytest
 from tests.trainer.helpers import in_child
 from treewise.errors import ConfigError
 from treewise.trainer.checkpoint import store
+from treewise.trainer.checkpoint.manifest import own_file
 from treewise.trainer.run_lock import NAME, RunLock
 
 
@@ -118,3 +120,19 @@ def test_what_a_killed_run_left_aside_is_cleared_and_said(make_trainer, trees, t
     make_trainer(trees, max_steps=1).train()
     assert "checkpoint-4: never finished" in caplog.text
     assert not list((tmp_path / "run").glob(".checkpoint*"))
+
+
+def test_a_run_writes_through_no_link_of_its_folder(tmp_path):
+    (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"{NAME} is a link"):
+        RunLock(tmp_path).take()
+    (tmp_path / "log.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"log\.jsonl is a link"), own_file(tmp_path / "log.jsonl", "a"):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path):
+    with pytest.raises(OSError, match="Input/output") as caught, own_file(tmp_path / "log.jsonl", "a"):
+        raise OSError(errno.EIO, "Input/output error")
+    assert caught.value.filename == str(tmp_path / "log.jsonl")

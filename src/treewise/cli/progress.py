@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from treewise.cli.run_folder import LOG
 from treewise.errors import num
+from treewise.trainer.checkpoint.manifest import own_file
 
 # Metrics of objectives that a line shows, with their short names.
 METRICS = {
@@ -94,7 +95,7 @@ class StepLines(TrainerCallback):
         if not logs or not state.is_world_process_zero:
             return
         entry = {"step": state.global_step, **logs}
-        with self._log.open("a", encoding="utf-8") as stream:
+        with own_file(self._log, "a") as stream:
             stream.write(json.dumps(entry, default=float) + "\n")
         if "loss" in logs:
             done = state.global_step - self._first_step
@@ -126,7 +127,8 @@ def _keep_until(log: Path, step: int) -> None:
     """Leaves out what was logged after the step from which the run goes on."""
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() and step else []
     lines_before = [line for line in lines if _step_of(line) <= step and '"train_runtime"' not in line]
-    log.write_text("".join(f"{line}\n" for line in lines_before), encoding="utf-8")
+    with own_file(log, "w") as stream:
+        stream.write("".join(f"{line}\n" for line in lines_before))
 
 
 def _step_of(line: str) -> float:

@@ -12,7 +12,7 @@ from treewise.cli.config import RunConfig
 from treewise.cli.load_model import adapted, load_processor, load_weights, locate
 from treewise.cli.output import is_first_rank
 from treewise.cli.run_folder import FINISHED
-from treewise.data.io.printable import printable
+from treewise.data.io.printable import printable, shown
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
 
 if TYPE_CHECKING:
@@ -60,8 +60,11 @@ def training_arguments(config: RunConfig) -> "TreeTrainingArguments":
     """The settings of a run. Raises `ConfigError` for a value that is invalid in transformers."""
     from treewise.trainer import TreeTrainingArguments
 
-    if not str(config.training["output_dir"]).strip():
+    folder = str(config.training["output_dir"])
+    if not folder.strip():
         raise ConfigError("output_dir is empty; name the folder of the run.")
+    if "\0" in folder:
+        raise ConfigError(f"output_dir {shown(folder)} holds a null byte, which no path can; correct it.")
     try:
         arguments = TreeTrainingArguments(**config.training)
     except (ValueError, TypeError, ImportError) as error:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from treewise.errors import NonFiniteError
+from treewise.trainer.checkpoint.manifest import own_file
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 
@@ -113,7 +114,7 @@ def write_rows(path: Path, forests: Iterable[Forest], facts: dict[str, Any]) -> 
     facts: added to each row. A file that cannot be written is a warning.
     """
     try:
-        with path.open("a", encoding="utf-8") as stream:
+        with own_file(path, "a") as stream:
             for forest in forests:
                 for row in _rows(forest):
                     stream.write(json.dumps({**row, **facts}) + "\n")

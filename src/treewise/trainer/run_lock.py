@@ -6,6 +6,7 @@ the descriptor at once. Without flock support, a holder on this host is checked 
 assumed alive.
 """
 
+import errno
 import json
 import os
 import socket
@@ -51,6 +52,8 @@ class RunLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             descriptor = self._open()
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ConfigError(f"{self.folder / NAME} is a link; a run locks a plain file. Remove it.") from None
             raise ConfigError(f"output_dir {self.folder} cannot be written ({error.strerror}).") from error
         self._held[self.folder] = descriptor, 1
 
@@ -80,7 +83,7 @@ class RunLock:
     def _open(self) -> int:
         path = self.folder / NAME
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
             try:
                 self._lock(descriptor)
                 if _is_same(descriptor, path):  # else the last holder removed it after it was opened

@@ -37,7 +37,10 @@ def token_ids(values: object, location: str, if_empty: str = "a trajectory needs
     if len(ids) == 0:
         raise DataError(f"{location}: token_ids is empty; {if_empty}.")
     # NumPy reads a bool among integers as an integer, so the types within a list are checked, too.
-    if ids.dtype.kind not in "iu" or (isinstance(values, list | tuple) and bool in set(map(type, values))):
+    types = set(map(type, values)) if isinstance(values, list | tuple) else set()
+    if types == {int} and ids.dtype.kind not in "iu":  # NumPy has no type for 2^63 beside a negative number
+        ids = np.asarray(values, dtype=object)
+    elif ids.dtype.kind not in "iu" or bool in types:
         raise DataError(f"{location}: token_ids must be integers, found {_first_wrong(values, int | np.integer)}.")
     bad = np.flatnonzero((ids < 0) | (ids > MAX_TOKEN_ID))
     if len(bad):

@@ -17,6 +17,7 @@ import numpy as np
 
 from treewise.distributed import ranks
 from treewise.rl.samplers import Completion, SampleRequest
+from treewise.trainer.checkpoint.manifest import own_file
 
 logger = logging.getLogger("treewise")
 
@@ -94,7 +95,7 @@ class Journal:
     def _append(self, key: str, kind: str, answer: Any) -> None:
         line = json.dumps({"kind": kind, "key": key, "answer": answer}).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("r+b" if self.path.exists() else "w+b") as stream:
+        with own_file(self.path, "r+b" if self.path.exists() else "w+b") as stream:
             stream.truncate(self._size)
             stream.seek(self._size)
             stream.write(line)

@@ -4,6 +4,7 @@ A checkpoint is what its manifest lists. Other files in the folder are neither c
 an error, because other programs would read them.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from treewise.errors import CheckpointError
+from treewise.errors import CheckpointError, ConfigError
 
 MANIFEST = "treewise.json"
 _FORMAT = 3
@@ -146,10 +147,32 @@ def check_same_run(checkpoint: Path, manifest: dict[str, Any], facts: dict[str, 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def own_file(path: Path, mode: str) -> Iterator[Any]:
+    """A file of a run's folder, opened for writing. Errors name it, also those of a disk in the middle of a write.
+
+    Raises:
+        ConfigError: a link in its place, which somebody else may have put there, and which could lead anywhere.
+    """
+    try:
+        encoding = None if "b" in mode else "utf-8"
+        with open(path, mode, encoding=encoding, opener=_without_links) as stream:
+            yield stream
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(f"{path} is a link, and a run writes plain files into its folder; remove it.") from None
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o644)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """The whole file or nothing, also when the machine stops."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
+    with own_file(temporary, "w") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
