@@ -236,7 +236,10 @@ def gateway() -> Canvas:
             canvas.line([(start, y + 62), (start, level), (end, level), (end, y + 64)], "gradient", arrow=True)
             canvas.text(start + 6, level - 5, f"gateway {step.micro_batch + 1}", "quiet", size=11)
             canvas.text(end - 6, level - 5, "gradients, float32", "gradient", anchor="end", size=11)
-    rows = (("gateway tokens alive", "open", 176), (f"tokens that hold activations at a time, at most {BUDGET}", "closed", 216))
+    rows = (
+        ("gateway tokens alive", "open", 176),
+        (f"tokens that hold activations at a time, at most {BUDGET}", "closed", 216),
+    )
     for row, (label, colour, top) in enumerate(rows):
         canvas.text(x, y + top - 20, label, "quiet", size=11)
         for number, point in enumerate(plan.timeline):
