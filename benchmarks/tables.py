@@ -21,22 +21,23 @@ Records = list[tuple[Path, dict[str, Any]]]
 def main() -> None:
     page = ROOT / "docs" / "performance.md"
     memory = _records("memory")
-    _fill(page, "memory", "\n\n".join(_memory(path, record) for path, record in memory))
+    of_memory, of_rounding = ROOT / "docs" / "memory.md", ROOT / "docs" / "verify.md"
+    _fill(of_memory, "memory", "\n\n".join(_memory(path, record) for path, record in memory))
     real = [each for each in _records("treewise bench") if each[0].name.startswith("real-")]
     _fill(ROOT / "README.md", "steps", "\n\n".join(_short(*each) for each in real))
     balance = [_balance(path, record) for path, record in _records("balance")]
     _fill(ROOT / "docs" / "balance.md", "balance", "\n\n".join(balance))
     _benches(page)
     others = {
-        "memory-large": _large_memory,
-        "first-steps": _first_steps,
-        "trl-float32": _trl,
-        "precision": _precision,
+        "memory-large": (of_memory, _large_memory),
+        "first-steps": (of_memory, _first_steps),
+        "trl-float32": (page, _trl),
+        "precision": (of_rounding, _precision),
     }
-    for name, table in others.items():
+    for name, (where, table) in others.items():
         found = _records(name)
         if found:
-            _fill(page, name, "\n\n".join(f"{_source(*each)}:\n\n{table(each[1])}" for each in found))
+            _fill(where, name, "\n\n".join(f"{_source(*each)}:\n\n{table(each[1])}" for each in found))
     if memory:
         (ROOT / "docs" / "memory.svg").write_text(_plot(memory[0][1]))
 

@@ -188,7 +188,7 @@ def main(families: list[str]) -> int:
 def write(table: CapabilityTable) -> None:
     """The table, and the pages that quote it."""
     table.save(ROOT / "src" / "treewise" / "nn" / FILE)
-    page = ROOT / "docs" / "models.md"
+    page = ROOT / "docs" / "model-table.md"
     prose = page.read_text(encoding="utf-8").split(MARK)[0]
     page.write_text(prose + MARK + "\n" + as_markdown(table), encoding="utf-8")
     readme = ROOT / "README.md"

@@ -88,3 +88,29 @@ def test_flags_exist(page: Path) -> None:
         flags = {word[2:].split("=")[0].split(".")[0] for word in words if word.startswith("--")}
         unknown = flags - flags_of(command) - {"key"}  # `--key value` stands for any
         assert not unknown, f"treewise {command}: {unknown}"
+
+
+# In running text: `treewise.nn.flops`, `src/treewise/x.py`, `treewise plan`, `make bench`.
+DOTTED = re.compile(r"`(?:tw|treewise)((?:\.(?!json|lock)[A-Za-z_]\w*)+)(?=[`(])")
+PATH = re.compile(r"`((?:src|tests|benchmarks|examples|docs)/[\w./-]+)`")
+SCRIPT = re.compile(r"python ((?:benchmarks|examples|docs)/[\w./]+\.py)")
+COMMAND = re.compile(r"`treewise ([a-z]\w*)")
+TARGET = re.compile(r"`make ([a-z][\w-]*)")
+
+
+@pytest.mark.parametrize("page", [each for each in PAGES if each.name not in ("LOG.md", "CHANGELOG.md")], ids=str)
+def test_modules_paths_and_commands_of_running_text_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for dotted in DOTTED.findall(text):
+        assert found(ast.parse(f"treewise{dotted}", mode="eval").body) is not None, f"treewise{dotted}"
+    for path in PATH.findall(text) + SCRIPT.findall(text):
+        assert path.startswith(("tests/a/", "src/treewise/a/")) or (ROOT / path).exists(), path  # a and b stand for any
+    assert set(COMMAND.findall(text)) <= {*command_line.COMMANDS, "import"}
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(TARGET.findall(text)) <= set(targets)
+
+
+def test_pages_are_short_enough_to_be_read() -> None:
+    made = {"model-table.md"}  # by a script
+    long = {page.name: len(page.read_text(encoding="utf-8").splitlines()) for page in (ROOT / "docs").glob("*.md")}
+    assert {name: lines for name, lines in long.items() if lines > 240 and name not in made} == {}
