@@ -57,6 +57,12 @@ def check_version_counter() -> None:
     assert weight._version > before
 
 
+def check_base() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    assert weight.t()._base is weight
+    assert weight._base is None
+
+
 def check_members(name: str) -> None:
     module = nn.BatchNorm1d(1)
     assert isinstance(getattr(module, name), dict)
@@ -197,6 +203,7 @@ CHECKS = {
     "_orig_mod": check_compiled_model,
     "_compiled_call_impl": check_layer_compiled_in_place,
     "_version": check_version_counter,
+    "_base": check_base,
     "_parameters": lambda: check_members("_parameters"),
     "_buffers": lambda: check_members("_buffers"),
     "_backward_hooks": check_backward_hooks,

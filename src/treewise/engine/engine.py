@@ -369,8 +369,16 @@ class TreeEngine:
 
     # -- walks --------------------------------------------------------------------------------------------------------
 
-    def new_walk(self, plan: Plan, *, with_router_logits: bool = False, vision: ForestVision | None = None) -> Walk:
-        """A walk over a plan, after `check`. vision: the plan's images, where several walks share them.
+    def new_walk(
+        self,
+        plan: Plan,
+        *,
+        with_router_logits: bool = False,
+        vision: ForestVision | None = None,
+        for_images: bool = False,
+    ) -> Walk:
+        """A walk over a plan, after `check`. vision: the plan's images, where several walks share them. for_images: see
+        `Walk`.
 
         Raises:
             ConfigError: ranks with different batches would have to exchange tokens, and nothing keeps their passes
@@ -392,6 +400,7 @@ class TreeEngine:
             with_router_logits=with_router_logits,
             vision=self._vision(plan) if vision is None else vision,
             context=self._context,
+            for_images=for_images,
         )
 
     @property
@@ -465,7 +474,7 @@ class TreeEngine:
         chain = make_plan(Forest.from_trajectories([Trajectory(np.zeros(2, dtype=np.int32))]))
 
         def empty_rows() -> torch.Tensor:
-            return Walk(self.lm, chain, self.implementation).whole_output().hidden
+            return Walk(self.lm, chain, self.implementation, lockstep=self._lockstep).whole_output().hidden
 
         self._lockstep = Lockstep(exchange, empty_rows)
         self.budget.recovers = False
@@ -501,7 +510,8 @@ class TreeEngine:
         @torch.enable_grad()
         def train(num_tokens: int) -> None:
             chain = Forest.from_trajectories([Trajectory(np.resize(text_ids(forest)[:2], num_tokens))])
-            self.new_walk(make_plan(chain)).train(StepLoss(chain, SFT(), None).of_micro_batch)
+            walk = self.new_walk(make_plan(chain), for_images=len(forest.images) > 0)
+            walk.train(StepLoss(chain, SFT(), None).of_micro_batch)
 
         self.check(forest)
         state_size, token_size = state_bytes(self.lm), gateway_token_bytes(self.lm)

@@ -68,7 +68,8 @@ class Lockstep:
             self._held.append(_with_graph(self._empty_rows))
         else:
             rows = self._held.pop() if action == BACKWARD else _with_graph(self._empty_rows)
-            torch.autograd.backward(rows, torch.zeros_like(rows))
+            if rows.requires_grad:  # as in the passes of other ranks: only a head is trained, which is not sharded
+                torch.autograd.backward(rows, torch.zeros_like(rows))
 
 
 def _with_graph(rows_of: Callable[[], torch.Tensor]) -> torch.Tensor:

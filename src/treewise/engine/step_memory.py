@@ -92,7 +92,7 @@ def step_memory(model: nn.Module, plan: Plan, device_type: str = "cpu") -> StepM
     if not plan.is_whole and device_type == "cpu":
         lm.decoder.get_input_embeddings().register_forward_hook(_row_gradients)
     live = LiveBytes(twin)
-    walk = Walk(lm, fullest, "cascade")
+    walk = Walk(lm, fullest, "cascade", for_images=len(plan.forest.images) > 0)
     loss = StepLoss(plan.forest, SFT(), None) if (plan.forest.token_weights() > 0).any() else None
     kept = []
 

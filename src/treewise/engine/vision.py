@@ -100,6 +100,10 @@ class ForestVision:
             seen = tuple(each.to(self.vision.module.dtype) for each in seen)
         return self.vision.module, {**arguments, **self.vision.arguments(seen)}
 
+    def is_trained_on(self, positions: np.ndarray) -> bool:
+        """Whether some of these tree positions ([T] int64) hold features of a tower that is trained."""
+        return self.vision.is_trained and bool(np.isin(positions, self._positions, assume_unique=True).any())
+
     def mask(self, layout: Layout) -> TreeMask:
         """The mask of a micro-batch."""
         before = None if self._rows_before is None else self._rows_before[layout.positions]

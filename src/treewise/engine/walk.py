@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.engine.carrying import EVERYTHING, NOTHING, carried_by, reaches_a_parameter, tower_parameters
 from treewise.engine.context_walk import ContextWalk
 from treewise.engine.lockstep import Lockstep
+from treewise.engine.offload import SavedOnHost
 from treewise.engine.sparse_embedding import sparse_embedding_gradients
 from treewise.engine.vision import ForestVision
 from treewise.errors import UnsupportedModelError
-from treewise.nn.attention import Gateway, GatewayRead, TreeContext, TreeMask
+from treewise.nn.attention import Carried, Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import AnyHead
 from treewise.nn.model import DecoderAndHead, run_decoder
@@ -59,6 +61,7 @@ class Walk:
         with_router_logits: whether outputs hold the router logits.
         vision: the forest's images; None: it has none.
         context: the ranks that each compute a part of every micro-batch; None: this one computes all.
+        for_images: this walk stands for one over trees with images, which it has not: gradients go as far as there.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Walk:
         with_router_logits: bool = False,
         vision: ForestVision | None = None,
         context: ContextWalk | None = None,
+        for_images: bool = False,
     ) -> None:
         self.lm, self.plan, self.impl, self.context = lm, plan, impl, context
         self.temperature, self.offload, self.lockstep = temperature, offload, lockstep
@@ -81,7 +85,12 @@ class Walk:
         self._tree_rows: dict[int, TreeRows] = {}
         self._gateways: dict[int, Gateway] = {}
         self._held: dict[int, torch.Tensor] = {}
-        self._has_gradient = False  # whether any backward of `train` had something to do
+        self._carried = NOTHING  # by micro-batches below others, and by all where ranks must walk alike
+        self._alike = lockstep is not None or context is not None or for_images
+        if self._alike or not self.has_one_root:
+            self._carried = carried_by(lm, with_images=lockstep is not None or for_images)
+        self._sees_trained_image: dict[int, bool] = {}  # by micro-batch: in it, or above it
+        self._has_gradient = False  # whether a backward of `train` reached a parameter
         self._is_collecting = False  # whether one head accumulates the gradients of all micro-batches
         self._head: AnyHead | None = None
 
@@ -101,7 +110,8 @@ class Walk:
         has_gradient = float(self._has_gradient)
         if self.context is not None:  # a rank without a trained token may have none where the head alone is trained
             has_gradient = float(self.context.ranks.add_up(torch.tensor(has_gradient, device=self.lm.device)))
-        if not has_gradient:
+        # Trees of text do not reach a tower, which may be all that is trained.
+        if not has_gradient and not (self.vision is None and any(p.requires_grad for p in tower_parameters(self.lm))):
             raise UnsupportedModelError(
                 f"nothing that {type(self.lm.model).__name__} computes on a tree requires a gradient, so a backward "
                 "would do nothing. Are the trained parameters in use (an adapter that is active and not disabled)?"
@@ -173,24 +183,35 @@ class Walk:
 
     def _backward(self, root: torch.Tensor) -> None:
         if root.requires_grad:
-            self._has_gradient = True
+            self._has_gradient = self._has_gradient or reaches_a_parameter(root)
             torch.autograd.backward(root, torch.zeros_like(root) if root.dim() else None)
 
     def _graph_offloaded(self) -> AbstractContextManager[object]:
         """Around the forward of a held micro-batch: its saved tensors wait on the host, if asked for."""
         if self.offload and self.lm.device.type != "cpu":
-            return torch.autograd.graph.save_on_cpu(pin_memory=True)
+            return SavedOnHost(self.lm.model)
         return nullcontext()
 
     def _layout(self, index: int) -> tuple[Layout, TreeMask, ContextPart | None]:
         if index not in self._layouts:
             layout, part = lay_out(self.plan, index), None
+            is_seen = self.vision is not None and self.vision.is_trained_on(layout.positions)
+            self._sees_trained_image[index] = is_seen or self._is_below_trained_image(layout)
             if self.context is not None:
                 part = self.context.part(layout)
                 layout = part.layout
             mask = TreeMask.from_layout(layout) if self.vision is None else self.vision.mask(layout)
             self._layouts[index] = layout, mask, part
         return self._layouts[index]
+
+    def _is_below_trained_image(self, layout: Layout) -> bool:
+        return any(self._sees_trained_image[above] for above, _ in layout.gateway)
+
+    def _carried_in(self, layout: Layout) -> Carried:
+        """What a micro-batch's gradients have to reach beyond its own parameters."""
+        if self._is_below_trained_image(layout):
+            return EVERYTHING
+        return self._carried if layout.gateway or self._alike else NOTHING
 
     def _open(self, index: int, *, keep_graph: bool = False) -> MicroBatchOutput:
         """Runs an open micro-batch and leaves its gateway."""
@@ -206,7 +227,8 @@ class Walk:
         exchange = None
         if self.context is not None and part is not None:
             exchange = self.context.exchange(part, self.lm.device)
-        context = TreeContext(mask, self.impl, reads, writes, injects, tree_rows, exchange)
+        carried = self._carried_in(layout)
+        context = TreeContext(mask, self.impl, reads, writes, injects, tree_rows, exchange, carried)
         hidden, router_logits = run_decoder(
             self.lm,
             layout.token_ids,

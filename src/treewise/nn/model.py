@@ -7,6 +7,8 @@ Letters: T tokens of a micro-batch, M model width, V vocabulary, E experts.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +19,7 @@ from transformers import PreTrainedModel
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn import recurrent
-from treewise.nn.attention import TreeContext, has_legacy_layers, install, install_legacy_layers, is_installed
+from treewise.nn.attention import TreeContext, carry, has_legacy_layers, install, install_legacy_layers, is_installed
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import AnyHead, Head, LogitsSlot, ModuleHead
 from treewise.nn.tensor_parallel import repair_tensor_parallel, vocabulary_shard
@@ -144,9 +146,21 @@ def run_decoder(
     if with_router_logits:
         arguments["output_router_logits"] = True
     input_ids = to_device(token_ids, device, torch.long)[None]
-    output = module(input_ids=input_ids, use_cache=False, **{**arguments, **further})
+    with _carried_input(lm) if context.carried.from_input else nullcontext():
+        output = module(input_ids=input_ids, use_cache=False, **{**arguments, **further})
     context.is_done = True
     return output.last_hidden_state[0], _router_logits(lm, output) if with_router_logits else ()
+
+
+@contextmanager
+def _carried_input(lm: DecoderAndHead) -> Iterator[None]:
+    """Inside, input rows require gradients: reentrant checkpoints and sharded layers look at nothing else."""
+    embedding = lm.decoder.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda _module, _inputs, rows: carry(rows)[0])
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _router_logits(lm: DecoderAndHead, output: Any) -> tuple[torch.Tensor, ...]:

@@ -1,6 +1,6 @@
 """Attention on trees: one function registered with transformers, behind it a table of implementations."""
 
-from treewise.nn.attention.gateway import Gateway, GatewayRead
+from treewise.nn.attention.gateway import ANCHOR, Carried, Gateway, GatewayRead, carry
 from treewise.nn.attention.implementations import AUTO, IMPLEMENTATIONS, choose
 from treewise.nn.attention.interface import TreeContext, install, is_installed
 from treewise.nn.attention.legacy_layers import has_legacy_layers, install_legacy_layers
@@ -8,13 +8,16 @@ from treewise.nn.attention.mask import TreeMask
 from treewise.nn.attention.mask_audit import check_masks, observe_masks
 
 __all__ = [
+    "ANCHOR",
     "AUTO",
+    "Carried",
     "IMPLEMENTATIONS",
     "choose",
     "Gateway",
     "GatewayRead",
     "TreeContext",
     "TreeMask",
+    "carry",
     "has_legacy_layers",
     "install",
     "install_legacy_layers",

@@ -4,6 +4,9 @@ An open micro-batch writes what its attention layers see: keys and values after 
 expansion of heads, detached. Micro-batches below read them as extra keys; their backward adds gradients in float32.
 When the open micro-batch runs with a graph, those gradients are injected where the keys and values are computed, so the
 same code serves with and without gradient checkpointing.
+
+Which layers' gateways get gradients is a fact of the plan and of what is trained (`Carried`). A frozen layer of a piece
+has no gradient of its own, but what is trained above the piece may need the one that passes through it.
 """
 
 from collections.abc import Hashable
@@ -12,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treewise.shapes import Float
 
@@ -20,6 +23,32 @@ from treewise.shapes import Float
 RowIndex = slice | torch.Tensor
 # An attention layer, and which of its calls in one forward: some models run a layer several times.
 LayerCall = Hashable
+# Makes what is computed with it require a gradient, and gets none itself.
+ANCHOR = torch.zeros((), requires_grad=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Which layers of a micro-batch carry gradients to something above it, whether or not they are trained themselves.
+
+    from_layer: those from the first trained one on; `before` are the modules of the layers before it. from_input: all,
+    and the input rows, too.
+    """
+
+    from_layer: bool = False
+    before: frozenset[nn.Module] = frozenset()
+    from_input: bool = False
+
+    def includes(self, module: nn.Module, index: int) -> bool:
+        """Whether call number `index` of a layer does. A layer that runs again may come after trained ones."""
+        return self.from_input or (self.from_layer and (index > 0 or module not in self.before))
+
+
+def carry(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors, which require gradients; as they are where one of them does, or where gradients are disabled."""
+    if not torch.is_grad_enabled() or any(each.requires_grad for each in tensors):
+        return tensors
+    return _Carry.apply(ANCHOR, *tensors)
 
 
 @dataclass(eq=False)
@@ -43,8 +72,7 @@ class Gateway:
     def write(self, call: LayerCall, key: Float[Tensor, "1 Hkv n D"], value: Float[Tensor, "1 Hkv n Dv"]) -> None:
         """Keeps keys and values ([1, Hkv, n, D]) of one call of a layer; a recomputation changes nothing."""
         if call not in self.keys:
-            device = torch.device("cpu") if self.is_offloaded else key.device
-            self.keys[call], self.values[call] = key.detach().to(device), value.detach().to(device)
+            self.keys[call], self.values[call] = self._own(key), self._own(value)
 
     def add_gradients(self, call: LayerCall, rows: RowIndex, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
         """Adds gradients ([1, Hkv, rows, D]) of the rows that a micro-batch read."""
@@ -62,7 +90,12 @@ class Gateway:
         """Keeps states ([P, ...]) of a recurrent layer after `cut_rows`, which other micro-batches continue."""
         if name not in self.states:
             self.cut_rows = cut_rows
-            self.states[name] = states.detach().to(torch.device("cpu") if self.is_offloaded else states.device)
+            self.states[name] = self._own(states)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is kept: a part of a larger one (of a fused projection) is copied, or all would stay."""
+        kept = tensor.detach().to("cpu" if self.is_offloaded else tensor.device)
+        return kept.clone() if kept.untyped_storage().nbytes() > kept.numel() * kept.itemsize else kept
 
     def add_state_gradients(self, name: str, index: torch.Tensor, grad: torch.Tensor) -> None:
         """Adds gradients ([n, ...]) of the kept states `index` ([n] int64) that a micro-batch began with."""
@@ -80,6 +113,18 @@ class GatewayRead:
     gateway: Gateway
     rows: RowIndex
     num_rows: int
+
+
+class _Carry(torch.autograd.Function):
+    """Identity of tensors that need no gradient themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        return tuple(each.view_as(each) for each in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return (None,) * (1 + len(grads))
 
 
 class _Inject(torch.autograd.Function):

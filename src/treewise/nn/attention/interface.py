@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import mask_audit
 from treewise.nn.attention.context_parallel import ContextExchange, exchange, keep
-from treewise.nn.attention.gateway import Gateway, GatewayRead, inject
+from treewise.nn.attention.gateway import Carried, Gateway, GatewayRead, carry, inject
 from treewise.nn.attention.implementations import implementation_named
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.query_scale import rescaled_for_depth
@@ -55,8 +55,9 @@ class TreeContext:
 
     impl: a name of `IMPLEMENTATIONS`. reads: gateway rows in front of the own keys. writes: the gateway to fill.
     injects: the gateway whose collected gradients are added in the backward. rows: segments and schedule of recurrent
-    layers, for models that have some. exchange: with the ranks that compute other tokens of the micro-batch. is_done:
-    the forward is over; later calls of attention recompute.
+    layers, for models that have some. exchange: with the ranks that compute other tokens of the micro-batch. carried:
+    the layers whose keys, values and states carry gradients to what is above the micro-batch, or to other ranks, as the
+    walk decided. is_done: the forward is over; later calls of attention recompute.
 
     Raises:
         ConfigError: an unknown implementation.
@@ -69,6 +70,7 @@ class TreeContext:
     injects: Gateway | None = None
     rows: "TreeRows | None" = None
     exchange: ContextExchange | None = None
+    carried: Carried = Carried()
     is_done: bool = False
     _num_calls: dict[nn.Module, int] = field(default_factory=dict)
 
@@ -176,6 +178,8 @@ def attend(
     sinks = kwargs.get("s_aux")
     call = context.next_call(module)
     query, key, value = _as_autocast(rescaled_for_depth(module, query, context.mask), key, value)
+    if context.carried.includes(*call):
+        key, value = carry(key, value)
     reads = context.reads
     if context.exchange is not None:
         key, value = exchange(key, value, context.exchange, call, context.writes, context.injects)

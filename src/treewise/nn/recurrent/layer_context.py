@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treewise.nn.attention.gateway import ANCHOR
 from treewise.nn.attention.interface import TreeContext
 from treewise.nn.recurrent.rows import TreeRows
 from treewise.nn.recurrent.states import enter, gather, leave
@@ -14,10 +15,14 @@ from treewise.shapes import Float
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """One recurrent function of one layer (`name`) in the micro-batch of `context`."""
+    """One recurrent function of one layer (`name`) in the micro-batch of `context`.
+
+    is_carried: whether states that enter get gradients, as the walk decided (`Carried`).
+    """
 
     context: TreeContext
     name: str
+    is_carried: bool
 
     @property
     def rows(self) -> TreeRows:
@@ -31,7 +36,7 @@ class LayerContext:
     def entering(self, anchors: Sequence[torch.Tensor]) -> Float[Tensor, "n ..."] | None:
         """[n, ...] states of the segments that begin below a gateway, in row order; None where there are none.
 
-        anchors: the function's inputs; if one needs gradients, so do the states.
+        anchors: the function's inputs; if one needs gradients, so do the states, as where the walk says so.
         """
         rows, device = self.rows, anchors[0].device
         if not len(rows.schedule.entering):
@@ -42,7 +47,7 @@ class LayerContext:
             kept_at = read.gateway.states[self.name].device
             if len(chosen):
                 reads.append((read.gateway, rows.tensor(("entering", index), chosen, kept_at)))
-        states = enter(self.name, reads, device, anchors)
+        states = enter(self.name, reads, device, (ANCHOR,) if self.is_carried else anchors)
         return gather(states, rows.tensor("entering order", rows.entering_order, device)) if len(reads) > 1 else states
 
     def leaving(self, out: Float[Tensor, "..."], states: Float[Tensor, "P ..."] | None) -> Float[Tensor, "..."]:

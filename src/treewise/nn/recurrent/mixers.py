@@ -110,10 +110,11 @@ def _on_tree(mixer: nn.Module, context: TreeContext, args: tuple[Any, ...], kwar
     """The forward of a mixer over the tree of `context`: the same code, other functions behind the names in it."""
     calls: Counter[str] = Counter()
     _, call = context.next_call(mixer)  # some models run a layer several times
+    is_carried = context.carried.includes(mixer, call)
 
     def layer_of(name: str) -> LayerContext:
         calls[name] += 1
-        return LayerContext(context, f"{vars(mixer)['_treewise_name']}:{name}:{call}:{calls[name]}")
+        return LayerContext(context, f"{vars(mixer)['_treewise_name']}:{name}:{call}:{calls[name]}", is_carried)
 
     if type(mixer).__name__ in MIXERS:
         return MIXERS[type(mixer).__name__][1](mixer, layer_of, *args, **kwargs)

@@ -1,0 +1,361 @@
+"""What a gradient has to reach above a micro-batch: the trained parts of a model against flat training, one by one.
+
+Below a budget a piece may hold nothing that is trained: the tower is above it, or the decay of a recurrence. Every case
+is compared with each trajectory alone; without the walk's decision the same cases are wrong by more than a tenth.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import treewise as tw
+from tests.engine.test_vision import HISTORIES, flat_logprobs, trajectories
+from tests.nn.recurrent.hybrids import HYBRIDS, hybrid
+from tests.nn.recurrent.wide import widened
+from tests.vision_models import FAMILIES, IMAGE_TOKEN, seeing_model
+from treewise.engine import carrying, walk
+from treewise.engine.carrying import EVERYTHING, NOTHING, carried_by
+from treewise.nn.attention import ANCHOR, Gateway
+from treewise.nn.model import split_model
+from treewise.planning.planner import FORWARD, plan
+from treewise.testing import flat_sft, gradient_error, gradients_of, tiny_model
+from treewise.tree.trajectory import Trajectory
+
+TOLERANCE = 1e-5  # float32 against flat float32, as in tests/engine/test_vision.py
+EXACT = 1e-9  # float64 throughout, where only the order of sums differs
+LOST = 0.1
+TOWER, PROJECTOR = r"vision_tower|vision_model|visual|projector|connector|merger", r"projector|connector|merger"
+EMBEDDINGS, HEAD = r"embed|wte|wpe", r"lm_head|embed_out"
+LAYER = r"(?:layers|h)\.{}\."
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing.*:FutureWarning", "ignore:None of the inputs have requires_grad:UserWarning"
+)
+
+
+def train_only(model: Any, pattern: str) -> Any:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.search(pattern, name) is not None)
+    assert any(each.requires_grad for each in model.parameters())
+    return model
+
+
+def with_adapters(model: Any, targets: str, saved: Sequence[str] = ()) -> Any:
+    """LoRA on modules whose path matches, and modules that are trained whole."""
+    config = LoraConfig(target_modules=targets, modules_to_save=list(saved), r=4, init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
+def flat_gradients(model: Any, images: Any, items: Sequence[Trajectory]) -> Any:
+    """As flat training has them; a trajectory of text gives nothing to a tower."""
+    model.zero_grad()
+    total = sum(float(item.loss_weights.sum()) for item in items)
+    for item in items:
+        loss = -(flat_logprobs(model, images, item) * torch.from_numpy(item.loss_weights[1:])).sum() / total
+        if loss.requires_grad:
+            loss.backward()
+    return gradients_of(model)
+
+
+def tree_gradients(model: Any, items: Sequence[Trajectory], max_tokens: int, **options: Any) -> Any:
+    model.zero_grad()
+    tw.TreeEngine(model, max_tokens, check=False, **options).step(list(items))
+    return gradients_of(model)
+
+
+def seeing_case(family: str, histories: Any = HISTORIES) -> tuple[Any, Any, list[Trajectory], int]:
+    """A model, what makes its images, trees, and a budget of one image and a few tokens."""
+    model, images = seeing_model(family), FAMILIES[family].images()
+    items = trajectories(model, images, histories)
+    return model, images, items, tw.Forest.from_trajectories(items).images.largest + 3
+
+
+def assert_images_train(
+    family: str, pattern: str, hold: str = "never", attention: str = "auto", histories: Any = HISTORIES
+) -> None:
+    model, images, items, budget = seeing_case(family, histories)
+    expected = flat_gradients(train_only(model, pattern), images, items)
+    found = tree_gradients(model, items, budget, hold=hold, attention=attention, processor=images)
+    assert gradient_error(found, expected) < TOLERANCE
+
+
+def conversations(seed: int = 0) -> list[Trajectory]:
+    """Trees of several levels, forks in pieces and in what is open, a prefix, and a trunk that is short enough to hold."""
+    rng = np.random.default_rng(seed)
+    trunk, short = rng.integers(3, 64, 21), rng.integers(3, 64, 3)
+    shapes = ((trunk, 3), (trunk, 8), (trunk[:9], 12), (short, 4), (short, 4), (short, 5))
+    items = [Trajectory(np.append(above, rng.integers(3, 64, new))) for above, new in shapes]
+    return [*items, Trajectory(items[1].token_ids[:-4])]
+
+
+# -- images ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hold", "attention"),
+    [(PROJECTOR, "never", "cascade"), (TOWER, "always", "reference"), (TOWER, "auto", "flex")],
+)
+def test_a_projector_or_a_tower_alone(pattern: str, hold: str, attention: str) -> None:
+    assert_images_train("llava", pattern, hold, attention, HISTORIES[:5])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("hold", ["never", "always"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "pattern",
+    [TOWER, PROJECTOR, rf"{TOWER}|{LAYER.format(2)}", rf"{PROJECTOR}|{HEAD}", rf"{TOWER}|mlp", LAYER.format(1), "norm"],
+    ids=["tower", "projector", "tower and last layer", "projector and head", "tower and mlp", "one layer", "norms"],
+)
+def test_parts_of_every_family_that_sees(family: str, pattern: str, hold: str) -> None:
+    if pattern == PROJECTOR and family.startswith("qwen3"):
+        pattern = "merger"
+    assert_images_train(family, pattern, hold)
+
+
+ADAPTERS = [("q_proj", "reference"), ("q_proj", "flex"), ("mlp.down_proj", "cascade")]
+MORE_ADAPTERS = [
+    (targets, attention)
+    for targets in ("q_proj", "k_proj", "v_proj", "o_proj", "mlp.*", r"layers.2.*_proj")
+    for attention in ("reference", "cascade", "flex")
+    if (targets, attention) not in ADAPTERS
+]
+
+
+@pytest.mark.parametrize(
+    ("targets", "attention"),
+    [*ADAPTERS, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE_ADAPTERS)],
+)
+def test_adapters_beside_a_whole_projector(targets: str, attention: str) -> None:
+    base, images, items, budget = seeing_case("llava", HISTORIES[:4])
+    model = with_adapters(base, rf".*language_model.*{targets}", ["multi_modal_projector"])
+    expected = flat_gradients(model, images, items)
+    for hold in ("never", "always"):
+        found = tree_gradients(model, items, budget, hold=hold, attention=attention, processor=images)
+        assert gradient_error(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_projector_with_activation_checkpoints(use_reentrant: bool) -> None:
+    model, images, items, budget = seeing_case("llava", HISTORIES[:4])
+    expected = flat_gradients(train_only(model, PROJECTOR), images, items)
+    model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    for hold in ("never", "always"):
+        found = tree_gradients(model, items, budget, hold=hold, processor=images)
+        assert gradient_error(found, expected) < TOLERANCE
+
+
+def test_a_projector_under_a_loss_of_whole_trajectories_and_with_offloaded_gateways() -> None:
+    model, images, items, budget = seeing_case("llava", HISTORIES[:4])
+    train_only(model, PROJECTOR)
+
+    def squares(logprobs: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([each.sum().square() for each in logprobs]).mean()
+
+    model.zero_grad()
+    squares([flat_logprobs(model, images, item) for item in items]).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    engine = tw.TreeEngine(model, budget, check=False, processor=images, offload=True)
+    engine.step(items, squares)
+    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+    model.zero_grad()
+    squares(engine.logprobs(items)).backward()
+    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+
+
+def test_text_alone_gives_a_tower_nothing() -> None:
+    model, images, items, _ = seeing_case("llava", HISTORIES[-1:])
+    train_only(model, TOWER)
+    for budget in (None, 4):
+        engine = tw.TreeEngine(model, budget, check=False, processor=images)
+        assert engine.step(items).loss == pytest.approx(engine.evaluate(items).loss)
+        assert not gradients_of(model)
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+
+TEXT = {
+    "embeddings": EMBEDDINGS,
+    "head": HEAD,
+    "first layer": LAYER.format(0),
+    "middle layer": LAYER.format(1),
+    "last layer": LAYER.format(2),
+    "norms": r"norm|ln_",
+    "last norm": r"(model\.norm|ln_f|final_layer_?norm|norm_f)\.",
+    "queries": r"q_proj|Wqkv|c_attn|query_key_value",
+    "one projection": r"1\..*(v_proj|out_proj|x_proj)",
+    "feed-forward": r"mlp|feed_forward|moe|experts",
+    "decays": r"A_log|recurrent_param",
+    "time steps": r"dt_bias|dt_proj\.bias",
+    "convolutions": r"conv",
+    "one mixer": r"2\..*(mamba|mixer|linear_attn|temporal_block|conv)",
+    "one expert": r"1\..*experts\.0\.",
+}
+QUICK = [
+    ("llama", "middle layer"),
+    ("qwen3_moe", "last layer"),
+    ("nemotron_h", "decays"),
+    ("jamba", "decays"),
+    ("qwen3_next", "one mixer"),
+    ("gpt2", "last norm"),
+]
+# Of every kind of recurrence, and decoders of other shapes: layers that run twice, share keys, or cap their scores.
+MANY = [
+    *("llama", "gpt2", "gpt_neox", "phi3", "gemma2", "gemma3n_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "opt"),
+    *("lfm2", "qwen3_next", "kimi_linear", "nemotron_h", "jamba", "mamba", "minimax", "recurrent_gemma", "zamba2"),
+    *("falcon_h1", "bamba", "falcon_mamba"),
+]
+
+
+def text_model(family: str) -> Any:
+    return widened(hybrid(family) if family in HYBRIDS else tiny_model(family))
+
+
+def assert_text_trains(family: str, part: str) -> None:
+    model, items = text_model(family), conversations()
+    if not any(re.search(TEXT[part], name) for name, _ in model.named_parameters()):
+        pytest.skip(f"{family} has no {part}")
+    _, _, expected = flat_sft(train_only(model, TEXT[part]), items)
+    for hold in ("never", "always"):
+        assert gradient_error(tree_gradients(model, items, 10, hold=hold), expected) < EXACT
+
+
+@pytest.mark.parametrize(("family", "part"), QUICK)
+def test_parts_of_models_of_text(family: str, part: str) -> None:
+    assert_text_trains(family, part)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", TEXT)
+@pytest.mark.parametrize("family", MANY)
+def test_every_part_of_many_families(family: str, part: str) -> None:
+    assert_text_trains(family, part)
+
+
+def test_an_expert_that_few_tokens_reach() -> None:
+    """Adapters of one expert: in a piece that sends it no token nothing is trained, but something is above."""
+    model, items = tiny_model("llama"), conversations()
+    layer = model.model.layers[0]
+
+    class Routed(torch.nn.Module):
+        """Two experts; the second one, which is trained, takes the tokens whose first number is large."""
+
+        def __init__(self, mlp: Any) -> None:
+            super().__init__()
+            self.mlp, self.expert = mlp, torch.nn.Linear(32, 32, bias=False)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            out, chosen = self.mlp(rows), (rows[0, :, 0] > 1.0).nonzero()[:, 0]
+            return out.index_add(1, chosen, self.expert(rows[:, chosen])) if len(chosen) else out
+
+    layer.mlp = Routed(layer.mlp)
+    _, _, expected = flat_sft(train_only(model, r"expert\."), items)
+    assert gradient_error(tree_gradients(model, items, 6, hold="never"), expected) < TOLERANCE
+
+
+# -- what the walk decides ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["projector", "decays", "expert"])
+def test_these_cases_notice_a_gradient_that_is_lost(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "EVERYTHING", NOTHING)
+    monkeypatch.setattr(walk, "carried_by", lambda *_, **__: NOTHING)
+    run = {
+        "projector": lambda: assert_images_train("llava", PROJECTOR, histories=HISTORIES[:5]),
+        "decays": lambda: assert_text_trains("nemotron_h", "decays"),
+        "expert": test_an_expert_that_few_tokens_reach,
+    }[case]
+    with pytest.raises(AssertionError) as error:
+        run()
+    assert float(re.findall(r"assert ([\d.e-]+) <", str(error.value))[0]) > LOST
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_before"),
+    [
+        (HEAD, None), (r"model\.norm", None), (LAYER.format(2), 2), (LAYER.format(1), 1), (LAYER.format(0), 0),
+        ("layernorm", 0), (EMBEDDINGS, "input"), (TOWER, None),
+    ],
+)  # fmt: skip
+def test_gradients_are_carried_from_the_first_trained_layer_on(pattern: str, num_before: Any) -> None:
+    model = train_only(seeing_model("llava"), rf"language_model.*({pattern})|^({pattern})|^model.vision.*({pattern})")
+    found = carried_by(split_model(model), with_images=False)
+    layers = model.model.language_model.layers
+    assert (found == EVERYTHING) == (num_before == "input")
+    assert (found == NOTHING) == (num_before is None)
+    if isinstance(num_before, int):
+        assert [found.includes(each.self_attn, 0) for each in layers] == [index >= num_before for index in range(3)]
+        assert all(found.includes(each.self_attn, 1) for each in layers)
+    assert carried_by(split_model(model), with_images=True) == (EVERYTHING if pattern == TOWER else found)
+
+
+def test_frozen_lower_layers_get_no_gradient_and_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, items = train_only(tiny_model(), LAYER.format(2)), conversations()
+    added, anchored, add = [], [], Gateway.add_gradients
+    monkeypatch.setattr(Gateway, "add_gradients", lambda self, call, *rest: added.append(call) or add(self, call, *rest))
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, _, out: anchored.append((module, out.requires_grad)))
+    for pattern, trained in ((LAYER.format(2), {2}), (HEAD, set())):
+        train_only(model, pattern)
+        tree_gradients(model, items, 10, hold="never")
+        assert {each.layer_idx for each, _ in added} == trained
+        assert {module.self_attn.layer_idx for module, requires in anchored if requires} == trained
+        added.clear()
+        anchored.clear()
+
+
+def test_only_what_is_below_an_image_carries_gradients_to_it() -> None:
+    """A tree of text beside one with an image, under a trained projector: no graph, as in flat training."""
+    model, images, items, budget = seeing_case("llava", [HISTORIES[0], HISTORIES[2], HISTORIES[-1]])
+    train_only(model, PROJECTOR)
+    forest = tw.Forest.from_trajectories(items)
+    engine = tw.TreeEngine(model, budget, check=False, processor=images, hold="never")
+    run, seen = engine.plan(forest), []
+    layer = model.model.language_model.layers[0]
+    layer.register_forward_hook(lambda _, given, out: seen.append((given[0].shape[1], out.requires_grad)))
+    engine.step(forest)
+    sees = np.isin(forest.token_ids, [IMAGE_TOKEN])
+    for position in range(forest.num_tokens):  # parents come first
+        sees[position] |= forest.parent[position] >= 0 and sees[forest.parent[position]]
+    steps = [run.micro_batches[step.micro_batch] for step in run.schedule]
+    expected = [
+        (each.num_tokens, bool(sees[each.positions].any()) and step.action != FORWARD)
+        for step, each in zip(run.schedule, steps, strict=True)
+    ]
+    assert seen == expected
+    assert {requires for _, requires in expected} == {True, False}
+
+
+def test_an_adapter_that_is_not_in_use_is_still_an_error() -> None:
+    model = with_adapters(tiny_model(), ".*q_proj")
+    for budget in (None, 10):
+        engine = tw.TreeEngine(model, budget, check=False)
+        with model.disable_adapter():
+            for each in model.parameters():
+                each.requires_grad_(each.ndim > 1)
+            train_only(model, "lora")
+            with pytest.raises(tw.UnsupportedModelError, match="nothing that .* requires a gradient"):
+                engine.step(conversations())
+    assert ANCHOR.grad is None
+
+
+def test_the_last_norm_of_a_family_comes_after_its_layers() -> None:
+    """`carrying` knows it by name; here it is the module that makes the last hidden rows."""
+    for family in ("llama", "gpt2", "gpt_neox", "nemotron_h", "falcon_h1"):
+        lm = split_model(text_model(family))
+        names = [name for name, _ in lm.decoder.named_children() if name in carrying._LAST_NORMS]
+        assert len(names) == 1
+        made = []
+        lm.decoder.get_submodule(names[0]).register_forward_hook(lambda _, __, out: made.append(out))
+        assert lm.decoder(torch.tensor([[3, 4, 5]])).last_hidden_state is made[0]
+
+
+def test_a_plan_of_one_micro_batch_carries_nothing() -> None:
+    items = conversations()
+    lm = split_model(tiny_model())
+    assert walk.Walk(lm, plan(tw.Forest.from_trajectories(items)), "cascade")._carried == NOTHING
