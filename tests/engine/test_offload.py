@@ -1,4 +1,4 @@
-"""What waits in host memory: each activation of a held micro-batch once, and no weights; gateways hold their own bytes."""
+"""What waits in host memory: activations of held micro-batches, once, and no weights. Gateways hold their own bytes."""
 
 from typing import Any
 

@@ -46,10 +46,13 @@ def trees(tmp_path_factory):
     ]
 
 
-def trainer_of(trees, folder, **settings):
+def trainer_of(trees, folder, trained="", **settings):
+    """trained: what names of the parameters that are trained contain."""
     args = TreeTrainingArguments(output_dir=str(folder), **{**SETTINGS, **settings})
-    images = FAMILIES[FAMILY].images()
-    return TreeTrainer(seeing_model(FAMILY), args, train_dataset=trees, processing_class=images)
+    model, images = seeing_model(FAMILY), FAMILIES[FAMILY].images()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    return TreeTrainer(model, args, train_dataset=trees, processing_class=images)
 
 
 def weights_of(trainer):
@@ -106,8 +109,16 @@ def _kill_in_step(trainer, step):
 RUNS = {"copies": {}, "sharded": {"sharded": True}, "strided": {"balance_ranks": False}}
 
 
-def test_two_processes_train_like_one(trees, tmp_path):
-    settings = {"optim": "sgd", "learning_rate": 0.1}
+# Where little is trained: above the pieces, so that a rank whose trees are text walks as the others do; or after them.
+PARTS = [
+    "merger",
+    *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("lm_head", "language_model.layers.2")),
+]
+
+
+@pytest.mark.parametrize("trained", ["", *PARTS])
+def test_two_processes_train_like_one(trees, tmp_path, trained):
+    settings = {"optim": "sgd", "learning_rate": 0.1, "trained": trained}
 
     def work():
         found = {}

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.nn.attention import ANCHOR, Carried
+from treewise.nn.attention import ANCHOR, EVERYTHING, NOTHING, Carried
 from treewise.nn.model import DecoderAndHead, base_model
 
-NOTHING, EVERYTHING = Carried(), Carried(from_input=True)
 # Names in decoders. Layers and last norms of other names count as what is before the layers: exact, at a higher cost.
 _LAYERS = {"layers", "h", "block", "blocks"}
 _LAST_NORMS = {"norm", "norm_f", "ln_f", "final_norm", "final_layernorm", "final_layer_norm"}

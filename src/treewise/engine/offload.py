@@ -32,7 +32,7 @@ class SavedOnHost(saved_tensors_hooks):
         self._copies.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
-        base = tensor if tensor._base is None else tensor._base
+        base = tensor if tensor._base is None else tensor._base  # noqa: SLF001
         if isinstance(base, nn.Parameter) or _address(tensor) in self._of_model:  # FSDP gathers into a parameter
             return tensor.detach()
         storage = tensor.untyped_storage()
@@ -40,7 +40,7 @@ class SavedOnHost(saved_tensors_hooks):
             self._copies[id(storage)] = {}
             finalize(storage, self._copies.pop, id(storage), None).atexit = False
         views = self._copies[id(storage)]
-        view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)  # noqa: SLF001
         if view not in views:
             views[view] = _on_host(tensor)
         return tensor.device, views[view]

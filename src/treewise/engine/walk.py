@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treewise.engine.carrying import EVERYTHING, NOTHING, carried_by, reaches_a_parameter, tower_parameters
+from treewise.engine.carrying import carried_by, reaches_a_parameter, tower_parameters
 from treewise.engine.context_walk import ContextWalk
 from treewise.engine.lockstep import Lockstep
 from treewise.engine.offload import SavedOnHost
 from treewise.engine.sparse_embedding import sparse_embedding_gradients
 from treewise.engine.vision import ForestVision
 from treewise.errors import UnsupportedModelError
-from treewise.nn.attention import Carried, Gateway, GatewayRead, TreeContext, TreeMask
+from treewise.nn.attention import EVERYTHING, NOTHING, Carried, Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import AnyHead
 from treewise.nn.model import DecoderAndHead, run_decoder

@@ -1,6 +1,6 @@
 """Attention on trees: one function registered with transformers, behind it a table of implementations."""
 
-from treewise.nn.attention.gateway import ANCHOR, Carried, Gateway, GatewayRead, carry
+from treewise.nn.attention.gateway import ANCHOR, EVERYTHING, NOTHING, Carried, Gateway, GatewayRead, carry
 from treewise.nn.attention.implementations import AUTO, IMPLEMENTATIONS, choose
 from treewise.nn.attention.interface import TreeContext, install, is_installed
 from treewise.nn.attention.legacy_layers import has_legacy_layers, install_legacy_layers
@@ -11,6 +11,8 @@ __all__ = [
     "ANCHOR",
     "AUTO",
     "Carried",
+    "EVERYTHING",
+    "NOTHING",
     "IMPLEMENTATIONS",
     "choose",
     "Gateway",

@@ -44,6 +44,9 @@ class Carried:
         return self.from_input or (self.from_layer and (index > 0 or module not in self.before))
 
 
+NOTHING, EVERYTHING = Carried(), Carried(from_input=True)
+
+
 def carry(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors, which require gradients; as they are where one of them does, or where gradients are disabled."""
     if not torch.is_grad_enabled() or any(each.requires_grad for each in tensors):
@@ -119,11 +122,11 @@ class _Carry(torch.autograd.Function):
     """Identity of tensors that need no gradient themselves."""
 
     @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    def forward(_ctx: Any, _: torch.Tensor, *tensors: torch.Tensor) -> Any:
         return tuple(each.view_as(each) for each in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(_ctx: Any, *grads: torch.Tensor) -> Any:
         return (None,) * (1 + len(grads))
 
 

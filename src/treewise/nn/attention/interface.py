@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import mask_audit
 from treewise.nn.attention.context_parallel import ContextExchange, exchange, keep
-from treewise.nn.attention.gateway import Carried, Gateway, GatewayRead, carry, inject
+from treewise.nn.attention.gateway import NOTHING, Carried, Gateway, GatewayRead, carry, inject
 from treewise.nn.attention.implementations import implementation_named
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.query_scale import rescaled_for_depth
@@ -70,7 +70,7 @@ class TreeContext:
     injects: Gateway | None = None
     rows: "TreeRows | None" = None
     exchange: ContextExchange | None = None
-    carried: Carried = Carried()
+    carried: Carried = NOTHING
     is_done: bool = False
     _num_calls: dict[nn.Module, int] = field(default_factory=dict)
 
