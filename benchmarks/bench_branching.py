@@ -33,7 +33,7 @@ from tiny_policy import END, Parts, curve_of, imitate, interval, new_model, new_
 
 import treewise as tw
 from treewise.rl.branching import PROMPT, Branch
-from treewise.rl.node_values import ESTIMATORS, node_values
+from treewise.rl.node_values import node_values
 from treewise.rl.online.continuation import Continuation
 from treewise.rl.online.journal import Unrecorded
 from treewise.rl.online.rewarding import rewards_of
@@ -57,6 +57,7 @@ TEMPLATE = (
 )
 VALUE_TREES, VALUE_FORKS = 12, 16
 PROMPT_ROLLOUTS, FORK_ROLLOUTS = 96, 48  # of the truth
+ESTIMATORS = ("draws", "leaves")
 
 
 class Backward:
@@ -237,13 +238,22 @@ def truth(states: Sequence[tuple[GrowingTree, int, int]], rollouts: int, rounds:
 
 
 def values_of(trees: Sequence[GrowingTree], estimator: str) -> dict[tuple[int, int, int], float]:
-    """The values of prompts and of forks, by (tree, node, position)."""
+    """The values of prompts and of forks, by (tree, node, position): means over draws, or over all rollouts below."""
     found = {}
     for number, each in enumerate(trees):
-        for value in node_values(each.tree, estimator):
-            if value.value is not None and (value.node == PROMPT or value.num_children > 1):
-                found[number, value.node, value.end] = value.value
+        for value in node_values(each.tree):
+            if value.value is not None and (value.node == PROMPT or value.num_draws > 1):
+                key = number, value.node, value.end
+                found[key] = value.value if estimator == "draws" else mean_of_leaves(each, value.node, value.end)
     return found
+
+
+def mean_of_leaves(grown: GrowingTree, node: int, end: int) -> float:
+    """The mean reward of all rollouts through a place."""
+    tree = grown.tree
+    ends = {leaf: {piece.node: piece.end for piece in tree.pieces(leaf)} for leaf in tree.rewarded_leaves}
+    below = [leaf for leaf, own in ends.items() if node == PROMPT or own.get(node, 0) >= end]
+    return float(np.mean([tree[leaf].reward for leaf in below]))
 
 
 def error_of(values: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
@@ -270,7 +280,7 @@ def value_errors(start: Any, tokenizer: Any, name: str, args: argparse.Namespace
             rounds = replace(rounds, request=replace(rounds.request, want_entropy=False))
             if of_prompts is None:  # the same items and weights for every arm
                 of_prompts = truth([(each, PROMPT, 0) for each in trees], PROMPT_ROLLOUTS, rounds)
-            forks = sorted({key for key in values_of(trees, "children") if key[1] != PROMPT})
+            forks = sorted({key for key in values_of(trees, "draws") if key[1] != PROMPT})
             chosen = np.random.default_rng(seed).permutation(len(forks))[:VALUE_FORKS]
             forks = [forks[int(index)] for index in chosen]
             of_forks = truth([(trees[tree], node, end) for tree, node, end in forks], FORK_ROLLOUTS, rounds)

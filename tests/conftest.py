@@ -282,7 +282,7 @@ REPRESENTATIVES = {
         "(4, 2, 6, 16)-partitioned-cap and window-float32",
     ),
     "advantages/test_advantages.py::test_cutting_rollouts_into_rows_changes_nothing": (
-        *("group", "siblings scaled", "turns", "children"),
+        *("group", "siblings scaled", "turns"),
     ),
     "advantages/test_tree_credit.py::test_cutting_rollouts_into_rows_changes_nothing": (
         *("path mean whitened", "treerl local", "inter intra", "node value"),

@@ -29,7 +29,6 @@ METHODS = {
     "one_out": leave_one_out,
     "siblings": sibling_relative,
     "siblings scaled": lambda items: sibling_relative(items, scale="siblings"),
-    "children": lambda items: sibling_relative(items, values="children"),
     "turns": lambda items: per_turn(items, discount=0.9),
     "turns scaled": lambda items: per_turn(items, discount=0.5, baseline="group", scale=True),
 }
@@ -170,7 +169,6 @@ def test_unknown_settings() -> None:
     for call, message in (
         (lambda: group_normalized(items, scale="std"), "scale='std'"),
         (lambda: group_normalized(items, epsilon=-1), "epsilon=-1"),
-        (lambda: sibling_relative(items, values="leaf"), "values='leaf'"),
         (lambda: sibling_relative(items, scale="group"), "scale='group'"),
         (lambda: per_turn(items, baseline="mean"), "baseline='mean'"),
         (lambda: per_turn(items, discount=1.5), "discount=1.5"),
@@ -195,10 +193,6 @@ def test_siblings_by_hand() -> None:
     expected = [[0, 0, third - 0.5, 1 - third], [0, 0, third - 0.5, -third], [0, 0, third - 0.5, -third]]
     np.testing.assert_allclose([item.advantages for item in found], [*expected, [0, 0, 0.5, 0.5]], atol=1e-7)
     assert report.notes == ("2 forks at which rollouts part; 0 of them with children of equal value.",)
-    by_child, _ = sibling_relative(forked(), values="children")
-    mean = (third + 1) / 2
-    np.testing.assert_allclose(by_child[0].advantages, [0, 0, third - mean, 1 - third], atol=1e-7)
-    np.testing.assert_allclose(by_child[3].advantages, [0, 0, 1 - mean, 1 - mean], atol=1e-7)
     scaled, _ = sibling_relative(forked(), scale="siblings", epsilon=0.0)
     deviation = np.std([1, 0, 0, 1], ddof=1)
     np.testing.assert_allclose(scaled[3].advantages, [0, 0, 0.5 / deviation, 0.5 / deviation], atol=1e-6)
@@ -207,13 +201,11 @@ def test_siblings_by_hand() -> None:
 def test_segment_values_by_hand() -> None:
     third = 1 / 3
     np.testing.assert_allclose(segment_values(forked())[0], [0.5, 0.5, third, 1])
-    np.testing.assert_allclose(segment_values(forked(), "children")[0], [2 * third, 2 * third, third, 1])
 
 
 def test_a_rollout_that_ends_at_a_fork_is_a_child() -> None:
     items = [rollout([1, 2], 0.0), rollout([1, 2, 3], 1.0), rollout([1, 2, 3], 1.0), rollout([1, 2, 4], 1.0)]
     np.testing.assert_allclose(sibling_relative(items)[0][1].advantages, [0, 0, 0.25])
-    np.testing.assert_allclose(sibling_relative(items, values="children")[0][3].advantages, [0, 0, 1 / 3], rtol=1e-6)
 
 
 def test_rows_of_one_rollout_that_part_are_not_compared() -> None:

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise import ConfigError, DataError, Trajectory
-from treewise.advantages import inter_intra, node_value, tree_path_mean, treerl, value_steps
+from treewise.advantages import inter_intra, node_value, segment_values, tree_path_mean, treerl, value_steps
 from treewise.advantages.turns import turns_of
+from treewise.rl.branching import PROMPT, RolloutNode, RolloutTree
+from treewise.rl.node_values import node_values
 from treewise.testing.strategies import MAX_SEED, token_lists
 
 METHODS = {
@@ -55,6 +57,20 @@ def rollout_lists(draw: st.DrawFn) -> list[Trajectory]:
         reward = float(rng.choice([0.0, 0.5, 1.0]))
         items.append(rollout(ids, reward, group, loss_weights=weights, rollout=f"r{number}", old_logprobs=own))
     return items
+
+
+@st.composite
+def drawn_trees(draw: st.DrawFn) -> list[Trajectory]:
+    """The rows of a tree that grew from few tokens, so that draws repeat one another, with their draws."""
+    rng = np.random.default_rng(draw(st.integers(0, MAX_SEED)))
+    tree = RolloutTree([9], group="a")
+    for _ in range(int(rng.integers(2, 9))):
+        points = [(PROMPT, 0), *((n, at) for n, node in enumerate(tree.nodes) for at in range(1, len(node)))]
+        parent, position = points[rng.integers(len(points))]
+        ids = [*rng.integers(0, 2, rng.integers(1, 4)), 9]
+        index = tree.add(RolloutNode(ids, -rng.exponential(size=len(ids)), parent, position, finish="stop"))
+        tree.judge(index, float(rng.choice([0.0, 0.5, 1.0])))
+    return tree.trajectories(with_old_logprobs=True)
 
 
 def cut(items: list[Trajectory], rng: np.random.Generator) -> tuple[list[Trajectory], list[int]]:
@@ -172,11 +188,11 @@ def test_treerl_by_hand() -> None:
 
 
 def test_value_steps_by_hand() -> None:
-    """V over children: segment 3 1/3, root (1/3 + 1) / 2; a token of probability 0.95 is masked."""
+    """V over four draws: segment 3 1/3, root 1/2; a token of probability 0.95 is masked."""
     items = forked()
     items[0] = replace(items[0], sampler_logprobs=[0, -1, -1, np.log(0.95)])
     items[3] = replace(items[3], sampler_logprobs=[0, -1, np.log(0.89), np.log(0.91)])
-    mean = (1 / 3 + 1) / 2
+    mean = 1 / 2
     rows = advantages(value_steps(items))
     np.testing.assert_allclose(rows[0], [0, 0, 1 / 3 - mean, 0], rtol=1e-6)
     np.testing.assert_allclose(rows[1], [0, 0, 1 / 3 - mean, -1 / 3], rtol=1e-6)
@@ -186,10 +202,14 @@ def test_value_steps_by_hand() -> None:
 
 
 def test_node_value_by_hand() -> None:
-    """Rewards 1, 0, 0, 1 are 1, -1, -1, 1 in deviations: segment 3 is -1/3, the prompt (-1/3 + 1) / 2."""
+    """Rewards 1, 0, 0, 1 are 1, -1, -1, 1 in deviations: segment 3 is -1/3, the prompt 0; with 3 drawn once, 1/3."""
     rows = advantages(node_value(forked(), epsilon=0.0))
+    np.testing.assert_allclose(rows, [[0, 0, -1 / 3, x] for x in (1, -1, -1)] + [[0, 0, 1, 1]], rtol=1e-6)
+    drawn = [replace(item, draws=[-1, -1, item.token_ids[2] == 7, n]) for n, item in enumerate(forked(), start=2)]
+    third = 1 / 3
+    rows = advantages(node_value(drawn, epsilon=0.0))
     np.testing.assert_allclose(
-        rows, [[1 / 3, 1 / 3, -1 / 3, x] for x in (1, -1, -1)] + [[1 / 3, 1 / 3, 1, 1]], rtol=1e-6
+        rows, [[third, third, -third, x] for x in (1, -1, -1)] + [[third, third, 1, 1]], rtol=1e-6
     )
     items = forked()
     items[0] = replace(items[0], sampler_logprobs=[0, -1, -1, -3])  # surprise 3 against 1 and 1
@@ -228,22 +248,24 @@ class Naive:
                 return self.through(ids[:length])
         return same
 
-    def over_children(self, prefix, values) -> float:
-        """The mean over what goes on from the end of a segment."""
-        below = self.through(prefix)
-        parts, ending = {}, []
-        for n in below:
+    def value(self, prefix, values) -> float:
+        """The mean over what reached a prefix, token by token: rewards of what ended, and for each draw that went on
+        the mean over the draws after it, each with the value of where it led.
+        """
+        ending, arrived, drawn = [], set(), {}
+        for n in self.through(prefix):
             if len(self.ids[n]) == len(prefix):
                 ending.append(values[n])
-            else:
-                parts.setdefault(self.ids[n][len(prefix)], []).append(n)
-        members = [np.mean(ending)] if ending else []
-        for some in parts.values():
-            members.append(self.over_children(self.segment_end(self.ids[some[0]], len(prefix)), values))
-        return float(np.mean(members))
+                continue
+            draws = np.full(len(self.ids[n]), n) if self.items[n].draws is None else self.items[n].draws
+            arrived.add(draws[len(prefix) - 1] if prefix else -1)
+            drawn.setdefault(draws[len(prefix)], self.ids[n][: len(prefix) + 1])
+        memo = {longer: self.value(longer, values) for longer in set(drawn.values())}
+        after = [float(np.mean([memo[longer] for longer in drawn.values()]))] * len(arrived) if drawn else []
+        return float(np.mean([*ending, *after]))
 
 
-@given(items=rollout_lists())
+@given(items=st.one_of(rollout_lists(), drawn_trees()))
 def test_path_mean_against_prefixes(items: list[Trajectory]) -> None:
     for average in ("equal", "size"):
         found, _ = tree_path_mean(items, average=average)
@@ -277,20 +299,22 @@ def test_inter_intra_against_prefixes(items: list[Trajectory]) -> None:
         np.testing.assert_allclose(result.advantages, expected, atol=1e-5)
 
 
-@given(items=rollout_lists())
+@given(items=st.one_of(rollout_lists(), drawn_trees()))
 def test_treerl_against_prefixes(items: list[Trajectory]) -> None:
     found, _ = treerl(items)
     for item, result in zip(items, found, strict=True):
         tree = Naive(items, item)
         for at in range(len(item)):
             through = tree.through(item.token_ids[: at + 1])
-            value = tree.rewards[through].mean()
-            above = tree.rewards[tree.parted_at(item.token_ids, at)].mean()
-            expected = (2 * value - tree.rewards.mean() - above) / np.sqrt(len(through))
+            value = tree.value(tuple(item.token_ids[: at + 1]), tree.rewards)
+            fork = tree.parted_at(item.token_ids, at)
+            length = max(n for n in range(at + 2) if tree.through(item.token_ids[:n]) == fork)
+            above = tree.value(tuple(item.token_ids[:length]), tree.rewards)
+            expected = (2 * value - tree.value((), tree.rewards) - above) / np.sqrt(len(through))
             assert result.advantages[at] == pytest.approx(expected, abs=1e-6)
 
 
-@given(items=rollout_lists())
+@given(items=st.one_of(rollout_lists(), drawn_trees()))
 def test_value_steps_against_prefixes(items: list[Trajectory]) -> None:
     found, _ = value_steps(items, mask_above=0.6)
     for item, result in zip(items, found, strict=True):
@@ -300,12 +324,12 @@ def test_value_steps_against_prefixes(items: list[Trajectory]) -> None:
             expected = 0.0
             if len(above) > len(tree.through(item.token_ids[: at + 1])) and np.exp(item.old_logprobs[at]) < 0.6:
                 length = max(n for n in range(at + 1) if tree.through(item.token_ids[:n]) == above)
-                value = tree.over_children(tree.segment_end(item.token_ids, at), tree.rewards)
-                expected = value - tree.over_children(item.token_ids[:length], tree.rewards)
+                value = tree.value(tuple(item.token_ids[: at + 1]), tree.rewards)
+                expected = value - tree.value(tuple(item.token_ids[:length]), tree.rewards)
             assert result.advantages[at] == pytest.approx(expected, abs=1e-6)
 
 
-@given(items=rollout_lists())
+@given(items=st.one_of(rollout_lists(), drawn_trees()))
 def test_node_value_against_prefixes(items: list[Trajectory]) -> None:
     found, _ = node_value(items)
     for item, result in zip(items, found, strict=True):
@@ -314,8 +338,75 @@ def test_node_value_against_prefixes(items: list[Trajectory]) -> None:
         if len(set(tree.rewards)) > 1:
             values = (tree.rewards - tree.rewards.mean()) / (tree.rewards.std() + 1e-6)
         for at in range(len(item)):
-            expected = tree.over_children(tree.segment_end(item.token_ids, at), values)
+            expected = tree.value(tuple(item.token_ids[: at + 1]), values)
             assert result.advantages[at] == pytest.approx(expected, abs=1e-5)
+
+
+# -- values against what they estimate --------------------------------------------------------------------------------
+
+
+def grown_from(rng: np.random.Generator, width: int, depth: int) -> tuple[RolloutTree, float]:
+    """SPO's tree: `width` draws from each state, down to `depth` tokens; of tokens 0 to 2, of which 0 has probability
+    0.8 and ends half of its rollouts there. The reward is the share of 1s. Also SPO's value of the root.
+    """
+    tree = RolloutTree([9], group="a")
+
+    def below(parent: int, cut: int, ids: list[int]) -> float:
+        values = []
+        for _ in range(width):
+            token = int(rng.choice(3, p=[0.8, 0.15, 0.05]))
+            has_ended = len(ids) + 1 == depth or (token == 0 and rng.random() < 0.5)
+            own = [*ids, token]
+            node = RolloutNode([token], [-1.0], parent, cut, finish="stop" if has_ended else None)
+            index = tree.add(node)
+            if has_ended:
+                values.append(own.count(1) / len(own))
+                tree.judge(index, values[-1])
+            else:
+                values.append(below(index, 1, own))
+        return float(np.mean(values))
+
+    return tree, below(PROMPT, 0, [])
+
+
+def test_values_are_those_of_spo_on_its_trees() -> None:
+    """Draws of the same tokens included, which is most of them; and the mean of the estimates is the exact value."""
+    exact = 0.0
+    states = [((), 1.0)]
+    while states:
+        ids, p = states.pop()
+        for token, q in enumerate((0.8, 0.15, 0.05)):
+            own, ending = (*ids, token), 1.0 if len(ids) == 2 else 0.5 * (token == 0)
+            exact += p * q * ending * own.count(1) / 3 if len(own) == 3 else p * q * ending * own.count(1) / len(own)
+            if ending < 1:
+                states.append((own, p * q * (1 - ending)))
+    found, distinct = [], []
+    for seed in range(400):
+        tree, root = grown_from(np.random.default_rng(seed), width=3, depth=3)
+        rows = tree.trajectories()
+        value = segment_values(rows)[0][0]
+        assert value == pytest.approx(root, abs=1e-12)
+        assert node_values(tree)[0].value == pytest.approx(root, abs=1e-12)
+        found.append(value)
+        distinct.append(np.mean([row.reward for row in {tuple(row.token_ids): row for row in rows}.values()]))
+    standard_error = np.std(found) / np.sqrt(len(found))
+    assert abs(np.mean(found) - exact) < 4 * standard_error
+    assert abs(np.mean(distinct) - exact) > 10 * standard_error  # what counting each text once would give
+
+
+def test_a_token_of_probability_nine_tenths_weighs_nine_tenths() -> None:
+    """Eight draws of a token that decides the reward: 0.9, where the mean over distinct children is 0.78."""
+    rng, ours, distinct = np.random.default_rng(0), [], []
+    for _ in range(500):
+        tokens = (rng.random(8) < 0.9).astype(int)
+        rows = [rollout([9, int(token), 5], float(token)) for token in tokens]
+        ours.append(segment_values(rows)[0][0])
+        distinct.append(np.mean(np.unique(tokens)))
+        steps = value_steps(rows, mask_above=None).trajectories
+        for row, token in zip(steps, tokens, strict=True):
+            assert row.advantages[1] == pytest.approx(token - tokens.mean(), abs=1e-6)
+    assert np.mean(ours) == pytest.approx(0.9, abs=0.02)
+    assert np.mean(distinct) < 0.8
 
 
 # -- rows of one rollout ----------------------------------------------------------------------------------------------
@@ -333,3 +424,13 @@ def test_rows_of_one_rollout_that_part_are_not_compared() -> None:
     assert advantages(value_steps(items, mask_above=None)) == [[0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5], [0, 0, -0.5]]
     np.testing.assert_allclose(advantages(node_value(items, epsilon=0.0))[1], [0, 0, 1, 1])
     assert advantages(inter_intra(items))[0] == advantages(inter_intra(items))[1]
+
+
+def test_equal_groups_count_once() -> None:
+    """Rollouts 1 and 2 both have rows below 3 and below 4: one group of two, with two places in the tree."""
+    items = [rollout([1, 2, token, n], float(n == 1), rollout=n) for token in (3, 4) for n in (1, 2)]
+    items.append(rollout([1, 2, 9], 0.0, rollout=3))
+    first = (1 - 1 / 3 + 1 - 1 / 2) / 2
+    second = (-1 / 3 - 1 / 2) / 2
+    found = [row[0] for row in advantages(tree_path_mean(items))]
+    np.testing.assert_allclose(found, [first, second, first, second, -1 / 3], rtol=1e-6)

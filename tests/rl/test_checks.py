@@ -15,12 +15,12 @@ def row(ids, reward=0.0, group="a", rollout=None):
 
 def test_every_advantage_zero_is_an_error():
     with pytest.raises(ConfigError, match=r"every advantage is zero.* 2 groups, of which 1 without variance, 1 of one"):
-        credited([[row([1, 2, 3]), row([1, 2, 4])], [row([5, 6], 1.0, "b")]], GRPO(), name="grpo")
+        credited([[row([1, 2, 3]), row([1, 2, 4])], [row([5, 6], 1.0, "b")]], GRPO())
 
 
 def test_groups_of_one_go_with_flat_groups():
     trees = [[row([1, 2, 3]), row([1, 2, 4], 1.0)], [row([5, 6], 1.0, "b")]]
-    update = credited(trees, GRPO(), name="grpo", drop_flat_groups=True)
+    update = credited(trees, GRPO(), drop_flat_groups=True)
     assert (len(update.trees), update.num_dropped) == (1, 1)
     text = describe(update, "grpo", "none")
     assert "rows with an advantage   2 of 2" in text

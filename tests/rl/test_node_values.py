@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl.growing_trees import ToySampler, grow
-from treewise import ConfigError
 from treewise.rl.branching import PROMPT, RolloutNode, RolloutTree, branching_named
 from treewise.rl.node_values import NodeValue, node_values
 from treewise.testing.strategies import MAX_SEED
@@ -31,22 +30,19 @@ def test_by_hand() -> None:
     children = node_values(by_hand())
     half, fork = 0.5, (0.5 + 0.0 + 1.0) / 3
     assert children[:4] == [
-        NodeValue(PROMPT, 0, 0, fork / 2, 5, 2, "children"),
-        NodeValue(0, 0, 2, fork, 4, 3, "children"),
-        NodeValue(0, 2, 4, half, 2, 2, "children"),
-        NodeValue(0, 4, 5, 1.0, 1, 0, "children"),
+        NodeValue(PROMPT, 0, 0, fork / 2, 5, 2),
+        NodeValue(0, 0, 2, fork, 4, 3),
+        NodeValue(0, 2, 4, half, 2, 2),
+        NodeValue(0, 4, 5, 1.0, 1, 0),
     ]
     assert [each.value for each in children[4:]] == [0.0, 1.0, 0.0, 0.0]
-    leaves = node_values(by_hand(), "paper")
-    assert [each.value for each in leaves[:4]] == [0.4, 0.5, 0.5, 1.0]
-    assert {each.estimator for each in leaves} == {"leaves"}
 
 
 def test_rollouts_without_a_reward_are_left_out() -> None:
     tree = by_hand()
     tree.judge(0, error="timed out")
     values = node_values(tree)
-    assert [(each.value, each.num_leaves, each.num_children) for each in values[:4]] == [
+    assert [(each.value, each.num_leaves, each.num_draws) for each in values[:4]] == [
         (1 / 6, 4, 2),
         (1 / 3, 3, 3),
         (0.0, 1, 1),
@@ -61,13 +57,11 @@ def test_rewards_may_count_as_success_or_not() -> None:
     tree = by_hand()
     tree.judge(4, reward=0.7)
     assert node_values(tree, success_at=0.6)[0].value == (0.5 + 1) / 2
-    with pytest.raises(ConfigError, match="estimator='median' is unknown; choose one of children, leaves, paper"):
-        node_values(tree, "median")
 
 
 @given(seed=st.integers(0, MAX_SEED), name=st.sampled_from(["random", "segments", "turns"]))
 def test_against_rollouts_by_their_paths(seed: int, name: str) -> None:
-    """Leaves: the mean over rollouts whose path holds the segment. Children: a recursion over states on these paths."""
+    """A recursion over the states on these paths."""
     options = {"segment_tokens": 3, "width": 5, "first": 2} if name == "segments" else {}
     tree, _ = grow(branching_named(name, **options), 60, ToySampler(seed), np.random.default_rng(seed))
     paths = {leaf: [(n, at) for n, _, end in tree.pieces(leaf) for at in range(end)] for leaf in tree.leaves}
@@ -85,14 +79,11 @@ def test_against_rollouts_by_their_paths(seed: int, name: str) -> None:
             parts.setdefault(paths[leaf][depth], []).append(leaf)
         return float(np.mean([by_children(part, depth + 1) for part in parts.values()]))
 
-    for estimator in ("leaves", "children"):
-        for each in node_values(tree, estimator)[1:]:
-            leaves = through((each.node, each.end - 1))
-            assert each.num_leaves == len(leaves)
-            if not leaves:
-                assert each.value is None
-            elif estimator == "leaves":
-                assert each.value == pytest.approx(np.mean([tree[leaf].reward for leaf in leaves]))
-            else:
-                depth = paths[leaves[0]].index((each.node, each.end - 1)) + 1
-                assert each.value == pytest.approx(by_children(leaves, depth))
+    for each in node_values(tree)[1:]:
+        leaves = through((each.node, each.end - 1))
+        assert each.num_leaves == len(leaves)
+        if not leaves:
+            assert each.value is None
+        else:
+            depth = paths[leaves[0]].index((each.node, each.end - 1)) + 1
+            assert each.value == pytest.approx(by_children(leaves, depth))

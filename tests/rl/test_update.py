@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import treewise as tw
 from treewise.errors import CheckpointError, ConfigError
-from treewise.objectives import GRPO, SFT
+from treewise.objectives import GRPO, SFT, PolicyGradient
 from treewise.rl.rollout_batch import Streams
 from treewise.rl.update import SCORES, Update, credited, describe, load_scores, save_scores, with_streams
 from treewise.tree.trajectory import Trajectory
@@ -21,26 +22,58 @@ def rollouts(*rewards, group="g", **streams):
 
 def test_an_objective_without_advantages_leaves_the_rows_alone():
     trees = [rollouts(0, 1)]
-    assert credited(trees, SFT(), name="sft") == Update(trees)
+    assert credited(trees, SFT()) == Update(trees)
 
 
-def test_rewards_become_advantages_by_the_usual_method():
-    update = credited([rollouts(0, 1)], GRPO(), name="grpo")
-    assert update.method == "grpo"
-    assert [item.advantages[1] for item in update.trees[0]] == pytest.approx([-0.7071, 0.7071], abs=1e-3)
+@pytest.mark.parametrize(
+    ("objective", "method", "expected"),
+    [
+        (tw.GRPO(), "grpo", [-0.7071, 0.7071]),
+        (tw.DAPO(), "grpo", [-0.7071, 0.7071]),
+        (tw.GSPO(), "grpo", [-0.7071, 0.7071]),
+        (tw.CISPO(), "grpo", [-0.7071, 0.7071]),
+        (tw.DrGRPO(max_length=8), "dr_grpo", [-0.5, 0.5]),
+        (tw.REINFORCE(), "rloo", [-1, 1]),
+        (replace(tw.GRPO(), usual_advantages="rloo"), "rloo", [-1, 1]),
+    ],
+)
+def test_rewards_become_advantages_as_the_objective_says(objective, method, expected):
+    update = credited([rollouts(0, 1)], objective)
+    assert update.method == method
+    assert [item.advantages[1] for item in update.trees[0]] == pytest.approx(expected, abs=1e-3)
+
+
+def test_no_advantages_are_guessed():
+    for objective in (tw.PPO(), PolicyGradient()):
+        with pytest.raises(ConfigError, match="PolicyGradient has no usual advantages, and the rows hold none"):
+            credited([rollouts(0, 1)], objective)
+        assert credited([rollouts(0, 1)], objective, method="rloo").method == "rloo"
+        assert credited([rollouts(0, 1, advantages=1.0)], objective).method == "given"
+    with pytest.raises(ConfigError, match="advantages='grpo', but SFT takes none"):
+        credited([rollouts(0, 1)], SFT(), method="grpo")
+
+
+def test_an_advantage_on_untrained_tokens_is_none():
+    rows = rollouts(0, 1, loss_weights=[0, 0, 1], advantages=[0, 1, 0])
+    with pytest.raises(ConfigError, match="every advantage is zero"):
+        credited([rows], GRPO())
+    assert credited([rollouts(0, 1, loss_weights=[0, 1, 1], advantages=[0, 1, 0])], GRPO()).method == "given"
+    silent = rollouts(0, group="one", loss_weights=[0, 0, 1], advantages=[0, 1, 0])
+    shown = describe(Update([rollouts(0, 1, advantages=1.0), silent], "given"), "", "")
+    assert "rows with an advantage 2 of 3" in " ".join(shown.split())
 
 
 def test_groups_without_variance_are_left_out_on_demand():
     trees = [rollouts(1, 1, group="flat"), rollouts(0, 1)]
-    assert credited(trees, GRPO(), name="grpo").num_dropped == 0
-    update = credited(trees, GRPO(), name="grpo", drop_flat_groups=True)
+    assert credited(trees, GRPO()).num_dropped == 0
+    update = credited(trees, GRPO(), drop_flat_groups=True)
     assert (update.num_dropped, len(update.trees)) == (1, 1)
     with pytest.raises(ConfigError, match="every advantage is zero: nothing would be trained"):
-        credited(trees[:1], GRPO(), name="grpo", drop_flat_groups=True)
+        credited(trees[:1], GRPO(), drop_flat_groups=True)
 
 
 def test_a_reference_that_nothing_uses_is_an_error():
-    update = credited([rollouts(0, 1)], GRPO(), name="grpo")
+    update = credited([rollouts(0, 1)], GRPO())
     with pytest.raises(ConfigError, match="no KL to it"):
         with_streams(update, GRPO(), num_updates=1, has_reference=True)
     assert with_streams(update, GRPO(beta=0.1), num_updates=2).computed_streams == ["old_logprobs", "ref_logprobs"]

@@ -86,6 +86,7 @@ CHANGES = {
     "rollout": "s",
     "reward": 0.5,
     "rollout_weight": 3.0,
+    "draws": [-1, 3, 4],
 }
 BASE = {
     "token_ids": [1, 2, 3],
@@ -100,6 +101,7 @@ BASE = {
     "rollout": "r",
     "reward": 1.0,
     "rollout_weight": 2.0,
+    "draws": [-1, 3, 3],
 }
 
 

@@ -14,11 +14,11 @@ WEIGHTS = ("equal", "entropy")
 
 def node_value(trajectories: Sequence[Trajectory], *, weights: str = "equal", epsilon: float = 1e-6) -> Credited:
     """`V(s)` for the tokens of segment s, from the leaves up: rewards as `(r - mean) / (deviation + epsilon)` in the
-    group (deviation of n, not n - 1), then the mean over children.
+    group (deviation of n, not n - 1), then the mean over draws (`group_tree`).
 
     Source: AT2PO (arXiv 2601.04767, turn-wise credit assignment). Released code: docs/tree-credit.md.
 
-    weights: `entropy` weighs children by the softmax of the mean `-log p` of what the policy wrote in them; by
+    weights: `entropy` weighs draws by the softmax of the mean `-log p` of what the policy wrote in them; by
         `old_logprobs`, or `sampler_logprobs` where there are none.
 
     Raises:
@@ -34,8 +34,8 @@ def node_value(trajectories: Sequence[Trajectory], *, weights: str = "equal", ep
         values_R = np.zeros(len(rollouts.rewards))
         if np.ptp(own) > 0:
             values_R[tree.through[-1]] = (own - own.mean()) / (own.std() + epsilon)
-        child_weights = np.exp(_surprisal(tree)) if weights == "entropy" else None
-        return tree.over_children(values_R, child_weights)[0][:-1]
+        by_entropy = tree.weights_by_draws(np.exp(_surprisal(tree))) if weights == "entropy" else None
+        return tree.means(values_R, by_entropy)[:-1]
 
     return credited(rollouts, on_segments(rollouts, values_of), f"node_value(weights={weights!r})")
 

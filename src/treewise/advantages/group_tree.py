@@ -2,6 +2,12 @@
 
 Letters: S segments, R rollouts, N trajectories. A *state* is a segment's end, or the start before any token, which all
 rollouts of the group start from: index S, the last of every [S + 1] array.
+
+**The value of a state is the mean over draws.** A child counts as often as it was drawn from the state, each time with
+its own value; that is what the draws that reached the state and went on are worth, and those whose rollout ended there
+have its reward. `Trajectory.draws` holds which draw made each token. Where the rows have none, every rollout was drawn
+on its own, and the value is the mean reward of the rollouts through the state. Draws of the same tokens lead to one
+state; counted once together, they would make a token of probability 0.9 weigh no more than its alternative.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,6 +29,9 @@ class GroupTree:
     fork: [S + 1] int64, the nearest state above through which more rollouts pass than through the segment: where they
         parted. S where none does. Rows of one rollout that part are no fork.
     rewards: [R] float64, of all rollouts, of other groups too.
+    weights: for every state what each rollout of `through` counts in its value, summing to 1.
+    num_draws: [S] float64, how often each segment was drawn from the state above. A draw whose rows part is divided.
+    num_arrivals: [S + 1] int64, draws that reached each state and went on; 1 for the start.
     """
 
     forest: Forest
@@ -31,6 +40,9 @@ class GroupTree:
     through: list[np.ndarray]
     fork: np.ndarray
     rewards: np.ndarray
+    weights: list[np.ndarray]
+    num_draws: np.ndarray
+    num_arrivals: np.ndarray
 
     @property
     def num_segments(self) -> int:
@@ -41,40 +53,35 @@ class GroupTree:
         """[S + 1] int64, rollouts through each state."""
         return np.array([len(rollouts) for rollouts in self.through])
 
-    def means(self, values_R: np.ndarray) -> np.ndarray:
-        """[S + 1] float64, the mean over the rollouts through each state; exactly the value that all of them have."""
-        return np.array([exact_mean(values_R[rollouts]) for rollouts in self.through])
-
-    def over_children(
-        self, values_R: np.ndarray, weights: np.ndarray | None = None
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """[S + 1] float64, the mean over the children of each state, from the leaves up; and what was averaged.
-
-        A child counts once however often it was sampled, or by its `weights` ([S]); rollouts that end at a state are
-        one child together, of weight 1.
+    def means(self, values_R: np.ndarray, weights: list[np.ndarray] | None = None) -> np.ndarray:
+        """[S + 1] float64, the value of each state: of what the rollouts through it have, the mean over draws. Exactly
+        the value that all of them have. weights: in place of the tree's.
         """
-        result = np.zeros(self.num_segments + 1)
-        members: list[np.ndarray] = [result[:0]] * len(result)
-        children = self.children
-        for state in [*range(self.num_segments - 1, -1, -1), self.num_segments]:
-            below = children[state]
-            going_on = np.concatenate([np.zeros(0, dtype=np.int64), *(self.through[child] for child in below)])
-            ending = np.setdiff1d(self.through[state], going_on)
-            members[state] = result[below]
-            member_weights = np.ones(len(below)) if weights is None else weights[below]
-            if len(ending):
-                members[state] = np.append(members[state], exact_mean(values_R[ending]))
-                member_weights = np.append(member_weights, 1.0)
-            result[state] = exact_mean(members[state], member_weights)
-        return result, members
+        pairs = zip(self.through, self.weights if weights is None else weights, strict=True)
+        return np.array([exact_mean(values_R[rollouts], own) for rollouts, own in pairs])
+
+    def deviations(self, values_R: np.ndarray) -> np.ndarray:
+        """[S + 1] float64, the unbiased deviation of the same; of equal weights the one of n - 1. 0 for one rollout."""
+        result = np.zeros(len(self.through))
+        for state, (rollouts, own) in enumerate(zip(self.through, self.weights, strict=True)):
+            if len(rollouts) > 1:
+                centred = values_R[rollouts] - np.average(values_R[rollouts], weights=own)
+                result[state] = np.sqrt((own * centred**2).sum() / (1 - (own**2).sum()))
+        return result
+
+    def ending_at(self, state: int) -> np.ndarray:
+        """The rollouts that end at a state, ascending."""
+        below = [self.through[child] for child in self.children[state]]
+        return np.setdiff1d(self.through[state], np.concatenate([np.zeros(0, dtype=np.int64), *below]))
+
+    def weights_by_draws(self, child_weights: np.ndarray) -> list[np.ndarray]:
+        """`weights` where each draw of a segment counts by a weight ([S]) among those from its state, not once."""
+        return _weights_by_draws(self.through, self.children, self.num_draws * child_weights, self.num_arrivals)
 
     @property
     def children(self) -> list[list[int]]:
         """For every state the segments that start from it."""
-        result: list[list[int]] = [[] for _ in self.parent]
-        for segment, above in enumerate(self.parent[:-1]):
-            result[above].append(segment)
-        return result
+        return _children(self.parent)
 
     def spread(self, values_S: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Each row, and the value of the segment of each of its tokens ([length])."""
@@ -91,12 +98,21 @@ def group_trees(rollouts: Rollouts) -> Iterator[GroupTree]:
         num_segments = len(forest.segments.start)
         above = forest.segments.parent
         parent = np.append(np.where(above >= 0, above, num_segments), num_segments)
-        through = _rollouts_through(forest, rollouts.of_trajectory[rows])
+        rollout_N = rollouts.of_trajectory[rows]
+        through = _rollouts_through(forest, rollout_N)
         fork = np.full(num_segments + 1, num_segments)
         for segment in range(num_segments):  # parents come first in depth-first order
             start = parent[segment]
             fork[segment] = start if len(through[segment]) < len(through[start]) else fork[start]
-        yield GroupTree(forest, rows, parent, through, fork, rollouts.rewards)
+        has_draws = any(item.draws is not None for item in forest.trajectories)
+        rollout_F = np.repeat(rollout_N, forest.path_lengths)
+        draw_F = forest.flat_stream("draws") if has_draws else rollout_F
+        num_draws, num_arrivals = _num_draws(forest, parent, draw_F), _num_arrivals(forest, parent, draw_F, rollout_F)
+        if has_draws:
+            weights = _weights_by_draws(through, _children(parent), num_draws, num_arrivals)
+        else:
+            weights = [np.full(len(each), 1 / len(each)) for each in through]
+        yield GroupTree(forest, rows, parent, through, fork, rollouts.rewards, weights, num_draws, num_arrivals)
 
 
 def on_segments(rollouts: Rollouts, values_of: Callable[[GroupTree], np.ndarray]) -> list[np.ndarray]:
@@ -116,6 +132,57 @@ def exact_mean(values: np.ndarray, weights: np.ndarray | None = None) -> float:
 def is_equal(values: np.ndarray) -> bool:
     """Whether values agree but for the rounding of earlier means."""
     return bool(np.ptp(values) <= 1e-12 * np.abs(values).max())
+
+
+def _children(parent: np.ndarray) -> list[list[int]]:
+    result: list[list[int]] = [[] for _ in parent]
+    for segment, above in enumerate(parent[:-1]):
+        result[above].append(segment)
+    return result
+
+
+def _num_draws(forest: Forest, parent: np.ndarray, draw_F: np.ndarray) -> np.ndarray:
+    """[S] draws of each segment: the distinct ones at its first token."""
+    segment_F = forest.segment_of_token[forest.path_index]
+    is_start = forest.path_index == forest.segments.start[segment_F]
+    segment, draw = np.unique(np.stack([segment_F[is_start], draw_F[is_start]]), axis=1)
+    segment = segment.astype(np.int64)
+    places = np.stack([parent[segment], draw])
+    _, place, num_parts = np.unique(places, axis=1, return_inverse=True, return_counts=True)
+    return np.bincount(segment, weights=1 / num_parts[place.reshape(-1)], minlength=len(parent) - 1)
+
+
+def _num_arrivals(forest: Forest, parent: np.ndarray, draw_F: np.ndarray, rollout_F: np.ndarray) -> np.ndarray:
+    """[S + 1] the distinct draws of each segment's last token, of rollouts that go on."""
+    num_segments = len(parent) - 1
+    segment_F = forest.segment_of_token[forest.path_index]
+    is_start = forest.path_index == forest.segments.start[segment_F]
+    is_last = forest.path_index == (forest.segments.start + forest.segments.lengths - 1)[segment_F]
+    num_rollouts = int(rollout_F.max()) + 1
+    going_on = parent[segment_F[is_start]] * num_rollouts + rollout_F[is_start]
+    is_last &= np.isin(segment_F * num_rollouts + rollout_F, going_on)
+    segment, _ = np.unique(np.stack([segment_F[is_last], draw_F[is_last]]), axis=1)
+    counts = np.bincount(segment.astype(np.int64), minlength=num_segments)
+    return np.append(counts, 1)
+
+
+def _weights_by_draws(
+    through: list[np.ndarray], children: list[list[int]], child_weights: np.ndarray, num_arrivals: np.ndarray
+) -> list[np.ndarray]:
+    """For every state the weights of the rollouts through it, from the leaves up."""
+    result = [np.zeros(len(rollouts)) for rollouts in through]
+    num_segments = len(through) - 1
+    for state in [*range(num_segments - 1, -1, -1), num_segments]:  # children come after their parent
+        is_ending = np.ones(len(through[state]), dtype=bool)
+        below = children[state]
+        share = num_arrivals[state] / child_weights[below].sum() if below else 0.0
+        for child in below:
+            own = np.searchsorted(through[state], through[child])
+            result[state][own] += share * child_weights[child] * result[child]
+            is_ending[own] = False
+        result[state][is_ending] = 1.0
+        result[state] /= result[state].sum()
+    return result
 
 
 def _rollouts_through(forest: Forest, rollout_N: np.ndarray) -> list[np.ndarray]:

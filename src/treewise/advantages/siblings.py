@@ -10,34 +10,30 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treewise.advantages.group_tree import GroupTree, exact_mean, is_equal, on_segments
+from treewise.advantages.group_tree import GroupTree, is_equal, on_segments
 from treewise.advantages.rollout_table import Credited, credited, read_rollouts
 from treewise.errors import ConfigError, check_choice
 from treewise.tree.trajectory import Trajectory
 
-VALUES = ("rollouts", "children")
 SCALES = ("none", "siblings")
 
 
-def sibling_relative(
-    trajectories: Sequence[Trajectory], *, values: str = "rollouts", scale: str = "none", epsilon: float = 1e-4
-) -> Credited:
+def sibling_relative(trajectories: Sequence[Trajectory], *, scale: str = "none", epsilon: float = 1e-4) -> Credited:
     """A segment's value minus the value of the fork that it comes from, for every token of the segment.
 
     The idea is that of tree-structured RL (Tree-GRPO, arXiv 2509.21240; TreeRL, arXiv 2506.11902, whose local
-    advantage is this one): a branch is credited with what it changed, and a prefix that all share with nothing.
+    advantage is this one): a branch is credited with what it changed, and a prefix that all share with nothing. Values
+    are means over draws (`group_tree`).
 
     Where every rollout of the fork goes on through a child (its rows part at a sub-agent call or at a dropped thought),
     the fork is no choice between rollouts: the child keeps the advantage of what is above it. First tokens of several
     trees of one group are compared like the children of a fork. Tokens above any fork get 0.
 
-    values: `rollouts`, a segment's value is the mean reward of the rollouts through it; `children`, the mean over its
-        children's values, so that a child counts once however often it was sampled (a rollout that ends at a fork is
-        a child; several that end there are one).
-    scale: `siblings` divides by the unbiased deviation of what the fork's value is the mean of, plus `epsilon`.
+    scale: `siblings` divides by the unbiased deviation of the rewards that the fork's value is the mean of, plus
+        `epsilon`.
 
     Raises:
-        ConfigError: an unknown `values` or `scale`, or a negative epsilon.
+        ConfigError: an unknown `scale`, or a negative epsilon.
         DataError: see `read_rollouts`.
     """
     check_choice("scale", scale, SCALES)
@@ -48,47 +44,30 @@ def sibling_relative(
 
     def values_of(tree: GroupTree) -> np.ndarray:
         nonlocal num_forks, num_equal
-        members = _members(tree, values)
-        advantages_S = _compared(tree, members, scale, epsilon)
-        forks = np.unique(tree.parent[tree.counts < tree.counts[tree.parent]])
+        value, counts = tree.means(tree.rewards), tree.counts
+        forks = np.unique(tree.parent[counts < counts[tree.parent]])
+        members = {fork: np.append(value[tree.children[fork]], tree.rewards[tree.ending_at(fork)]) for fork in forks}
+        deviations = tree.deviations(tree.rewards) if scale == "siblings" else None
         num_forks += len(forks)
-        num_equal += sum(is_equal(members[fork]) for fork in forks)
-        return advantages_S
+        num_equal += sum(map(is_equal, members.values()))
+        result = np.zeros(len(value))
+        for segment, above in enumerate(tree.parent[:-1]):  # parents come first in depth-first order
+            if counts[segment] == counts[above]:
+                result[segment] = result[above]
+            elif not is_equal(members[above]):  # otherwise exactly 0, not what rounding leaves of it
+                result[segment] = value[segment] - value[above]
+                if deviations is not None:
+                    result[segment] /= deviations[above] + epsilon
+        return result[:-1]
 
     advantages = on_segments(rollouts, values_of)
     notes = [f"{num_forks:,} forks at which rollouts part; {num_equal:,} of them with children of equal value."]
-    return credited(rollouts, advantages, f"sibling_relative(values={values!r}, scale={scale!r})", notes)
+    return credited(rollouts, advantages, f"sibling_relative(scale={scale!r})", notes)
 
 
-def segment_values(trajectories: Sequence[Trajectory], values: str = "rollouts") -> list[np.ndarray]:
+def segment_values(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
     """The value of each token's segment, per trajectory ([length] float64): a Monte Carlo critic of the tree.
 
-    `values` as in `sibling_relative`; each group is a tree of its own.
+    Each group is a tree of its own.
     """
-    return on_segments(read_rollouts(trajectories), lambda tree: _means(_members(tree, values))[:-1])
-
-
-def _members(tree: GroupTree, values: str) -> list[np.ndarray]:
-    """For every state the numbers that its value is the mean of."""
-    check_choice("values", values, VALUES)
-    if values == "children":
-        return tree.over_children(tree.rewards)[1]
-    return [tree.rewards[rollouts] for rollouts in tree.through]
-
-
-def _means(members: list[np.ndarray]) -> np.ndarray:
-    return np.array([exact_mean(each) for each in members])
-
-
-def _compared(tree: GroupTree, members: list[np.ndarray], scale: str, epsilon: float) -> np.ndarray:
-    """[S] advantages, from the top down."""
-    value, counts = _means(members), tree.counts
-    result = np.zeros(len(value))
-    for segment, above in enumerate(tree.parent[:-1]):  # parents come first in depth-first order
-        if counts[segment] == counts[above]:
-            result[segment] = result[above]
-        elif not is_equal(members[above]):  # otherwise exactly 0, not what rounding leaves of it
-            result[segment] = value[segment] - value[above]
-            if scale == "siblings":
-                result[segment] /= np.std(members[above], ddof=1) + epsilon
-    return result[:-1]
+    return on_segments(read_rollouts(trajectories), lambda tree: tree.means(tree.rewards)[:-1])

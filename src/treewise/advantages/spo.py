@@ -13,15 +13,14 @@ from treewise.tree.trajectory import Trajectory
 def value_steps(
     trajectories: Sequence[Trajectory], *, mask_above: float | None = 0.9, scale: str = "none", epsilon: float = 1e-8
 ) -> Credited:
-    """`V(child) - V(parent)`, values being means over children (`sibling_relative(values="children")`), and 0 on tokens
-    that the policy was sure of.
+    """`V(child) - V(parent)` (`sibling_relative`), and 0 on tokens that the policy was sure of.
 
     Source: SPO-tree (arXiv 2505.23564, tree-based segment advantages, probability mask). docs/tree-credit.md says where
     the released code differs.
 
     mask_above: tokens of at least this probability get advantage 0; by `old_logprobs`, or `sampler_logprobs` where
         there are none. None: no mask, and no log-probs needed.
-    scale: `siblings` divides by the deviation of what the parent's value is the mean of, plus `epsilon`.
+    scale: as of `sibling_relative`.
 
     Raises:
         ConfigError: a probability outside 0..1, above 0; see `sibling_relative`.
@@ -29,7 +28,7 @@ def value_steps(
     """
     if mask_above is not None and not 0 < mask_above <= 1:
         raise ConfigError(f"mask_above={mask_above} must lie in 0..1, above 0; None for no mask.")
-    items, report = sibling_relative(trajectories, values="children", scale=scale, epsilon=epsilon)
+    items, report = sibling_relative(trajectories, scale=scale, epsilon=epsilon)
     method = f"value_steps(mask_above={mask_above}, scale={scale!r})"
     advantages = [np.asarray(item.advantages, dtype=np.float64) for item in items]
     if mask_above is None:

@@ -18,8 +18,9 @@ def inter_intra(
     Source: Tree-GRPO (arXiv 2509.21240, intra-tree and inter-tree advantages). docs/tree-credit.md says where the
     released code differs.
 
-    tree_of: for each trajectory the tree that it was sampled in (`RolloutTree.root_of`); where not given, the
-        trees of a group are what its rollouts first part into, which is the same unless two trees begin alike.
+    tree_of: for each trajectory the tree that it was sampled in; where not given, the first draw of its `draws`; where
+        it has none, the trees of a group are what its rollouts first part into, which is the same unless two trees
+        begin alike.
 
     Raises:
         ConfigError: a negative epsilon.
@@ -30,12 +31,20 @@ def inter_intra(
     rollouts = read_rollouts(trajectories)
     if tree_of is not None and len(tree_of) != len(rollouts.trajectories):
         raise DataError(f"{len(tree_of)} trees for {len(rollouts.trajectories)} trajectories; give one for each.")
+    if tree_of is None and all(item.draws is not None for item in rollouts.trajectories):
+        tree_of = [_first_draw(item) for item in rollouts.trajectories]
     tree_R = _given_trees(rollouts, tree_of) if tree_of is not None else _first_parts(rollouts)
     between = _z_scores(rollouts.rewards, rollouts.group, epsilon)
     within = _z_scores(rollouts.rewards, tree_R, epsilon)
     advantages = (between + within)[rollouts.of_trajectory]
     notes = [f"{num(len(np.unique(tree_R)), 'tree')}."]
     return credited(rollouts, advantages.tolist(), "inter_intra", notes)
+
+
+def _first_draw(item: Trajectory) -> float:
+    assert item.draws is not None
+    drawn = item.draws[item.draws >= 0]
+    return float(drawn[0]) if len(drawn) else -1.0
 
 
 def _z_scores(rewards: np.ndarray, key: np.ndarray, epsilon: float) -> np.ndarray:

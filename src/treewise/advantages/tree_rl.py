@@ -12,8 +12,9 @@ from treewise.tree.trajectory import Trajectory
 def treerl(
     trajectories: Sequence[Trajectory], *, use_global: bool = True, use_local: bool = True, damp: bool = True
 ) -> Credited:
-    """`(V(s) - V(root) + V(s) - V(fork)) / sqrt(n)` for the tokens of segment s: V is the mean reward of the n rollouts
-    through it, `root` all of the group, `fork` where its rollouts parted from others.
+    """`(V(s) - V(root) + V(s) - V(fork)) / sqrt(n)` for the tokens of segment s: V is the mean over draws
+    (`group_tree`), n the number of rollouts through it, `root` all of the group, `fork` where its rollouts parted from
+    others.
 
     Source: TreeRL (arXiv 2506.11902, process supervision: global and local advantage, divided by the root of the number
     of leaves, because a shared token is trained once for each). Released code: docs/tree-credit.md.

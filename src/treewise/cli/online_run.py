@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
         raise ConfigError(
             "tasks and data are both given: a run samples its rollouts or trains on recorded ones, not both."
         )
-    settings = _settings(config)
+    settings = _settings(config, objective)
     task = _task(config)
     check_choice("sampler", config.more.get("sampler", "transformers"), SAMPLERS)
     folder = Path(config.training["output_dir"])
@@ -87,19 +87,13 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
         print(f"model saved to {arguments.output_dir}")
 
 
-def _settings(config: RunConfig) -> Any:
+def _settings(config: RunConfig, objective: Any) -> Any:
     from treewise.rl.online.settings import OnlineSettings
+    from treewise.rl.rollout_batch import method_of
 
     names = {each.name for each in fields(OnlineSettings)}
     values = {name: value for name, value in config.more.items() if name in names and value is not None}
-    if "advantages" not in values and config.more["objective"] not in ("sft", "distillation"):
-        from treewise.rl.rollout_batch import USUAL
-
-        if config.more["objective"] not in USUAL:
-            raise ConfigError(
-                f"objective {config.more['objective']!r} has no usual advantages; choose them by --advantages."
-            )
-        values["advantages"] = USUAL[config.more["objective"]]
+    values["advantages"] = method_of(objective, values.get("advantages"))
     return OnlineSettings(**values)
 
 

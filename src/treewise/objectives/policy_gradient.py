@@ -60,6 +60,9 @@ class PolicyGradient:
             rollouts of the mean over each rollout's rows.
         normalization, constant: see `treewise.objectives.normalization`.
         measure_entropy: report the entropy although no bonus needs it.
+        usual_advantages: how rewards become advantages where rows have none and nothing else is chosen: a name of
+            `treewise rl --advantages`. The objectives of papers carry the one that they were published with; None: one
+            has to be chosen.
 
     Raises:
         ConfigError: an unknown name, or settings that contradict one another.
@@ -82,6 +85,7 @@ class PolicyGradient:
     normalization: str = "token_mean"
     constant: float | None = None
     measure_entropy: bool = False
+    usual_advantages: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in (

@@ -18,7 +18,7 @@ def REINFORCE(*, normalization: str = "rollout_sum", **options: Any) -> PolicyGr
     """`-A log p`, summed over each rollout's tokens and averaged over rollouts (Williams, 1992). With advantages of
     `leave_one_out` it is RLOO (arXiv 2402.14740).
     """
-    return PolicyGradient(surrogate="reinforce", normalization=normalization, **options)
+    return PolicyGradient(surrogate="reinforce", normalization=normalization, usual_advantages="rloo", **options)
 
 
 def PPO(*, clip_low: float | None = 0.2, clip_high: float | None = None, **options: Any) -> PolicyGradient:
@@ -40,7 +40,9 @@ def GRPO(
     `group_normalized`.
     """
     high = clip_low if clip_high is None else clip_high
-    return PolicyGradient(clip_low=clip_low, clip_high=high, normalization=normalization, **options)
+    return PolicyGradient(
+        clip_low=clip_low, clip_high=high, normalization=normalization, usual_advantages="grpo", **options
+    )
 
 
 def DrGRPO(
@@ -52,7 +54,12 @@ def DrGRPO(
     """
     high = clip_low if clip_high is None else clip_high
     return PolicyGradient(
-        clip_low=clip_low, clip_high=high, normalization="rollout_sum", constant=max_length, **options
+        clip_low=clip_low,
+        clip_high=high,
+        normalization="rollout_sum",
+        constant=max_length,
+        usual_advantages="dr_grpo",
+        **options,
     )
 
 
@@ -60,7 +67,9 @@ def DAPO(*, clip_low: float | None = 0.2, clip_high: float | None = 0.28, **opti
     """PPO's surrogate with a higher upper bound, averaged over all tokens of the step (arXiv 2503.14476, eq. 8; TRL's
     `loss_type="dapo"`). Filtering and shaping of rewards, which the paper adds, are the user's.
     """
-    return PolicyGradient(clip_low=clip_low, clip_high=clip_high, normalization="token_mean", **options)
+    return PolicyGradient(
+        clip_low=clip_low, clip_high=clip_high, normalization="token_mean", usual_advantages="grpo", **options
+    )
 
 
 def GSPO(
@@ -74,7 +83,12 @@ def GSPO(
     its section 5.1; TRL's `importance_sampling_level="sequence"`). Not separable.
     """
     return PolicyGradient(
-        ratio_level="sequence", clip_low=clip_low, clip_high=clip_high, normalization=normalization, **options
+        ratio_level="sequence",
+        clip_low=clip_low,
+        clip_high=clip_high,
+        normalization=normalization,
+        usual_advantages="grpo",
+        **options,
     )
 
 
@@ -83,7 +97,9 @@ def CISPO(*, max_ratio: float = 5.0, **options: Any) -> PolicyGradient:
     loses its gradient (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5, without its lower bound; TRL's `loss_type="cispo"`,
     where `max_ratio` is called `epsilon_high`, and 5 is recommended after ScaleRL, arXiv 2510.13786).
     """
-    return PolicyGradient(surrogate="cispo", max_ratio=max_ratio, clip_low=None, clip_high=None, **options)
+    return PolicyGradient(
+        surrogate="cispo", max_ratio=max_ratio, clip_low=None, clip_high=None, usual_advantages="grpo", **options
+    )
 
 
 OBJECTIVES: Mapping[str, Callable[..., Objective]] = {
@@ -151,15 +167,18 @@ def setting_types(name: str) -> dict[str, Any]:
     hints = typing.get_type_hints(make)
     parameters = inspect.signature(make).parameters.values()
     own = {each.name: hints[each.name] for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
+    own.pop("usual_advantages", None)
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         own = policy_gradient_types() | own
     return {setting: kind for setting, kind in own.items() if setting not in DETERMINED.get(name, ())}
 
 
 def policy_gradient_types() -> dict[str, Any]:
-    """The type of each field of `PolicyGradient`."""
+    """The type of each field of `PolicyGradient` but its usual advantages, in place of which a configuration has
+    `advantages`.
+    """
     hints = typing.get_type_hints(PolicyGradient)
-    return {field.name: hints[field.name] for field in fields(PolicyGradient)}
+    return {field.name: hints[field.name] for field in fields(PolicyGradient) if field.name != "usual_advantages"}
 
 
 def _required_settings(make: Callable[..., Objective]) -> list[str]:

@@ -5,7 +5,7 @@ without gradients, cut as the training steps will be.
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,15 +37,6 @@ ADVANTAGES: Mapping[str, Callable[..., Credited]] = {
     "treerl": advantages.treerl,
     "value_steps": advantages.value_steps,
     "node_value": advantages.node_value,
-}
-# What an objective was published with. PPO's come from a critic, which is not trained here.
-USUAL = {
-    "reinforce": "rloo",
-    "grpo": "grpo",
-    "dr_grpo": "dr_grpo",
-    "dapo": "grpo",
-    "gspo": "grpo",
-    "cispo": "grpo",
 }
 # Arguments of these functions that hold data.
 NOT_SETTINGS = ("trajectories", "turn_rewards", "tree_of")
@@ -182,28 +173,32 @@ def scored(engine: TreeEngine, trees: Trees, stream: str, batch_size: int) -> Tr
     ]
 
 
-def usual_method(objective: str, trees: Trees) -> str:
-    """How rewards become advantages where none is chosen: `given` where the rows have some, else as published.
+def method_of(objective: Any, method: str | None, trees: Sequence[list[Trajectory]] = ()) -> str | None:
+    """How rewards become advantages: the method that was chosen, else `given` where the rows have some, else the one
+    that the objective carries (`usual_advantages`). None: the objective takes none.
 
     Raises:
-        ConfigError: the objective of this name was published with none, and the rows have none.
+        ConfigError: a method for an objective that takes none; none is chosen, the rows hold none, and the objective
+            has no usual one.
     """
-    if has_all(trees, "advantages"):
+    if not hasattr(objective, "usual_advantages"):
+        if method is not None:
+            raise ConfigError(f"advantages={method!r}, but {type(objective).__name__} takes none; leave them out.")
+        return None
+    if method is None and trees and has_all(trees, "advantages"):
         return GIVEN
-    if objective not in USUAL:
+    method = objective.usual_advantages if method is None else method
+    if method is None:
         raise ConfigError(
-            f"objective {objective!r} has no advantages of its own and the rows hold none; choose "
-            f"--advantages {', '.join(ADVANTAGES)}."
+            f"{type(objective).__name__} has no usual advantages, and the rows hold none; choose how they follow from "
+            f"rewards: advantages={', '.join(ADVANTAGES)}."
         )
-    return USUAL[objective]
+    check_choice("advantages", method, [*ADVANTAGES, GIVEN])
+    return method
 
 
-def credit(
-    trees: Trees, method: str, settings: Mapping[str, Any], tree_of: Sequence[Hashable] | None = None
-) -> tuple[Trees, AdvantageReport | None]:
+def credit(trees: Trees, method: str, settings: Mapping[str, Any]) -> tuple[Trees, AdvantageReport | None]:
     """The trajectories with advantages, over all groups at once. `given` leaves the rows' own.
-
-    tree_of: the tree in which each trajectory was sampled, for the methods that tell trees of one group apart.
 
     Raises:
         ConfigError: an unknown method or setting.
@@ -225,8 +220,7 @@ def credit(
             raise ConfigError(
                 f"unknown setting {name!r} of advantages={method!r}. Known: {', '.join(known) or 'none'}."
             )
-    takes_trees = tree_of is not None and "tree_of" in inspect.signature(function).parameters
-    result = function(items, tree_of=tree_of, **settings) if takes_trees else function(items, **settings)
+    result = function(items, **settings)
     return _as_trees(result.trajectories, trees), result.report
 
 

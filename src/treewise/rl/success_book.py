@@ -167,16 +167,16 @@ class SuccessBook:
     def observe_tree(self, task: str, tree: RolloutTree) -> None:
         """Adds a finished tree: its roots are trials of the task, the ways that go on from a fork are trials of it.
 
-        Each counts by its value over children (`node_values`), so that a part that was sampled more often does not
-        count more. Rollouts without a reward are not trials.
+        Each counts by its value (`node_values`), so that a draw below which more was sampled does not count more.
+        Rollouts without a reward are not trials.
         """
-        prompt, *segments = node_values(tree, "children", self.settings.success_at)
+        prompt, *segments = node_values(tree, self.settings.success_at)
         if prompt.value is not None:
-            self.observe(task, prompt.value * prompt.num_children, prompt.num_children)
+            self.observe(task, prompt.value * prompt.num_draws, prompt.num_draws)
         for each in segments:
-            if each.num_children >= 2 and each.value is not None:
+            if each.num_draws >= 2 and each.value is not None:
                 prefix = tree.prefix_ids(each.node, each.end)
-                self.observe_node(task, prefix, each.value * each.num_children, each.num_children)
+                self.observe_node(task, prefix, each.value * each.num_draws, each.num_draws)
 
     def calibration(self) -> Calibration:
         """Predictions against outcomes so far."""

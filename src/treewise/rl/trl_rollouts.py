@@ -282,8 +282,7 @@ class TreeRollouts:
         rewarded = [each for each in self._grown if each.tree.rewarded_leaves]
         if rewarded:
             trees = [each.tree.trajectories() for each in rewarded]
-            tree_of = [(number, each.tree.root_of(leaf)) for number, each, leaf in _leaves_of(rewarded)]
-            credited, _ = credit(trees, self.advantages, self.advantages_settings, tree_of)
+            credited, _ = credit(trees, self.advantages, self.advantages_settings)
             for each, own in zip(rewarded, credited, strict=True):
                 for leaf, item in zip(each.tree.rewarded_leaves, own, strict=True):
                     values = np.asarray(item.advantages)[len(each.tree.prompt_ids) :]
@@ -390,7 +389,3 @@ def _give(tree: RolloutTree, leaf: int, total: float) -> None:
         raise DataError(f"completion {leaf} of a tree: its reward is {total}; rewards must be finite.")
     else:
         tree.judge(leaf, reward=total)
-
-
-def _leaves_of(grown: Sequence[_Grown]) -> list[tuple[int, _Grown, int]]:
-    return [(number, each, leaf) for number, each in enumerate(grown) for leaf in each.tree.rewarded_leaves]

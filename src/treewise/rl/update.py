@@ -1,6 +1,6 @@
 """From the recorded rollouts of a batch to what an update trains on: advantages, streams, log-probs, in that order.
 
-    update = credited(trees, objective, name="grpo")
+    update = credited(trees, objective)
     update = with_streams(update, objective, num_updates=4)
     update = scored(update, engine, batch_size=8)
 
@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from treewise.advantages import AdvantageReport
 from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, ConfigError, num
-from treewise.objectives import PolicyGradient, logprob_gap
+from treewise.objectives import logprob_gap
 from treewise.rl.rollout_batch import (
     GIVEN,
     Streams,
@@ -31,7 +31,7 @@ from treewise.rl.rollout_batch import (
     choose_streams,
     credit,
     fill_streams,
-    usual_method,
+    method_of,
     without_groups,
     without_partial_sampler,
 )
@@ -82,32 +82,28 @@ def credited(
     trees: Trees,
     objective: Any,
     *,
-    name: str,
     method: str | None = None,
     settings: Mapping[str, Any] | None = None,
     drop_flat_groups: bool = False,
-    tree_of: Sequence[Hashable] | None = None,
     may_be_empty: bool = False,
 ) -> Update:
     """All rollouts with their advantages, where the objective takes any.
 
     Parameters:
-        name: of the objective, for its usual method.
         method: of `treewise.rl.rollout_batch.ADVANTAGES`, or `given`; None for the rows' own advantages where they have
-            some, else the method that the objective was published with.
+            some, else the method that the objective carries.
         settings: of the method.
         drop_flat_groups: leave out groups whose rewards are all equal, and groups of one rollout without advantage.
-        tree_of: the tree in which each trajectory was sampled, for methods that tell trees of one group apart.
         may_be_empty: whether no group may be left, or every advantage may be zero.
 
     Raises:
         ConfigError: an unknown method or setting; every advantage is zero.
         DataError: rows without a reward, a group, or given advantages.
     """
-    if not isinstance(objective, PolicyGradient):
+    method = method_of(objective, method, trees)
+    if method is None:
         return Update(trees)
-    method = usual_method(name, trees) if method is None else method
-    trees, report = credit(trees, method, settings or {}, tree_of)
+    trees, report = credit(trees, method, settings or {})
     dropped: tuple[Any, ...] = ()
     if drop_flat_groups and report is not None:
         silent = _silent_groups(trees)

@@ -113,6 +113,9 @@ class Trajectory:
             `old_logprobs` by that engine's own rounding and kernels, and by the updates since.
         teacher_ids: [n, k], candidates of a teacher for each position; row `t` is about token `t`, like log-probs.
         teacher_logprobs: [n, k], the teacher's log-probs of these candidates; `-inf` marks an unused entry.
+        draws: which draw of the sampler made each token, as integers; negative where none did (a prompt). Rollouts of
+            one group that hold the same number at a token had it drawn once, for all of them; so a value of a tree's
+            part is a mean over draws. Where not given, every rollout was drawn on its own. Taken by credit on trees.
         rollout_weight: the loss weight of the whole rollout, all its trajectories together. Needed only where the
             trajectories of one rollout are spread over several forests; `treewise.advantages` fills it.
         images: the images that it shows, each with the tokens that stand for it, in order. Without `loss_weights` these
@@ -142,6 +145,7 @@ class Trajectory:
     teacher_logprobs: Stream = Stream(has_candidates=True, fill=-np.inf)
     rollout_weight: float | None = None
     images: tuple[ImageSpan, ...] = ()
+    draws: Stream = Stream()
 
     def __repr__(self) -> str:
         labels = {"group": self.group, "reward": self.reward, "rollout": self.rollout, "source": self.source or None}

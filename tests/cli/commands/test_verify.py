@@ -94,7 +94,7 @@ def test_other_objectives_take_their_usual_advantages(
         (("--objective", "grpo", "--settings", "3"), "is not a mapping"),
         (("--objective", "grpo", "--settings", "{clip_high: abc}"), "clip_high must be a number"),
         (("--objective", "grpo", "--settings", "{3: 1}"), "unknown setting '3'"),
-        (("--objective", "ppo"), "has no advantages of its own"),
+        (("--objective", "ppo"), "has no usual advantages"),
         (("--advantages", "grpo"), "objective 'sft' takes none"),
     ],
 )

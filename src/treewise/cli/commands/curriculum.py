@@ -63,7 +63,6 @@ def _is_task(args: argparse.Namespace) -> bool:
 def _on_tasks(args: argparse.Namespace) -> Any:
     from treewise.rl.online import OnlineSettings, OnlineTrainer
     from treewise.rl.online.tasks_by_name import task_named
-    from treewise.rl.rollout_batch import USUAL
     from treewise.trainer import TreeTrainingArguments
 
     given = read_mapping("--tasks_settings", args.tasks_settings) if args.tasks_settings else {}
@@ -73,7 +72,7 @@ def _on_tasks(args: argparse.Namespace) -> Any:
         trees_per_iteration=1,
         max_new_tokens=args.max_new_tokens,
         num_items=args.num_items,
-        advantages=args.advantages or USUAL.get(objective),
+        advantages=args.advantages,
         success_at=args.success_at,
         chat_template=args.chat_template,
     )
@@ -108,13 +107,13 @@ def _on_data(args: argparse.Namespace) -> Any:
     model = load_weights(args.model, args.gguf_file, args.dtype)
     dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     engine = TreeEngine(model, args.max_tokens, temperature=args.temperature)
-    prepared = partial(_prepared, objective=objective, name=name, method=args.advantages, engine=engine)
+    prepared = partial(_prepared, objective=objective, method=args.advantages, engine=engine)
     return check_on_trees(trees, engine, objective, prepared, args.success_at)
 
 
-def _prepared(rows: list[Any], *, objective: Any, name: str, method: str | None, engine: Any) -> list[Any]:
+def _prepared(rows: list[Any], *, objective: Any, method: str | None, engine: Any) -> list[Any]:
     from treewise.rl.update import credited, scored, with_streams
 
-    update = credited([rows], objective, name=name, method=method, may_be_empty=True)
+    update = credited([rows], objective, method=method, may_be_empty=True)
     update = with_streams(update, objective, num_updates=1)
     return list(scored(update, engine, batch_size=1).trees[0])

@@ -105,7 +105,6 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: Any) -
     update = rl_update.credited(
         trees,
         objective,
-        name=config.more["objective"],
         method=config.more.get("advantages"),
         settings=config.more.get("advantages_settings"),
         drop_flat_groups=bool(config.more.get("drop_flat_groups")),

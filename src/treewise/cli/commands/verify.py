@@ -89,7 +89,9 @@ def _trajectories(data: Trees, objective: Objective, args: argparse.Namespace) -
     if isinstance(objective, PolicyGradient):
         from treewise.rl import rollout_batch  # slow to import
 
-        trees, _ = rollout_batch.credit(trees, args.advantages or rollout_batch.usual_method(args.objective, trees), {})
+        method = rollout_batch.method_of(objective, args.advantages, trees)
+        assert method is not None
+        trees, _ = rollout_batch.credit(trees, method, {})
     elif args.advantages is not None:
         raise ConfigError(f"--advantages {args.advantages}: objective {args.objective!r} takes none.")
     return [item for tree in trees for item in tree][: args.limit or None]

@@ -193,7 +193,8 @@ class RolloutTree:
         return np.concatenate([self.prompt_ids, self.path(index, "token_ids", position)])
 
     def trajectories(self, *, with_old_logprobs: bool = False, source: str = "") -> list[Trajectory]:
-        """One row per rewarded rollout, in the order of `rewarded_leaves`; generated tokens have loss weight 1.
+        """One row per rewarded rollout, in the order of `rewarded_leaves`; generated tokens have loss weight 1, and the
+        draw that made a token is the number of its node.
 
         Parameters:
             with_old_logprobs: take the sampler's log-probs for `old_logprobs`, too.
@@ -206,12 +207,14 @@ class RolloutTree:
         context = np.zeros(len(self.prompt_ids))
         for leaf in self.rewarded_leaves:
             logprobs = np.concatenate([context, self.path(leaf, "logprobs")])
+            draws = [np.full(piece.end - piece.start, piece.node) for piece in self.pieces(leaf)]
             rows.append(
                 Trajectory(
                     self.prefix_ids(leaf),
                     np.concatenate([context, self.path(leaf, "is_sampled")]),
                     old_logprobs=logprobs if with_old_logprobs else None,
                     sampler_logprobs=logprobs,
+                    draws=np.concatenate([context - 1, *draws]),
                     group=self.group,
                     reward=self._nodes[leaf].reward,
                     rollout=leaf,

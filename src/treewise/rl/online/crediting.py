@@ -55,11 +55,9 @@ def rows_of(trees: Sequence[GrowingTree], iteration: int) -> list[list[Trajector
 
 
 def credited_rows(
-    trees: Sequence[GrowingTree],
     rows: Sequence[list[Trajectory]],
     objective: Any,
     *,
-    objective_name: str,
     method: str | None,
     settings: Mapping[str, Any],
     drop_flat_groups: bool,
@@ -71,18 +69,15 @@ def credited_rows(
     Raises:
         ConfigError: an unknown method or setting.
     """
-    kept = [index for index, own in enumerate(rows) if own]
+    kept = [own for own in rows if own]
     if not kept:
         return None
-    tree_of = [trees[index].tree.root_of(leaf) for index in kept for leaf in trees[index].tree.rewarded_leaves]
     update = credited(
-        [rows[index] for index in kept],
+        kept,
         objective,
-        name=objective_name,
         method=method,
         settings=settings,
         drop_flat_groups=drop_flat_groups,
-        tree_of=tree_of,
         may_be_empty=True,
     )
     if not update.trees:

@@ -46,7 +46,6 @@ class CurriculumCheck:
     settings: OnlineSettings
     engine: TreeEngine
     objective: Any
-    objective_name: str
     reference: Callable[[], TreeEngine] | None
     new_trees: NewTrees
     prompt_of: Callable[[int], list[int]]
@@ -94,7 +93,6 @@ class CurriculumCheck:
             prepared,
             settings=self.settings,
             objective=self.objective,
-            name=self.objective_name,
             engine=self.engine,
             reference=self.reference,
         )
@@ -168,7 +166,6 @@ def prepared(
     *,
     settings: OnlineSettings,
     objective: Any,
-    name: str,
     engine: TreeEngine,
     reference: Callable[[], TreeEngine] | None,
 ) -> list[Trajectory] | None:
@@ -178,10 +175,8 @@ def prepared(
     update = credited(
         [rows],
         objective,
-        name=name,
         method=settings.advantages,
         settings=settings.advantages_settings,
-        tree_of=list(range(len(rows))),
         may_be_empty=True,
     )
     update = with_streams(update, objective, num_updates=1, old_logprobs="auto")

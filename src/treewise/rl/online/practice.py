@@ -130,13 +130,13 @@ def outcome_of(tree: GrowingTree, index: int, book: SuccessBook, success_at: flo
     """What came of a tree. book: before it observes it."""
     found = [tree.tree[leaf].reward for leaf in tree.tree.rewarded_leaves]
     rewards = tuple(float(reward) for reward in found if reward is not None)
-    prompt = node_values(tree.tree, "children", success_at)[0]
+    prompt = node_values(tree.tree, success_at)[0]
     return Outcome(
         index=index,
         predicted=book.success(tree.key),
         rewards=rewards,
         success=prompt.value,
-        trials=prompt.num_children,
+        trials=prompt.num_draws,
         num_successes=sum(reward >= success_at for reward in rewards),
     )
 

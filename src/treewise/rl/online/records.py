@@ -29,12 +29,14 @@ def write_rollouts(run_dir: Path, iteration: int, rows: Sequence[Sequence[Trajec
 def _records(rows: Sequence[Trajectory], iteration: int) -> Iterator[dict[str, Any]]:
     for row in rows:
         assert row.sampler_logprobs is not None
+        assert row.draws is not None
         weights = np.asarray(row.loss_weights)
         pairs = zip(row.sampler_logprobs.tolist(), weights.tolist(), strict=True)
         yield {
             "token_ids": row.token_ids.tolist(),
             "loss_weights": weights.tolist(),
             "sampler_logprobs": [value if weight else None for value, weight in pairs],
+            "draws": row.draws.astype(int).tolist(),
             "reward": row.reward,
             "group": row.group,
             "rollout": row.rollout,

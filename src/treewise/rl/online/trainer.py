@@ -42,10 +42,11 @@ from treewise.rl.online.progress import token_progress
 from treewise.rl.online.records import write_rollouts
 from treewise.rl.online.report import PrintedLine, figures
 from treewise.rl.online.rollout_factory import RolloutFactory
-from treewise.rl.online.sampling import GrowingTree, Rounds
+from treewise.rl.online.sampling import Rounds
 from treewise.rl.online.settings import OnlineSettings, refuse_settings
 from treewise.rl.online.state import LoopState
 from treewise.rl.online.update import Updater
+from treewise.rl.rollout_batch import method_of
 from treewise.rl.samplers import Sampler, TransformersSampler
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import ChatTokens, RewardRunner
@@ -73,7 +74,8 @@ class OnlineTrainer:
         settings: of the loop.
         args: of training. Epochs, batch sizes and strategies for logging, evaluation and saving have no meaning here:
             `settings` holds theirs.
-        objective: a loss, or its name; a name has `weighting="per_rollout"`.
+        objective: a loss, or its name; a name has `weighting="per_rollout"`. Rewards become advantages as
+            `settings.advantages` says, else as the objective was published with (`usual_advantages`).
         sampler: None for the model itself, in this process (`TransformersSampler`).
         reference: the model that a KL term is measured against; with adapters None is the model without them.
         callbacks: of transformers: trackers, or your own; `on_log` gets the figures of each iteration.
@@ -105,8 +107,8 @@ class OnlineTrainer:
             )
         refuse_settings(args)
         self.args = args
-        self.objective_name = objective if isinstance(objective, str) else "grpo"
         self.objective = _named(objective) if isinstance(objective, str) else objective
+        method_of(self.objective, self.settings.advantages)
         self.reference = reference
         _check_reference(self.objective, reference, model)
         self._trainer = TreeTrainer(
@@ -288,7 +290,6 @@ class OnlineTrainer:
             settings=self.settings,
             engine=self.engine,
             objective=self.objective,
-            objective_name=self.objective_name,
             reference=self._reference_engine(),
             new_trees=partial(self.rollouts.new_trees, (self.args.seed, 0, _CHECK)),
             prompt_of=self.rollouts.prompt_of,
@@ -317,7 +318,7 @@ class OnlineTrainer:
         rows = rows_of(trees, iteration + 1)
         if self.args.should_save:
             write_rollouts(self.folder, iteration + 1, rows)
-        update = self._credited([trees[kept] for kept in practised.kept], [rows[kept] for kept in practised.kept])
+        update = self._credited([rows[kept] for kept in practised.kept])
         account = account_of(trees, rows, update, iteration + 1)
         gap, report = {}, None
         if update is not None:
@@ -360,13 +361,11 @@ class OnlineTrainer:
             practised.angles = found.total.tolist()
         return practised
 
-    def _credited(self, trees: Sequence[GrowingTree], rows: Sequence[list[Trajectory]]) -> Update | None:
+    def _credited(self, rows: Sequence[list[Trajectory]]) -> Update | None:
         settings = self.settings
         return credited_rows(
-            trees,
             rows,
             self.objective,
-            objective_name=self.objective_name,
             method=settings.advantages,
             settings=settings.advantages_settings,
             drop_flat_groups=settings.drop_flat_groups,
