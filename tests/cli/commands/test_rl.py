@@ -273,7 +273,7 @@ MISTAKES = {
         {},
         "unknown setting 'scal' of advantages='grpo'",
     ),
-    "no advantages": (["--objective", "ppo"], {}, "choose --advantages"),
+    "no advantages": (["--objective", "ppo"], {}, "has no usual advantages"),
     "advantages not there": (["--objective", "grpo", "--advantages", "given"], {}, "the rows have no advantages"),
     "no rewards": (["--objective", "grpo"], {"reward": None}, "no reward"),
     "no sampler": (["--objective", "grpo", "--old_logprobs", "given"], {}, "the rows have no old_logprobs"),

@@ -226,7 +226,10 @@ def test_actions_are_drawn_from_recorded_candidates() -> None:
         RolloutNode([5, 6, 7], [0] * 3, top_ids=ids, top_logprobs=[[0, inf], [-0.7, -0.7], [0, inf]], finish="stop")
     )
     asked = [policy("lcr").next_requests(tree, Signals(), 99, np.random.default_rng(seed)) for seed in range(40)]
-    assert {branch for requests in asked for branch in requests} == {Branch(0, 1, first_token=8), Branch()}
+    assert {branch for requests in asked for branch in requests} == {
+        Branch(0, 1, first_token=8, first_logprob=0.0),
+        Branch(),
+    }
     tree.add(RolloutNode([8], [-0.7], parent=0, cut=1, finish="stop"))  # nothing unexplored is left
     asked = [policy("lcr").next_requests(tree, Signals(), 99, np.random.default_rng(seed)) for seed in range(40)]
     assert {branch for requests in asked for branch in requests} == {Branch()}
@@ -243,6 +246,24 @@ def test_drawn_actions_are_new_at_their_point(seed: int) -> None:
         ]
         explored = {int(tree[node.parent].token_ids[node.cut]), *(int(each.token_ids[0]) for each in siblings)}
         assert int(node.token_ids[0]) not in explored
+
+
+def test_a_drawn_action_has_the_log_prob_of_the_draw_that_was_made() -> None:
+    """Candidates of 0.5, 0.3 and 0.1, the first taken: the others come 3 to 1, and are recorded so."""
+    tree, inf = RolloutTree([1]), -np.inf
+    tops = np.log([[0.5, 0.3, 0.1]] * 2)
+    ids = [[5, 6, 7]] * 2
+    tree.add(RolloutNode([5, 5], [-1, -1], top_ids=ids, top_logprobs=tops, finish="stop"))
+    counts = {6: 0, 7: 0}
+    for seed in range(4000):
+        (branch,) = policy("lcr").next_requests(tree, Signals(), 99, np.random.default_rng(seed))
+        if branch.first_token is not None:
+            counts[branch.first_token] += 1
+            assert branch.first_logprob == pytest.approx(np.log({6: 0.75, 7: 0.25}[branch.first_token]))
+    assert counts[7] / sum(counts.values()) == pytest.approx(0.25, abs=5 * 0.5 / np.sqrt(sum(counts.values())))
+    tree = RolloutTree([1])  # what top-k or top-p left out is no candidate
+    tree.add(RolloutNode([5, 5], [-1, -1], top_ids=ids, top_logprobs=[[0, inf, inf]] * 2, finish="stop"))
+    assert policy("lcr").next_requests(tree, Signals(), 99, np.random.default_rng(0)) == [Branch()]
 
 
 # -- the others -------------------------------------------------------------------------------------------------------

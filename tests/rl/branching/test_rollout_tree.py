@@ -44,7 +44,7 @@ def test_rows_by_hand() -> None:
     assert rows[1].sampler_logprobs.tolist() == rows[1].old_logprobs.tolist() == [0, 0, -1, -2, 0, -4]
     assert [(row.group, row.rollout, row.reward) for row in rows] == [("g", 0, 1.0), ("g", 1, 0.0)]
     account = tree.account(rows)
-    assert (account.sampled, account.recorded, account.trained, account.failed, account.unfinished) == (5, 4, 4, 1, 0)
+    assert (account.generated, account.recorded, account.trained, account.failed, account.unfinished) == (5, 4, 4, 1, 0)
 
 
 @given(
@@ -62,11 +62,11 @@ def test_every_generated_token_is_recorded_and_trained_once(name, seed, budget, 
             tree.judge(leaf, error="timed out")
     rows = tree.trajectories()
     account = tree.account(rows)
-    assert account.sampled == sum(node.num_sampled for node in tree.nodes) >= budget
-    assert account.sampled == account.recorded + account.failed + account.unfinished
+    assert account.generated == sum(node.num_sampled for node in tree.nodes) >= budget
+    assert account.generated == account.recorded + account.failed + account.unfinished
     assert account.trained == account.recorded
     if not share_failed and name != "segments":
-        assert account.sampled == account.trained
+        assert account.generated == account.trained
     if not rows:
         return
     # The same count from the rows alone, where no two continuations began alike: a place is what stands before it.

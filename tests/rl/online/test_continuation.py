@@ -7,6 +7,7 @@ from tests.rl.online.helpers import TOKENIZER, new_trainer
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.online.continuation import Continuation, Limits
 from treewise.rl.online.conversations import SingleTurn, start
+from treewise.rl.online.crediting import IterationAccount
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.tasks import ChatTokens, EnvironmentTask, GuessNumber, SumTask
 
@@ -99,4 +100,30 @@ def test_an_environment_trains(branching, tmp_path):
     )
     logs = trainer.train()
     assert logs["sampled_tokens"] == logs["recorded_tokens"] + logs["unfinished_tokens"] >= 96
+    assert logs["unfinished_tokens"] == 0
     assert logs["logprob_gap"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("longest", [40, 90])
+def test_segments_finish_what_they_began(longest, tmp_path):
+    """Of a policy whose rollouts seldom stop: 100 tokens for each tree, for widths that would take several times that."""
+    own = {"segment_tokens": 8, "width": 16, "first": 8}
+    trainer = new_trainer(
+        tmp_path / "run",
+        iterations=1,
+        eval_every=0,
+        tokens_per_iteration=200,
+        max_new_tokens=longest,
+        branching="segments",
+        branching_settings=own,
+    )
+    logs = trainer.train()
+    assert logs["sampled_tokens"] == logs["recorded_tokens"] >= 200
+    assert logs["sampled_tokens"] < 200 + 2 * longest  # a rollout of each tree may pass its budget
+
+
+def test_a_run_warns_where_less_than_half_is_recorded():
+    facts = {"chosen": 0, "trained": 40, "left_out": 0, "failed": 8}
+    few = IterationAccount(sampled=1208, generated=1208, recorded=40, unfinished=1160, **facts)
+    assert "40 of 1,208 generated tokens are recorded (8 of rollouts without a reward, 1,160" in few.warning()
+    assert IterationAccount(sampled=80, generated=80, recorded=40, unfinished=32, **facts).warning() is None

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from treewise.rl.samplers import SampleRequest
 from treewise.rl.samplers.draw import RowRule, draw_tokens, exponentials, stream_key
+from treewise.rl.samplers.remote import can_be_drawn
 
 PLAIN = RowRule(1.0, 1.0, 0)
 
@@ -41,12 +43,28 @@ def test_logprobs_are_tempered_and_kept_mass_restores_what_was_drawn_from() -> N
     assert draw.logprobs[0] == pytest.approx(float(reference[draw.token_ids[0]]), abs=1e-6)
     assert draw.entropies is not None
     assert float(draw.entropies[0]) == pytest.approx(float(-(reference.exp() * reference).sum()), abs=1e-6)
-    assert draw.top_ids is not None
-    assert draw.top_ids[0].tolist() == reference.topk(3).indices.tolist()
     ordered = reference.sort(descending=True).values[:4].exp()
     share = ordered / ordered.sum()
     size = int((share.cumsum(0) - share < 0.6).sum())
     assert float(draw.log_kept_mass[0].exp()) == pytest.approx(float(ordered[:size].sum()), abs=1e-6)
+    assert draw.top_ids is not None
+    assert draw.top_logprobs is not None
+    assert draw.top_ids[0, :size].tolist() == reference.topk(size).indices.tolist()  # of 3, those that can be drawn
+    assert torch.isfinite(draw.top_logprobs[0]).tolist() == [rank < size for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    "rule", [PLAIN, RowRule(0.7, 0.6, 4), RowRule(1.0, 0.8, 0), RowRule(1.3, 1.0, 3), RowRule(0, 1, 0)]
+)
+def test_servers_candidates_are_cut_like_ours(rule: RowRule) -> None:
+    """What a server gives before its cuts, cut here, is what our own draw could have drawn."""
+    logits = _logits(30)
+    draw = draw_tokens(logits, [rule] * 30, [1] * 30, num_top=5)
+    assert draw.top_logprobs is not None
+    plain = draw_tokens(logits, [RowRule(rule.temperature or 1.0, 1.0, 0)] * 30, [1] * 30, num_top=5).top_logprobs
+    assert plain is not None
+    request = SampleRequest((1,), temperature=rule.temperature, top_p=rule.top_p, top_k=rule.top_k, num_top=5)
+    assert np.array_equal(can_be_drawn(request, plain.numpy()), torch.isfinite(draw.top_logprobs).numpy())
 
 
 def test_a_row_draws_the_same_whatever_is_beside_it() -> None:

@@ -6,10 +6,12 @@ probability of success v. With a Beta prior of that mean and strength k, and s d
 outcomes below the state, its posterior mean is `(k 2v(1 - v) + s) / (k + m)`.
 
 What differs from the paper: a state is a branch point of the rollout tree; v is a prediction (`Signals.success_at`),
-not a search value; a move is drawn anew by the policy itself, from the candidates that the sampler recorded at the
-point where it recorded any. Backtracking stays among points beyond the threshold. Where no root can be varied, or all
-have V variations, the next roots start. Sampling more where outcomes are mixed biases means over leaves
-(`rl/node_values.py`).
+not a search value. Backtracking stays among points beyond the threshold. Where no root can be varied, or all have V
+variations, the next roots start. Sampling more where outcomes are mixed biases means over leaves (`rl/node_values.py`).
+
+A move is the sampler's own, or is drawn from the candidates that the sampler recorded at the point, which are those
+that top-k and top-p left. A candidate that was taken there is passed over, so the draw that is made is one of the
+others, and its log-prob is the one among the others: `log p - log(sum of p over candidates that were not taken)`.
 """
 
 from collections.abc import Sequence
@@ -114,30 +116,36 @@ def _unexplored(
     """The branch at a point, or at the nearest earlier allowed one of its path whose action is new; None where there is
     none.
 
-    With recorded candidates the action is drawn from them here. Without, it is the sampler's, and a point at which an
-    action has been repeated already counts as explored.
+    With recorded candidates the action is drawn from them here; a point where one comes that was taken is passed over.
+    Without, it is the sampler's, and a point at which an action has been repeated already counts as explored.
     """
     by_place = {(points[index].node, points[index].position): points[index] for index in allowed}
     ends = {node: end for node, _, end in tree.pieces(points[start].node, points[start].position)}
     path = [point for point in by_place.values() if point.position <= ends.get(point.node, 0)]
     for point in sorted(path, key=lambda each: (each.node, each.position), reverse=True):
         explored = actions_at(tree, point, kind)
-        token = _drawn_token(tree, point, kind, rng)
-        if token is None:
+        candidates = _candidates(tree, point, kind)
+        if candidates is None:
             if len(set(explored)) == len(explored) and (point.node, point.position, None) not in taken:
                 return Branch(point.node, point.position)
-        elif (token,) not in explored and (point.node, point.position, token) not in taken:
-            return Branch(point.node, point.position, first_token=token)
+            continue
+        ids, probabilities = candidates
+        is_new = np.array([(t,) not in explored and (point.node, point.position, t) not in taken for t in ids])
+        index = int(rng.choice(len(ids), p=probabilities))
+        if is_new[index]:
+            logprob = float(np.log(probabilities[index]) - np.log(probabilities[is_new].sum()))
+            return Branch(point.node, point.position, first_token=ids[index], first_logprob=logprob)
     return None
 
 
-def _drawn_token(tree: RolloutTree, point: Point, kind: str, rng: np.random.Generator) -> int | None:
-    """A token drawn from the candidates that the sampler recorded at a point; None where it recorded none."""
+def _candidates(tree: RolloutTree, point: Point, kind: str) -> tuple[list[int], np.ndarray] | None:
+    """The candidates that the sampler recorded at a point, with their probabilities, which sum to 1; None without."""
     node = tree[point.node]
     if kind != "tokens" or node.top_ids is None or node.top_logprobs is None:
         return None
     logprobs = node.top_logprobs[point.position].astype(np.float64)
-    if not np.isfinite(logprobs).any():
+    is_there = np.isfinite(logprobs)
+    if not is_there.any():
         return None
-    probabilities = np.exp(logprobs - logprobs.max())
-    return int(rng.choice(node.top_ids[point.position], p=probabilities / probabilities.sum()))
+    probabilities = np.exp(logprobs[is_there] - logprobs[is_there].max())
+    return node.top_ids[point.position][is_there].tolist(), probabilities / probabilities.sum()

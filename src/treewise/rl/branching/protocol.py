@@ -19,8 +19,9 @@ class Branch:
     """A request: continue after the first `position` own tokens of `node` (`PROMPT`, 0: from the prompt).
 
     count: independent continuations.
-    first_token: their first token, already drawn from the distribution that the sampler recorded at this position; it
-        is generated, and recorded with that log-prob. None: the sampler draws it.
+    first_token, first_logprob: their first token where the policy drew it already, from the candidates that the sampler
+        recorded at this position, and the log-prob of that draw. It is generated, but not by the sampler. None: the
+        sampler draws it.
     max_tokens: the most tokens to generate before the node is left unfinished; None for no limit but the loop's own.
     """
 
@@ -28,6 +29,7 @@ class Branch:
     position: int = 0
     count: int = 1
     first_token: int | None = None
+    first_logprob: float | None = None
     max_tokens: int | None = None
 
 
@@ -38,12 +40,15 @@ class Signals:
     success: predicted probability of success of the task, in 0..1 (`SuccessBook`).
     node_success: the same for branch points that are known better, by (node, position).
     expected_tokens: tokens that a rollout of the task generates; used until the tree has rollouts of its own.
+    longest_tokens: the most that one may generate. budget_left: generated tokens that the tree may still take.
     vocab_size: of the model; what entropies are normalised by where a rule asks for it.
     """
 
     success: float = 0.5
     node_success: Mapping[tuple[int, int], float] = field(default_factory=dict)
     expected_tokens: float | None = None
+    longest_tokens: int | None = None
+    budget_left: int | None = None
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Every branching policy by its name in a configuration."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +64,7 @@ class Branching:
         """
         if budget_left <= 0:
             return []
+        signals = replace(signals, budget_left=budget_left)
         branches = BRANCHINGS[self.name].rule(tree, signals, self.settings, rng)
         return within_budget(branches, tree, signals, budget_left)
 

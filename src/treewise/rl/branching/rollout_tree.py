@@ -33,12 +33,12 @@ class Piece(NamedTuple):
 class TokenAccount:
     """Where the generated tokens of a tree went; every token counts once, however many rollouts share it.
 
-    sampled: generated. recorded: of these, in a row. trained: of these, with a loss weight in a row. failed: only below
+    generated: all. recorded: of these, in a row. trained: of these, with a loss weight in a row. failed: only below
     rollouts without a reward; unfinished: only below nodes that were never continued.
-    `sampled = recorded + failed + unfinished`, and `trained = recorded` where nothing was masked.
+    `generated = recorded + failed + unfinished`, and `trained = recorded` where nothing was masked.
     """
 
-    sampled: int
+    generated: int
     recorded: int
     trained: int
     failed: int

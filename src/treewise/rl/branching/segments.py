@@ -3,8 +3,13 @@
 Source: TreePO (arXiv 2508.17445): segments of 512 tokens, a first divergence, then an equal share of the width that is
 left for every path that goes on (`fixed_avg`), and, once all have ended below the width, a fallback to an earlier
 segment of a path that ended, drawn at random.
+
+What differs from the paper: what was begun is finished before more begins. Each path keeps the tokens that it may still
+take until its longest end, and only what the budget has beyond that starts or forks another; rollouts that end early
+give theirs back. So a budget that ends is not spent on paths that never do.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +38,7 @@ class SegmentBranching:
 
 def fixed_segments(
     tree: RolloutTree,
-    _signals: Signals,
+    signals: Signals,
     settings: SegmentBranching,
     rng: np.random.Generator,
 ) -> list[Branch]:
@@ -41,23 +46,47 @@ def fixed_segments(
 
     The nodes of the tree must be left unfinished where they reached `Branch.max_tokens`.
     """
-    size = settings.segment_tokens
+    size, first = settings.segment_tokens, min(settings.first, settings.width)
     growing = [index for index in range(len(tree)) if not tree[index].has_ended and not tree.children(index)]
-    room = settings.width * _num_trees(tree, settings) - len(tree.leaves)
-    if growing:
-        share, more = divmod(max(room, len(growing)), len(growing))
-        return [
-            Branch(index, len(tree[index]), min(share + (number < more), settings.branches), max_tokens=size)
-            for number, index in enumerate(growing)
-        ]
-    if room > 0 and settings.fallback:
-        ends = [index for index in range(len(tree)) if not tree[index].has_ended]
-        if ends:
-            index = int(rng.choice(ends))
-            return [Branch(index, len(tree[index]), min(room, settings.branches), max_tokens=size)]
-    return [Branch(PROMPT, 0, min(settings.first, settings.width), max_tokens=size)]
+    free = _Free(tree, signals, growing)
+    num_trees = -(-len(tree.roots) // first)
+    room = settings.width * num_trees - len(tree.leaves)
+    share, more = divmod(max(room, len(growing)), max(len(growing), 1))
+    branches = []
+    for number, index in enumerate(growing):
+        forks = min(share + (number < more), settings.branches) - 1
+        branches.append(Branch(index, len(tree[index]), 1 + free.take(index, forks), max_tokens=size))
+    missing = -len(tree.roots) % first  # of the last tree, where the budget did not reach for all
+    if missing and (count := free.take(PROMPT, missing)):
+        branches.append(Branch(PROMPT, 0, count, max_tokens=size))
+    if branches:
+        return branches
+    ends = [index for index in range(len(tree)) if not tree[index].has_ended]
+    if room > 0 and settings.fallback and ends:
+        index = int(rng.choice(ends))
+        count = max(free.take(index, min(room, settings.branches)), 1)
+        return [Branch(index, len(tree[index]), count, max_tokens=size)]
+    return [Branch(PROMPT, 0, max(free.take(PROMPT, first), 1), max_tokens=size)]
 
 
-def _num_trees(tree: RolloutTree, settings: SegmentBranching) -> int:
-    """Trees that were started, each by `first` segments at the prompt."""
-    return -(-len(tree.roots) // min(settings.first, settings.width))
+class _Free:
+    """What a budget has beyond the longest ends of the paths that grow; without limit where one is not known."""
+
+    def __init__(self, tree: RolloutTree, signals: Signals, growing: Sequence[int]) -> None:
+        self.tree, self.longest = tree, signals.longest_tokens
+        self.left = None if self.longest is None else signals.budget_left
+        if self.left is not None:
+            self.left -= sum(map(self._cost, growing))
+
+    def take(self, index: int, wanted: int) -> int:
+        """How many of so many further paths from the end of a node (or `PROMPT`) may begin."""
+        if self.left is None or wanted <= 0:
+            return max(wanted, 0)
+        count = min(wanted, max(self.left // self._cost(index), 0))
+        self.left -= count * self._cost(index)
+        return count
+
+    def _cost(self, index: int) -> int:
+        assert self.longest is not None
+        done = 0 if index == PROMPT else self.tree.num_sampled_before(index, len(self.tree[index]))
+        return max(self.longest - done, 1)

@@ -24,20 +24,22 @@ class Limits:
 class Continuation:
     """What one `Branch` asks for once.
 
-    A first token that the policy drew already is generated: it stands in front, with the log-prob that the sampler
-    recorded for it. A node that reaches `Branch.max_tokens` is left unfinished; one that reaches a limit of the loop
-    ends as `length`.
+    A first token that the policy drew already stands in front, with the log-prob of that draw. A node that reaches
+    `Branch.max_tokens` is left unfinished; one that reaches a limit of the loop ends as `length`.
 
     Parameters:
         conversation: at the branch point; the node's own.
         seed: numbers that name the random stream.
+
+    Attributes:
+        num_drawn: tokens that came from the sampler. num_chosen: that the policy drew from recorded candidates, 0 or 1.
     """
 
     def __init__(
         self, tree: RolloutTree, branch: Branch, conversation: Conversation, limits: Limits, seed: tuple[int, ...]
     ) -> None:
         self.branch, self.conversation, self.seed = branch, conversation, seed
-        self.num_drawn = 0
+        self.num_drawn = self.num_chosen = 0
         self.is_finished = False
         self._limits = limits
         self._finish: str | None = None
@@ -48,14 +50,15 @@ class Continuation:
         self._streams: dict[str, Any] = {"token_ids": [], "logprobs": []}
         self._first: Completion | None = None
         if branch.first_token is not None:
+            self.num_chosen = 1
             self._begin(_first_token(tree, branch))
 
     def _begin(self, first: Completion) -> None:
         """Keeps the first token for the front of what is sampled; where it ends the turn, nothing is."""
-        if int(first.token_ids[0]) in self._limits.stop_ids:
-            self.take(replace(first, finish_reason="stop"))
-        elif self._room() <= 1:
-            self.take(first)
+        is_stop = int(first.token_ids[0]) in self._limits.stop_ids
+        if is_stop or self._room() <= 1:
+            self._append(first)
+            self._end_part("stop" if is_stop else first.finish_reason)
         else:
             self._first = first
 
@@ -72,11 +75,15 @@ class Continuation:
             if part is not None:
                 self._append(part)
         self._first = None
-        if completion.finish_reason == "length" and self._is_segment_full():
+        self.num_drawn += completion.num_tokens
+        self._end_part(completion.finish_reason)
+
+    def _end_part(self, reason: str) -> None:
+        if reason == "length" and self._is_segment_full():
             self.is_finished = True
             return
         self._num_turns += 1
-        observation, finish = self.conversation.end_turn(completion.finish_reason)
+        observation, finish = self.conversation.end_turn(reason)
         self._observe(observation)
         if finish is None and self._limit_reached():
             finish = "length"
@@ -127,7 +134,6 @@ class Continuation:
     # -- streams ------------------------------------------------------------------------------------------------------
 
     def _append(self, part: Completion) -> None:
-        self.num_drawn += part.num_tokens
         self._is_sampled += [True] * part.num_tokens
         for name in ("token_ids", "logprobs", "entropies", "top_ids", "top_logprobs"):
             values = getattr(part, name)
@@ -155,11 +161,12 @@ def _first_token(tree: RolloutTree, branch: Branch) -> Completion:
     node = tree[branch.node]
     assert node.top_ids is not None
     assert node.top_logprobs is not None
+    assert branch.first_logprob is not None
     at = slice(branch.position, branch.position + 1)
     rank = int(np.flatnonzero(node.top_ids[branch.position] == branch.first_token)[0])
     return Completion(
         token_ids=node.top_ids[branch.position, rank : rank + 1],
-        logprobs=node.top_logprobs[branch.position, rank : rank + 1],
+        logprobs=np.array([branch.first_logprob], dtype=np.float32),
         finish_reason="length",
         entropies=None if node.entropies is None else node.entropies[at],
         top_ids=node.top_ids[at],

@@ -1,7 +1,8 @@
 """From the finished trees of an iteration to the trajectories of its update, and the account of every token.
 
-Sampled tokens are recorded ones, and those of rollouts that failed or were never continued; recorded ones are trained
-but for the trees that were left out. Both are checked at every iteration, from the rows that the engine is given.
+Tokens that the sampler made, and first tokens of branches that a policy drew from recorded candidates, are recorded
+ones, and those of rollouts that failed or were never continued; recorded ones are trained but for the trees that were
+left out. Both are checked at every iteration, from the rows that the engine is given.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,29 +19,41 @@ from treewise.tree.trajectory import Trajectory
 class IterationAccount:
     """Generated tokens of an iteration.
 
-    drawn: as they came from the sampler. sampled: in the nodes of its trees. recorded: in rows. trained: in the rows
-    of the update. failed: below rollouts without a reward. unfinished: never continued to an end. left_out: recorded,
-    in trees that the update leaves out.
+    sampled: as they came from the sampler. chosen: from recorded candidates. generated: both, as they are in the nodes
+    of the trees. recorded: in rows. trained: in the rows of the update. failed: below rollouts without a reward.
+    unfinished: never continued to an end. left_out: recorded, in trees that the update leaves out.
     """
 
-    drawn: int
     sampled: int
+    chosen: int
+    generated: int
     recorded: int
     trained: int
     failed: int
     unfinished: int
     left_out: int
 
+    def warning(self) -> str | None:
+        """A sentence where less than half of the generated tokens are in rows, so that figures are of few rollouts."""
+        if 2 * self.recorded >= self.generated:
+            return None
+        return (
+            f"{self.recorded:,} of {self.generated:,} generated tokens are recorded ({self.failed:,} of rollouts without "
+            f"a reward, {self.unfinished:,} of rollouts that did not end): the figures are of few rollouts. Raise "
+            "tokens_per_iteration, lower max_new_tokens, or mend the rewards."
+        )
+
     def check(self, iteration: int) -> None:
         """Raises `DataError` where a token is missing or counted twice."""
-        if self.drawn != self.sampled:
+        if self.sampled + self.chosen != self.generated:
             raise DataError(
-                f"iteration {iteration}: the sampler gave {self.drawn} tokens, and {self.sampled} are in the trees."
+                f"iteration {iteration}: the sampler gave {self.sampled} tokens and {self.chosen} were drawn from "
+                f"candidates, but {self.generated} are in the trees."
             )
-        if self.sampled != self.recorded + self.failed + self.unfinished:
+        if self.generated != self.recorded + self.failed + self.unfinished:
             raise DataError(
-                f"iteration {iteration}: {self.sampled} sampled tokens, but {self.recorded} recorded, {self.failed} of "
-                f"failed rollouts and {self.unfinished} unfinished."
+                f"iteration {iteration}: {self.generated} generated tokens, but {self.recorded} recorded, "
+                f"{self.failed} of failed rollouts and {self.unfinished} unfinished."
             )
         if self.recorded != self.trained + self.left_out:
             raise DataError(
@@ -94,13 +107,14 @@ def account_of(
         DataError: a token that is missing or counted twice, or rows that are not those of the trees.
     """
     in_update = {} if update is None else {own[0].group: own for own in update.trees}
-    totals = dict.fromkeys(("sampled", "recorded", "trained", "failed", "unfinished", "left_out"), 0)
+    totals = dict.fromkeys(("generated", "recorded", "trained", "failed", "unfinished", "left_out"), 0)
     for each, own in zip(trees, rows, strict=True):
         is_trained = each.tree.group in in_update
         account = each.tree.account(in_update.get(each.tree.group, own))
-        for name in ("sampled", "recorded", "failed", "unfinished"):
+        for name in ("generated", "recorded", "failed", "unfinished"):
             totals[name] += getattr(account, name)
         totals["trained" if is_trained else "left_out"] += account.trained if is_trained else account.recorded
-    result = IterationAccount(drawn=sum(each.num_sampled for each in trees), **totals)
+    from_sampler = sum(each.num_sampled for each in trees)
+    result = IterationAccount(sampled=from_sampler, chosen=sum(each.num_chosen for each in trees), **totals)
     result.check(iteration)
     return result

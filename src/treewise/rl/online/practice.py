@@ -121,7 +121,7 @@ def _screened(
     shares = _shares(max(budget - done.screening_tokens, 0), len(done.kept))
     for position, share in zip(done.kept, shares, strict=True):
         tree = trees[position]
-        tree.is_complete, tree.budget = False, tree.tree.num_sampled_tokens + share
+        tree.is_complete, tree.budget = False, tree.num_sampled + share
     grow_trees([trees[position] for position in done.kept], rounds)
     return done
 

@@ -74,6 +74,7 @@ def figures(
         "rollout_length": float(np.mean(lengths)) if lengths else 0.0,
         "num_branches": float(len(depths)),
         "sampled_tokens": float(account.sampled),
+        "candidate_tokens": float(account.chosen),
         "recorded_tokens": float(account.recorded),
         "trained_tokens": float(account.trained),
         "failed_tokens": float(account.failed),

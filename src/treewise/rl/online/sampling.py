@@ -34,8 +34,9 @@ logger = logging.getLogger("treewise")
 class GrowingTree:
     """The tree of one item while it grows.
 
-    number: of the tree in its iteration. key: names the item in the book. budget: generated tokens. conversations:
-    what each node ended as, by node. num_sampled: tokens that came from the sampler, counted as they came.
+    number: of the tree in its iteration. key: names the item in the book. budget: tokens that the sampler may make.
+    conversations: what each node ended as, by node. num_sampled: tokens that came from the sampler, counted as they
+    came: what the budget is charged. num_chosen: first tokens of branches that a policy drew from recorded candidates.
     num_refused: branches from which an environment could not be brought back.
     """
 
@@ -50,13 +51,14 @@ class GrowingTree:
     conversations: dict[int, Conversation] = field(default_factory=dict)
     num_started: int = 0
     num_sampled: int = 0
+    num_chosen: int = 0
     num_refused: int = 0
     is_complete: bool = False
 
     @property
     def budget_left(self) -> int:
-        """Generated tokens that are left; negative where the tree passed its budget."""
-        return self.budget - self.tree.num_sampled_tokens
+        """Tokens that the sampler may still make; negative where the tree passed its budget."""
+        return self.budget - self.num_sampled
 
     def continued(self, branches: Sequence[Branch], limits: Limits) -> list[Continuation]:
         """Continuations for a round of branches. Branches that an environment refuses are counted and left out."""
@@ -78,6 +80,7 @@ class GrowingTree:
         index = self.tree.add(continuation.node())
         self.conversations[index] = continuation.conversation
         self.num_sampled += continuation.num_drawn
+        self.num_chosen += continuation.num_chosen
         return index
 
     def grown(self) -> dict[str, Any]:
@@ -118,7 +121,7 @@ class Rounds:
     seconds: dict[str, float] = field(default_factory=lambda: {"sampling": 0.0, "reward": 0.0})
 
 
-_COUNTS = ("num_started", "num_sampled", "num_refused", "is_complete")
+_COUNTS = ("num_started", "num_sampled", "num_chosen", "num_refused", "is_complete")
 
 
 def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
@@ -187,7 +190,8 @@ def _next_round(tree: GrowingTree, rounds: Rounds) -> list[Continuation]:
         return []
     points = getattr(rounds.branching.settings, "points", "turns")
     signals = rounds.book.signals(tree.key, tree.tree, rounds.vocab_size, points)
-    signals = replace(signals, expected_tokens=rounds.expected_tokens)
+    longest = min(rounds.limits.max_new_tokens, rounds.limits.max_length - len(tree.tree.prompt_ids))
+    signals = replace(signals, expected_tokens=rounds.expected_tokens, longest_tokens=longest)
     branches = rounds.branching.next_requests(tree.tree, signals, tree.budget_left, tree.rng)
     started = tree.continued(branches, rounds.limits)
     tree.is_complete = not started  # also where every branch was refused: the policy would ask for the same again

@@ -37,7 +37,8 @@ class OnlineSettings:
         mini_batches, update_epochs: the trees of an iteration are cut into so many optimizer steps, so many times.
         old_logprobs: as of `treewise rl`.
         top_p, top_k: cut the distribution that is sampled; the temperature is that of the training arguments.
-        num_candidates: most likely tokens recorded at each position (`lcr` draws new actions from them); 0: none.
+        num_candidates: most likely tokens recorded at each position, of those that top-k and top-p leave (`lcr` draws
+            new actions from them); 0: none.
         curriculum, curriculum_settings: which items are practised next (`treewise.rl.curriculum`), and its settings.
         book_settings: of the book of successes: `decay`, `prior_successes`, `prior_failures`, `node_strength`.
         check_items, check_rollouts: of a curriculum that predicts, how many items its self-check samples before the

@@ -336,6 +336,9 @@ class OnlineTrainer:
             logs |= self.rollouts.evaluation(rounds)
         self._log(logs)
         self._check_gap(logs)
+        line = account.warning()
+        if line is not None:
+            logger.warning("iteration %d: %s", iteration + 1, line)
         return logs
 
     @property

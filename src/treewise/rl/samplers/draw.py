@@ -24,7 +24,9 @@ ROWS_AT_ONCE = 16  # bounds the memory of the random numbers: float64 and int64 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """token_ids int64 [R]; logprobs float32 [R]; log_kept_mass float32 [R]; entropies float32 [R] or None."""
+    """token_ids int64 [R]; logprobs, log_kept_mass and entropies float32 [R]; top_ids int64 and top_logprobs float32
+    [R, k], of what could have been drawn, `-inf` where that is less than k.
+    """
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
@@ -80,7 +82,7 @@ def draw_tokens(
         greedy = torch.tensor([rule.temperature == 0 for rule in rules[rows]], device=logits.device)
         scores = kept[rows].double() - exponentials(key, kept.shape[1]).log_()
         ids[rows] = torch.where(greedy, logprobs[rows].argmax(-1), scores.argmax(-1))
-    top = logprobs.topk(num_top, dim=-1) if num_top else None
+    top = _possible(logprobs, kept, rules).topk(num_top, dim=-1) if num_top else None
     return Draw(
         token_ids=ids,
         logprobs=logprobs.gather(1, ids[:, None])[:, 0],
@@ -126,6 +128,13 @@ def _truncated(logprobs: torch.Tensor, rules: Sequence[RowRule]) -> tuple[torch.
         kept[row, order] = ordered
         mass[row] = ordered.logsumexp(0)
     return kept, mass
+
+
+def _possible(logprobs: torch.Tensor, kept: torch.Tensor, rules: Sequence[RowRule]) -> torch.Tensor:
+    """Log-probs with what cannot be drawn at -inf; where the temperature is 0, all but the most likely."""
+    greedy = torch.tensor([rule.temperature == 0 for rule in rules], device=logprobs.device)[:, None]
+    is_best = torch.zeros_like(logprobs, dtype=torch.bool).scatter_(1, logprobs.argmax(-1, keepdim=True), value=True)
+    return torch.where(greedy & ~is_best, float("-inf"), kept)
 
 
 def _entropies(logprobs: torch.Tensor) -> torch.Tensor:

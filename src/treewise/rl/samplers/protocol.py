@@ -31,7 +31,8 @@ class SampleRequest:
     temperature: 0 is greedy. top_k: 0 keeps all. stop_ids: a continuation ends with the first of these (it is part of
     the completion). stop_sequences: likewise, of several ids. seed, first_continuation: continuation `i` draws from
     the random stream (seed, first_continuation + i), so asking for 4 and then for 4 more gives what asking for 8 gives.
-    want_entropy: the entropy of each distribution. num_top: how many most likely ids to return per token.
+    want_entropy: the entropy of each distribution. num_top: how many of the most likely ids to return per token, of
+    those that can be drawn.
     """
 
     prefix_ids: tuple[int, ...]
@@ -85,7 +86,8 @@ class Completion:
 
     token_ids: int32 [T]. logprobs: float32 [T]. log_kept_mass: float32 [T] where top-k or top-p were set.
     entropies: float32 [T], in nats, of the distribution that `logprobs` belong to. top_ids: int32 [T, num_top] and
-    top_logprobs: float32 [T, num_top], most likely first. continuation: its number in the random stream.
+    top_logprobs: float32 [T, num_top], of the distribution that `logprobs` belong to, most likely first; `-inf` where
+    top-k, top-p or a temperature of 0 leave fewer to draw from. continuation: its number in the random stream.
     """
 
     token_ids: np.ndarray

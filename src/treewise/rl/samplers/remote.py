@@ -28,6 +28,11 @@ def refuse_unanswerable(request: SampleRequest, logprobs_mode: str) -> None:
             f"the server's processed log-probs are those after top_p={request.top_p} and top_k={request.top_k}, which "
             "training cannot compare; sample with top_p=1 and top_k=0, or at temperature 1 with raw_logprobs."
         )
+    if request.num_top < request.top_k and request.num_top and request.top_p < 1:
+        raise ConfigError(
+            f"num_top={request.num_top} of top_k={request.top_k} log-probs do not tell what top_p={request.top_p} "
+            "leaves; ask for num_top (num_candidates of an online run) of at least top_k, or leave one of the cuts out."
+        )
     if logprobs_mode == "raw_logprobs" and request.temperature not in (0.0, 1.0):
         raise ConfigError(
             f"the server's raw log-probs are those of temperature 1, and the request has {request.temperature}; "
@@ -104,5 +109,16 @@ def _tops(
         )
     ordered = [sorted(top.items(), key=lambda item: -item[1])[: request.num_top] for top in tops[:size]]
     ids: list[list[Any]] = [[token for token, _ in top] for top in ordered]
-    values = [[value for _, value in top] for top in ordered]
-    return np.array(ids, dtype=np.int32), np.array(values, dtype=np.float32)
+    values = np.array([[value for _, value in top] for top in ordered], dtype=np.float32)
+    return np.array(ids, dtype=np.int32), np.where(can_be_drawn(request, values), values, -np.inf).astype(np.float32)
+
+
+def can_be_drawn(request: SampleRequest, values: np.ndarray) -> np.ndarray:
+    """[T, k] bool, which of the most likely log-probs, ordered, are left by the request's cuts."""
+    rank = np.arange(values.shape[1])
+    if request.temperature == 0:
+        return np.broadcast_to(rank == 0, values.shape)
+    masses = np.exp(values.astype(np.float64))
+    is_left = np.broadcast_to(rank < (request.top_k or len(rank)), values.shape)
+    total = (masses * is_left).sum(1, keepdims=True) if request.top_k else 1.0
+    return is_left & ((masses.cumsum(1) - masses) / total < request.top_p)
