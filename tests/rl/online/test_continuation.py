@@ -106,7 +106,7 @@ def test_an_environment_trains(branching, tmp_path):
 
 @pytest.mark.parametrize("longest", [40, 90])
 def test_segments_finish_what_they_began(longest, tmp_path):
-    """Of a policy whose rollouts seldom stop: 100 tokens for each tree, for widths that would take several times that."""
+    """Of a policy whose rollouts seldom stop: 100 tokens for each tree, whose width would take several times that."""
     own = {"segment_tokens": 8, "width": 16, "first": 8}
     trainer = new_trainer(
         tmp_path / "run",

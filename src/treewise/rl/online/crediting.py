@@ -38,9 +38,9 @@ class IterationAccount:
         if 2 * self.recorded >= self.generated:
             return None
         return (
-            f"{self.recorded:,} of {self.generated:,} generated tokens are recorded ({self.failed:,} of rollouts without "
-            f"a reward, {self.unfinished:,} of rollouts that did not end): the figures are of few rollouts. Raise "
-            "tokens_per_iteration, lower max_new_tokens, or mend the rewards."
+            f"{self.recorded:,} of {self.generated:,} generated tokens are recorded ({self.failed:,} of rollouts "
+            f"without a reward, {self.unfinished:,} of rollouts that did not end): the figures are of few rollouts. "
+            "Raise tokens_per_iteration, lower max_new_tokens, or mend the rewards."
         )
 
     def check(self, iteration: int) -> None:
