@@ -68,7 +68,8 @@ def require(condition: bool, message: str) -> None:
 
 
 def within_budget(branches: Sequence[Branch], tree: RolloutTree, signals: Signals, budget_left: int) -> list[Branch]:
-    """The first branches whose expected tokens fit what is left, at least one continuation.
+    """The first branches whose expected tokens fit what is left, at least one continuation; a path that was begun and
+    has not ended goes on in any case, where its longest end is known.
 
     A continuation is expected to generate the mean length of the rollouts that ended so far, less what is generated
     before its position. So all policies spend a budget alike: rounds go on while any of it is left, and the last one
@@ -77,18 +78,25 @@ def within_budget(branches: Sequence[Branch], tree: RolloutTree, signals: Signal
     lengths = [tree.num_sampled_before(leaf, len(tree[leaf])) for leaf in tree.leaves]
     typical = float(np.mean(lengths)) if lengths else signals.expected_tokens
     affordable: list[Branch] = []
-    left = float(budget_left)
+    left, is_full = float(budget_left), budget_left <= 0
     for branch in branches:
-        if typical is None:
-            affordable.append(branch)
+        goes_on = signals.longest_tokens is not None and branch.node in open_ends(tree)
+        least = int(goes_on or not (affordable or is_full))
+        if typical is None or is_full:
+            count = least if is_full else branch.count
+            affordable += [replace(branch, count=count)] if count else []
             continue
         cost = max(1.0, typical - tree.num_sampled_before(branch.node, branch.position))
         if branch.max_tokens is not None:
             cost = min(cost, branch.max_tokens)
-        count = min(branch.count, max(int(left // cost), 0 if affordable else 1))
+        count = min(branch.count, max(int(left // cost), least))
         if count:
             affordable.append(replace(branch, count=count))
         left -= cost * count
-        if count < branch.count:
-            break
+        is_full = count < branch.count
     return affordable
+
+
+def open_ends(tree: RolloutTree) -> list[int]:
+    """Nodes that were left unfinished and that nothing continues yet."""
+    return [index for index, node in enumerate(tree.nodes) if not node.has_ended and not tree.children(index)]

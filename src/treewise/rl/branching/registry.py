@@ -11,7 +11,7 @@ from treewise.rl.branching.arpo import ArpoBranching, after_tool_calls
 from treewise.rl.branching.entropy import EntropyBranching, most_uncertain_tokens
 from treewise.rl.branching.lcr import LcrBranching, open_outcomes
 from treewise.rl.branching.none import NoBranching, independent
-from treewise.rl.branching.protocol import Branch, Rule, Signals, within_budget
+from treewise.rl.branching.protocol import Branch, Rule, Signals, open_ends, within_budget
 from treewise.rl.branching.random import RandomBranching, random_points
 from treewise.rl.branching.rollout_tree import RolloutTree
 from treewise.rl.branching.segments import SegmentBranching, fixed_segments
@@ -56,13 +56,14 @@ class Branching:
     def next_requests(
         self, tree: RolloutTree, signals: Signals, budget_left: int, rng: np.random.Generator
     ) -> list[Branch]:
-        """The requests of the next round, which may be sampled as one batch; empty where the budget is spent.
+        """The requests of the next round, which may be sampled as one batch; empty where the budget is spent and every
+        path has ended (or nothing tells how long one may get: `Signals.longest_tokens`).
 
         Parameters:
             tree: so far; a rollout without a reward has no outcome.
             budget_left: generated tokens (`RolloutTree.num_sampled_tokens` counts those spent).
         """
-        if budget_left <= 0:
+        if budget_left <= 0 and (signals.longest_tokens is None or not open_ends(tree)):
             return []
         signals = replace(signals, budget_left=budget_left)
         branches = BRANCHINGS[self.name].rule(tree, signals, self.settings, rng)

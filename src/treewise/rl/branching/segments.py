@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treewise.rl.branching.protocol import Branch, Signals, require
+from treewise.rl.branching.protocol import Branch, Signals, open_ends, require
 from treewise.rl.branching.rollout_node import PROMPT
 from treewise.rl.branching.rollout_tree import RolloutTree
 
@@ -47,7 +47,7 @@ def fixed_segments(
     The nodes of the tree must be left unfinished where they reached `Branch.max_tokens`.
     """
     size, first = settings.segment_tokens, min(settings.first, settings.width)
-    growing = [index for index in range(len(tree)) if not tree[index].has_ended and not tree.children(index)]
+    growing = open_ends(tree)
     free = _Free(tree, signals, growing)
     num_trees = -(-len(tree.roots) // first)
     room = settings.width * num_trees - len(tree.leaves)
