@@ -65,5 +65,6 @@ def gap_warning(gap: float, limit: float = MAX_GAP) -> str | None:
     return (
         f"logprob_gap is {gap:,.4g} (1: none; limit {limit:g}): the policy gives the sampled tokens other "
         "probabilities than the sampler did. Check that model, dtype, temperature, chat template and tokens are the "
-        "sampler's, or correct for the difference: sampler_correction=truncate."
+        "sampler's, or correct for the difference: sampler_correction=truncate. First tokens that lcr drew from "
+        "candidates (num_candidates) are off policy by design, and count."
     )

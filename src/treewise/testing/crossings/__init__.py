@@ -5,7 +5,18 @@
 
 from treewise.testing.crossings.drawing import Crossings, Draw, ImpossibleError, Outcome, Report, Rule, WrongError, run
 
-__all__ = ["Crossings", "Draw", "ImpossibleError", "Outcome", "Report", "Rule", "WrongError", "run", "training"]
+__all__ = [
+    "Crossings",
+    "Draw",
+    "ImpossibleError",
+    "Outcome",
+    "Report",
+    "Rule",
+    "WrongError",
+    "online_loop",
+    "run",
+    "training",
+]
 
 
 def training(seed: int = 0) -> Crossings:
@@ -13,3 +24,10 @@ def training(seed: int = 0) -> Crossings:
     from treewise.testing.crossings import sides, space
 
     return Crossings(space.settings_of(seed), space.RULES, sides.check, sides.script, space.RARITY)
+
+
+def online_loop() -> Crossings:
+    """The crossings of runs that sample their rollouts."""
+    from treewise.testing.crossings import online
+
+    return Crossings(online.SETTINGS, online.RULES, online.check, online.script)

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from treewise.testing.crossings import run, training
+from treewise.testing.crossings import online_loop, run, training
 
 
 def main() -> int:
@@ -15,11 +15,19 @@ def main() -> int:
     parser.add_argument("--draws", type=int, help="stop after so many draws (2,000 meet all pairs)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="leave out so many draws at the beginning")
+    parser.add_argument("--of", choices=("training", "online", "both"), default="both", help="both: half the time each")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    report = run(training(given.seed), given.seed, num_draws=given.draws, minutes=given.minutes, skip=given.skip)
-    sys.stdout.write(f"{report}\n")
-    return 1 if report.wrong else 0
+    spaces = {"training": training(given.seed), "online": online_loop()}
+    if given.of != "both":
+        spaces = {given.of: spaces[given.of]}
+    minutes = None if given.minutes is None else given.minutes / len(spaces)
+    num_wrong = 0
+    for name, space in spaces.items():
+        report = run(space, given.seed, num_draws=given.draws, minutes=minutes, skip=given.skip)
+        sys.stdout.write(f"{name}: {report}\n")
+        num_wrong += len(report.wrong)
+    return 1 if num_wrong else 0
 
 
 if __name__ == "__main__":
