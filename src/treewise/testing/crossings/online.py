@@ -250,8 +250,8 @@ def check_counts(logs: Sequence[dict[str, float]], counted: Sequence[int], rows:
         }
         if charged != given or len(places) != charged + chosen or figures["unfinished_tokens"]:
             raise WrongError(
-                f"iteration {number}: the sampler gave {given} tokens, {charged:.0f} are charged and {chosen:.0f} drawn "
-                f"from candidates; the rows hold {len(places)}, {figures['unfinished_tokens']:.0f} are unfinished."
+                f"iteration {number}: the sampler gave {given} tokens, {charged:.0f} are charged and {chosen:.0f} "
+                f"drawn from candidates; {len(places)} are in rows, {figures['unfinished_tokens']:.0f} are unfinished."
             )
 
 
