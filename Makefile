@@ -12,7 +12,7 @@
 #   make bench-real    the same on real trees, with SmolLM2
 #   make bench-gpu     the same on a GPU, with Qwen3 shapes of 0.6B to 14B
 #   make bench-all     every other script in benchmarks/
-#   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone
+#   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone; online runs against a plain loop
 #   make docs     the pages as a site, in build/site
 #   make models   the capability table again, for the transformers that is installed
 #   make format   mend what ruff can mend

@@ -289,10 +289,11 @@ def prepared(draw: Draw, model: Any, reference: Any, rows: list[Trajectory]) -> 
     if not rows:
         return []
     method = USUAL[draw["objective"]] if draw["credit"] == "usual" else draw["credit"]
-    pairs = zip(rows, advantages_of(rows, method), strict=True)
+    advantages = advantages_of(rows, method)
+    pairs = list(zip(rows, advantages, strict=True))
     rows = [replace(row, advantages=values) for row, values in pairs]
     if draw["drop_flat_groups"]:
-        acting = {row.group for row in rows if (row.advantages * (row.loss_weights > 0)).any()}
+        acting = {row.group for row, values in pairs if values[row.loss_weights > 0].any()}
         rows = [row for row in rows if row.group in acting]
     is_one_step = draw["mini_batches"] * draw["epochs"] == 1 or draw["objective"] == "reinforce"
     streams = {"old_logprobs": model} if draw["old_logprobs"] == "recompute" or not is_one_step else {}
@@ -302,7 +303,8 @@ def prepared(draw: Draw, model: Any, reference: Any, rows: list[Trajectory]) -> 
     for name, scorer in streams.items():
         with torch.no_grad():
             logprobs = [run_alone(scorer, [row], temperature=draw["temperature"]).logprobs[0].numpy() for row in rows]
-        rows = [replace(row, **{name: values}) for row, values in zip(rows, logprobs, strict=True)]
+        changes: list[dict[str, Any]] = [{name: values} for values in logprobs]
+        rows = [replace(row, **each) for row, each in zip(rows, changes, strict=True)]
     trees = defaultdict(list)
     for row in rows:
         trees[row.group].append(row)
