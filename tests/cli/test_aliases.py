@@ -2,7 +2,8 @@
 
 import pytest
 
-from treewise.cli.aliases import ALIASES, INSTEAD, resolve_flags
+from treewise.cli.aliases import ALIASES, INSTEAD, names_of, resolve_flags
+from treewise.cli.commands import rl
 from treewise.cli.config import read_config, schema
 from treewise.cli.main import main
 from treewise.errors import ConfigError
@@ -15,6 +16,7 @@ def test_no_alias_hides_a_key_and_each_leads_to_one():
     assert not set(ALIASES) & set(KEYS)
     assert not set(INSTEAD) & {*KEYS, *ALIASES}
     assert {name.split(".")[0] for name in ALIASES.values()} <= set(KEYS)
+    assert not set(names_of(rl.all_keys())) & set(rl.all_keys())  # `save_every` of an online run is no alias
 
 
 def test_flags_and_files_take_aliases(tmp_path):

@@ -1,7 +1,8 @@
 """Names of other libraries for our keys, in one table: what users of transformers, TRL, axolotl, torchtune, unsloth and
 LLaMA-Factory type.
 
-Every command resolves them before it checks a key, and prints what it took them for. A dot leads into a mapping.
+Every command resolves them before it checks a key, and prints what it took them for. A dot leads into a mapping. A
+command's own key always wins: `save_every` is `save_steps` in `treewise train`, and itself in `treewise rl --tasks`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -139,6 +140,14 @@ def train_on_of_roles(value: Any, location: str) -> str:
             "Leave out single messages by train: false or weight: 0."
         )
     return "all_assistant"
+
+
+def names_of(known: Iterable[str], own: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Every further name of the keys of a command, with what it stands for. known: the keys. own: names of the command
+    itself, which may lead from a key of training into a mapping (`weighting` to `objective_settings.weighting`).
+    """
+    keys = set(known)
+    return {alias: name for alias, name in ALIASES.items() if alias not in keys} | dict(own or {})
 
 
 def resolve_flags(words: Sequence[str], options: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:

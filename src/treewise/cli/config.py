@@ -6,14 +6,15 @@ Keys are flat, but for mappings (`lora`, `chat_template_kwargs`); flags write th
 import dataclasses
 import enum
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from treewise.cli.aliases import ALIASES, INSTEAD, train_on_of_roles
+from treewise.cli.aliases import ALIASES, INSTEAD, names_of, train_on_of_roles
+from treewise.cli.key_help import RENDERING, TRAINING, declared
 from treewise.cli.typed_values import coerce, kinds_of, scalar
 from treewise.cli.yaml_file import read_file
 from treewise.data import RenderOptions
@@ -86,6 +87,7 @@ def read_config(
     more: Mapping[str, Any] | None = None,
     aliases: Mapping[str, str] | None = None,
     required: Sequence[str] = REQUIRED,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> RunConfig:
     """The configuration in a file, with flags (`--key value`, `--lora.r 8`) over it.
 
@@ -96,6 +98,7 @@ def read_config(
         aliases: further names of keys of the command, beside `treewise.cli.aliases`; a dot in the long name leads into
             a mapping.
         required: keys that must be given.
+        elsewhere: keys of training that have no meaning in this command, each with what to do instead.
 
     Raises:
         ConfigError: a file that is missing, empty or not YAML; a key that is unknown (the nearest one is named), given
@@ -103,7 +106,7 @@ def read_config(
     """
     in_file = {} if path is None else read_file(Path(path), required)
     known = schema(more)
-    names = {**ALIASES, **(aliases or {})}
+    names, refused = names_of(known, aliases), {**_ELSEWHERE, **(elsewhere or {})}
     renamed: list[tuple[str, str]] = []
     values: dict[str, tuple[Any, str]] = {}
     flags = {key: (value, f"--{key}") for key, value in parse_flags(overrides).items()}
@@ -111,13 +114,15 @@ def read_config(
         seen: dict[str, str] = {}
         for key, (value, location) in source.items():
             name = names.get(key, key)
-            if key in ALIASES:
+            if key in names and key in ALIASES:
                 renamed.append((key, name))
             if key == "roles_to_train":
                 value = train_on_of_roles(value, location)
             if name in seen:
                 raise ConfigError(f"{location}: {key} and {seen[name]} are the same key.")
             seen[name] = key
+            if name in refused:
+                raise ConfigError(f"{location}: {name} is not a key of this run; {refused[name]}.")
             _put(values, name, value, location, known, names)
     checked = {key: _checked(key, value, known, location) for key, (value, location) in values.items()}
     missing = [key for key in required if checked.get(key) is None]
@@ -126,7 +131,7 @@ def read_config(
         raise ConfigError(f"give {', '.join(f'--{short.get(key, key)}' for key in missing)}.")
     if missing:
         raise ConfigError(f"{path}: no {missing[0]}; add it to the file, or give --{missing[0]}.")
-    config = _config(checked, more or {}, tuple(name for name in names if name in known))
+    config = _config(checked, more or {}, tuple(name for name in aliases or () if name in known))
     _check_adapters(config)
     return dataclasses.replace(config, renamed=tuple(dict.fromkeys(renamed)))
 
@@ -140,6 +145,12 @@ def schema(more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     rendering = typing.get_type_hints(RenderOptions)
     keys = {**_OWN, **rendering, **{name: training[name] for name in names if name not in _ELSEWHERE}}
     return {**keys, **(more or {})}
+
+
+def key_names(more: Iterable[str] = ()) -> list[str]:
+    """The keys of `schema` without their types, and without the seconds that torch and transformers take."""
+    training = [name for each in TRAINING for name in declared(*each) if name not in _ELSEWHERE]
+    return list(dict.fromkeys([*_OWN, *declared(*RENDERING), *training, *more]))
 
 
 def parse_flags(words: Sequence[str]) -> dict[str, Any]:
@@ -208,7 +219,7 @@ def _put(
     """Sets one value in place of an earlier one; a key with a dot goes into a mapping."""
     outer, dot, inner = key.partition(".")
     if not dot:
-        if key not in known and key not in _ELSEWHERE:
+        if key not in known:
             raise _unknown(key, [*known, *(aliases or ())], location)
         values[key] = (value, location)
         return
@@ -223,10 +234,6 @@ def _put(
 
 
 def _checked(key: str, value: Any, known: Mapping[str, Any], location: str) -> Any:
-    if key in _ELSEWHERE:
-        raise ConfigError(f"{location}: {key} is not a key of a run; {_ELSEWHERE[key]}.")
-    if key not in known:
-        raise _unknown(key, list(known), location)
     try:
         checked = coerce(key, value, known[key])
         return _checked_lora(checked) if key == "lora" and checked is not None else checked

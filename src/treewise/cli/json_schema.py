@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from treewise.cli.aliases import ALIASES, SAMPLED_ROLES
+from treewise.cli.aliases import SAMPLED_ROLES, names_of
 from treewise.cli.config import schema
 from treewise.cli.key_help import field_types, help_of
 from treewise.data.io.options import ON_DRIFT, THINKING, TRAIN_ON
@@ -32,7 +32,7 @@ def json_schema(
     properties = {key: {"description": help_of(key), **_typed(key, kind)} for key, kind in known.items()}
     lora = field_types()
     properties["lora"] = {"description": help_of("lora"), "anyOf": [_lora(lora), {"type": "null"}]}
-    for alias, name in {**ALIASES, **(aliases or {})}.items():
+    for alias, name in names_of(known, aliases).items():
         outer, _, inner = name.partition(".")
         typed = _typed(inner, lora.get(inner, Any)) if outer == "lora" else {} if inner else _typed(name, known[name])
         properties.setdefault(alias, {"description": f"the same as {name}", **typed})

@@ -1,17 +1,26 @@
-"""What each key of a configuration is for, by group: for `--help`, the JSON schema and shell completion."""
+"""What each key of a configuration is for, by group: for `--help`, the JSON schema and shell completion.
+
+Help reads the classes that declare settings from their source, without importing them: torch and transformers take
+seconds. `treewise.cli.config.schema` has the same keys with their types, and a test compares both.
+"""
 
 import argparse
-import dataclasses
+import ast
+import importlib.util
+import re
 import textwrap
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from treewise.cli.aliases import ALIASES
+from treewise.cli.aliases import names_of
 
 HELP: Mapping[str, str] = {
     "model": "a folder, a Hub name, a .gguf file, or smollm2-demo",
     "data": "files, folders or globs; one or a list",
+    "eval_split": "in place of eval_data: this fraction of the trees is held back",
     "eval_data": "as data; evaluated each epoch, or as eval_strategy says",
     "output_dir": "the run's folder",
     "gguf_file": "a GGUF file inside model",
@@ -22,15 +31,6 @@ HELP: Mapping[str, str] = {
     "lora": "settings of peft.LoraConfig; with a flag --lora.r 16",
     "load_in_4bit": "QLoRA: weights in 4 bits (bitsandbytes) below the adapters of lora",
     "load_in_8bit": "weights in 8 bits (bitsandbytes) below the adapters of lora",
-    "thinking": "as_inference (every call as the model saw it) or keep (all reasoning)",
-    "train_on": "which turns are trained: all_assistant or last_assistant",
-    "merge_siblings": "merge declared siblings with equal tokens",
-    "images_from_network": "download images of http and https addresses",
-    "group_by": "field that names a record's tree, in place of group or task_id",
-    "max_length": "longest trajectory allowed, in tokens; a longer one is an error",
-    "chat_template": "a Jinja template, a file that holds one, or chatml",
-    "on_drift": "warn or error where a row's text gives other token ids than it holds",
-    "chat_template_kwargs": "further variables for the template, such as enable_thinking",
     "per_device_train_batch_size": "trees of a batch",
     "gradient_accumulation_steps": "batches of an optimizer step",
     "num_train_epochs": "passes over the data",
@@ -56,6 +56,8 @@ HELP: Mapping[str, str] = {
     "load_best_model_at_end": "by eval_loss",
     "report_to": "none, all, wandb, tensorboard, ...",
     "run_name": "for trackers",
+    "push_to_hub": "upload checkpoints and model to the Hub",
+    "hub_model_id": "the Hub's name of what is uploaded",
     "logging_steps": "steps between lines of the log",
     "objective": "grpo, dr_grpo, dapo, gspo, cispo, ppo, reinforce, ...",
     "objective_settings": "of the objective, a mapping; each is a flag of its own, too",
@@ -64,18 +66,26 @@ HELP: Mapping[str, str] = {
     "old_logprobs": "auto, recompute, sampler or given",
     "reference": "the model of the KL term; the starting policy where not given",
     "mini_batches": "optimizer steps that an epoch is cut into",
+    "curriculum": "order of the trees, or of the tasks of an online run: uniform, ... (docs/curricula.md)",
+    "curriculum_settings": "of the curriculum, a mapping",
+    "tasks": "what is practised: reasoning_gym:NAME, sum, rows.jsonl, module:name, file.py:name",
+    "tasks_settings": "of the task, a mapping",
+    "tasks_seed": "other seeds make other items",
+    "reward_functions": "of rows: module:function or file.py:function; several add up",
+    "sampler": "transformers, or vllm",
+    "sampler_settings": "of the sampler, a mapping",
     "logprob_gap_limit": "a run warns where sampler and policy differ by more (1: no gap)",
     "drop_flat_groups": "leave out groups whose rewards are all equal, and groups of one rollout",
 }
 GROUPS: Mapping[str, Sequence[str]] = {
     "Model and data": (
-        *("model", "data", "output_dir", "eval_data", "tokenizer", "dtype", "gguf_file", "num_workers"),
-        "on_bad_record",
+        *("model", "data", "output_dir", "eval_data", "eval_split", "tokenizer", "dtype", "gguf_file"),
+        *("num_workers", "on_bad_record"),
     ),
     "Adapters": ("lora", "load_in_4bit", "load_in_8bit"),
     "Rendering of records": (
         *("thinking", "train_on", "merge_siblings", "group_by", "max_length", "chat_template"),
-        *("chat_template_kwargs", "on_drift"),
+        *("chat_template_kwargs", "on_drift", "on_hidden", "max_record_bytes", "images_from_network"),
     ),
     "Reinforcement learning": (
         *("objective", "objective_settings", "advantages", "advantages_settings", "old_logprobs", "reference"),
@@ -91,6 +101,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "bf16"),
         "initial_optimizer",
         *("activation_checkpointing", "prepare_ahead", "use_cpu", "seed", "data_seed", "full_determinism"),
+        *("curriculum", "curriculum_settings"),
     ),
     "Evaluation, checkpoints, logs": (
         *("eval_strategy", "eval_steps", "per_device_eval_batch_size", "save_strategy", "save_steps"),
@@ -108,44 +119,78 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "balance_costs",
     ),
 }
+ONLINE_GROUP = "Online runs (tasks in place of data)"  # every key of ours that no group above has
 WIDTH = 100
 COLUMN = 32
 
 
+# The classes whose fields are keys, each in a file of its package.
+RENDERING = ("treewise", "data/io/options.py", "RenderOptions")
+TRAINING = (
+    ("transformers", "training_args.py", "TrainingArguments"),
+    ("treewise", "trainer/arguments.py", "TreeTrainingArguments"),
+)
+ONLINE = ("treewise", "rl/online/settings.py", "OnlineSettings")
+
+
+@cache
+def declared(package: str, file: str, name: str) -> Mapping[str, str]:
+    """The fields of a dataclass that a caller may give, each with the first sentence of its docstring about it."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    fields = [node for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    names = [node.target.id for node in fields if not _is_computed(node)]  # type: ignore[union-attr]
+    texts: dict[str, str] = {}
+    for match in re.finditer(r"^ {4}([\w, ]+): ((?:.|\n {8})+)", ast.get_docstring(found) or "", re.MULTILINE):
+        keys, text = match[1].split(", "), " ".join(match[2].split())
+        for sentence in re.split(r"(?<=[.\]]) (?=\w+: )", text):  # `eval_every: ... eval_items: their number.`
+            inner, _, rest = sentence.partition(": ")
+            for key in [inner] if inner in names else keys:
+                said = rest if inner in names else sentence
+                texts.setdefault(key, said.split(". ")[0].rstrip(".").replace("`", ""))
+    return {name: texts.get(name, "") for name in names}
+
+
+def _is_computed(field: ast.AnnAssign) -> bool:
+    words = field.value.keywords if isinstance(field.value, ast.Call) else ()
+    return any(word.arg == "init" and ast.unparse(word.value) == "False" for word in words)
+
+
 def help_of(key: str) -> str:
     """One sentence about a key."""
-    if key in HELP:
-        return HELP[key]
-    from treewise.trainer import TreeTrainingArguments
-
-    described = {item.name: item.metadata.get("help", "") for item in dataclasses.fields(TreeTrainingArguments)}
-    text = " ".join(str(described.get(key, "")).split())
-    return text.split(". ")[0].rstrip(".")
+    return HELP.get(key) or next(
+        (texts[key] for texts in (declared(*each) for each in (RENDERING, *TRAINING, ONLINE)) if texts.get(key)), ""
+    )
 
 
-def keys_text(known: Mapping[str, Any]) -> str:
+def keys_text(known: Iterable[str]) -> str:
     """All keys by group, with their aliases, as `--help` shows them. known: the keys of the command."""
+    keys_of_command, ours = list(known), set(declared(*TRAINING[0]))
     aliases: dict[str, list[str]] = {}
-    for alias, name in ALIASES.items():
+    for alias, name in names_of(keys_of_command).items():
         aliases.setdefault(name.split(".")[0] if name.startswith("lora.") else name, []).append(alias)
-    lines, listed = ["Keys, in CONFIG.yaml or as flags (--key value):"], set()
-    for group, keys in GROUPS.items():
-        members = [key for key in keys if key in known]
+    lines, listed = ["Keys, in CONFIG.yaml or as flags (--key value):"], set[str]()
+    rest = [key for key in keys_of_command if key not in ours and not any(key in keys for keys in GROUPS.values())]
+    for group, keys in [*GROUPS.items(), (ONLINE_GROUP, rest)]:
+        members = [key for key in keys if key in keys_of_command]
         listed.update(members)
         if not members:
             continue
         lines += ["", f"{group}:"]
         for key in members:
             same = f" (also: {', '.join(aliases[key])})" if key in aliases else ""
-            wrapped = textwrap.wrap(help_of(key) + same, WIDTH - COLUMN)
+            wrapped = textwrap.wrap(help_of(key) + same, WIDTH - COLUMN) or [""]
             lines.append(f"  {key:<{COLUMN - 2}}{wrapped[0]}".rstrip())
-            lines += [" " * COLUMN + rest for rest in wrapped[1:]]
-    others = ", ".join(key for key in known if key not in listed)
+            lines += [" " * COLUMN + more for more in wrapped[1:]]
+    others = ", ".join(key for key in keys_of_command if key not in listed)
     lines += ["", "Further keys of transformers.TrainingArguments:", *textwrap.wrap(others, WIDTH - 2)]
     return "\n".join(lines) + "\n"
 
 
-def formatter_with(keys: Callable[[], Mapping[str, Any]]) -> Any:
+def formatter_with(keys: Callable[[], Iterable[str]]) -> Any:
     """A formatter of argparse whose help ends in all keys; they are looked up only when help is asked for."""
 
     class WithKeys(argparse.HelpFormatter):

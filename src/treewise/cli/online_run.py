@@ -11,6 +11,7 @@ from typing import Any
 
 from treewise.cli import run_folder, training_run
 from treewise.cli.config import RunConfig, parse_flags
+from treewise.cli.key_help import ONLINE, declared
 from treewise.cli.yaml_file import read_file
 from treewise.errors import ConfigError, check_choice, num
 
@@ -25,6 +26,30 @@ _OWN: dict[str, Any] = {
     "sampler": str,
     "sampler_settings": dict | None,
 }
+_NO_DATA = "with tasks no recorded data is read; leave it out"
+# Keys of epochs over recorded data, with what an online run has in their place.
+ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(("num_train_epochs", "max_steps"), "with tasks give iterations"),
+    "per_device_train_batch_size": "with tasks give trees_per_iteration",
+    **dict.fromkeys(("gradient_accumulation_steps", "steps_per_epoch"), "with tasks give mini_batches"),
+    **dict.fromkeys(("save_steps", "save_strategy"), "with tasks give save_every"),
+    **dict.fromkeys(("eval_steps", "eval_strategy", "eval_on_start", "eval_delay"), "with tasks give eval_every"),
+    **dict.fromkeys(("eval_split", "per_device_eval_batch_size"), "with tasks give eval_items"),
+    **dict.fromkeys(("logging_steps", "logging_strategy", "logging_first_step"), "every iteration is logged"),
+    **dict.fromkeys(
+        ("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+        "the model after the last iteration is saved",
+    ),
+    "data_seed": "with tasks give seed, or tasks_seed",
+    "balance_costs": "with tasks, processes take trees by predicted FLOPs",
+    **dict.fromkeys(
+        ("num_workers", "on_bad_record", "prepare_ahead", "train_sampling_strategy", "thinking", "train_on"), _NO_DATA
+    ),
+    **dict.fromkeys(("merge_siblings", "group_by", "on_drift", "on_hidden", "max_record_bytes"), _NO_DATA),
+    "chat_template_kwargs": "with tasks the template has no further variables; write them into chat_template",
+    **dict.fromkeys(("images_from_network", "dataloader_num_workers"), _NO_DATA),
+    **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_multiprocessing_context"), _NO_DATA),
+}
 
 
 def has_tasks(path: str | None, overrides: Sequence[str]) -> bool:
@@ -32,6 +57,11 @@ def has_tasks(path: str | None, overrides: Sequence[str]) -> bool:
     if "tasks" in parse_flags(overrides):
         return True
     return path is not None and "tasks" in read_file(Path(path), ())
+
+
+def names() -> list[str]:
+    """The names of `keys`, without importing what declares them."""
+    return [*declared(*ONLINE), *_OWN]
 
 
 def keys() -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_mistakes_do_not(mistake):
 def test_every_key_of_a_group_exists_and_has_help():
     from treewise.cli.commands import rl
 
-    known = schema(rl.KEYS)
+    known = schema(rl.all_keys())
     grouped = [key for keys in GROUPS.values() for key in keys]
     assert set(grouped) <= set(known)
     assert len(set(grouped)) == len(grouped)
@@ -64,6 +64,9 @@ def test_every_key_of_a_group_exists_and_has_help():
     text = keys_text(schema())
     assert "Reinforcement learning" not in text
     assert all(key in text for key in schema())
+    text = keys_text(known)
+    assert "save_every" in text.split("Online runs")[1].split("Further keys of transformers")[0]
+    assert "(also: save_every" not in text
 
 
 def test_completion_holds_commands_keys_and_aliases(capsys):

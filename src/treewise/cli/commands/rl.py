@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli import curriculum_order, online_run, run_folder, training_run
-from treewise.cli.config import RunConfig, read_config, schema
+from treewise.cli.config import RunConfig, key_names, read_config
 from treewise.cli.key_help import formatter_with
 from treewise.cli.objective import typed_settings
 from treewise.cli.output import is_first_rank
@@ -57,12 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "treewise rl [CONFIG.yaml] (--data ROLLOUTS --objective NAME | --tasks TASK) --model MODEL "
         "--output_dir FOLDER [--key value ...] [--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
     )
-    parser.formatter_class = formatter_with(lambda: schema(KEYS | online_run.keys()))
+    parser.formatter_class = formatter_with(lambda: key_names([*KEYS, *online_run.names()]))
     parser.epilog = (
         "Objectives and advantages are explained in docs/rl.md, those with --tasks in docs/online-rl.md, "
         "further keys in docs/training.md."
     )
     training_run.add_flags(parser, "the folder")
+
+
+def all_keys() -> dict[str, Any]:
+    """Every key with its type, on recorded rollouts and with tasks."""
+    return KEYS | online_run.keys()
 
 
 def aliases() -> dict[str, str]:
@@ -146,7 +151,7 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: Any) -
 
 def _run_online(args: argparse.Namespace, path: str | None, overrides: list[str]) -> int:
     """Runs the online loop; returns the exit code."""
-    config = read_config(path, overrides, KEYS | online_run.keys(), aliases(), online_run.REQUIRED)
+    config = read_config(path, overrides, all_keys(), aliases(), online_run.REQUIRED, online_run.ELSEWHERE)
     training_run.check_flags(args, config)
     for name, value in DEFAULTS.items():
         config.training.setdefault(name, value)

@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
 
 def as_text(of: str) -> str:
     """The schema of `treewise train` or `treewise rl`, as text."""
-    if of == "train":
-        return json.dumps(json_schema("treewise train"), indent=1)
-    from treewise.cli.commands import rl
+    from treewise.cli.commands import rl, train
 
-    return json.dumps(json_schema("treewise rl", rl.KEYS, rl.aliases()), indent=1)
+    if of == "train":
+        return json.dumps(json_schema("treewise train", train.KEYS), indent=1)
+    return json.dumps(json_schema("treewise rl", rl.all_keys(), rl.aliases()), indent=1)

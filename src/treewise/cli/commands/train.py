@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from treewise.cli import curriculum_order, preferences, run_folder, training_run
-from treewise.cli.config import read_config, schema
+from treewise.cli.config import key_names, read_config
 from treewise.cli.key_help import formatter_with
 from treewise.cli.output import is_first_rank
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "treewise train [CONFIG.yaml] --model MODEL --data FILES --output_dir FOLDER [--key value ...] "
         "[--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
     )
-    parser.formatter_class = formatter_with(lambda: schema(KEYS))
+    parser.formatter_class = formatter_with(lambda: key_names(KEYS))
     parser.epilog = "Keys are explained in docs/training.md; `treewise schema` prints them for editors."
     training_run.add_flags(parser, "output_dir")
 
