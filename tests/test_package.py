@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import treewise
+from treewise.errors import pip_install
 
 ROOT = Path(__file__).parents[1]
 HEAVY_MODULES = {"accelerate", "datasets", "jinja2", "pandas", "peft", "pyarrow", "rich", "torch", "transformers"}
@@ -67,22 +68,22 @@ def test_every_public_name_can_be_imported():
         treewise.Tree  # noqa: B018
 
 
-def test_extras_are_spelled_alike():
-    """Pages and messages name extras that exist, and the README names all of them."""
+def test_what_is_missing_is_named_by_its_own_package():
+    """In the version of pyproject.toml, in messages and on pages; the README names all extras."""
     extras = set(
         tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`\[(\w+)\]`", readme)) == extras
-    files = [
-        *(ROOT / "src").rglob("*.py"),
-        *(ROOT / "docs").glob("*.md"),
-        *ROOT.glob("*.md"),
-        ROOT / "examples" / "README.md",
-    ]
-    for path in files:
-        for names in re.findall(r"treewise\[([\w,]+)\]", path.read_text(encoding="utf-8")):
-            assert set(names.split(",")) <= extras, f"{path.name}: treewise[{names}]"
+    assert pip_install("TRL", "tree-recurrence") == "pip install 'trl>=1.15' 'tree-recurrence>=0.1.1'"
+    assert pip_install("unknown") == "pip install 'unknown'"
+    wanted = {line.partition(";")[0] for line in importlib.metadata.requires("treewise") or ()}
+    for path in (path for each in ("src", "docs", "examples", "*.md") for path in ROOT.glob(each)):
+        for file in [path] if path.is_file() else [*path.rglob("*.py"), *path.rglob("*.md"), *path.rglob("*.yaml")]:
+            text = file.read_text(encoding="utf-8")
+            assert "treewise[" not in text, f"{file.name}: no package index has treewise"
+            found = {spec for line in re.findall(r"pip install (.*)", text) for spec in re.findall(r"'([\w-]+[><=][^']+)'", line)}
+            assert found <= wanted | {"trl>=1.16"}, file.name
 
 
 def test_the_dockerfile_installs_what_the_makefile_does():

@@ -5,10 +5,12 @@ at the end write what many of them share.
 """
 
 import numbers
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from importlib import metadata
 from typing import Any
 
 
@@ -97,6 +99,18 @@ def bytes_as_text(num_bytes: float | None) -> str:
         if num_bytes >= limit:
             return f"{num_bytes / limit:,.2f} {unit}"
     return f"{num_bytes:,.0f} bytes"
+
+
+def pip_install(*packages: str) -> str:
+    """`pip install 'trl>=1.15'`: the way to packages that are missing, in the versions that pyproject.toml asks for."""
+    try:
+        listed = metadata.requires("treewise") or []
+    except metadata.PackageNotFoundError:  # run from its sources
+        listed = []
+    wanted = {}
+    for line in sorted(each.partition(";")[0].strip() for each in listed):
+        wanted[re.split(r"[^\w.-]", line)[0].lower()] = line
+    return "pip install " + " ".join(f"'{wanted.get(name.lower(), name)}'" for name in packages)
 
 
 def check_setting_types(owner: str, settings: Mapping[str, Any], known: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from treewise.bench.flat import attention, checkpointing
 from treewise.bench.varlen import varlen_attention
-from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.errors import ConfigError, UnsupportedModelError, pip_install
 from treewise.nn.compilation import uncompiled
 from treewise.nn.lm_head import edge_values
 from treewise.nn.model import DecoderAndHead
@@ -137,7 +137,7 @@ class TrlRows:
             yield
             return
         if find_spec("tree_recurrence") is None:
-            raise ConfigError("tree-recurrence is not installed: pip install tree-recurrence")
+            raise ConfigError(f"tree-recurrence is not installed: {pip_install('tree-recurrence')}")
         import tree_recurrence
 
         logger = logging.getLogger("tree_recurrence")

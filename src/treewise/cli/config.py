@@ -18,7 +18,7 @@ from treewise.cli.key_help import RENDERING, TRAINING, declared
 from treewise.cli.typed_values import coerce, kinds_of, scalar
 from treewise.cli.yaml_file import read_file
 from treewise.data import RenderOptions
-from treewise.errors import ConfigError, did_you_mean
+from treewise.errors import ConfigError, did_you_mean, pip_install
 
 Values = dict[str, Any]
 
@@ -245,7 +245,7 @@ def _checked_lora(values: Values) -> Values:
     try:
         from peft import LoraConfig
     except ImportError:
-        raise ConfigError("lora needs the peft package: pip install 'treewise[lora]'") from None
+        raise ConfigError(f"lora needs the peft package: {pip_install('peft')}") from None
     hints = typing.get_type_hints(LoraConfig)
     names = [item.name for item in dataclasses.fields(LoraConfig)]
     for key in values:

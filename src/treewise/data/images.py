@@ -1,6 +1,6 @@
 """Images of records: checked, decoded, and counted in tokens, before training.
 
-Pillow decodes them (`pip install 'treewise[images]'`).
+Pillow decodes them (`pip install 'pillow>=10'`).
 """
 
 import base64
@@ -18,7 +18,7 @@ import numpy as np
 
 from treewise.data.download import NETWORK, downloaded
 from treewise.data.io.printable import shown
-from treewise.errors import ConfigError, DataError, num
+from treewise.errors import ConfigError, DataError, num, pip_install
 from treewise.tree.images import ImageSpan
 
 MAX_PIXELS = 100_000_000  # of one image; more is a decompression bomb or a mistake
@@ -38,7 +38,7 @@ def decoded(data: bytes, location: str) -> Any:
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
-        raise ConfigError("images need Pillow; install it: pip install 'treewise[images]'.") from None
+        raise ConfigError(f"images need Pillow: {pip_install('pillow')}.") from None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # too many pixels are counted here, exactly

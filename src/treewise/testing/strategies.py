@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, pip_install
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 try:
     from hypothesis import strategies as st
 except ImportError as error:
-    raise ConfigError("random trees need the hypothesis package: pip install 'treewise[test]'") from error
+    raise ConfigError(f"random trees need the hypothesis package: {pip_install('hypothesis')}") from error
 
 MAX_SEED = 2**32 - 1
 

@@ -5,7 +5,7 @@ import importlib.util
 from typing import Any
 
 from treewise.cli import parser as parsers
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, pip_install
 
 SHELLS = ("bash", "zsh", "tcsh")
 _FILES = {"data", "eval_data", "model", "tokenizer", "gguf_file", "chat_template", "reference"}
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the script; returns the exit code."""
     if importlib.util.find_spec("shtab") is None:
-        raise ConfigError("completion needs the shtab package: pip install 'treewise[completion]'")
+        raise ConfigError(f"completion needs the shtab package: {pip_install('shtab')}")
     import shtab
 
     print(shtab.complete(complete_parser(), args.shell))

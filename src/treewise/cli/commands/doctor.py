@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import treewise
 from treewise.cli.devices import chosen_device
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, bytes_as_text
+from treewise.errors import ConfigError, bytes_as_text, pip_install
 from treewise.nn.attention import AUTO, choose
 from treewise.nn.device import free_bytes
 from treewise.nn.releases import installed_version
@@ -32,10 +32,10 @@ from treewise.tree.trajectory import Trajectory
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "numpy")
 _OPTIONAL = {
-    "peft": "adapters: pip install 'treewise[lora]'",
-    "trl": "TRL's trainers: pip install 'treewise[trl]'",
-    "tree_recurrence": "a contestant of the benchmarks of hybrids: pip install 'treewise[bench]'",
-    "gguf": "models from GGUF files: pip install 'treewise[gguf]'",
+    "peft": "adapters",
+    "trl": "TRL's trainers",
+    "tree_recurrence": "a contestant of the benchmarks of hybrids",
+    "gguf": "models from GGUF files",
 }
 # Relative error of the whole gradient that float32 may have between flat and tree.
 _LIMIT = 1e-4
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         "packages": _versions(),
         "devices": _devices(),
         "attention": _attention(device),
-        "missing": {name: why for name, why in _OPTIONAL.items() if find_spec(name) is None},
+        "missing": {name: f"{why}: {pip_install(name.replace('_', '-'))}" for name, why in _OPTIONAL.items() if find_spec(name) is None},
         "self-check": _self_check(device),
     }
     passed, lines = facts["self-check"]["passed"], []

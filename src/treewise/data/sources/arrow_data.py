@@ -15,7 +15,7 @@ import pyarrow as pa
 from treewise.data.io.files import PARQUET_BATCH_ROWS, RawRecord, batch_records
 from treewise.data.io.printable import shown
 from treewise.data.sources.source import Source, plain
-from treewise.errors import ConfigError, DataError, did_you_mean
+from treewise.errors import ConfigError, DataError, did_you_mean, pip_install
 
 HUB = "hf:"
 _HUB_NAME = re.compile(r"hf:(?P<name>[^\[\]:\s]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>.+)\])?")
@@ -131,7 +131,7 @@ def _datasets(text: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"{text} needs the datasets package: pip install 'treewise[datasets]'") from None
+        raise ConfigError(f"{text} needs the datasets package: {pip_install('datasets')}") from None
     return datasets
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from treewise.distributed import ranks
 from treewise.distributed.mesh import check_same_rows, mesh_of
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.errors import ConfigError, UnsupportedModelError, pip_install
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows
 from treewise.integrations.tree_batches import Fields, TreeBatches, fields_in_rows, require_no_dropout
 from treewise.integrations.trl.call import rows_of_call
@@ -258,6 +258,6 @@ def _require_trl() -> None:
     try:
         from trl.trainer import utils
     except ImportError as error:
-        raise ConfigError("share_prefixes is for TRL's trainers; pip install 'treewise[trl]'.") from error
+        raise ConfigError(f"share_prefixes is for TRL's trainers: {pip_install('trl')}.") from error
     if not hasattr(utils, "add_fused_lm_head"):
         raise ConfigError("share_prefixes needs TRL 1.15 or later, whose trainers score through one fused head.")

@@ -8,7 +8,7 @@ ids (`return_token_ids`) and log-probs keyed by id (`return_tokens_as_token_ids`
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from treewise.errors import ConfigError, SamplerError
+from treewise.errors import ConfigError, SamplerError, pip_install
 from treewise.rl.samplers.protocol import Completion, SampleRequest
 from treewise.rl.samplers.remote import (
     LOGPROBS_MODES,
@@ -56,7 +56,7 @@ class OpenAISampler:
             import httpx
             import tenacity
         except ImportError as error:
-            raise ConfigError(f"OpenAISampler needs {error.name}; pip install 'treewise[rl]'.") from None
+            raise ConfigError(f"OpenAISampler needs {error.name}: {pip_install('httpx', 'tenacity')}.") from None
         self.url = base_url.rstrip("/") + "/completions"
         self.model = model
         self.max_concurrent = max_concurrent

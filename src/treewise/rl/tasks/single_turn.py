@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, pip_install
 from treewise.rl.tasks.protocol import Message, RewardRequest, Split, TaskItem
 
 # Seeds of reasoning_gym: held-out items come from their own half of the numbers, so no setting can make them meet.
@@ -87,7 +87,7 @@ class ReasoningGymTask:
             try:
                 import reasoning_gym
             except ImportError:
-                raise ConfigError(f"{self.name} needs reasoning-gym; pip install 'treewise[rl]'.") from None
+                raise ConfigError(f"{self.name} needs reasoning-gym: {pip_install('reasoning-gym')}.") from None
             try:
                 dataset = reasoning_gym.create_dataset(self.task, seed=seed, size=ITEMS_PER_SEED, **dict(self.settings))
             except (ValueError, TypeError, AssertionError) as error:
@@ -186,7 +186,7 @@ def math_reward(completions: Sequence[Any], answer: Sequence[str], **_columns: A
     try:
         from math_verify import parse, verify
     except ImportError:
-        raise ConfigError("math_reward needs math-verify; pip install 'treewise[rl]'.") from None
+        raise ConfigError(f"math_reward needs math-verify: {pip_install('math-verify')}.") from None
     rewards = []
     for completion, expected in zip(completions, answer, strict=True):
         # math-verify's own limits use signals, which threads cannot have; RewardRunner has its own.
