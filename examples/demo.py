@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
-from treewise.cli.load_model import DEMO_MODEL, load_model
 from treewise.data import RenderOptions, load_trees
 from treewise.engine import TreeEngine
 from treewise.errors import TreewiseError
 from treewise.nn.flops import FlopModel, flop_model
+from treewise.nn.load_model import DEMO_MODEL, load_model
 from treewise.report import inspect_forests, inspect_view, verification_view
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.tree.forest import Forest

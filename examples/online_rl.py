@@ -16,7 +16,7 @@ from collections import Counter
 import torch
 
 import treewise as tw
-from treewise.cli.load_model import load_model
+from treewise.nn.load_model import load_model
 from treewise.rl.tasks import ReasoningGymTask
 
 

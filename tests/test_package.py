@@ -82,7 +82,11 @@ def test_what_is_missing_is_named_by_its_own_package():
         for file in [path] if path.is_file() else [*path.rglob("*.py"), *path.rglob("*.md"), *path.rglob("*.yaml")]:
             text = file.read_text(encoding="utf-8")
             assert "treewise[" not in text, f"{file.name}: no package index has treewise"
-            found = {spec for line in re.findall(r"pip install (.*)", text) for spec in re.findall(r"'([\w-]+[><=][^']+)'", line)}
+            found = {
+                spec
+                for line in re.findall(r"pip install (.*)", text)
+                for spec in re.findall(r"'([\w-]+[><=][^']+)'", line)
+            }
             assert found <= wanted | {"trl>=1.16"}, file.name
 
 

@@ -1,4 +1,6 @@
 from treewise import advantages as advantages
+from treewise import errors as errors
+from treewise.data import load_trees as load_trees
 from treewise.engine import TreeEngine as TreeEngine
 from treewise.errors import CheckpointError as CheckpointError
 from treewise.errors import ConfigError as ConfigError

@@ -12,12 +12,13 @@ import treewise.data
 import treewise.rl.online
 import treewise.rl.samplers
 from tests.cli.helpers import save_tiny_model, write_rows
-from treewise.cli import epoch_means, load_model, online_run, run_folder, training_run
+from treewise.cli import epoch_means, online_run, run_folder, training_run
 from treewise.cli.commands import rl, train
 from treewise.cli.config import key_names, schema
 from treewise.cli.main import main
 from treewise.cli.typed_values import kinds_of
 from treewise.data import RenderOptions
+from treewise.nn import load_model
 from treewise.rl import checks, rollout_batch, update
 from treewise.rl.curriculum import recorded_order
 from treewise.rl.online import OnlineSettings, tasks_by_name

@@ -19,6 +19,7 @@ from treewise.cli.typed_values import coerce, kinds_of, scalar
 from treewise.cli.yaml_file import read_file
 from treewise.data import RenderOptions
 from treewise.errors import ConfigError, did_you_mean, pip_install
+from treewise.nn.load_model import adapter_folder
 
 Values = dict[str, Any]
 
@@ -271,7 +272,7 @@ def _checked_lora(values: Values) -> Values:
 def _check_adapters(config: RunConfig) -> None:
     """Raises where settings of adapters and of quantised weights contradict one another."""
     for key in ("load_in_4bit", "load_in_8bit"):
-        if getattr(config, key) and config.lora is None:
+        if getattr(config, key) and config.lora is None and adapter_folder(config.model) is None:
             raise ConfigError(
                 f"{key}: quantised weights cannot be trained themselves; add adapters, as in lora: "
                 "{r: 16, target_modules: all-linear}."

@@ -6,11 +6,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from treewise.cli.config import RunConfig, read_config
-from treewise.cli.load_model import load_processor
 from treewise.cli.yaml_file import read_mapping
 from treewise.data import RenderOptions, Trees, load_trees
 from treewise.data.io.options import ON_DRIFT, ON_HIDDEN, THINKING, TRAIN_ON
 from treewise.errors import ConfigError
+from treewise.nn.load_model import load_processor
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:

@@ -86,6 +86,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "Rendering of records": (
         *("thinking", "train_on", "merge_siblings", "group_by", "max_length", "chat_template"),
         *("chat_template_kwargs", "on_drift", "on_hidden", "max_record_bytes", "images_from_network"),
+        "max_image_bytes",
     ),
     "Reinforcement learning": (
         *("objective", "objective_settings", "advantages", "advantages_settings", "old_logprobs", "reference"),

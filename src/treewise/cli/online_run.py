@@ -11,7 +11,7 @@ from typing import Any
 
 from treewise.cli import run_folder, training_run
 from treewise.cli.config import RunConfig, parse_flags
-from treewise.cli.key_help import ONLINE, declared
+from treewise.cli.key_help import ONLINE, RENDERING, declared
 from treewise.cli.yaml_file import read_file
 from treewise.errors import ConfigError, check_choice, num
 
@@ -42,13 +42,11 @@ ELSEWHERE: dict[str, str] = {
     ),
     "data_seed": "with tasks give seed, or tasks_seed",
     "balance_costs": "with tasks, processes take trees by predicted FLOPs",
-    **dict.fromkeys(
-        ("num_workers", "on_bad_record", "prepare_ahead", "train_sampling_strategy", "thinking", "train_on"), _NO_DATA
-    ),
-    **dict.fromkeys(("merge_siblings", "group_by", "on_drift", "on_hidden", "max_record_bytes"), _NO_DATA),
+    **dict.fromkeys(declared(*RENDERING).keys() - {"max_length", "chat_template"}, _NO_DATA),
+    **dict.fromkeys(("num_workers", "on_bad_record", "prepare_ahead", "train_sampling_strategy"), _NO_DATA),
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_prefetch_factor"), _NO_DATA),
+    "dataloader_multiprocessing_context": _NO_DATA,
     "chat_template_kwargs": "with tasks the template has no further variables; write them into chat_template",
-    **dict.fromkeys(("images_from_network", "dataloader_num_workers"), _NO_DATA),
-    **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_multiprocessing_context"), _NO_DATA),
 }
 
 
@@ -137,7 +135,7 @@ def _task(config: RunConfig) -> Any:
 
 
 def _tokenizer(config: RunConfig) -> Any:
-    from treewise.cli.load_model import load_tokenizer
+    from treewise.nn.load_model import load_tokenizer
 
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
@@ -146,7 +144,7 @@ def _tokenizer(config: RunConfig) -> Any:
 
 def _reference(config: RunConfig) -> Any:
     """The model of a KL term: the one that the run starts from, where none is given and no adapters are trained."""
-    from treewise.cli.load_model import load_weights
+    from treewise.nn.load_model import load_weights
 
     name = config.more.get("reference")
     has_kl = bool((config.more.get("objective_settings") or {}).get("beta"))

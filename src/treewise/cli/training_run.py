@@ -3,17 +3,18 @@
 import argparse
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli.aliases import as_text
 from treewise.cli.argument_checks import check_settings
 from treewise.cli.config import RunConfig
-from treewise.cli.load_model import adapted, load_processor, load_weights, locate
 from treewise.cli.output import is_first_rank
 from treewise.cli.run_folder import FINISHED
 from treewise.data.io.printable import printable, shown
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
+from treewise.nn.load_model import adapted, load_processor, load_weights, locate
 
 if TYPE_CHECKING:
     from treewise.data import Trees
@@ -147,9 +148,12 @@ def _report(name: str, dataset: "Trees", limit: int = 5) -> None:
 
 def load_model(config: RunConfig, arguments: "TreeTrainingArguments") -> Any:
     """The model to train, with new adapters where the configuration asks for them."""
-    model = load_weights(
-        config.model, config.gguf_file, config.dtype, bits_of(config), mesh=(arguments.tp_size, arguments.ep_size)
-    )
+    from treewise.distributed.mesh import load_on_mesh
+
+    mesh = None
+    if (arguments.tp_size, arguments.ep_size) != (1, 1):
+        mesh = partial(load_on_mesh, tp_size=arguments.tp_size, ep_size=arguments.ep_size)
+    model = load_weights(config.model, config.gguf_file, config.dtype, bits_of(config), load_on_mesh=mesh)
     return with_adapters(model, config, arguments.seed)
 
 
@@ -162,14 +166,11 @@ def with_adapters(model: Any, config: RunConfig, seed: int) -> Any:
     """The model with new adapters where the configuration asks for them, else as it is."""
     if config.lora is None:
         return model
-    if bits_of(config) is not None:  # norms and embeddings in float32
-        from peft import prepare_model_for_kbit_training
-
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     from transformers import set_seed
 
     set_seed(seed)  # adapters start from random numbers
-    return adapted(model, config.lora)
+    place = Path(config.model, config.gguf_file or "").expanduser()  # as the saved adapters name it
+    return adapted(model, config.lora, str(place.resolve()) if place.exists() else config.model)
 
 
 def dry_run(arguments: "TreeTrainingArguments", model: Any, dataset: Any) -> int:

@@ -42,6 +42,7 @@ from treewise.nn.recurrent import peak_cuts
 from treewise.nn.router_loss import RouterCounts, RouterLoss, router_loss_rule
 from treewise.objectives import SFT, Objective
 from treewise.objectives.protocol import Terms
+from treewise.objectives.registry import check_objective
 from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
 from treewise.shapes import Float
@@ -197,6 +198,7 @@ class TreeEngine:
                 are disabled.
             UnsupportedModelError: active dropout, or a model that fails the probe.
         """
+        check_objective(objective)
         self._require_gradients()
         loss = SFT() if objective is None else objective
         if isinstance(loss, type) or not (isinstance(loss, Objective) or callable(loss)):
@@ -222,6 +224,7 @@ class TreeEngine:
         denominator: float | None = None,
     ) -> StepOutput:
         """The loss and the metrics without gradients; arguments as in `step`."""
+        check_objective(objective)
         plan = self.plan(forests)
         objective = SFT() if objective is None else objective
         loss, router_loss = self._step_loss(plan.forest, objective, denominator), self.router_loss(plan)

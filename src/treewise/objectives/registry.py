@@ -118,6 +118,20 @@ OBJECTIVES: Mapping[str, Callable[..., Objective]] = {
     "kto": KTO,
 }
 PREFERENCES = ("dpo", "ipo", "kto")
+
+
+def check_objective(objective: object) -> None:
+    """Raises `ConfigError` for an objective that was not called (`tw.GRPO`), or is given by its name alone."""
+    named = isinstance(objective, str) and objective.lower() in OBJECTIVES
+    found = OBJECTIVES[str(objective).lower()] if named else objective
+    if named or isinstance(objective, str | type) or any(objective is each for each in OBJECTIVES.values()):
+        name = getattr(found, "__name__", None)
+        if name is None:
+            raise ConfigError(f"objective {objective!r} is a text; give an objective: tw.SFT(), tw.GRPO(), ...")
+        given = repr(objective) if isinstance(objective, str) else f"{name} without brackets"
+        raise ConfigError(f"the objective is {given}; call it, with its settings inside: tw.{name}().")
+
+
 # Settings of `PolicyGradient` that a name determines; `policy_gradient` leaves all of them open.
 DETERMINED: Mapping[str, tuple[str, ...]] = {
     "reinforce": ("surrogate",),

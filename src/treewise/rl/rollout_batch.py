@@ -5,21 +5,19 @@ without gradients, cut as the training steps will be.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Any
 
-import numpy as np
-import torch
-
 from treewise import advantages
 from treewise.advantages import AdvantageReport, Credited, with_rollout_weights
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, DataError, check_choice
 from treewise.objectives import PolicyGradient
+from treewise.trainer.inputs import scored
 from treewise.tree.trajectory import Trajectory
 
 Trees = list[list[Trajectory]]
@@ -145,34 +143,6 @@ def fill_streams(
         return scored(engine, trees, "ref_logprobs", batch_size)
 
 
-def scored(engine: TreeEngine, trees: Trees, stream: str, batch_size: int) -> Trees:
-    """Trajectories with a stream of the engine's log-probs. Ranks share the work and all get the whole."""
-    rank, num_ranks = 0, 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    own: dict[int, list[np.ndarray]] = {}
-    is_training = engine.model.training
-    engine.model.eval()  # dropout has no place in a measurement
-    try:
-        for tree_indices in _batches(range(rank, len(trees), num_ranks), batch_size):
-            items = iter(
-                engine.scored([item for tree_index in tree_indices for item in trees[tree_index]], stream=stream)
-            )
-            for tree_index in tree_indices:
-                own[tree_index] = [getattr(next(items), stream) for _ in trees[tree_index]]
-    finally:
-        engine.model.train(is_training)
-    parts: list[Any] = [own]
-    if num_ranks > 1:
-        parts = [None] * num_ranks
-        torch.distributed.all_gather_object(parts, own)
-    whole = {tree_index: arrays for part in parts for tree_index, arrays in part.items()}
-    return [
-        [replace(item, **{stream: array}) for item, array in zip(tree, whole[tree_index], strict=True)]
-        for tree_index, tree in enumerate(trees)
-    ]
-
-
 def method_of(objective: Any, method: str | None, trees: Sequence[list[Trajectory]] = ()) -> str | None:
     """How rewards become advantages: the method that was chosen, else `given` where the rows have some, else the one
     that the objective carries (`usual_advantages`). None: the objective takes none.
@@ -244,8 +214,3 @@ def trees_per_batch(num_trees: int, num_mini_batches: int, num_ranks: int) -> in
 def _as_trees(items: Sequence[Trajectory], like: Trees) -> Trees:
     source = iter(items)
     return [[next(source) for _ in tree] for tree in like]
-
-
-def _batches(tree_indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for start in range(0, len(tree_indices), size):
-        yield tree_indices[start : start + size]

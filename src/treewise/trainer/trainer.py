@@ -21,13 +21,13 @@ from typing_extensions import override
 
 from treewise.distributed import ranks
 from treewise.distributed.fsdp import ShardedModel
-from treewise.distributed.mesh import mesh_of, take_over
 from treewise.distributed.signals import StepAbandoned, StopSignals
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective
 from treewise.objectives.normalization import fixed_denominator
+from treewise.objectives.registry import check_objective
 from treewise.trainer import hub
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents
@@ -45,6 +45,7 @@ from treewise.trainer.data_loader import (
     survey,
     training_loader,
 )
+from treewise.trainer.inputs import by_name, check_mesh, loaded, with_references
 from treewise.trainer.metrics import MetricMeans, Throughput
 from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_path
 from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
@@ -62,16 +63,22 @@ class TreeTrainer(Trainer):
     """Trains a causal language model on trees; gradients equal those of flat training.
 
     Parameters:
-        model: any transformers causal language model that `TreeEngine` takes, PEFT-wrapped or not.
+        model: any transformers causal language model that `TreeEngine` takes, PEFT-wrapped or not; or its name: a
+            folder (also one of adapters), a Hub name or a `.gguf` file, loaded in float32 with its tokenizer.
         train_dataset: anything with a length and indices whose items are `Forest`, one `Trajectory`, a list of them,
             or training trees (what `load_trees` returns); or records, in anything that `load_trees` reads (paths,
             `datasets`, data frames, mappings), which are then loaded with `processing_class` as the tokenizer
             (the model's processor, if they hold images).
         eval_dataset: the same, or a mapping of names to such.
+        processing_class: tokenizer or processor, or its name; by default the one that is saved with a model that was
+            given, or whose records were given, by name.
+        peft_config: new adapters (`peft.LoraConfig`, or a mapping of its settings); they alone are trained.
         render: how records are rendered (`RenderOptions`, or a mapping of its fields).
         tree_order: a curriculum that orders the trees of each epoch (`treewise.rl.curriculum.recorded_order`); None:
             by chance, as `args` has it.
         objective: a loss (`tw.GRPO()`, ...), in place of the one that `args` names. Its metrics are logged.
+        reference: of `tw.DPO`, `tw.IPO` and `tw.KTO`, a model or its name. It scores the rows that lack `ref_logprobs`,
+            once, before the first step; None: the trained model does, as it starts.
 
     Raises:
         ConfigError: settings that contradict one another, an empty data set, or parameters trained beside adapters,
@@ -90,8 +97,10 @@ class TreeTrainer(Trainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         objective: Objective | None = None,
+        reference: Any = None,
         tree_order: TreeOrder | None = None,
         processing_class: Any = None,
+        peft_config: Any = None,
         render: Any = None,
         model_init: Any = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -100,10 +109,12 @@ class TreeTrainer(Trainer):
         args = TreeTrainingArguments() if args is None else args
         if not isinstance(args, TreeTrainingArguments):
             raise ConfigError(f"args is a {type(args).__name__}; give tw.TreeTrainingArguments.")
+        check_objective(objective)
+        model, processing_class = loaded(model, processing_class, train_dataset, peft_config, args.seed)
         train_dataset = as_trees("train_dataset", train_dataset, processing_class, render)
         eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)
         # transformers writes the result of a trial of hyperparameter_search into `objective`.
-        self._own_objective, self._tree_order = objective, tree_order
+        self._own_objective, self._tree_order, self._reference = objective, tree_order, by_name(reference)
         check_preferences(train_dataset, objective or args.objective())
         if getattr(objective or args.objective(), "needs_whole_groups", False):
             args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
@@ -111,7 +122,7 @@ class TreeTrainer(Trainer):
         self._means, self._throughput = MetricMeans(), Throughput()
         rows_file = nonfinite_path(args.output_dir, args.process_index, args.world_size)
         self._guard = NonFiniteGuard(args.nonfinite, args.max_skipped_steps, args.spike_factor, rows_file)
-        _check_mesh(model, args)
+        check_mesh(model, args)
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(
             model=model,
@@ -175,6 +186,12 @@ class TreeTrainer(Trainer):
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
+    def _score_references(self) -> None:
+        """Scores the data of a preference objective by its reference, before the first step."""
+        own = (self.loss_objective, self.model, self._reference, self.args, self.processing_class)
+        for name in ("train_dataset", "eval_dataset"):
+            setattr(self, name, with_references(getattr(self, name), *own))
+
     @override
     def get_train_dataloader(self) -> TreeLoader:
         epoch = (self._resumed.step if self._resumed else 0) // steps_per_epoch(self.args, len(self.train_dataset))
@@ -182,6 +199,7 @@ class TreeTrainer(Trainer):
 
     @override
     def get_eval_dataloader(self, eval_dataset: Any = None) -> TreeLoader:
+        self._score_references()
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         return evaluation_loader(self.args, self.eval_dataset if eval_dataset is None else eval_dataset)
@@ -453,6 +471,7 @@ class TreeTrainer(Trainer):
             raise ConfigError("training needs a train_dataset.")
         if self.model is None:  # after a trial of hyperparameter_search
             self.model = self.call_model_init(trial)
+        self._score_references()
         with entered_run(self.args, self._signals):
             self._resumed = self._checkpoints.find(resume_from_checkpoint)
             self.runner.resume_budget(self._resumed.max_tokens if self._resumed else None)
@@ -506,17 +525,3 @@ class _StepEnd(TrainerCallback):
         if stop_of_all(self._signals):
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
-
-
-def _check_mesh(model: Any, args: TreeTrainingArguments) -> None:
-    """Raises `ConfigError` where the settings name another mesh than the one that the model was loaded on."""
-    mesh = None if model is None else mesh_of(model)
-    own = (1, 1) if mesh is None else (mesh.tensor.size(), mesh.expert.size())
-    if model is not None and own != (args.tp_size, args.ep_size):
-        raise ConfigError(
-            f"tp_size={args.tp_size}, ep_size={args.ep_size}, and the model was loaded with tp_size={own[0]}, "
-            f"ep_size={own[1]}; load it with treewise.distributed.mesh.load_on_mesh(folder, tp_size={args.tp_size}, "
-            f"ep_size={args.ep_size}), or change the settings."
-        )
-    if mesh is not None:
-        take_over(model)

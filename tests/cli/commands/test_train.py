@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from tests.cli.helpers import save_tiny_model, write_rows
-from treewise.cli.load_model import DEMO_MODEL, load_model, locate
 from treewise.cli.main import main
 from treewise.cli.run_folder import FINISHED
 from treewise.errors import ConfigError
+from treewise.nn.load_model import DEMO_MODEL, load_model, locate
 from treewise.trainer import TreeTrainer
 from treewise.trainer.checkpoint import contents
 

@@ -20,10 +20,10 @@ from treewise.bench.results import MIN_SPEED, command_line
 from treewise.bench.terminal import LEGEND, row_view
 from treewise.cli.data_arguments import add_data_arguments, apply_config, load_data
 from treewise.cli.devices import chosen_device
-from treewise.cli.load_model import DTYPES, load_tokenizer, load_weights
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.nn.compilation import DEFAULT_BACKEND
+from treewise.nn.load_model import DTYPES, load_tokenizer, load_weights
 from treewise.nn.model_checks import zero_dropout
 from treewise.tree.trajectory import Trajectory
 

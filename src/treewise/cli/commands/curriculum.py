@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from treewise.cli.load_model import load_tokenizer, load_weights
 from treewise.cli.yaml_file import read_mapping
+from treewise.nn.load_model import load_tokenizer, load_weights
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

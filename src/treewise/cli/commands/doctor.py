@@ -61,7 +61,11 @@ def run(args: argparse.Namespace) -> int:
         "packages": _versions(),
         "devices": _devices(),
         "attention": _attention(device),
-        "missing": {name: f"{why}: {pip_install(name.replace('_', '-'))}" for name, why in _OPTIONAL.items() if find_spec(name) is None},
+        "missing": {
+            name: f"{why}: {pip_install(name.replace('_', '-'))}"
+            for name, why in _OPTIONAL.items()
+            if find_spec(name) is None
+        },
         "self-check": _self_check(device),
     }
     passed, lines = facts["self-check"]["passed"], []

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from treewise.cli.load_model import load_tokenizer, load_weights, locate
 from treewise.errors import ConfigError
 from treewise.grow import GrowReport, grow
 from treewise.grow.growth import LEARNED, OPERATORS, OPTIMIZER_CHOICES
 from treewise.grow.operator_training import OperatorSettings
+from treewise.nn.load_model import adapter_folder, load_tokenizer, load_weights, locate
 
 DEFAULTS = OperatorSettings()
 
@@ -48,6 +48,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--data is for {' and '.join(LEARNED)}; operator {args.operator!r} reads none.")
     if args.like and (args.width, args.inner, args.layers, args.experts) != (1, None, None, 1):
         raise ConfigError("--like gives all sizes; leave --width, --inner, --layers and --experts out.")
+    if adapter_folder(args.small) is not None:
+        raise ConfigError(
+            f"{args.small} holds adapters, and weights are what grows; merge them into their base model first (peft's "
+            "merge_and_unload, then save_pretrained)."
+        )
     folder, gguf_file = locate(args.small)
     with tempfile.TemporaryDirectory() as unpacked:
         if gguf_file is not None:

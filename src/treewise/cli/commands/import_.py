@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from treewise.cli.load_model import load_tokenizer
 from treewise.data.importers import FORMATS, ImportReport, import_rollouts
 from treewise.data.io.printable import shown
 from treewise.errors import ConfigError, num
+from treewise.nn.load_model import load_tokenizer
 
 MAX_SHOWN = 5
 

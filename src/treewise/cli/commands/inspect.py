@@ -9,9 +9,9 @@ from rich.console import Console
 
 import treewise
 from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
-from treewise.cli.load_model import DTYPES, load_shapes
 from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model
+from treewise.nn.load_model import DTYPES, load_shapes
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view, verdict_view
 from treewise.report.analysis.lost_totals import LostCollector
 from treewise.report.analysis.token_text import TokenText

@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 
 from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
-from treewise.cli.load_model import DTYPES, load_config, load_shapes
 from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model
+from treewise.nn.load_model import DTYPES, load_config, load_shapes
 from treewise.planning.planner import plan
 from treewise.report import (
     BudgetMemory,

@@ -17,13 +17,13 @@ from treewise.cli import training_run
 from treewise.cli.config import RunConfig
 from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
 from treewise.cli.devices import chosen_device
-from treewise.cli.load_model import DTYPES, load_weights
 from treewise.engine.budget import AUTO
 from treewise.engine.engine import TreeEngine
 from treewise.engine.profiling import PARTS, Profile, mean, profile_step
 from treewise.errors import ConfigError
 from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.nn.gradients import zero_gradients
+from treewise.nn.load_model import DTYPES, load_weights
 from treewise.nn.model_checks import zero_dropout
 from treewise.tree.forest import Forest
 

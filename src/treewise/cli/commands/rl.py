@@ -19,6 +19,7 @@ from treewise.cli.objective import typed_settings
 from treewise.cli.output import is_first_rank
 from treewise.data.sources import open_sources
 from treewise.errors import ConfigError, DataError
+from treewise.nn.load_model import adapter_folder
 
 if TYPE_CHECKING:
     from treewise.rl.update import Update
@@ -240,8 +241,8 @@ def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
 
 def _scored(config: RunConfig, arguments: "TreeTrainingArguments", model: Any, update: "Update") -> "Update":
     """The update with the log-probs of the policy and the reference."""
-    from treewise.cli.load_model import load_weights
     from treewise.engine.engine import TreeEngine
+    from treewise.nn.load_model import load_weights
     from treewise.rl.update import scored
 
     def engine(model: Any) -> TreeEngine:
@@ -261,8 +262,9 @@ def _scored(config: RunConfig, arguments: "TreeTrainingArguments", model: Any, u
 def _print_update(config: RunConfig, update: "Update") -> None:
     from treewise.rl.update import describe
 
+    has_adapters = config.lora or adapter_folder(config.model) is not None
     reference = config.more.get("reference") or (
-        "the policy without adapters" if config.lora else "the starting policy"
+        "the policy without adapters" if has_adapters else "the starting policy"
     )
     if is_first_rank():
         print(describe(update, config.more["objective"], reference))

@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     for dataset in (train_data, *([] if eval_data is None else [eval_data])):
         dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     from treewise.trainer.data_loader import check_preferences  # slow to import
+    from treewise.trainer.inputs import with_references
 
     check_preferences(train_data, objective or arguments.objective())
     if args.dry_run:
@@ -52,10 +53,9 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         resume_from = run_folder.begin(stack, args, config, arguments)
         run_folder.check_steps_left(arguments, len(train_data), resume_from)
-        train: Any = train_data
-        evaluation: Any = eval_data
-        if objective is not None:
-            train, evaluation = preferences.with_references(config, arguments, model, objective, train_data, eval_data)
+        own = (objective, model, preferences.reference_of(config), arguments)
+        train: Any = with_references(train_data, *own)
+        evaluation: Any = with_references(eval_data, *own)
         order = curriculum_order.order_of(config, arguments, model, train, objective)
         training_run.train(
             arguments, model, tokenizer, train, evaluation, resume_from, command, objective, tree_order=order

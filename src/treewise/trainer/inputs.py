@@ -1,0 +1,154 @@
+"""What a trainer is given becomes what it computes with: models by name, new adapters, data scored by a reference.
+
+The reference of a preference objective scores the data once, before the first step. Without a model of its own it is
+the trained model as it starts, with the adapters that it then has (new ones change nothing).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import set_seed
+
+from treewise.data.sources import is_raw_data
+from treewise.distributed.mesh import mesh_of, take_over
+from treewise.engine.engine import TreeEngine
+from treewise.errors import ConfigError
+from treewise.nn import load_model
+from treewise.objectives import DPO, KTO, with_mismatched
+from treewise.trainer.arguments import TreeTrainingArguments
+from treewise.trainer.data_loader import survey
+from treewise.tree.forest import forest_of
+from treewise.tree.trajectory import Trajectory
+
+
+def by_name(model: Any) -> Any:
+    """The model, loaded in float32 where it is given by its name."""
+    return load_model.load_weights(str(model)) if isinstance(model, str | Path) else model
+
+
+def loaded(model: Any, processor: Any, dataset: Any, peft_config: Any, seed: int) -> tuple[Any, Any]:
+    """Model and tokenizer, loaded where they are given by name, and the model with new adapters where asked for."""
+    if isinstance(processor, str | Path):
+        processor = load_model.load_processor(str(processor))
+    name = str(model) if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    if isinstance(model, str | Path):
+        model = by_name(model)
+        if processor is None:
+            processor = load_model.load_processor(name, required=False)
+    elif processor is None and is_raw_data(dataset) and Path(name or "absent").is_dir():
+        processor = load_model.load_processor(name, required=False)
+    if peft_config is not None:
+        if model is None:
+            raise ConfigError("peft_config needs a model; with model_init let it return one with adapters.")
+        set_seed(seed)  # adapters start from random numbers
+        model = load_model.adapted(model, peft_config, name or None)
+    return model, processor
+
+
+def check_mesh(model: Any, args: TreeTrainingArguments) -> None:
+    """Raises `ConfigError` where the settings name another mesh than the one that the model was loaded on."""
+    mesh = None if model is None else mesh_of(model)
+    own = (1, 1) if mesh is None else (mesh.tensor.size(), mesh.expert.size())
+    if model is not None and own != (args.tp_size, args.ep_size):
+        raise ConfigError(
+            f"tp_size={args.tp_size}, ep_size={args.ep_size}, and the model was loaded with tp_size={own[0]}, "
+            f"ep_size={own[1]}; load it with treewise.distributed.mesh.load_on_mesh(folder, tp_size={args.tp_size}, "
+            f"ep_size={args.ep_size}), or change the settings."
+        )
+    if mesh is not None:
+        take_over(model)
+
+
+class ScoredTrees:
+    """Trees with the reference's log-probs. The fingerprint is that of the data and the names of what scored it, so a
+    run may be resumed where sums of floats round otherwise.
+    """
+
+    def __init__(self, trees: Sequence[list[Trajectory]], facts: Sequence[object]) -> None:
+        self._trees = trees
+        self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._trees)
+
+    def __getitem__(self, index: int) -> list[Trajectory]:
+        return self._trees[index]
+
+
+def with_references(
+    dataset: Any, objective: Any, model: Any, reference: Any, args: TreeTrainingArguments, processor: Any = None
+) -> Any:
+    """The data with `ref_logprobs` where the objective needs them and a row lacks them; else as it is.
+
+    Parameters:
+        model: the trained one, before its first step.
+        reference: a model; None for the trained one.
+    """
+    if not isinstance(objective, DPO | KTO) or isinstance(dataset, ScoredTrees) or dataset is None:
+        return dataset
+    if isinstance(dataset, dict):
+        own = (objective, model, reference, args, processor)
+        return {name: with_references(each, *own) for name, each in dataset.items()}
+    trees = [_rows(dataset[index]) for index in range(len(dataset))]
+    wants_baseline = isinstance(objective, KTO) and objective.baseline == "mismatched"
+    adds_baseline = wants_baseline and all(row.reward is not None for tree in trees for row in tree)
+    if adds_baseline:
+        trees = with_mismatched(trees)
+    is_scored = all(row.ref_logprobs is not None for tree in trees for row in tree)
+    is_free = getattr(objective, "reference_free", False)
+    if not adds_baseline and (is_scored or is_free):
+        return dataset
+    scorer = (model if reference is None else reference).to(args.device)
+    if not is_free:
+        engine = TreeEngine(scorer, args.max_tokens, args.attention, temperature=args.temperature, processor=processor)
+        trees = scored(engine, trees, "ref_logprobs", int(args.per_device_train_batch_size))
+    names = [getattr(each.config, "_name_or_path", "") for each in (model, scorer)]
+    dtype = str(next(scorer.parameters()).dtype)
+    return ScoredTrees(trees, [survey(dataset).fingerprint, *names, dtype, repr(objective)])
+
+
+def _rows(tree: Any) -> list[Trajectory]:
+    return list(
+        tree.labelled_trajectories() if hasattr(tree, "labelled_trajectories") else forest_of(tree).trajectories
+    )
+
+
+def scored(
+    engine: TreeEngine, trees: Sequence[Sequence[Trajectory]], stream: str, batch_size: int
+) -> list[list[Trajectory]]:
+    """Trajectories with a stream of the engine's log-probs. Ranks share the work and all get the whole."""
+    rank, num_ranks = 0, 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    own: dict[int, list[np.ndarray]] = {}
+    is_training = engine.model.training
+    engine.model.eval()  # dropout has no place in a measurement
+    try:
+        for tree_indices in _slices(range(rank, len(trees), num_ranks), batch_size):
+            items = iter(
+                engine.scored([item for tree_index in tree_indices for item in trees[tree_index]], stream=stream)
+            )
+            for tree_index in tree_indices:
+                own[tree_index] = [getattr(next(items), stream) for _ in trees[tree_index]]
+    finally:
+        engine.model.train(is_training)
+    parts: list[Any] = [own]
+    if num_ranks > 1:
+        parts = [None] * num_ranks
+        torch.distributed.all_gather_object(parts, own)
+    whole = {tree_index: arrays for part in parts for tree_index, arrays in part.items()}
+    return [
+        [replace(item, **{stream: array}) for item, array in zip(tree, whole[tree_index], strict=True)]
+        for tree_index, tree in enumerate(trees)
+    ]
+
+
+def _slices(tree_indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for start in range(0, len(tree_indices), size):
+        yield tree_indices[start : start + size]

@@ -1,0 +1,72 @@
+"""Folders of adapters are models: their base model is found, and what is loaded computes what was saved."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from tests.cli.helpers import save_tiny_model
+from treewise.errors import ConfigError
+from treewise.nn.load_model import adapted, load_config, load_shapes, load_tokenizer, load_weights, locate
+
+pytest.importorskip("peft")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A model, and adapters on it whose second factor is not zero."""
+    base = save_tiny_model(tmp_path / "model")
+    model = adapted(load_weights(str(base)), {"r": 2, "init_lora_weights": False}, str(base))
+    model.save_pretrained(tmp_path / "lora")
+    return tmp_path, model.eval()
+
+
+@pytest.mark.parametrize("place", ["as saved", "from the folder"])
+def test_adapters_are_loaded_on_their_base_model(folders, place):
+    folder, model = folders
+    if place == "from the folder":
+        settings = json.loads((folder / "lora" / "adapter_config.json").read_text())
+        (folder / "lora" / "adapter_config.json").write_text(
+            json.dumps(settings | {"base_model_name_or_path": "../model"})
+        )
+    ids = torch.arange(1, 20)[None]
+    loaded = load_weights(str(folder / "lora")).eval()
+    assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    plain = load_weights(str(folder / "model")).eval()
+    assert not torch.allclose(plain(input_ids=ids).logits, loaded(input_ids=ids).logits)
+    trained = {name for name, each in loaded.named_parameters() if each.requires_grad}
+    assert trained == {name for name, each in model.named_parameters() if each.requires_grad} != set()
+    shapes = load_shapes(str(folder / "lora"))
+    assert {name for name, each in shapes.named_parameters() if each.requires_grad} == trained
+    assert load_config(str(folder / "lora")).hidden_size == plain.config.hidden_size
+    assert load_tokenizer(str(folder / "lora"), required=False) is None
+    assert locate(str(folder / "lora"))[0].endswith("model")
+
+
+def test_what_cannot_be_loaded_is_said(folders):
+    folder, _ = folders
+    lora, moved = str(folder / "lora"), folder / "moved"
+    (folder / "model").rename(moved)
+    for load in (load_weights, load_shapes, load_config, locate):
+        with pytest.raises(ConfigError, match=r"lora: its base model: .*no such model folder.*base_model_name_or_path"):
+            load(lora)
+    moved.rename(folder / "model")
+    with pytest.raises(ConfigError, match="trained further without lora"):
+        adapted(load_weights(lora), {"r": 2})
+    with pytest.raises(ConfigError, match="not read on a mesh"):
+        load_weights(lora, load_on_mesh=lambda *_, **__: None)
+    shutil.copy(folder / "lora" / "adapter_model.safetensors", folder / "kept")
+    (folder / "lora" / "adapter_model.safetensors").rename(folder / "lora" / "adapter_model.bin")
+    with pytest.raises(ConfigError, match="read from safetensors alone"):
+        load_weights(lora)
+    settings = json.loads((folder / "lora" / "adapter_config.json").read_text())
+    (folder / "lora" / "adapter_config.json").write_text(
+        json.dumps(settings | {"target_modules": [*settings["target_modules"], "k_proj"]})
+    )
+    shutil.copy(folder / "kept", folder / "lora" / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="weights of the adapters are not there"):
+        load_weights(lora)
+    (folder / "lora" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="write the folder or name of the base model there"):
+        load_weights(lora)

@@ -1,0 +1,97 @@
+"""What users of TRL's trainers type: models by name, `peft_config=`, records, preferences without a reference."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import treewise as tw
+from tests.cli.helpers import save_tiny_model
+from treewise.engine.engine import TreeEngine
+from treewise.errors import ConfigError
+from treewise.nn.load_model import adapted, load_weights
+from treewise.trainer.inputs import ScoredTrees, with_references
+
+ROWS = [
+    {"token_ids": [3, 4, 5, 6 + i, 7 + i], "loss_weights": [0, 0, 0, 1, 1], "group": f"g{i % 2}", "reward": i // 2}
+    for i in range(4)
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_tiny_model(tmp_path / "model")
+
+
+@pytest.fixture
+def args(tmp_path):
+    return tw.TreeTrainingArguments(
+        str(tmp_path / "run"), use_cpu=True, report_to="none", max_steps=1, save_strategy="no", disable_tqdm=True
+    )
+
+
+def weights(trainer):
+    return {name: each.detach().clone() for name, each in trainer.model.named_parameters() if each.requires_grad}
+
+
+def test_a_model_by_name_trains_as_the_loaded_one(folder, args):
+    datasets = pytest.importorskip("datasets")
+    trained = []
+    as_dataset = datasets.Dataset.from_list(ROWS)
+    for model, rows in ((str(folder), ROWS), (folder, as_dataset), (load_weights(str(folder)), ROWS)):
+        trainer = tw.TreeTrainer(model, args, train_dataset=rows)
+        trainer.train()
+        trained.append(weights(trainer))
+    for other in trained[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in trained[0].items())
+
+
+def test_peft_config_makes_adapters_and_its_folder_is_a_model(folder, args, tmp_path):
+    peft = pytest.importorskip("peft")
+    for config in (peft.LoraConfig(r=2, task_type="CAUSAL_LM"), {"r": 2}):
+        trainer = tw.TreeTrainer(str(folder), args, train_dataset=ROWS, peft_config=config)
+        assert weights(trainer)
+        assert all("lora_" in name for name in weights(trainer))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "lora"))
+    again = tw.TreeTrainer(str(tmp_path / "lora"), args, train_dataset=ROWS)
+    for name, value in weights(trainer).items():
+        assert torch.equal(weights(again)[name], value)
+    with pytest.raises(ConfigError, match="trained further without lora"):
+        tw.TreeTrainer(str(tmp_path / "lora"), args, train_dataset=ROWS, peft_config={"r": 2})
+
+
+@pytest.mark.parametrize("given", ["none", "name", "rows"])
+@pytest.mark.parametrize("objective", [tw.DPO(), tw.KTO()], ids=["dpo", "kto"])
+def test_the_reference_is_the_model_as_it_starts_with_its_adapters(folder, args, objective, given):
+    pytest.importorskip("peft")
+    model = adapted(load_weights(str(folder)), {"r": 2, "init_lora_weights": False})
+    args.learning_rate = 0.1
+    start = deepcopy(load_weights(str(folder)) if given == "name" else model)
+    reference = {"reference": str(folder)} if given == "name" else {}
+    trainer = tw.TreeTrainer(model, args, train_dataset=ROWS, eval_dataset=ROWS, objective=objective, **reference)
+    if given == "rows":
+        scored = with_references(trainer.train_dataset, objective, start, None, args)
+        trees = [scored[index] for index in range(len(scored))]
+        trainer = tw.TreeTrainer(model, args, train_dataset=trees, eval_dataset=trees, objective=objective)
+    trainer.train()
+    assert np.isfinite(trainer.evaluate()["eval_loss"])
+    assert isinstance(trainer.train_dataset, ScoredTrees) == (given != "rows")
+    rows = [row for index in range(len(trainer.train_dataset)) for row in trainer.train_dataset[index]]
+    bare = [replace(row, ref_logprobs=None) for row in rows]
+    for scorer, is_it in ((start, True), (model, False)):
+        for row, wanted in zip(rows, TreeEngine(scorer).scored(bare, "ref_logprobs"), strict=True):
+            assert np.allclose(row.ref_logprobs[1:], wanted.ref_logprobs[1:], rtol=0, atol=1e-5) == is_it
+
+
+def test_an_objective_that_is_not_called_is_a_sentence(folder, args):
+    model = load_weights(str(folder))
+    rows = [tw.Trajectory([3, 4, 5]), tw.Trajectory([3, 4, 6])]
+    for objective, said in ((tw.GRPO, "GRPO without brackets"), (tw.DPO, "DPO without brackets"), ("grpo", "'grpo'")):
+        wanted = rf"the objective is {said}; call it, with its settings inside: tw\.\w+\(\)\."
+        with pytest.raises(ConfigError, match=wanted):
+            TreeEngine(model).step(rows, objective)
+        with pytest.raises(ConfigError, match=wanted):
+            tw.TreeTrainer(model, args, train_dataset=ROWS, objective=objective)
