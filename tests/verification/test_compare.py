@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from treewise import objectives
 from treewise.engine import TreeEngine, step_checks, walk
+from treewise.engine.flat import flat_weights
 from treewise.errors import ConfigError, VerificationError
 from treewise.nn.attention.gateway import Gateway
 from treewise.objectives import NORMALIZATIONS, SFT, Terms
@@ -19,7 +20,6 @@ from treewise.testing import tiny_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 from treewise.verification.compare import verify
-from treewise.verification.flat import flat_weights
 
 
 def tiny_llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:

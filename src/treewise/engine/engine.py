@@ -458,12 +458,19 @@ class TreeEngine:
         """
         if not is_current(self.lm):
             self.lm = split_model(self.model)
-            self._checks.renew()
         # Where ranks compute together, a forward of one rank alone would wait for the others for ever. Tensors of
         # images that a trainer gives (`values(pixels_of=)`) come without a processor for a flat row.
         is_alone = self._lockstep is None and self._mesh is None and self._context is None
         processor = self.processor if is_alone else None
-        self._checks.check(self.lm, self.implementation, forest, self.router_loss_rule, processor)
+        self._checks.check(
+            self.lm,
+            self.implementation,
+            forest,
+            self.router_loss_rule,
+            processor=processor,
+            hold=self.hold,
+            offload=self.offload,
+        )
 
     def enable_lockstep(self, exchange: Exchange) -> None:
         """Runs every later walk in lockstep with the other ranks.

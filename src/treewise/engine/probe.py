@@ -1,109 +1,107 @@
-"""Probe of a model before its first step: does it follow a tree, and do decoder and head give the model's own logits?
+"""Probe of a model before its first step: a few rows whole, at a budget, and flat, with the gradient of what is trained.
 
-A few tiny forwards. Changing one branch must not change the other's hidden rows, in either direction, beyond the
-rounding of matrix products with rows in another order, or of experts and recurrent layers, which regroup tokens. Rows
-must not depend on the budget. The head must turn the rows that the model gives it into the model's logits, also where
-they are large. The log-probs of one branch must equal those of the model's own forward, whose masks must match the
-settings of its layers. This detects what no flag of a model shows: an ignored mask, a scale on the logits.
+Four rows of the user's own tokens with three forks, longer than the windows and chunks of the configuration that are
+short, and with the smallest of the forest's images where it has some, are trained three times: each row alone by the
+model's own forward (`flat`), all as one micro-batch, and at a budget that cuts their trunk twice, keeps one part and
+computes the other again. Hidden rows, log-probs and the gradient of every trained parameter must agree. So what no flag
+of a model shows is found by what it does: a leak between branches, an index of a row used as a position, a factor on
+the logits, a lost gradient. Masks are compared far beyond these rows (`mask_audit`), and the head where logits are
+large. What a few rows cannot show is listed in docs/verify.md.
+
+Trained parameters are replaced for the moment by others on the same storage: no `.grad` changes and no hook runs.
+Those of adapters have noise added, because a fresh adapter is the identity. One set of gradients is held: the trees'
+gradients are subtracted from the flat one, half and half, and the norms in between tell them apart.
 
 A model with weights in float32 is probed in float32, also under autocast, unless its own forward enters autocast. In
-lower precision rows are compared with the model's own spread between two correct orders of computation. Adapters are
-stirred first, because a fresh one is the identity. Gradients are probed in `probe_gradients`.
+lower precision rows are compared with the model's own spread between two correct orders of computation.
+
+Letters: L tokens of a row, T tokens of the tree, M model width.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from treewise.engine.stirring import adapters_stirred
-from treewise.engine.vision import ForestVision, flat_images, processed_by
+from treewise.engine.flat import FlatLoss
+from treewise.engine.scoring import StepLoss
+from treewise.engine.vision import ForestVision, processed_by
 from treewise.engine.walk import MicroBatchOutput, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.compilation import uncompiled
-from treewise.nn.lm_head import edge_values
-from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead
-from treewise.nn.recurrent import kinds_of
+from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
+from treewise.nn.model_checks import length_limit
+from treewise.objectives import SFT
+from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
-from treewise.shapes import Float, Int
+from treewise.shapes import Float
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-# Largest difference of a log-prob between the tree and the model's own forward; in low precision the median difference,
-# because it may route single tokens elsewhere.
-_MAX_LOGPROB_GAP = {torch.float64: 1e-4, torch.float32: 1e-2}
-_LOW_PRECISION_GAP = 1.0
-# Largest relative difference of a row between one micro-batch and several, in float32 or wider.
-_MAX_BUDGET_GAP = 1e-3
-# In low precision the median over rows may differ by this many spreads of the model, or roundings of one number.
-_MAX_SPREADS, _MAX_ROUNDINGS = 8, 4
+# Tokens of the longest row; more where a window or chunk of the configuration ends within so many tokens.
+_LENGTH, _LONGEST_WINDOW = 40, 128
+_WINDOWS = ("window", "chunk", "floor_scale")  # in the names of what changes with the distance
+# Largest difference of a hidden row relative to it, of a log-prob, and of a parameter's gradient relative to its own
+# norm and to that of the whole gradient: in float32 or wider, rounding alone stays two orders below.
+_ROW, _LOGPROB, _OWN, _WHOLE = 1e-3, 1e-3, 1e-3, 3e-5
+# In low precision the median over the rows of a branch may differ by this many spreads of the model, or roundings of
+# one number; the median log-prob by one nat, because single tokens may be routed elsewhere.
+_SPREADS, _ROUNDINGS, _LOW_LOGPROB = 8, 4, 1.0
+_LOW, _LOW_EXPERTS, _UNREACHED = 0.2, 0.5, 1e-6  # of the whole gradient
+_EXPERTS = ("expert", "moe", "router", "gate")  # in paths of what tokens that are routed elsewhere reach
 _PROBED_LOGIT = 40.0  # the head is compared where its largest logit is about this, which shows a cap of 30
+_NOISE = 0.05  # on parameters of adapters: of their own size, or absolute where that is zero
 
 
-def probe(lm: DecoderAndHead, impl: str, token_ids: Int[np.ndarray, " n"]) -> None:
-    """Raises if the model leaks between branches, or if decoder and head do not give its logits.
+def probe(
+    lm: DecoderAndHead, impl: str, forest: Forest, *, processor: Any = None, hold: str = "auto", offload: bool = False
+) -> None:
+    """Raises if the model computes anything else on a tree than flat; gradients are compared where they are enabled.
 
-    token_ids: [n] integers, a few of the user's own tokens; on tokens that a model never saw in training, low precision
-    alone moves log-probs by several nats. impl: a name of `IMPLEMENTATIONS`.
-
-    Raises:
-        UnsupportedModelError: with the measured difference.
-    """
-    ids = np.resize(token_ids, 12)
-    trunk, left, right = ids[:4], ids[4:8], ids[8:12]
-    other = (right + 1) % lm.head().num_tokens
-    with torch.no_grad(), adapters_stirred(lm.model), widest_precision(lm, ids):
-        rows = _hidden(lm, impl, trunk, left, right)
-        _check_finite(lm, rows)
-        spread = 0.0 if _is_exact(rows) else _spread(lm, impl, np.concatenate([trunk, left]))
-        for name, changed, kept in (
-            ("second", _hidden(lm, impl, trunk, left, other), slice(4, 8)),
-            ("first", _hidden(lm, impl, trunk, other, right), slice(8, 12)),
-        ):
-            _check_leak(lm, rows[kept], changed[kept], name, spread)
-            _check_leak(lm, rows[:4], changed[:4], name, spread)
-        _check_budget(lm, rows, _hidden(lm, impl, trunk, left, right, budget=4), spread)
-        _check_logprobs(lm, rows, np.concatenate([trunk, left]))
-        _check_head(lm, np.concatenate([trunk, left]))
-
-
-def probe_images(lm: DecoderAndHead, impl: str, forest: Forest, processor: Any) -> None:
-    """Raises if the model with an image leaks between branches, or does not give its own log-probs on a tree.
-
-    The smallest image of a forest is seen twice on the trunk, with text before, between and after, so that an image
-    that sees a later one shows. processor: the model's.
+    forest: whose tokens are used; on tokens that a model never saw in training, low precision alone moves log-probs by
+    several nats. impl, hold, offload: as the engine's walks have them. processor: the model's, for rows with an image
+    of the forest; None: text alone.
 
     Raises:
         UnsupportedModelError: with the measured difference.
     """
-    images = forest.images
-    place = int(np.argmin(images.end - images.start))
-    image = images.sources[images.index[place]]
-    tokens, text = forest.token_ids[images.start[place] : images.end[place]], text_ids(forest)
-    ids = np.resize(text if len(text) else np.zeros(1, dtype=np.int32), 12)
-    changed = (ids[8:12] + 1) % lm.head().num_tokens
-    changed[np.isin(changed, tokens)] = ids[0]  # a placeholder of no image
-    trunk = np.concatenate([ids[:2], tokens, ids[2:4], tokens])
-    starts = (2, len(trunk) - len(tokens))
-    spans = tuple(replace(image, start=start, end=start + len(tokens)) for start in starts)
-    left, right, other = (
-        Trajectory(np.concatenate([trunk, branch]), images=spans) for branch in (ids[4:8], ids[8:12], changed)
-    )
-    given = torch.as_tensor(left.token_ids, dtype=torch.long, device=lm.device)
-    with torch.no_grad(), adapters_stirred(lm.model), widest_precision(lm, ids):
-        rows = _rows(lm, impl, (left, right), processor=processor)
-        _check_finite(lm, rows)
-        spread = 0.0 if _is_exact(rows) else torch.finfo(_compute_dtype(rows)).eps
-        size = len(left)
-        _check_leak(lm, rows[:size], _rows(lm, impl, (left, other), processor=processor)[:size], "second", spread)
-        in_parts = _rows(lm, impl, (left, right), len(tokens) + 4, processor=processor)
-        _check_budget(lm, rows, in_parts, spread)
-        _check_logprobs(lm, rows, left.token_ids, flat_images(lm.model, processor, left, given))
+    rows = _probed_rows(lm, forest, with_image=processor is not None)
+    loss, tree = FlatLoss(rows.items, SFT(), processor), Forest.from_trajectories(rows.items)
+    with _stand_ins(lm.model) as trained, _without_checkpointing(lm.model):
+        flat = _flat(lm, loss)
+        gradients = _Gradients(lm, trained, is_exact=flat.is_exact)
+        with torch.autocast(lm.device.type, flat.autocast, enabled=flat.autocast is not None):
+            spread = None if flat.is_exact else _spread(lm, impl, rows.items[0])
+            for budget in (None, rows.budget):
+                plan = make_plan(tree, budget, hold=hold)
+                found = _on_tree(lm, plan, impl, processor, offload=offload, trains=gradients.are_compared)
+                gap = _largest_gap(flat, found, rows, spread)
+                if gap is not None:
+                    _refuse_random(lm, loss, flat)
+                    raise UnsupportedModelError(f"{gap.sentence(lm, plan)} {SUPPORTED_MODELS}")
+                gradients.subtracted(plan)
+        _check_head(lm, rows.text)
+    gradients.check()
+
+
+# -- the rows ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """items: the trunk with its longest branch first. own: tokens of each beyond its fork. budget: cuts the trunk.
+    text: a few tokens without an image."""
+
+    items: list[Trajectory]
+    own: tuple[int, ...]
+    budget: int
+    text: np.ndarray
 
 
 def text_ids(forest: Forest) -> np.ndarray:
@@ -112,87 +110,211 @@ def text_ids(forest: Forest) -> np.ndarray:
     return ids
 
 
-@contextmanager
-def widest_precision(lm: DecoderAndHead, token_ids: np.ndarray) -> Iterator[None]:
-    """Without autocast, if all weights are in float32 or wider: then rounding hides nothing and refuses nothing.
+def _probed_rows(lm: DecoderAndHead, forest: Forest, *, with_image: bool) -> _Rows:
+    """A trunk with a fork near its end and two near its start; an image on the trunk and again on one branch.
 
-    A model whose own forward enters autocast, as accelerate wraps it, is compared under the same. token_ids: [n].
+    At the budget two trunks are open, of which the lower is short enough to be held, and two branches share a
+    micro-batch.
     """
+    length = _length(lm)
+    fork = max(length - 16, length * 3 // 5)
+    branch = max(1, (length - fork) // 2)
+    draw = _Tokens(lm, forest, 2 * length, with_image=with_image)
+    trunk, image = draw.take(fork), draw.image
+    tail, *others = (draw.take(count) for count in (length - fork, branch, branch, branch))
+    forks = (fork, max(1, fork // 4), max(1, fork // 8))
+    taken: dict[int, list[int]] = {fork: [int(tail[0])]}
+    for at, ids in zip(forks, others, strict=True):
+        siblings = taken.setdefault(at, [int(trunk[at])] if at < fork else [])
+        ids[0] = draw.other(int(ids[0]), siblings)
+        siblings.append(int(ids[0]))
+    parts = [(trunk, tail), *((trunk[:at], ids) for at, ids in zip(forks, others, strict=True))]
+    above = 0 if image is None else len(image[0])
+    items, sizes = [], []
+    for index, (before, own) in enumerate(parts):
+        ids, spans = np.concatenate([before, own]), []
+        if image is not None:
+            again = [len(before) + above + 1] if index == 2 else []
+            for start in (min(2, fork), *again):
+                ids = np.insert(ids, start, image[0])
+                spans.append(replace(image[1], start=start + image[1].start, end=start + image[1].end))
+        weights = np.linspace(0.5, 1.5, len(ids) + index)[index:]  # so that no two errors cancel
+        weights[[0, *(place for span in spans for place in range(span.start, span.end))]] = 0
+        items.append(Trajectory(ids, loss_weights=weights, images=tuple(spans)))
+        sizes.append(len(own) + (above if index == 2 else 0))
+    return _Rows(items, tuple(sizes), max(1, fork - 4 + above), trunk[:8])
+
+
+def _length(lm: DecoderAndHead) -> int:
+    """Tokens of the longest row: beyond every window and chunk that is short, within what the positions allow."""
+    configs = [base_model(lm.model).config, lm.decoder.config]
+    numbers = {name: value for config in configs for name, value in vars(config).items() if type(value) is int}
+    windows = [n for name, n in numbers.items() if n <= _LONGEST_WINDOW and any(word in name for word in _WINDOWS)]
+    limits = [*(length_limit(lm.decoder) or ())[:1], getattr(lm.decoder.config, "max_position_embeddings", None)]
+    length = max([_LENGTH, *(window + 8 for window in windows)])
+    return max(4, min([length, *(limit for limit in limits if isinstance(limit, int))]))
+
+
+class _Tokens:
+    """The user's tokens in their order; drawn anew from them where they are too few, or from all where too alike."""
+
+    def __init__(self, lm: DecoderAndHead, forest: Forest, count: int, *, with_image: bool) -> None:
+        special = {n for name, n in vars(base_model(lm.model).config).items() if name.endswith(("_id", "_index"))}
+        self._special = {each for each in special if isinstance(each, int)}
+        self._limit = min(lm.head().num_tokens, lm.decoder.get_input_embeddings().weight.shape[0])
+        self.image = _smallest_image(forest) if with_image else None
+        text = text_ids(forest)
+        if self.image is not None:
+            text = text[~np.isin(text, self.image[0])]
+        rng = np.random.default_rng(0)
+        if len(np.unique(text)) < 8:
+            every = np.setdiff1d(np.arange(self._limit), list(self._special))
+            text = rng.choice(every if len(every) else np.arange(self._limit), count)
+        elif len(text) < count:
+            text = np.concatenate([text, rng.choice(text, count - len(text))])
+        self._ids, self._taken = text, 0
+
+    def take(self, count: int) -> np.ndarray:
+        """[count] the next tokens."""
+        self._taken += count
+        return self._ids[self._taken - count : self._taken].copy()
+
+    def other(self, token: int, siblings: Sequence[int]) -> int:
+        """The token, or the next one of the vocabulary that none of these is and that stands for nothing special."""
+        near = ((token + step) % self._limit for step in range(self._limit))
+        return next((each for each in near if each not in self._special and each not in siblings), token)
+
+
+def _smallest_image(forest: Forest) -> tuple[np.ndarray, Any]:
+    """The tokens of a forest's smallest image with one before and after it, and its span among them."""
+    images = forest.images
+    place = int(np.argmin(images.end - images.start))
+    first, last = int(images.start[place]), int(images.end[place])
+    before = slice(first - 1 if forest.parent[first] == first - 1 and first > 0 else first, first)
+    after = slice(last, last + (last < forest.num_tokens and forest.parent[last] == last - 1))
+    around = [each for each in (before, after) if not images.covers(forest.num_tokens)[each].any()]
+    before, after = (each if each in around else slice(0, 0) for each in (before, after))
+    ids = forest.token_ids
+    start = len(ids[before])
+    span = replace(images.sources[images.index[place]], start=start, end=start + last - first)
+    return np.concatenate([ids[before], ids[first:last], ids[after]]), span
+
+
+# -- parameters for the moment ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """Inside, trained parameters are others on the same storage, with noise on those of adapters; here by name."""
+    adapters, made, names = _adapter_parameters(model), {}, {}
+    slots = [
+        (module, f"{path}.{name}".lstrip("."), name, parameter)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+    ]
+    with torch.inference_mode(mode=False), torch.no_grad():  # a parameter cannot be a tensor of inference mode
+        for _, path, _, parameter in slots:
+            if id(parameter) not in made:
+                is_stirred = id(parameter) in adapters
+                data = _stirred(parameter.detach(), len(made)) if is_stirred else parameter.detach()
+                made[id(parameter)] = names[path] = nn.Parameter(data)
+    try:
+        for module, _, name, parameter in slots:
+            setattr(module, name, made[id(parameter)])
+        yield names
+    finally:
+        for module, _, name, parameter in slots:
+            setattr(module, name, parameter)
+
+
+def _stirred(data: Tensor, seed: int) -> Tensor:
+    if isinstance(data, DTensor):  # parts of an adapter may have any noise; whole ones have the same on all ranks
+        part = _stirred(data.to_local(), seed)
+        mesh, places = data.device_mesh, data.placements
+        return DTensor.from_local(part, mesh, places, run_check=False, shape=data.shape, stride=data.stride())
+    generator = torch.Generator(data.device).manual_seed(seed)
+    noise = torch.randn(data.shape, generator=generator, device=data.device, dtype=torch.float32)
+    size = data.float().square().mean().sqrt().nan_to_num()
+    return (data.float() + noise * torch.where(size > 0, _NOISE * size, _NOISE)).to(data.dtype)
+
+
+def _adapter_parameters(model: nn.Module) -> set[int]:
+    """Ids of parameters of modules within adapter layers, apart from the layers that these adapt."""
+    layers: list[Any] = [each for each in model.modules() if hasattr(each, "adapter_layer_names")]
+    adapted = {
+        id(parameter)
+        for layer in layers
+        if isinstance(getattr(layer, "base_layer", None), nn.Module) and not hasattr(layer.base_layer, "base_layer")
+        for parameter in layer.base_layer.parameters()
+    }
+    return {id(each) for layer in layers for each in layer.parameters() if each.is_floating_point()} - adapted
+
+
+@contextmanager
+def _without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """A few rows need none, and a layer that attends twice cannot have it at a budget."""
+    checkpointed: list[Any] = [each for each in model.modules() if getattr(each, "gradient_checkpointing", False)]
+    for module in checkpointed:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module in checkpointed:
+            module.gradient_checkpointing = True
+
+
+# -- flat and on a tree -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """What the model's own forward gives: log-probs ([L - 1] float64 of each row), and the decoder's hidden rows ([L, M]
+    of each; none where it is not called as a module). autocast: that its forward ran in; None: none."""
+
+    logprobs: list[Tensor]
+    hidden: list[Tensor]
+    autocast: torch.dtype | None
+    is_exact: bool
+
+
+def _flat(lm: DecoderAndHead, loss: FlatLoss) -> _Flat:
+    """Adds the flat gradients into `.grad`. Without autocast, if all weights are in float32 or wider."""
+    device = lm.device.type
     floats = [each for each in [*lm.model.parameters(), *lm.model.buffers()] if each.is_floating_point()]
     is_wide = all(torch.finfo(each.dtype).bits >= 32 for each in floats)
-    device = lm.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if is_wide:
-        dtype = _own_autocast(lm, token_ids)
-    with torch.autocast(device, dtype, enabled=dtype is not None):
-        yield
+    is_given = torch.is_autocast_enabled(device) and not is_wide
+    hidden: list[Tensor] = []
+    entered: list[torch.dtype | None] = [torch.get_autocast_dtype(device) if is_given else None]
 
+    def observe(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        entered.append(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+        rows = getattr(output, "last_hidden_state", None)
+        if isinstance(rows, Tensor) and rows.dim() == 3:
+            hidden.append(rows[0].detach())
 
-def _own_autocast(lm: DecoderAndHead, token_ids: np.ndarray) -> torch.dtype | None:
-    """The precision of the autocast that the model's own forward enters by itself; None: it enters none."""
-    device, entered = lm.device.type, []
-
-    def observe(*_: Any) -> None:
-        if torch.is_autocast_enabled(device):
-            entered.append(torch.get_autocast_dtype(device))
-
-    hook = lm.decoder.register_forward_pre_hook(observe)
+    hook = lm.decoder.register_forward_hook(observe)
     try:
-        # What a model cannot compute is reported by the comparisons that follow.
-        with suppress(UnsupportedModelError, RuntimeError), torch.no_grad(), torch.autocast(device, enabled=False):
-            _own_logits(lm, torch.as_tensor(token_ids, dtype=torch.long, device=lm.device))
-    finally:
-        hook.remove()
-    return entered[0] if entered else None
-
-
-def _hidden(
-    lm: DecoderAndHead,
-    impl: str,
-    trunk: np.ndarray,
-    left: np.ndarray,
-    right: np.ndarray,
-    budget: int | None = None,
-) -> torch.Tensor:
-    """[12, M] hidden rows of trunk, left branch and right branch."""
-    branches = [Trajectory(np.concatenate([trunk, branch])) for branch in (left, right)]
-    return _rows(lm, impl, branches, budget)
-
-
-def _rows(
-    lm: DecoderAndHead, impl: str, branches: Sequence[Trajectory], budget: int | None = None, processor: Any = None
-) -> torch.Tensor:
-    """[n, M] hidden rows of the first branch, then those of the second beyond the four last tokens' fork."""
-    forest = Forest.from_trajectories(branches)
-    vision = None
-    if len(forest.images):
-        vision = ForestVision(
-            lm, forest, processed_by(processor, "TreeEngine(model, processor=...)"), is_in_graph=False
-        )
-    walk = Walk(lm, make_plan(forest, budget, hold="never"), impl, vision=vision)
-    by_position: dict[int, torch.Tensor] = {}
-
-    def keep(output: MicroBatchOutput) -> None:
-        by_position.update(zip(output.positions.tolist(), output.hidden, strict=True))
-
-    try:
-        walk.visit(keep)
+        with torch.autocast(device, entered[0], enabled=is_given), uncompiled(lm.model):
+            run = loss.run(lm.model, lm.device)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, TreewiseError | torch.OutOfMemoryError):
             raise
+        what = "images" if any(item.images for item in loss.items) else "text alone"
         raise UnsupportedModelError(
-            f"{type(lm.decoder).__name__} fails on a tree: {type(error).__name__}: {error}. {SUPPORTED_MODELS}"
+            f"{type(lm.model).__name__} does not run on {what}: {type(error).__name__}: {error}. {SUPPORTED_MODELS}"
         ) from error
-    order = np.concatenate([forest.paths[0], forest.paths[1][-4:]])
-    return torch.stack([by_position[position] for position in order.tolist()])
-
-
-def _check_finite(lm: DecoderAndHead, rows: torch.Tensor) -> None:
-    if not rows.isfinite().all():
-        raise UnsupportedModelError(
-            f"{type(lm.decoder).__name__} gives hidden rows that are not finite, on a tree of {len(rows)} tokens: "
-            f"{_why_not_finite(lm)}"
-        )
+    finally:
+        hook.remove()
+    if [len(each) for each in hidden] != [len(item) for item in loss.items]:
+        hidden = []
+    for what, values in (("hidden rows", hidden), ("logits", run.logprobs)):
+        if not all(each.isfinite().all() for each in values):
+            raise UnsupportedModelError(
+                f"{type(lm.model).__name__} gives {what} that are not finite: {_why_not_finite(lm)}"
+            )
+    has_fewer_bits = device == "cuda" and torch.backends.cuda.matmul.fp32_precision in ("tf32", "bf16")
+    return _Flat(run.logprobs, hidden, entered[-1], is_wide and entered[-1] is None and not has_fewer_bits)
 
 
 def _why_not_finite(lm: DecoderAndHead) -> str:
@@ -202,166 +324,222 @@ def _why_not_finite(lm: DecoderAndHead) -> str:
     return f"weights of {', '.join(wrong[:3])} are not finite ({num(len(wrong), 'parameter')} in all); it diverged."
 
 
-def _spread(lm: DecoderAndHead, impl: str, token_ids: np.ndarray) -> float:
+@dataclass(frozen=True, slots=True)
+class _OnTree:
+    """[T, M] hidden rows and [T] log-probs (float64; 0 for first tokens) of a tree, in parts or whole."""
+
+    plan: Plan
+    hidden: Float[Tensor, "T M"]
+    logprobs: Float[Tensor, " T"]
+
+    def restored(self, values: Tensor) -> list[Tensor]:
+        return [values[torch.as_tensor(path, device=values.device)] for path in self.plan.forest.paths]
+
+
+def _on_tree(lm: DecoderAndHead, plan: Plan, impl: str, processor: Any, *, offload: bool, trains: bool) -> _OnTree:
+    """One walk, as steps run it. trains: half of the gradients is subtracted from `.grad`."""
+    tree, vision = plan.forest, None
+    loss = StepLoss(tree, SFT(), None)
+    hidden: list[tuple[np.ndarray, Tensor]] = []
+    logprobs = torch.zeros(tree.num_tokens, dtype=torch.float64)
+
+    def minus_half(output: MicroBatchOutput) -> Tensor | None:
+        hidden.append((output.positions, output.hidden.detach()))
+        entries = loss.reader.read(output)
+        if entries is None:
+            return None
+        at = loss.terms.positions[entries[0]]
+        logprobs[torch.from_numpy(at)] = entries[1]["log_probs"].detach().double().cpu()
+        return loss.of_terms(entries[1], entries[0]) * -0.5
+
+    try:
+        if len(tree.images):
+            pixels = processed_by(processor, "TreeEngine(model, processor=...)")
+            vision = ForestVision(lm, tree, pixels, is_in_graph=plan.is_whole)
+        walk = Walk(lm, plan, impl, vision=vision, offload=offload)
+        (walk.train if trains else walk.visit)(minus_half)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, TreewiseError | torch.OutOfMemoryError):
+            raise
+        raise UnsupportedModelError(
+            f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}: {type(error).__name__}: {error}. "
+            f"{SUPPORTED_MODELS}"
+        ) from error
+    order = np.argsort(np.concatenate([positions for positions, _ in hidden]))
+    rows = torch.cat([each for _, each in hidden])[torch.as_tensor(order, device=lm.device)]
+    return _OnTree(plan, rows, logprobs)
+
+
+def _where(plan: Plan) -> str:
+    return "" if plan.is_whole else f" under a budget of {plan.max_tokens} tokens"
+
+
+def _spread(lm: DecoderAndHead, impl: str, row: Trajectory) -> float:
     """How far the rows of one trajectory move between correct orders of computation: alone, in a batch, as a tree.
 
     None of them has anything else in its row, so a leak does not widen it. The largest of the medians over rows,
-    relative to the norm of a row. token_ids: [n] integers.
+    relative to the norm of a row.
     """
-    tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)
-    with uncompiled(lm.model):
-        alone, batched = (
-            lm.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
-            for ids in (tokens[None], tokens[None].expand(3, -1))
+    if row.images:
+        return torch.finfo(lm.decoder.dtype).eps
+    with torch.no_grad():
+        tokens = torch.as_tensor(row.token_ids, dtype=torch.long, device=lm.device)
+        with uncompiled(lm.model):
+            alone, batched = (
+                lm.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+                for ids in (tokens[None], tokens[None].expand(3, -1))
+            )
+        chain = Walk(lm, make_plan(Forest.from_trajectories([row])), impl).whole_output().hidden
+        return max(_gaps(alone, each).median().item() for each in (batched, chain))
+
+
+def _gaps(expected: Float[Tensor, "n M"], found: Float[Tensor, "n M"]) -> Float[Tensor, " n"]:
+    """[n] differences of rows, relative to their norms."""
+    wide = torch.promote_types(expected.dtype, torch.float32)
+    expected, found = expected.to(wide), found.to(wide)
+    return (expected - found).norm(dim=1) / expected.norm(dim=1)
+
+
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """A difference beyond its limit: of hidden rows relative to them, or of log-probs."""
+
+    is_of_rows: bool
+    size: float
+    limit: float
+
+    def sentence(self, lm: DecoderAndHead, plan: Plan) -> str:
+        decoder, by = type(lm.decoder).__name__, f"{self.size:.3g} (limit {self.limit:.3g})"
+        if not self.is_of_rows:
+            images = " with images" if len(plan.forest.images) else ""
+            return (
+                f"{type(lm.model).__name__}: log-probs on the tree differ from the model's own by {by}. It computes "
+                f"something{images} between decoder and logits that treewise does not support."
+            )
+        if plan.is_whole:
+            return (
+                f"{decoder} leaks between branches, or reads more than a token and what is before it in its trajectory: "
+                f"hidden rows on a tree differ from those of its own forward by {by} of a row."
+            )
+        return (
+            f"{decoder} computes other rows under a budget than without, by {by} of a row: its layers pass on more than "
+            "keys and values."
         )
-    chain = Walk(lm, make_plan(Forest.from_trajectories([Trajectory(token_ids)])), impl).whole_output().hidden
-    return max(_median_gap(alone, batched), _median_gap(alone, chain))
 
 
-def _median_gap(left: Float[Tensor, "n M"], right: Float[Tensor, "n M"]) -> float:
-    """The median over rows ([n, M]) of their difference relative to their norm."""
-    left, right = left.float(), right.float()
-    return ((left - right).norm(dim=1) / left.norm(dim=1)).median().item()
+def _largest_gap(flat: _Flat, found: _OnTree, rows: _Rows, spread: float | None) -> _Gap | None:
+    """The first difference that is beyond its limit. spread: in low precision (`_spread`), else None."""
+    if flat.hidden:
+        gaps = [_gaps(*pair) for pair in zip(flat.hidden, found.restored(found.hidden), strict=True)]
+        size, limit = torch.cat(gaps).max().item(), _ROW
+        if spread is not None:
+            limit = max(_SPREADS * spread, _ROUNDINGS * torch.finfo(flat.autocast or found.hidden.dtype).eps)
+            branches = [each[-own:] for each, own in zip(gaps, rows.own, strict=True)]
+            size = max(each.median().item() for each in (gaps[0][: -rows.own[0]], *branches))
+        if not size <= limit:
+            return _Gap(True, size, limit)
+    ours = torch.cat([each[1:] for each in found.restored(found.logprobs)])
+    gaps_L = (torch.cat(flat.logprobs) - ours).abs()
+    size, limit = (gaps_L.max().item(), _LOGPROB) if spread is None else (gaps_L.median().item(), _LOW_LOGPROB)
+    return None if size <= limit else _Gap(False, size, limit)
 
 
-def _low_precision_limit(rows: torch.Tensor, spread: float) -> float:
-    eps = torch.finfo(_compute_dtype(rows)).eps
-    return max(_MAX_SPREADS * spread, _MAX_ROUNDINGS * eps)
-
-
-def _check_leak(lm: DecoderAndHead, before: torch.Tensor, after: torch.Tensor, name: str, spread: float) -> None:
-    if _is_exact(before):
-        difference = (before - after).abs().max().item()
-        # Recurrent layers and experts compute in float32 in a float64 model, too.
-        coarse = max(torch.finfo(before.dtype).eps, torch.finfo(torch.float32).eps)
-        regroups = bool(kinds_of(lm.decoder)) or has_experts(lm)
-        limit = (1e3 * coarse if regroups else 16 * torch.finfo(before.dtype).eps) * before.abs().max().item()
-    else:
-        difference, limit = _median_gap(before, after), _low_precision_limit(before, spread)
-    if not difference <= limit:
+def _refuse_random(lm: DecoderAndHead, loss: FlatLoss, flat: _Flat) -> None:
+    with torch.no_grad(), uncompiled(lm.model):
+        again = loss.run(lm.model, lm.device).logprobs
+    if flat.is_exact and not torch.allclose(torch.cat(again), torch.cat(flat.logprobs), atol=1e-6):
         raise UnsupportedModelError(
-            f"{type(lm.decoder).__name__} leaks between branches: changing the {name} branch moved the other by "
-            f"{difference:.3g} (limit {limit:.3g}). Its layers cannot follow a tree. {SUPPORTED_MODELS}"
+            f"{type(lm.model).__name__} is random while training: the same tokens gave other log-probs. Call "
+            "model.eval(), or disable what is random."
         )
 
 
-def has_experts(lm: DecoderAndHead) -> bool:
-    """Whether some module's name is that of a mixture of experts."""
-    return any(word in path for path, _ in lm.decoder.named_modules() for word in ("expert", "moe"))
+class _Gradients:
+    """The flat gradients in `.grad` of P parameters, from which those of a tree are subtracted, half and half."""
+
+    def __init__(self, lm: DecoderAndHead, trained: dict[str, nn.Parameter], *, is_exact: bool) -> None:
+        self._trained, self._is_exact = trained, is_exact
+        self._has_experts = any(word in path for path, _ in lm.decoder.named_modules() for word in ("expert", "moe"))
+        self._norms, self._plans = [self._now()], [""]
+        self.are_compared = torch.is_grad_enabled() and any(each.grad is not None for each in trained.values())
+
+    def _now(self) -> np.ndarray:
+        grads = [each.grad for each in self._trained.values()]
+        return np.array([0.0 if each is None else each.float().norm().item() for each in grads])
+
+    def subtracted(self, plan: Plan) -> None:
+        """After the walk over a plan."""
+        self._norms.append(self._now())
+        self._plans.append(_where(plan))
+
+    def check(self) -> None:
+        """Raises `UnsupportedModelError` with the first parameter whose gradient is lost or another one."""
+        flat, whole = self._norms[0], float(np.sqrt(np.square(self._norms[0]).sum()))
+        if not self.are_compared or not np.isfinite(flat).all():
+            return  # flat training fails alike; the step reports it with its trees
+        names = list(self._trained)
+        is_routed = np.array([self._has_experts and any(word in name for word in _EXPERTS) for name in names])
+        has_to_move = (flat > _UNREACHED * whole) & (self._is_exact | ~is_routed)
+        for before, after, where in zip(self._norms, self._norms[1:], self._plans[1:], strict=False):
+            for index in np.flatnonzero(has_to_move & (before == after))[:1]:
+                _refuse_gradient(names[index], f"has no gradient on the tree{where}", flat[index], whole)
+        gaps = 2 * self._norms[-1]
+        if self._is_exact:
+            for index in np.flatnonzero(~(gaps <= _OWN * flat + _WHOLE * whole))[:1]:
+                _refuse_gradient(names[index], f"differs on the tree by {gaps[index]:.3g}", flat[index], whole)
+            return
+        gaps[is_routed] = 0
+        gap, limit = float(np.sqrt(np.square(gaps).sum())), (_LOW_EXPERTS if is_routed.any() else _LOW) * whole
+        if not gap <= limit:
+            index = int(np.argmax(gaps))
+            what = f"differs on the tree by {gaps[index]:.3g} (all by {gap:.3g}, limit {limit:.3g})"
+            _refuse_gradient(names[index], what, flat[index], whole)
 
 
-def _check_budget(lm: DecoderAndHead, whole: torch.Tensor, in_pieces: torch.Tensor, spread: float) -> None:
-    """Rows must not depend on the budget: a gateway must carry everything that a layer reads of earlier tokens."""
-    if _is_exact(whole):
-        gap = ((whole - in_pieces).abs().max() / whole.abs().max()).item()
-        limit = _MAX_BUDGET_GAP
-    else:
-        gap, limit = _median_gap(whole, in_pieces), _low_precision_limit(whole, spread)
-    if not gap <= limit:
-        raise UnsupportedModelError(
-            f"{type(lm.decoder).__name__} computes other rows under a budget than without (by {gap:.3g} of a row, "
-            f"limit {limit:.3g}). Its layers pass on more than keys and values. {SUPPORTED_MODELS}"
-        )
+def _refuse_gradient(name: str, what: str, norm: float, whole: float) -> None:
+    raise UnsupportedModelError(
+        f"the gradient of {name} {what}, where flat training's has norm {norm:.3g} (whole gradient {whole:.3g}). "
+        f"{SUPPORTED_MODELS}"
+    )
 
 
+# -- beyond the rows --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
 def _check_head(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
-    """Compares the head with the model's own way from the decoder's rows to logits, where these are large.
+    """Compares masks far beyond the rows, and the head with the model's own way to its logits where these are large.
 
-    Small logits hide a cap on them. Models that do not call their decoder as a module are left to `_check_logprobs`.
+    Small logits hide a cap on them. Models that do not call their decoder as a module are left to the log-probs.
     """
-    tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)
-    factor, decoder_rows = 1.0, []
-    precisions = []  # inside of the model's forward: an accelerator may have wrapped it in autocast
+    large: list[Tensor] = []
 
     def enlarge(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        if isinstance(getattr(output, "last_hidden_state", None), torch.Tensor):
-            output.last_hidden_state = output.last_hidden_state * factor
-            decoder_rows.append(output.last_hidden_state)
-            precisions.append(torch.finfo(_compute_dtype(output.last_hidden_state)).eps)
+        rows = getattr(output, "last_hidden_state", None)
+        if isinstance(rows, Tensor) and rows.dim() == 3:
+            largest = lm.head().logits(rows[0]).abs().max().item()
+            output.last_hidden_state = rows * (_PROBED_LOGIT / max(largest, 1e-6))
+            large.append(lm.head().logits(output.last_hidden_state[0]))
 
-    own = _own_logits(lm, tokens)
-    factor = _PROBED_LOGIT / max(own.abs().max().item(), 1e-6)
+    tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)[None]
     hook = lm.decoder.register_forward_hook(enlarge)
     try:
-        own = _own_logits(lm, tokens)
+        with observe_masks() as observations, uncompiled(lm.model):
+            own = lm.model(input_ids=tokens, use_cache=False).logits[0]
     finally:
         hook.remove()
-    if len(decoder_rows) != 1 or decoder_rows[0].dim() != 3:
+    modules = set(lm.decoder.modules())
+    check_masks([each for each in observations if each.module in modules])
+    if len(large) != 1 or large[0].shape != own.shape:
         return
-    ours = lm.head().logits(decoder_rows[0][0, -len(tokens) :])
-    if ours.shape != own.shape:
-        return
-    gap = (ours - own).abs().max().item()
-    limit = max(1e-4, 8 * precisions[0]) * max(own.abs().max().item(), 1.0)
+    gap, largest = (large[0].float() - own.float()).abs().max().item(), own.abs().max().item()
+    limit = max(1e-4, 8 * torch.finfo(large[0].dtype).eps) * max(largest, 1.0)
     if not gap <= limit:
         raise UnsupportedModelError(
             f"{type(lm.model).__name__}: logits from the same rows differ from the model's own by {gap:.3g} (limit "
-            f"{limit:.3g}, largest logit {own.abs().max().item():.3g}). It scales or caps them in a way that treewise "
-            f"does not support. {SUPPORTED_MODELS}"
+            f"{limit:.3g}, largest logit {largest:.3g}). It scales or caps them in a way that treewise does not "
+            f"support. {SUPPORTED_MODELS}"
         )
-
-
-def _own_logits(
-    lm: DecoderAndHead, tokens: Int[Tensor, " n"], images: dict[str, torch.Tensor] | None = None
-) -> Float[Tensor, "n V"]:
-    """[n, V] in float32 or wider: those of the model's own forward. tokens: [n] int64. images: what it is given for
-    them."""
-    try:
-        with uncompiled(lm.model):
-            logits = lm.model(input_ids=tokens[None], use_cache=False, **(images or {})).logits[0]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"{type(lm.model).__name__} does not run on {'images' if images else 'text alone'}: "
-            f"{type(error).__name__}: {error}. {SUPPORTED_MODELS}"
-        ) from error
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def own_logprobs(
-    lm: DecoderAndHead, token_ids: Int[np.ndarray, " n"], images: dict[str, torch.Tensor] | None = None
-) -> Float[Tensor, " _"]:
-    """[n - 1] log-probs of a row's tokens by the model's own forward, with a graph where gradients are enabled."""
-    tokens = torch.as_tensor(token_ids, dtype=torch.long, device=lm.device)
-    return torch.log_softmax(_own_logits(lm, tokens, images)[:-1], dim=-1).gather(1, tokens[1:, None])[:, 0]
-
-
-def _check_logprobs(
-    lm: DecoderAndHead, rows: torch.Tensor, token_ids: np.ndarray, images: dict[str, torch.Tensor] | None = None
-) -> None:
-    tokens = torch.as_tensor(token_ids, dtype=torch.long, device=rows.device)
-    source = torch.arange(len(tokens) - 1, device=rows.device)
-    ours = edge_values(rows[: len(tokens)], lm.head(), source, tokens[1:])["log_probs"]
-    with observe_masks() as observations:
-        native = own_logprobs(lm, token_ids, images)
-    if not native.isfinite().all():
-        raise UnsupportedModelError(
-            f"{type(lm.model).__name__} gives logits that are not finite: {_why_not_finite(lm)}"
-        )
-    modules = set(lm.decoder.modules())
-    check_masks([each for each in observations if each.module in modules])
-    gaps = (ours - native).abs()
-    is_exact = _is_exact(rows)
-    gap = (gaps.max() if is_exact else gaps.median()).item()
-    limit = _MAX_LOGPROB_GAP[rows.dtype] if is_exact else _LOW_PRECISION_GAP
-    if not gap <= limit:
-        if not torch.equal(own_logprobs(lm, token_ids, images), native):
-            raise UnsupportedModelError(
-                f"{type(lm.model).__name__} is random while training: the same tokens gave other log-probs. Call "
-                "model.eval(), or disable what is random."
-            )
-        raise UnsupportedModelError(
-            f"{type(lm.model).__name__}: log-probs on the tree differ from the model's own by {gap:.3g} "
-            f"(limit {limit:g}). It computes something {'with images' if images else 'between decoder and logits'} "
-            "that treewise does not support. "
-            f"{SUPPORTED_MODELS}"
-        )
-
-
-def _compute_dtype(rows: torch.Tensor) -> torch.dtype:
-    device = rows.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
-
-
-def _is_exact(rows: torch.Tensor) -> bool:
-    """Whether rows were computed in float32 or wider; under autocast their dtype alone does not decide it."""
-    return _compute_dtype(rows) in _MAX_LOGPROB_GAP

@@ -1,7 +1,7 @@
 """Flat against tree: measures that a model, on the user's own rows, gets the loss and gradients of flat training.
 
 The flat side is plain code without trees: the model's own forward on one trajectory at a time, a logsumexp, a weighted
-sum (or the objective's own formulas), `backward`; see `verification.flat`. The tree side is `TreeEngine`, as training
+sum (or the objective's own formulas), `backward`; see `engine.flat`. The tree side is `TreeEngine`, as training
 uses it.
 
 Tolerances. float32: 1e-5 for the whole gradient; rounding alone gives 3e-7 on tiny models and 3e-6 on SmolLM2-135M,
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from treewise.engine.engine import TreeEngine
+from treewise.engine.flat import FlatLoss, Loss
 from treewise.errors import ConfigError, bytes_as_text
 from treewise.nn.device import free_bytes, synchronized_clock
 from treewise.nn.flops import flop_model
@@ -32,7 +33,6 @@ from treewise.objectives import SFT, Objective
 from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
-from treewise.verification.flat import FlatLoss, Loss
 from treewise.verification.report import ParameterError, VerificationReport
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}

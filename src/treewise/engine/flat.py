@@ -1,4 +1,4 @@
-"""The flat side of a verification: every trajectory alone, by the model's own forward.
+"""The flat oracle of the probe, `verify` and tests: every trajectory alone, by the model's own forward.
 
 Plain code without trees. SFT is written out from its definition. Any other objective computes its terms on
 trajectories between which nothing is merged, so its own formulas run on flat rows; a function gets the flat log-probs.
@@ -67,7 +67,7 @@ class FlatLoss:
             raise ConfigError(f"objective is a {type(objective).__name__}; give an objective or a function.")
 
     def run(self, model: nn.Module, device: torch.device) -> FlatRun:
-        """Adds the gradients into `.grad`.
+        """Adds the gradients into `.grad`, where they are enabled and the loss has some.
 
         One pass over the trajectories, or two where the loss is not a sum over tokens: values of all of them, then each
         once more with the loss's gradients on its values.
@@ -101,7 +101,8 @@ class FlatLoss:
     def _train_alone(self, model: nn.Module, device: torch.device, index: int) -> FlatRun:
         values, logprobs = self._values(model, device, index)
         losses = self._losses(values, [self.terms[index]])
-        losses.sum().backward()
+        if losses.requires_grad:
+            losses.sum().backward()
         return FlatRun(losses.sum().item(), losses.abs().sum().item(), [logprobs])
 
     def _values(self, model: nn.Module, device: torch.device, index: int) -> tuple[Values, torch.Tensor]:
