@@ -1,5 +1,7 @@
 """Models that change after an engine was built, and calls that would silently do nothing."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from treewise import Distillation, Forest, Trajectory, TreeEngine
-from treewise.errors import ConfigError, DataError
+from treewise.engine import step_checks
+from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
@@ -45,6 +48,84 @@ def test_adapters_that_were_added(max_tokens: int | None) -> None:
     engine.step(FOREST)
     targets = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
     check(engine, get_peft_model(model, targets))
+
+
+def with_other_logits(model: nn.Module, change: str) -> None:
+    """What changes the logits outside of the decoder."""
+    if change == "hook":
+        model.register_forward_hook(lambda _, __, out: {**out, "logits": out.logits * 1.5})
+    elif change == "forward":
+        own = model.forward
+
+        def forward(*args, **kwargs):
+            out = own(*args, **kwargs)
+            out.logits = out.logits * 1.5
+            return out
+
+        model.forward = forward
+    elif change == "class":
+        model.__class__ = type("Louder", (type(model),), {"forward": louder_forward(type(model).forward)})
+    elif change == "attribute":
+        model.logit_scale = 1.5
+    elif change == "configuration":
+        model.config.logits_scaling = 1.5
+    else:
+        model.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] + args[0].mean(1, keepdim=True),))
+
+
+def louder_forward(own):
+    def forward(self, *args, **kwargs):
+        out = own(self, *args, **kwargs)
+        out.logits = out.logits * 1.5
+        return out
+
+    return forward
+
+
+@BUDGETS
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("llama", "hook", "LlamaForCausalLM has other forward hooks"),
+        ("llama", "forward", "LlamaForCausalLM has another forward"),
+        ("llama", "class", "Louder has another class"),
+        ("cohere", "attribute", "CohereForCausalLM.logit_scale is 1.5, was"),
+        ("granite", "configuration", "config.logits_scaling is 1.5, was"),
+        ("llama", "layer", r"model.layers.1 \(LlamaDecoderLayer\) has other forward pre-hooks"),
+    ],
+)
+def test_what_a_model_does_since_its_last_step(family: str, change: str, named: str, max_tokens: int | None) -> None:
+    model = tiny_model(family)
+    engine = TreeEngine(model, max_tokens)
+    engine.step(FOREST)
+    with_other_logits(model, change)
+    with pytest.raises(UnsupportedModelError, match=named):
+        engine.step(FOREST)
+
+
+def test_states_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, probed = tiny_model(), []
+    own = step_checks.probe
+    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: probed.append(own(*args, **kwargs)))
+    engine = TreeEngine(model, 4)
+
+    def count(change: Callable[[], object]) -> int:
+        before = len(probed)
+        for _ in range(2):
+            change()
+            engine.step(FOREST)
+            with torch.no_grad():
+                engine.evaluate(FOREST)
+        return len(probed) - before
+
+    assert count(lambda: None) == 1
+    assert count(lambda: model.eval() if model.training else model.train()) == 1
+    assert count(lambda: model.model.embed_tokens.requires_grad_(False)) == 1
+    assert count(lambda: None) == 0
+    handle = model.register_forward_hook(lambda *_: None)
+    assert count(lambda: None) == 1
+    handle.remove()
+    assert count(lambda: None) == 0
 
 
 @pytest.mark.parametrize("before", ["eager", "sdpa"])

@@ -409,9 +409,7 @@ def downcast_on_trees(patch, model):
 @fault()
 def held_micro_batches_get_no_gradient(patch, model):
     own = walk.Walk._run
-    patch.setattr(
-        walk.Walk, "_run", lambda self, index, writes=None, injects=None: own(self, index, writes)
-    )
+    patch.setattr(walk.Walk, "_run", lambda self, index, writes=None, injects=None: own(self, index, writes))
 
 
 @fault("qwen3_moe", 1.05, 0.0)

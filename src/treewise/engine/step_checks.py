@@ -35,6 +35,7 @@ class StepChecks:
     def __init__(self, model: nn.Module, *, has_probes: bool) -> None:
         self._model, self._has_probes = model, has_probes
         self._passed: list[tuple[_State, bool, bool]] = []  # with images, with gradients
+        self.stands_in_for: nn.Module | None = None  # its `forward` calls the engine, so it is no change of the model
 
     def check(
         self,
@@ -57,7 +58,7 @@ class StepChecks:
         refuse_placeholders(lm, np.where(forest.images.covers(forest.num_tokens), -1, forest.token_ids))
         refuse_lengths(lm.decoder, int(forest.depth.max()) + 1, "the longest path", "Shorten the trajectories")
         has_images, has_gradients = len(forest.images) > 0 and processor is not None, torch.is_grad_enabled()
-        if not self._has_probes or self._has_passed(_state_of(lm), has_images, has_gradients):
+        if not self._has_probes or self._has_passed(_state_of(lm, self.stands_in_for), has_images, has_gradients):
             return
         try:
             probe(lm, impl, forest, processor=processor if has_images else None, hold=hold, offload=offload)
@@ -66,18 +67,16 @@ class StepChecks:
         except UnsupportedModelError as error:
             if not self._passed:
                 raise
-            changes = "; ".join(self._passed[-1][0].changes_to(_state_of(lm), lm))
+            changes = "; ".join(self._passed[-1][0].changes_to(_state_of(lm, self.stands_in_for), lm))
             raise UnsupportedModelError(f"{error} Since the model was last probed: {changes or 'weights'}.") from error
         # Taken again: with router logits for the first time, transformers adds hooks of its own.
-        self._passed = [*self._passed, (_state_of(lm), has_images, has_gradients)][-_NUM_KEPT:]
-
-    def stop_probing(self) -> None:
-        """Takes the present state, and all later ones, as probed."""
-        self._has_probes = False
+        self._passed = [*self._passed, (_state_of(lm, self.stands_in_for), has_images, has_gradients)][-_NUM_KEPT:]
 
     def _has_passed(self, state: "_State", has_images: bool, has_gradients: bool) -> bool:
         return any(
-            images == has_images and gradients >= has_gradients and state.facts == passed.facts
+            images == has_images
+            and gradients >= has_gradients
+            and state.facts == passed.facts
             and (not has_gradients or state.is_trained == passed.is_trained)
             for passed, images, gradients in reversed(self._passed)
         )
@@ -118,7 +117,7 @@ _FACTS = ("been replaced", "another class", "another mode", "other forward hooks
 _FACTS += ("other backward hooks", "other backward pre-hooks", "another forward")
 
 
-def _state_of(lm: DecoderAndHead) -> _State:
+def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
     # Hooks are numbered by torch, each number once; functions and modules are compared by identity.
     modules = tuple(
         (
@@ -129,7 +128,7 @@ def _state_of(lm: DecoderAndHead) -> _State:
             tuple(each._forward_pre_hooks),
             tuple(each._backward_hooks),
             tuple(each._backward_pre_hooks),
-            vars(each).get("forward"),
+            None if each is stands_in_for else vars(each).get("forward"),
         )
         for each in lm.model.modules()
     )

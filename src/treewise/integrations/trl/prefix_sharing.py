@@ -8,7 +8,8 @@ computed once, and the fields are restored to the rows' shape. All losses and me
 
 import functools
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -27,7 +28,6 @@ from treewise.integrations.trl.fused_head import FusedHead, has_fused_head
 from treewise.nn.model import is_peft, unwrap_model
 from treewise.nn.router_loss import RouterLossRule, router_loss_rule
 from treewise.planning.planner import Plan
-from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
 
@@ -43,7 +43,7 @@ class Sharing:
         self._head: FusedHead | None = None
         self._before: MethodType | None = None
         self._installed: MethodType | None = None
-        self._is_active, self._is_probed = True, False
+        self._is_active = True
         self._class: type[nn.Module] | None = None
 
     @property
@@ -67,6 +67,7 @@ class Sharing:
         """Wraps `forward`, which has TRL's fused head, and returns the method to call instead."""
         self._head = FusedHead(self.model, forward)
         self._before = forward
+        self.engine.stand_in_for(self.model)
 
         # `generate` and the Trainer read the signature of a model's forward.
         @functools.wraps(forward.__func__)
@@ -162,25 +163,23 @@ class Sharing:
 
         def compute() -> tuple[Fields, torch.Tensor | None, Plan]:
             with nullcontext() if autocast is None else autocast.again():
-                self._probe_once(rows.forest)
-                return self._batches.fields(rows, head, rule)
+                with self._own_forward():  # of a first step, and after a change of the model, for the probe
+                    return self._batches.fields(rows, head, rule)
 
         # The forward adds to no gradient, so it may run again with a smaller budget.
         return self.engine.budget.run(compute, rows.forest.num_tokens)
 
-    def _probe_once(self, forest: Forest) -> None:
-        """Probes the model, which calls its own forward, without the wrappers around the present call.
+    @contextmanager
+    def _own_forward(self) -> Iterator[None]:
+        """Inside, the model's forward is its own, without the wrappers around the present call.
 
         accelerate enters one autocast object around every call; a call inside a call would leave autocast enabled.
         """
-        if self._is_probed:
-            return
         outermost, self.model.forward = self.model.forward, self._before  # type: ignore[assignment]
         try:
-            self.engine.check(forest)
+            yield
         finally:
             self.model.forward = outermost
-        self._is_probed = True
 
 
 def share_prefixes(
