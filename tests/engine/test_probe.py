@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from tests.vision_models import FAMILIES, IMAGE_TOKEN, png, seeing_model
 from treewise import SFT, Forest, Trajectory, TreeEngine
 from treewise.engine import scoring, walk
 from treewise.engine.probe import probe
@@ -24,6 +25,7 @@ from treewise.nn.recurrent import scan
 from treewise.planning.layout import lay_out
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
+from treewise.tree.images import ImageSpan
 
 IDS = np.array([5, 9, 17, 23, 31, 40, 8, 12, 55, 3, 20, 44])
 ROLLOUTS = [Trajectory([3, 4, 5, 6, 7, 8]), Trajectory([3, 4, 5, 9, 10]), Trajectory([3, 4, 11, 12, 13, 14, 15])]
@@ -428,6 +430,17 @@ def states_of_siblings(patch, model):
 @fault("qwen3_next")
 def states_carry_no_gradient(patch, model):
     patch.setattr(Gateway, "add_state_gradients", lambda *_: None)
+
+
+def test_a_piece_whose_gradients_stop_below_an_image_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained is the projector alone: a piece of text below an image needs no gradient for itself."""
+    monkeypatch.setattr(interface, "carry", lambda *tensors: tensors, raising=False)
+    model, images = seeing_model("llava"), FAMILIES["llava"].images()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("projector" in name)
+    item = Trajectory([5, *[IMAGE_TOKEN] * 4, 6, 7, 8], images=(ImageSpan(png(1), 1, 5),))
+    with pytest.raises(UnsupportedModelError, match=r"gradient of model\.multi_modal_projector.* differs on the tree"):
+        TreeEngine(model, processor=images).check(Forest.from_trajectories([item]))
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -275,8 +275,10 @@ def test_what_cannot_be_computed_is_named():
     with pytest.raises(tw.UnsupportedModelError, match="holds token 60"):
         tw.TreeEngine(model, processor=images).step([*items, Trajectory([5, IMAGE_TOKEN, 6])])
     wrong = Trajectory([5, *[IMAGE_TOKEN] * 3, 6], images=(ImageSpan(A, 1, 4),))
-    with pytest.raises(tw.UnsupportedModelError, match=r"4 feature rows .* are 3"):
+    with pytest.raises(tw.UnsupportedModelError, match="Image features and image tokens do not match"):
         tw.TreeEngine(model, processor=images).step([wrong])
+    with pytest.raises(tw.UnsupportedModelError, match=r"4 feature rows .* are 3"):
+        tw.TreeEngine(model, processor=images, check=False).step([wrong])
     with pytest.raises(tw.UnsupportedModelError, match="takes no images"):
         tw.TreeEngine(tiny_model("llama"), processor=images).step([wrong])
 

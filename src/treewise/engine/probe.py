@@ -1,4 +1,4 @@
-"""Probe of a model before its first step: a few rows whole, at a budget, and flat, with the gradient of what is trained.
+"""Probe of a model before its first step: a few rows flat, whole and at a budget, with every trained gradient.
 
 Four rows of the user's own tokens with three forks, longer than the windows and chunks of the configuration that are
 short, and with the smallest of the forest's images where it has some, are trained three times: each row alone by the
@@ -8,9 +8,9 @@ of a model shows is found by what it does: a leak between branches, an index of 
 the logits, a lost gradient. Masks are compared far beyond these rows (`mask_audit`), and the head where logits are
 large. What a few rows cannot show is listed in docs/verify.md.
 
-Trained parameters are replaced for the moment by others on the same storage: no `.grad` changes, and no hook runs that waits for it.
-Those of adapters have noise added, because a fresh adapter is the identity. One set of gradients is held: the trees'
-gradients are subtracted from the flat one, half and half, and the norms in between tell them apart.
+Trained parameters are replaced for the moment by others on the same storage: no `.grad` changes, and no hook runs that
+waits for it. Those of adapters have noise added, because a fresh adapter is the identity. One set of gradients is held:
+those of the trees are subtracted from the flat ones, half and half, and the norms in between tell them apart.
 
 A model with weights in float32 is probed in float32, also under autocast, unless its own forward enters autocast. In
 lower precision rows are compared with the model's own spread between two correct orders of computation.
@@ -208,7 +208,9 @@ def _smallest_image(forest: Forest) -> tuple[np.ndarray, Any]:
 @contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     """Inside, trained parameters are others on the same storage, with noise on those of adapters; here by name."""
-    adapters, made, names = _adapter_parameters(model), {}, {}
+    adapters = _adapter_parameters(model)
+    made: dict[int, nn.Parameter] = {}
+    names: dict[str, nn.Parameter] = {}
     slots = [
         (module, f"{path}.{name}".lstrip("."), name, parameter)
         for path, module in model.named_modules()
@@ -221,7 +223,7 @@ def _stand_ins(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
                 is_stirred = id(parameter) in adapters
                 data = _stirred(parameter.detach(), len(made)) if is_stirred else parameter.detach()
                 made[id(parameter)] = names[path] = nn.Parameter(data)
-                for hook in (parameter._backward_hooks or {}).values():  # they change gradients, so they belong to it
+                for hook in (parameter._backward_hooks or {}).values():  # they are part of its gradient
                     names[path].register_hook(hook)
     try:
         for module, _, name, parameter in slots:
@@ -273,8 +275,8 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """What the model's own forward gives: log-probs ([L - 1] float64 of each row), and the decoder's hidden rows ([L, M]
-    of each; none where it is not called as a module). autocast: that its forward ran in; None: none."""
+    """What the model's own forward gives: log-probs ([L - 1] float64 of each row), and the decoder's hidden rows
+    ([L, M] of each; none where it is not called as a module). autocast: that its forward ran in; None: none."""
 
     logprobs: list[Tensor]
     hidden: list[Tensor]
@@ -424,26 +426,26 @@ def _gaps(expected: Float[Tensor, "n M"], found: Float[Tensor, "n M"]) -> Float[
 class _Gap:
     """A difference beyond its limit: of hidden rows relative to them, or of log-probs."""
 
-    is_of_rows: bool
     size: float
     limit: float
+    is_of_rows: bool
 
     def sentence(self, lm: DecoderAndHead, plan: Plan) -> str:
         decoder, by = type(lm.decoder).__name__, f"{self.size:.3g} (limit {self.limit:.3g})"
+        images = " with images" if len(plan.forest.images) else ""
         if not self.is_of_rows:
-            images = " with images" if len(plan.forest.images) else ""
             return (
                 f"{type(lm.model).__name__}: log-probs on the tree differ from the model's own by {by}. It computes "
                 f"something{images} between decoder and logits that treewise does not support."
             )
         if plan.is_whole:
             return (
-                f"{decoder} leaks between branches, or reads more than a token and what is before it in its trajectory: "
-                f"hidden rows on a tree differ from those of its own forward by {by} of a row."
+                f"{decoder} leaks between branches, or computes something{images} from more than a token and what is "
+                f"before it in its trajectory: hidden rows on a tree differ from its own forward's by {by} of a row."
             )
         return (
-            f"{decoder} computes other rows under a budget than without, by {by} of a row: its layers pass on more than "
-            "keys and values."
+            f"{decoder} computes other rows under a budget than without, by {by} of a row: its layers pass on more "
+            "than keys and values."
         )
 
 
@@ -457,11 +459,12 @@ def _largest_gap(flat: _Flat, found: _OnTree, rows: _Rows, spread: float) -> _Ga
             branches = [each[-own:] for each, own in zip(gaps, rows.own, strict=True)]
             size = max(each.median().item() for each in (gaps[0][: -rows.own[0]], *branches))
         if not size <= limit:
-            return _Gap(True, size, limit)
+            return _Gap(size, limit, is_of_rows=True)
     ours = torch.cat([each[1:] for each in found.restored(found.logprobs)])
-    gaps_L = (torch.cat(flat.logprobs) - ours).abs()
+    is_scored = torch.from_numpy(np.concatenate([item.loss_weights[1:] != 0 for item in rows.items]))
+    gaps_L = (torch.cat(flat.logprobs) - ours)[is_scored].abs()
     size, limit = (gaps_L.max().item(), _LOGPROB) if flat.is_exact else (gaps_L.median().item(), _LOW_LOGPROB)
-    return None if size <= limit else _Gap(False, size, limit)
+    return None if size <= limit else _Gap(size, limit, is_of_rows=False)
 
 
 def _limit(limit: tuple[float, float], spread: float) -> float:

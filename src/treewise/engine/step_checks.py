@@ -105,16 +105,18 @@ class _State:
             for what, old, new in zip(_FACTS, before, now, strict=True):
                 if old != new:
                     yield f"{label} has {what}"
-        before, now = dict(self.outer), dict(later.outer)
-        for name in sorted(before.keys() | now.keys()):
-            if before.get(name) != now.get(name):
-                yield f"{name} is {now.get(name)!r}, was {before.get(name)!r}"
+        was, is_now = dict(self.outer), dict(later.outer)
+        for name in sorted(was.keys() | is_now.keys()):
+            if was.get(name) != is_now.get(name):
+                yield f"{name} is {is_now.get(name)!r}, was {was.get(name)!r}"
         if self.is_trained != later.is_trained:
             yield f"{sum(later.is_trained)} parameters are trained, where {sum(self.is_trained)} were"
 
 
-_FACTS = ("been replaced", "another class", "another mode", "other forward hooks", "other forward pre-hooks")
-_FACTS += ("other backward hooks", "other backward pre-hooks", "another forward")
+_FACTS = (
+    *("been replaced", "another class", "another mode", "other forward hooks", "other forward pre-hooks"),
+    *("other backward hooks", "other backward pre-hooks", "another forward"),
+)
 
 
 def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:

@@ -60,7 +60,12 @@ PRIVATE_NAMES = (
     PrivateName("torch", "_base", ("engine/offload.py",), "detects views of weights among what autograd saves"),
     PrivateName("torch", "_parameters", ("distributed/ends.py",), "replaces parameters of a module in place"),
     PrivateName("torch", "_buffers", ("distributed/fsdp.py",), "replaces buffers of a module in place"),
-    PrivateName("torch", "_backward_hooks", ("engine/sparse_embedding.py",), "detects hooks on embedding weights"),
+    PrivateName(
+        "torch",
+        "_backward_hooks",
+        ("engine/sparse_embedding.py", "engine/probe.py", "engine/step_checks.py"),
+        "detects hooks on weights and modules",
+    ),
     PrivateName(
         "torch",
         "_post_accumulate_grad_hooks",

@@ -162,9 +162,9 @@ class Sharing:
         head, autocast = self._head, self._head.autocast
 
         def compute() -> tuple[Fields, torch.Tensor | None, Plan]:
-            with nullcontext() if autocast is None else autocast.again():
-                with self._own_forward():  # of a first step, and after a change of the model, for the probe
-                    return self._batches.fields(rows, head, rule)
+            # The model's own forward: for the probe, of a first step and after a change of the model.
+            with nullcontext() if autocast is None else autocast.again(), self._own_forward():
+                return self._batches.fields(rows, head, rule)
 
         # The forward adds to no gradient, so it may run again with a smaller budget.
         return self.engine.budget.run(compute, rows.forest.num_tokens)
