@@ -18,7 +18,7 @@ from treewise.engine import scoring, walk
 from treewise.engine.probe import probe
 from treewise.engine.scoring import EdgeScorer
 from treewise.errors import UnsupportedModelError
-from treewise.nn.attention import interface
+from treewise.nn.attention import NOTHING, interface
 from treewise.nn.attention.gateway import Gateway
 from treewise.nn.model import split_model
 from treewise.nn.recurrent import scan
@@ -434,7 +434,7 @@ def states_carry_no_gradient(patch, model):
 
 def test_a_piece_whose_gradients_stop_below_an_image_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained is the projector alone: a piece of text below an image needs no gradient for itself."""
-    monkeypatch.setattr(interface, "carry", lambda *tensors: tensors, raising=False)
+    monkeypatch.setattr(walk.Walk, "_carried_in", lambda self, layout: NOTHING)
     model, images = seeing_model("llava"), FAMILIES["llava"].images()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("projector" in name)

@@ -20,7 +20,7 @@ from treewise.engine.context_walk import ContextWalk
 from treewise.engine.differentiable import Reader, Values, backward_through, hidden_reader, restore, tree_values
 from treewise.engine.lockstep import Exchange, Lockstep
 from treewise.engine.prepared import PlanSettings, PreparedForest, as_prepared, prepare
-from treewise.engine.probe import text_ids
+from treewise.engine.probed_rows import text_ids
 from treewise.engine.scoring import (
     StepLoss,
     StepOutput,

@@ -18,9 +18,9 @@ lower precision rows are compared with the model's own spread between two correc
 Letters: L tokens of a row, T tokens of the tree, M model width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,14 +29,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from treewise.engine.flat import FlatLoss
+from treewise.engine.probed_rows import ProbedRows, probed_rows
 from treewise.engine.scoring import StepLoss
 from treewise.engine.vision import ForestVision, processed_by
 from treewise.engine.walk import MicroBatchOutput, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.compilation import uncompiled
-from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
-from treewise.nn.model_checks import length_limit
+from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead
 from treewise.objectives import SFT
 from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
@@ -44,9 +44,6 @@ from treewise.shapes import Float
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-# Tokens of the longest row; more where a window or chunk of the configuration ends within so many tokens.
-_LENGTH, _LONGEST_WINDOW = 40, 128
-_WINDOWS = ("window", "chunk", "floor_scale")  # in the names of what changes with the distance
 # In float32 or wider, largest differences of a hidden row relative to it, and of a parameter's gradient relative to its
 # own norm and to that of the whole gradient: these, or so many spreads of the model (3e-6 in SmolLM2-135M, where the
 # tree differs by 1.3, 7 and 1.7 spreads). Of a log-prob.
@@ -73,7 +70,7 @@ def probe(
     Raises:
         UnsupportedModelError: with the measured difference.
     """
-    rows = _probed_rows(lm, forest, with_image=processor is not None)
+    rows = probed_rows(lm, forest, with_image=processor is not None)
     loss, tree = FlatLoss(rows.items, SFT(), processor), Forest.from_trajectories(rows.items)
     with _stand_ins(lm.model) as trained, _without_checkpointing(lm.model):
         flat = _flat(lm, loss)
@@ -90,116 +87,6 @@ def probe(
                 gradients.subtracted(plan)
         _check_head(lm, rows.text)
     gradients.check(spread, is_exact=flat.is_exact)
-
-
-# -- the rows ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """items: the trunk with its longest branch first. own: tokens of each beyond its fork. budget: cuts the trunk.
-    text: a few tokens, without an image."""
-
-    items: list[Trajectory]
-    own: tuple[int, ...]
-    budget: int
-    text: np.ndarray
-
-
-def text_ids(forest: Forest) -> np.ndarray:
-    """[t] int32, the tokens of a forest that stand for no image."""
-    ids: np.ndarray = forest.token_ids[~forest.images.covers(forest.num_tokens)]
-    return ids
-
-
-def _probed_rows(lm: DecoderAndHead, forest: Forest, *, with_image: bool) -> _Rows:
-    """A trunk with a fork near its end and two near its start; an image on the trunk and again on one branch.
-
-    At the budget two trunks are open, of which the lower is short enough to be held, and two branches share a
-    micro-batch.
-    """
-    length = _length(lm)
-    fork = max(length - 16, length * 3 // 5)
-    branch = max(1, (length - fork) // 2)
-    draw = _Tokens(lm, forest, 2 * length, with_image=with_image)
-    trunk, image = draw.take(fork), draw.image
-    tail, *others = (draw.take(count) for count in (length - fork, branch, branch, branch))
-    forks = (fork, max(1, fork // 4), max(1, fork // 8))
-    taken: dict[int, list[int]] = {fork: [int(tail[0])]}
-    for at, ids in zip(forks, others, strict=True):
-        siblings = taken.setdefault(at, [int(trunk[at])] if at < fork else [])
-        ids[0] = draw.other(int(ids[0]), siblings)
-        siblings.append(int(ids[0]))
-    parts = [(trunk, tail), *((trunk[:at], ids) for at, ids in zip(forks, others, strict=True))]
-    above = 0 if image is None else len(image[0])
-    items, sizes = [], []
-    for index, (before, own) in enumerate(parts):
-        ids, spans = np.concatenate([before, own]), []
-        if image is not None:
-            again = [len(before) + above + 1] if index == 2 else []
-            for start in (min(2, fork), *again):
-                ids = np.insert(ids, start, image[0])
-                spans.append(replace(image[1], start=start + image[1].start, end=start + image[1].end))
-        weights = np.linspace(0.5, 1.5, len(ids) + index)[index:]  # so that no two errors cancel
-        weights[[0, *(place for span in spans for place in range(span.start, span.end))]] = 0
-        items.append(Trajectory(ids, loss_weights=weights, images=tuple(spans)))
-        sizes.append(len(own) + (above if index == 2 else 0))
-    return _Rows(items, tuple(sizes), max(1, fork - 4 + above), trunk[:20])
-
-
-def _length(lm: DecoderAndHead) -> int:
-    """Tokens of the longest row: beyond every window and chunk that is short, within what the positions allow."""
-    configs = [base_model(lm.model).config, lm.decoder.config]
-    numbers = {name: value for config in configs for name, value in vars(config).items() if type(value) is int}
-    windows = [n for name, n in numbers.items() if n <= _LONGEST_WINDOW and any(word in name for word in _WINDOWS)]
-    limits = [*(length_limit(lm.decoder) or ())[:1], getattr(lm.decoder.config, "max_position_embeddings", None)]
-    length = max([_LENGTH, *(window + 8 for window in windows)])
-    return max(4, min([length, *(limit for limit in limits if isinstance(limit, int))]))
-
-
-class _Tokens:
-    """The user's tokens in their order; drawn anew from them where they are too few, or from all where too alike."""
-
-    def __init__(self, lm: DecoderAndHead, forest: Forest, count: int, *, with_image: bool) -> None:
-        special = {n for name, n in vars(base_model(lm.model).config).items() if name.endswith(("_id", "_index"))}
-        self._special = {each for each in special if isinstance(each, int)}
-        self._limit = min(lm.head().num_tokens, lm.decoder.get_input_embeddings().weight.shape[0])
-        self.image = _smallest_image(forest) if with_image else None
-        text = text_ids(forest)
-        if self.image is not None:
-            text = text[~np.isin(text, self.image[0])]
-        rng = np.random.default_rng(0)
-        if len(np.unique(text)) < 8:
-            every = np.setdiff1d(np.arange(self._limit), list(self._special))
-            text = rng.choice(every if len(every) else np.arange(self._limit), count)
-        elif len(text) < count:
-            text = np.concatenate([text, rng.choice(text, count - len(text))])
-        self._ids, self._taken = text, 0
-
-    def take(self, count: int) -> np.ndarray:
-        """[count] the next tokens."""
-        self._taken += count
-        return self._ids[self._taken - count : self._taken].copy()
-
-    def other(self, token: int, siblings: Sequence[int]) -> int:
-        """The token, or the next one of the vocabulary that none of these is and that stands for nothing special."""
-        near = ((token + step) % self._limit for step in range(self._limit))
-        return next((each for each in near if each not in self._special and each not in siblings), token)
-
-
-def _smallest_image(forest: Forest) -> tuple[np.ndarray, Any]:
-    """The tokens of a forest's smallest image with one before and after it, and its span among them."""
-    images = forest.images
-    place = int(np.argmin(images.end - images.start))
-    first, last = int(images.start[place]), int(images.end[place])
-    before = slice(first - 1 if forest.parent[first] == first - 1 and first > 0 else first, first)
-    after = slice(last, last + (last < forest.num_tokens and forest.parent[last] == last - 1))
-    around = [each for each in (before, after) if not images.covers(forest.num_tokens)[each].any()]
-    before, after = (each if each in around else slice(0, 0) for each in (before, after))
-    ids = forest.token_ids
-    start = len(ids[before])
-    span = replace(images.sources[images.index[place]], start=start, end=start + last - first)
-    return np.concatenate([ids[before], ids[first:last], ids[after]]), span
 
 
 # -- parameters for the moment ----------------------------------------------------------------------------------------
@@ -381,7 +268,7 @@ def _where(plan: Plan) -> str:
 
 
 @torch.no_grad()
-def _spread(lm: DecoderAndHead, impl: str, rows: _Rows, *, is_exact: bool) -> float:
+def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) -> float:
     """How far the rows of one trajectory move by rounding, relative to the norm of a row.
 
     In float32 or wider: the largest, when each number of the embeddings moves by its rounding. In low precision: the
@@ -449,7 +336,7 @@ class _Gap:
         )
 
 
-def _largest_gap(flat: _Flat, found: _OnTree, rows: _Rows, spread: float) -> _Gap | None:
+def _largest_gap(flat: _Flat, found: _OnTree, rows: ProbedRows, spread: float) -> _Gap | None:
     """The first difference that is beyond its limit."""
     if flat.hidden:
         gaps = [_gaps(*pair) for pair in zip(flat.hidden, found.restored(found.hidden), strict=True)]

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.engine.probe import probe, text_ids
+from treewise.engine.probe import probe
+from treewise.engine.probed_rows import text_ids
 from treewise.errors import UnsupportedModelError
 from treewise.nn.device import to_device
 from treewise.nn.model import DecoderAndHead, base_model
