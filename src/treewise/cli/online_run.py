@@ -23,6 +23,7 @@ _OWN: dict[str, Any] = {
     "tasks_settings": dict | None,
     "tasks_seed": int,
     "reward_functions": list[str],
+    "reward_weights": list[float] | None,
     "sampler": str,
     "sampler_settings": dict | None,
 }
@@ -93,6 +94,8 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
     tokenizer = _tokenizer(config)
     model = training_run.load_model(config, arguments)
     print(_summary(config, settings, task))
+    if args.dry_run or not settings.reward_workers:  # workers take seconds to start, and the run's own find the same
+        _check_first_prompt(task, tokenizer, settings)
     if args.dry_run:
         TreeEngine(model, arguments.max_tokens, arguments.attention)
         return
@@ -130,8 +133,24 @@ def _task(config: RunConfig) -> Any:
 
     more = config.more
     return task_named(
-        more["tasks"], more.get("tasks_settings"), more.get("reward_functions") or (), more.get("tasks_seed", 0)
+        more["tasks"],
+        more.get("tasks_settings"),
+        more.get("reward_functions") or (),
+        more.get("tasks_seed", 0),
+        more.get("reward_weights"),
     )
+
+
+def _check_first_prompt(task: Any, tokenizer: Any, settings: Any) -> None:
+    """Raises what the first prompt of a run would: of a chat template that cannot write it, of `reset`, of tools."""
+    from treewise.rl.online.conversations import start
+    from treewise.rl.tasks import Calls, ChatTokens
+
+    calls = Calls(settings.reward_timeout, settings.reward_workers)
+    try:
+        start(task, task.item("train", 0), ChatTokens(tokenizer, settings.chat_template), calls)
+    finally:
+        calls.close()
 
 
 def _tokenizer(config: RunConfig) -> Any:

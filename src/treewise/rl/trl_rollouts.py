@@ -23,7 +23,6 @@ from treewise.rl.online.sampling import Rounds, continue_all
 from treewise.rl.rollout_batch import credit
 from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
 from treewise.rl.success_book import SuccessBook
-from treewise.rl.tasks.rewards import RewardRunner
 
 _WITHOUT_LIMIT = 1 << 62  # generated tokens; here the number of completions ends a tree
 _NEEDS_REWARDS = ("lcr",)
@@ -62,10 +61,6 @@ class _Text:
 
     def branch(self, num_tokens: int) -> "_Text":
         return _Text(self.token_ids[:num_tokens])
-
-    def reward(self, runner: RewardRunner) -> float:
-        del runner
-        raise NotImplementedError("TRL's trainer computes the rewards of these rollouts")
 
 
 @dataclass(eq=False, slots=True)

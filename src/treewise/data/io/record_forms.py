@@ -45,7 +45,7 @@ def parse(raw: RawRecord) -> Record:
         DataError: text that is not UTF-8, not JSON or not an object, at `file:line:column` or with the byte offset.
         PartialTailError: the same in a last line without a line end.
     """
-    value = _parse_line(raw) if isinstance(raw.payload, bytes) else raw.payload
+    value = parsed_object(raw)
     if raw.is_row:
         value = {key: _without_nulls(item) for key, item in value.items()}
     record = {key: item for key, item in value.items() if item is not None}
@@ -53,6 +53,11 @@ def parse(raw: RawRecord) -> Record:
         if isinstance(record.get(name), str):
             record[name] = parse_text(record[name], f"{raw.location}: {name}")
     return record
+
+
+def parsed_object(raw: RawRecord) -> Record:
+    """The record as the file holds it. Raises as `parse`."""
+    return _parse_line(raw) if isinstance(raw.payload, bytes) else raw.payload
 
 
 class _RepeatedKeyError(Exception):

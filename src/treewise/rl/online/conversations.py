@@ -3,11 +3,11 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from treewise.rl.tasks import ChatTokens, EnvironmentTask, Episode, TaskItem, start_episode
+from treewise.errors import DataError
+from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, Episode, TaskItem, start_episode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task
-from treewise.rl.tasks.rewards import RewardFailure, RewardRunner
 
 
 class Conversation(Protocol):
@@ -30,9 +30,6 @@ class Conversation(Protocol):
             TaskError: the environment cannot be brought back there.
         """
 
-    def reward(self, runner: RewardRunner) -> float | RewardFailure:
-        """The reward of the rollout, which has ended."""
-
 
 @dataclass(slots=True)
 class SingleTurn:
@@ -40,7 +37,7 @@ class SingleTurn:
 
     task: SingleTurnTask
     item: TaskItem
-    tokenizer: Any
+    chat: ChatTokens
     num_prompt_tokens: int
     token_ids: list[int]
 
@@ -51,12 +48,14 @@ class SingleTurn:
         return [], finish
 
     def branch(self, num_tokens: int) -> "SingleTurn":
-        return SingleTurn(self.task, self.item, self.tokenizer, self.num_prompt_tokens, self.token_ids[:num_tokens])
+        return SingleTurn(self.task, self.item, self.chat, self.num_prompt_tokens, self.token_ids[:num_tokens])
 
-    def reward(self, runner: RewardRunner) -> float | RewardFailure:
-        ids = tuple(self.token_ids[self.num_prompt_tokens :])
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=True)
-        return runner.rewards(self.task, [RewardRequest(self.item, text, ids)])[0]
+    def request(self) -> RewardRequest:
+        """What its reward is computed from."""
+        prompt_ids, ids = self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens :]
+        text = self.chat.tokenizer.decode(ids, skip_special_tokens=True)
+        message = None if isinstance(self.item.prompt, str) else self.chat.message(ids, prompt_ids)
+        return RewardRequest(self.item, text, tuple(ids), message)
 
 
 @dataclass(slots=True)
@@ -86,13 +85,13 @@ class Turns:
         copy = self.episode.branch(turn)
         return Turns(copy, self.token_ids[len(copy.token_ids) : num_tokens])
 
-    def reward(self, runner: RewardRunner) -> float | RewardFailure:
-        return self.episode.reward(runner)
 
-
-def start(task: Task, item: TaskItem, chat: ChatTokens, timeout_seconds: float | None) -> Conversation:
+def start(task: Task, item: TaskItem, chat: ChatTokens, calls: Calls) -> SingleTurn | Turns:
     """A conversation that stands behind the prompt."""
     if isinstance(task, EnvironmentTask):
-        return Turns(start_episode(task, item, chat, timeout_seconds=timeout_seconds))
-    ids = list(chat.prompt_ids(list(item.prompt), None, item.key))
-    return SingleTurn(task, item, chat.tokenizer, len(ids), ids)  # type: ignore[arg-type]
+        return Turns(start_episode(task, item, chat, calls))
+    prompt = item.prompt
+    ids = list(chat.text_ids(prompt) if isinstance(prompt, str) else chat.prompt_ids(list(prompt), None, item.key))
+    if not ids:
+        raise DataError(f"{item.key}: the prompt has no tokens.")
+    return SingleTurn(task, item, chat, len(ids), ids)  # type: ignore[arg-type]

@@ -9,13 +9,20 @@ from treewise.distributed import ranks
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.online.continuation import Continuation
 from treewise.rl.online.conversations import Conversation
-from treewise.rl.online.rewarding import rewards_of
+from treewise.rl.online.rewarding import check_failures, rewards_of
 from treewise.rl.online.sampling import Rounds, continue_all
-from treewise.rl.tasks import TaskItem
+from treewise.rl.tasks import RewardFailure, TaskItem
+from treewise.rl.tasks.rewards import RewardTally
 
 
 def evaluated(
-    items: Sequence[tuple[TaskItem, Conversation]], rounds: Rounds, *, temperature: float, success_at: float, seed: int
+    items: Sequence[tuple[TaskItem, Conversation]],
+    rounds: Rounds,
+    *,
+    temperature: float,
+    success_at: float,
+    seed: int,
+    max_failed: float = 1.0,
 ) -> dict[str, float]:
     """`eval_pass@1`, `eval_reward` and `eval_length` (generated tokens), means over the items whose reward is known,
     and `eval_failed`, the number of the others.
@@ -24,23 +31,29 @@ def evaluated(
         items: each with a conversation at its prompt.
         temperature: 0 is greedy.
         seed: of samples at other temperatures; the same at every evaluation of a run.
+        max_failed: the share of rewards that may fail.
 
     Every process calls this with all items, and computes its part of them.
+
+    Raises:
+        TaskError: more rewards failed than may.
     """
     request = replace(rounds.request, temperature=temperature, want_entropy=False, num_top=0)
     rounds = replace(rounds, request=request, journal=rounds.journal)
 
-    def work() -> list[tuple[int, float | None, int]]:
+    def work() -> list[tuple[int, float | RewardFailure, int]]:
         own = range(ranks.own(), len(items), ranks.count())
         continuations = [_continuation(items[i][1], rounds, (seed, i)) for i in own]
         continue_all(continuations, rounds)
         ended = [(items[i][0], each.conversation) for i, each in zip(own, continuations, strict=True)]
-        outcomes = rewards_of(ended, rounds.rewards, rounds.journal)
-        rewards = [each if isinstance(each, float) else None for each in outcomes]
+        rewards: Sequence[float | RewardFailure] = rewards_of(ended, rounds.rewards, rounds.journal)
         return list(zip(own, rewards, (each.num_drawn for each in continuations), strict=True))
 
     found = sorted((each for part in ranks.on_every_rank(work) for each in part), key=lambda each: each[0])
-    rewards = [reward for _, reward, _ in found if reward is not None]
+    rewards = [reward for _, reward, _ in found if not isinstance(reward, RewardFailure)]
+    failed = [str(reward) for _, reward, _ in found if isinstance(reward, RewardFailure)]
+    tally = RewardTally(len(found), len(failed), failed[0] if failed else None)
+    check_failures(tally, max_failed, "evaluation", rounds.journal)
     mean = float(np.mean(rewards)) if rewards else float("nan")
     passed = float(np.mean([reward >= success_at for reward in rewards])) if rewards else float("nan")
     return {

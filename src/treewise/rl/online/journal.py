@@ -56,6 +56,7 @@ class Journal:
         self._entries: list[tuple[str, Any, int]] = []  # hash of the question, answer, offset of the line
         self._next = 0
         self._size = 0
+        self._marked: int | None = None
         if path.is_file():
             self._read()
 
@@ -79,6 +80,17 @@ class Journal:
         answer = compute()
         self._append(key, kind, answer)
         return answer
+
+    def mark(self) -> None:
+        """Marks the answer that was given last, unless one before it is marked."""
+        self._marked = self._next - 1 if self._marked is None else self._marked
+
+    def forget_from_mark(self) -> None:
+        """Drops the marked answer and all that follow it, so that a resumed run computes them."""
+        if self._marked is not None and self.path.is_file():
+            self._size = self._entries[self._marked][2]
+            os.truncate(self.path, self._size)
+            del self._entries[self._marked :]
 
     def _read(self) -> None:
         raw = self.path.read_bytes()
@@ -116,6 +128,9 @@ class Unrecorded(Journal):
         """The answer, computed."""
         del kind, question
         return compute()
+
+    def mark(self) -> None:
+        """Nothing is recorded, so nothing is marked."""
 
 
 def question_of(requests: Sequence[SampleRequest]) -> list[Any]:

@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 from transformers import TrainerCallback
 
+from treewise.objectives import PolicyGradient
 from treewise.rl.branching import PROMPT
 from treewise.rl.online.crediting import IterationAccount
 from treewise.rl.online.sampling import GrowingTree
 from treewise.rl.online.update import UpdateReport
 from treewise.rl.success_book import SuccessBook
+from treewise.rl.update import Update
 
 # What the line shows, in this order, with its format.
 _LINE = (
@@ -97,6 +99,23 @@ def figures(
         values["share_ratio"] = update.flat_tokens / max(1, update.tree_tokens)
         values["seconds_update"] = update.seconds
     return values
+
+
+def nothing_learned(trees: Sequence[GrowingTree], update: Update | None, objective: Any) -> str | None:
+    """That an iteration teaches nothing, and why: no rollout has an advantage. None where one has."""
+    if not isinstance(objective, PolicyGradient):
+        return None
+    if update is not None and any(np.any(row.advantages) for own in update.trees for row in own):
+        return None
+    rewards = [each.tree[leaf].reward for each in trees for leaf in each.tree.rewarded_leaves]
+    if not rewards:
+        return "no rollout has a reward, so nothing was learned."
+    if len(set(rewards)) == 1:
+        return f"the rewards of all {len(rewards)} rollouts are {rewards[0]:g}, so nothing was learned."
+    return (
+        f"no rollout has an advantage, as the {len(rewards)} rewards differ between trees and not within one, so "
+        "nothing was learned."
+    )
 
 
 def _branch_depths(trees: Sequence[GrowingTree]) -> list[int]:

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from treewise.errors import TaskError
 from treewise.rl.branching import RolloutTree
-from treewise.rl.online.conversations import Conversation
+from treewise.rl.online.conversations import Conversation, SingleTurn
 from treewise.rl.online.journal import Journal
 from treewise.rl.tasks import RewardFailure, RewardRunner, TaskItem
+from treewise.rl.tasks.rewards import RewardTally
 
 Ended = tuple[RolloutTree, int, TaskItem, Conversation]
 
@@ -17,16 +19,10 @@ def judge(ended: Sequence[Ended], runner: RewardRunner, journal: Journal) -> Non
     Raises:
         TaskError: a reward failed, and the runner raises.
     """
-    if not ended:
-        return
-    before = runner.failures.copy()
     outcomes = rewards_of([(item, conversation) for _, _, item, conversation in ended], runner, journal)
-    is_replayed = runner.failures == before
     for (tree, index, _, _), outcome in zip(ended, outcomes, strict=True):
         if isinstance(outcome, RewardFailure):
             tree.judge(index, error=str(outcome))
-            if is_replayed:
-                runner.failures[outcome.kind] += 1
         else:
             tree.judge(index, reward=outcome)
 
@@ -35,11 +31,39 @@ def rewards_of(
     rollouts: Sequence[tuple[TaskItem, Conversation]], runner: RewardRunner, journal: Journal
 ) -> list[float | RewardFailure]:
     """A reward or a failure for each rollout, in their order; recorded ones are not computed again."""
+    if not rollouts:
+        return []
 
     def compute() -> Any:
-        outcomes = [conversation.reward(runner) for _, conversation in rollouts]
-        return [[each.key, each.kind, each.message] if isinstance(each, RewardFailure) else each for each in outcomes]
+        conversations: list[Any] = [conversation for _, conversation in rollouts]
+        metrics: dict[str, list[float]] = {}
+        outcomes: list[float | RewardFailure]
+        if isinstance(conversations[0], SingleTurn):
+            requests = [each.request() for each in conversations]
+            outcomes, logged = runner.rewards(conversations[0].task, requests)
+            metrics = logged.metrics
+        else:
+            outcomes = runner.of_episodes([each.episode for each in conversations])
+        values = [[each.key, each.kind, each.message] if isinstance(each, RewardFailure) else each for each in outcomes]
+        return {"rewards": values, "metrics": metrics}
 
     question = [[item.key, conversation.token_ids] for item, conversation in rollouts]
-    answers = journal.once("reward", question, compute)
-    return [RewardFailure(*each) if isinstance(each, list) else float(each) for each in answers]
+    answer = journal.once("reward", question, compute)
+    outcomes = [RewardFailure(*each) if isinstance(each, list) else float(each) for each in answer["rewards"]]
+    if any(isinstance(each, RewardFailure) for each in outcomes):
+        journal.mark()
+    runner.count(outcomes, answer["metrics"])
+    return outcomes
+
+
+def check_failures(tally: RewardTally, max_failed: float, where: str, journal: Journal) -> None:
+    """Ends a run of which too many rewards fail; the failed ones are not recorded, so `--resume` computes them again.
+
+    Raises:
+        TaskError: more than `max_failed` of the rollouts have no reward.
+    """
+    try:
+        tally.check(max_failed, where)
+    except TaskError:
+        journal.forget_from_mark()
+        raise

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from treewise.errors import DataError
 from treewise.nn.model_checks import length_limit, refuse_lengths
 from treewise.rl.branching import RolloutTree
 from treewise.rl.online.continuation import Limits
@@ -103,18 +104,24 @@ class RolloutFactory:
                 temperature=settings.eval_temperature,
                 success_at=settings.success_at,
                 seed=self.eval_seed,
+                max_failed=settings.max_failed,
             )
         self.rewards.failures = failures
         return figures
 
     def _start(self, item: TaskItem) -> Conversation:
         """Raises `UnsupportedModelError` if the rollout might become longer than training follows; a `max_length` that
-        is set bounds it."""
-        conversation = start(self.task, item, self.chat, self.settings.reward_timeout)
+        is set bounds it; `DataError` if no token can follow the prompt."""
+        conversation = start(self.task, item, self.chat, self.rewards.calls)
         num_prompt, num_new, most = len(conversation.token_ids), self.settings.max_new_tokens, self.settings.max_length
         what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
         longest = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
         refuse_lengths(self.model, longest, what, "Lower max_new_tokens, or set max_length")
+        if num_prompt >= self._longest():
+            raise DataError(
+                f"{item.key}: the prompt has {num_prompt:,} tokens, and prompt and rollout together may have "
+                f"{self._longest():,} (max_length, or the model's positions)."
+            )
         return conversation
 
     def _longest(self) -> int:

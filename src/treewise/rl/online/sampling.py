@@ -26,6 +26,7 @@ from treewise.rl.online.rewarding import judge
 from treewise.rl.samplers import Sampler, SampleRequest
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import RewardRunner, TaskItem
+from treewise.rl.tasks.rewards import RewardTally
 
 logger = logging.getLogger("treewise")
 
@@ -135,21 +136,25 @@ def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
         return _grow(trees, rounds)
     own = [each for each in trees if each.number % ranks.count() == ranks.own()]
     before, seconds = rounds.rewards.failures.copy(), dict(rounds.seconds)
+    tally, rounds.rewards.tally = rounds.rewards.tally, RewardTally()
 
     def work() -> Any:
         _grow(own, rounds)
         failures = rounds.rewards.failures - before
-        return [(each.number, each.grown()) for each in own], failures, rounds.seconds
+        return [(each.number, each.grown()) for each in own], failures, rounds.seconds, rounds.rewards.tally
 
     parts = ranks.on_every_rank(work)
-    grown = {number: values for found, _, _ in parts for number, values in found}
+    grown = {number: values for found, *_ in parts for number, values in found}
     mine = {each.number for each in own}
     for each in trees:
         if each.number not in mine:
             each.take_grown(grown[each.number])
-    rounds.rewards.failures = sum((failures for _, failures, _ in parts), Counter(before))
+    rounds.rewards.failures = sum((failures for _, failures, *_ in parts), Counter(before))
+    for *_, part in parts:
+        tally.add(part)
+    rounds.rewards.tally = tally
     for name in seconds:  # of the slowest process, which the others wait for
-        rounds.seconds[name] = max(times[name] for _, _, times in parts)
+        rounds.seconds[name] = max(times[name] for _, _, times, _ in parts)
 
 
 def _grow(trees: Sequence[GrowingTree], rounds: Rounds) -> None:

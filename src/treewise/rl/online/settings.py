@@ -49,8 +49,11 @@ class OnlineSettings:
             iteration); 0: never. eval_items: their number. eval_temperature: 0 is greedy.
         success_at: rewards from here on are successes: of pass@1, the book, and `lcr`.
         save_every: iterations between checkpoints; there is always one after the last.
-        reward_timeout: seconds for one reward; None: no limit. on_reward_error: `quarantine` (set the rollout aside
-            and count it) or `raise`.
+        reward_timeout: seconds for one call of a reward function, a tool or `reset`; None: no limit. on_reward_error:
+            `quarantine` (set the rollout aside and count it) or `raise`.
+        max_failed: the share of an iteration's rollouts that may have no reward; beyond it the run ends with an error.
+        reward_workers: processes in which reward functions and environments run, and which are killed at the time
+            limit; 0: threads of this process, which are left behind.
         logprob_gap_limit: a run warns where sampler and engine differ by more (1: no gap).
         chat_template: in place of the tokenizer's: a text, a file, or `chatml`.
 
@@ -87,6 +90,8 @@ class OnlineSettings:
     save_every: int = 5
     reward_timeout: float | None = 30.0
     on_reward_error: str = "quarantine"
+    max_failed: float = 0.5
+    reward_workers: int = 0
     logprob_gap_limit: float = MAX_GAP
     chat_template: str | None = None
 
@@ -108,6 +113,8 @@ class OnlineSettings:
                 f"num_items={self.num_items} is less than trees_per_iteration={self.trees_per_iteration}; the trees "
                 "of an iteration are of different items."
             )
+        if not 0 <= self.max_failed <= 1:
+            raise ConfigError(f"max_failed={self.max_failed} is a share of rollouts; it must be in [0, 1].")
         if not self.logprob_gap_limit >= 1:
             raise ConfigError(f"logprob_gap_limit={self.logprob_gap_limit} must be at least 1 (1: no gap).")
         self.policy()
@@ -149,6 +156,7 @@ class OnlineSettings:
 
     def sampling_facts(self) -> dict[str, Any]:
         """What decides which rollouts a run samples; a resumed run must agree."""
-        free = ("iterations", "eval_every", "eval_items", "eval_temperature", "save_every", "reward_timeout")
+        free = {"iterations", "eval_every", "eval_items", "eval_temperature", "save_every"}
+        free |= {"reward_timeout", "max_failed", "reward_workers"}
         facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in free}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()}

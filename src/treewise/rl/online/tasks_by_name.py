@@ -1,31 +1,41 @@
 """Tasks by the names that configurations give them."""
 
-import json
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treewise.errors import ConfigError, DataError
+import numpy as np
+
+from treewise.data.io.files import SUFFIXES, find_files, read_records, stem
+from treewise.data.io.printable import printable, shown
+from treewise.data.io.record_forms import PartialTailError, parsed_object
+from treewise.errors import ConfigError, DataError, TreewiseError
 from treewise.rl.tasks import EnvironmentTask, ReasoningGymTask, RowsTask, SumTask
+from treewise.rl.tasks.calls import described
 from treewise.rl.tasks.protocol import SingleTurnTask, Task, TurnTask
-from treewise.rl.tasks.single_turn import loaded_function
+from treewise.rl.tasks.user_modules import found_by_name
 
 _GYM = "reasoning_gym:"
 FORMS = (
-    "reasoning_gym:NAME, sum, rows.jsonl (with reward_functions), module:name or file.py:name (a task, a function that "
-    "makes one, or an environment class)"
+    "reasoning_gym:NAME, sum, a file of rows (.jsonl, .json, .parquet, with reward_functions), module:name or "
+    "file.py:name (a task, a function that makes one, or an environment class)"
 )
 
 
 def task_named(
-    name: str, settings: Mapping[str, Any] | None = None, reward_functions: Sequence[str] = (), seed: int = 0
+    name: str,
+    settings: Mapping[str, Any] | None = None,
+    reward_functions: Sequence[str] = (),
+    seed: int = 0,
+    reward_weights: Sequence[float] | None = None,
 ) -> Task:
     """The task of a configuration.
 
     Parameters:
         name: one of `FORMS`.
         settings: of the task: difficulty of a reasoning_gym task, arguments of a function or environment.
-        reward_functions: `module:function`, of rows.
+        reward_functions, reward_weights: `module:function` and what each counts, of rows.
         seed: other seeds make other items, where items are made.
 
     Raises:
@@ -33,17 +43,20 @@ def task_named(
         DataError: rows that cannot be read.
     """
     given = dict(settings or {})
+    is_rows = name.endswith(SUFFIXES) or Path(name).is_dir()
+    if not is_rows and ":" not in name and name != "sum":
+        raise ConfigError(f"tasks={shown(name)} is not a task; give {FORMS}.")
+    if not is_rows and (reward_functions or reward_weights):
+        raise ConfigError(f"tasks={name!r} rewards itself; reward_functions and reward_weights are of files of rows.")
     try:
         if name.startswith(_GYM):
             own = {key: given.pop(key) for key in ("instruction", "solved_examples") if key in given}
             return ReasoningGymTask(name.removeprefix(_GYM), given, seed=seed, **own)
         if name == "sum":
             return SumTask(seed=seed, **given)
-        if name.endswith((".jsonl", ".json")):
-            return RowsTask(_rows(Path(name)), list(reward_functions), name=Path(name).stem, **given)
-        if ":" not in name:
-            raise ConfigError(f"tasks={name!r} is not a task; give {FORMS}.")
-        return _made(name, loaded_function(name), given)
+        if is_rows:
+            return _rows_task(name, reward_functions, reward_weights, given)
+        return _made(name, found_by_name(name, "task"), given)
     except TypeError as error:
         raise ConfigError(f"tasks={name!r} with {given}: {error}") from None
 
@@ -52,27 +65,34 @@ def _made(name: str, found: Any, settings: dict[str, Any]) -> Task:
     is_environment = isinstance(found, type) and hasattr(found, "reset") and hasattr(found, "get_reward")
     if is_environment:
         own = {key: settings.pop(key) for key in list(settings) if key in EnvironmentTask.__slots__}
-        return EnvironmentTask(lambda: found(**settings), **{"name": name, **own})
-    made = found(**settings)
+        return EnvironmentTask(functools.partial(found, **settings), **{"name": name, **own})
+    if not callable(found):
+        raise ConfigError(f"tasks={name!r} is a {type(found).__name__}; give {FORMS}.")
+    try:
+        made = found(**settings)
+    except (TreewiseError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a function of the user's may raise anything, SystemExit included
+        raise ConfigError(f"tasks={name!r} with {settings}: {described(error, found)}") from error
     if not isinstance(made, SingleTurnTask | TurnTask):
         raise ConfigError(f"tasks={name!r} makes a {type(made).__name__}, which is not a task; see docs/online-rl.md.")
     return made
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise ConfigError(f"tasks: {path}: no such file.")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not valid JSON ({error}).") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{path}:{number}: a row must be an object, not {type(row).__name__}.")
-        rows.append(row)
+def _rows_task(name: str, functions: Sequence[str], weights: Sequence[float] | None, given: dict[str, Any]) -> RowsTask:
+    files = find_files([name])
+    records = [record for file in files for record in read_records(file)]
+    try:
+        rows = [{key: _plain(value) for key, value in parsed_object(record).items()} for record in records]
+    except PartialTailError:
+        raise DataError(f"{records[-1].location}: the last line is cut off; write it again or remove it.") from None
     if not rows:
-        raise DataError(f"{path}: no rows.")
-    return rows
+        raise DataError(f"{printable(name)}: no rows.")
+    locations = [record.location for record in records]
+    task = printable(stem(files[0])) if len(files) == 1 else printable(Path(name).name)
+    return RowsTask(rows, list(functions), weights, name=task, locations=locations, **given)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a column as TRL's trainers get it: lists, not arrays."""
+    return value.tolist() if isinstance(value, np.ndarray) else value

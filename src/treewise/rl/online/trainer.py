@@ -40,7 +40,8 @@ from treewise.rl.online.practice import Practised, practise
 from treewise.rl.online.processes import hand_over, same_weights
 from treewise.rl.online.progress import token_progress
 from treewise.rl.online.records import write_rollouts
-from treewise.rl.online.report import PrintedLine, figures
+from treewise.rl.online.report import PrintedLine, figures, nothing_learned
+from treewise.rl.online.rewarding import check_failures
 from treewise.rl.online.rollout_factory import RolloutFactory
 from treewise.rl.online.sampling import Rounds
 from treewise.rl.online.settings import OnlineSettings, refuse_settings
@@ -49,7 +50,7 @@ from treewise.rl.online.update import Updater
 from treewise.rl.rollout_batch import method_of
 from treewise.rl.samplers import Sampler, TransformersSampler
 from treewise.rl.success_book import SuccessBook
-from treewise.rl.tasks import ChatTokens, RewardRunner
+from treewise.rl.tasks import Calls, ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
 from treewise.rl.update import Update, scored
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
@@ -121,7 +122,11 @@ class OnlineTrainer:
         self.model = self._trainer.model
         self.folder = Path(args.output_dir)
         self.sampler: Sampler = TransformersSampler(self.model) if sampler is None else sampler
-        self.rewards = RewardRunner(self.settings.reward_timeout, self.settings.on_reward_error)  # type: ignore[arg-type]
+        self.rewards = RewardRunner(
+            Calls(self.settings.reward_timeout, self.settings.reward_workers),
+            self.settings.on_reward_error,  # type: ignore[arg-type]
+            self.folder / ("reward_log.jsonl" if ranks.own() == 0 else f"reward_log-rank-{ranks.own()}.jsonl"),
+        )
         self.rollouts = RolloutFactory(
             task=task,
             chat=ChatTokens(tokenizer, self.settings.chat_template),
@@ -164,6 +169,7 @@ class OnlineTrainer:
         with ExitStack() as stack:
             stack.enter_context(entered_run(self.args, signals))
             stack.callback(self.sampler.close)
+            stack.callback(self.rewards.close)
             updater = self._begin(resume_from_checkpoint)
             trainer = self._trainer
             trainer.control = trainer.callback_handler.on_train_begin(self.args, trainer.state, trainer.control)
@@ -311,15 +317,21 @@ class OnlineTrainer:
 
     def _iteration(self, iteration: int, updater: Updater) -> dict[str, float]:
         rounds = self.rollouts.rounds(self.state, Journal(journal_file(self.folder, iteration + 1)))
+        self.rewards.begin(self._trainer.state)
         if iteration == 0 and self.settings.eval_every:
             self._log({"iteration": 0.0, **self.rollouts.evaluation(rounds)})
+        self.rewards.begin(self._trainer.state)
         practised = self._practise(iteration, rounds)
+        check_failures(self.rewards.tally, self.settings.max_failed, f"iteration {iteration + 1}", rounds.journal)
         trees = practised.trees
         rows = rows_of(trees, iteration + 1)
         if self.args.should_save:
             write_rollouts(self.folder, iteration + 1, rows)
         update = self._credited([rows[kept] for kept in practised.kept])
         account = account_of(trees, rows, update, iteration + 1)
+        nothing = nothing_learned(trees, update, self.objective)
+        if nothing is not None and self.args.should_log:
+            logger.warning("iteration %d: %s", iteration + 1, nothing)
         gap, report = {}, None
         if update is not None:
             update = scored(update, self.engine, batch_size=len(update.trees), reference=self._reference_engine())
@@ -331,6 +343,7 @@ class OnlineTrainer:
             trees, account, report, self.state.book, rounds.seconds, self.settings.success_at
         )
         logs |= practised.figures()
+        logs |= {name: float(np.mean(values)) for name, values in self.rewards.tally.metrics.items()}
         logs |= {**gap, "learning_rate": float(updater.scheduler.get_last_lr()[0])}
         if self._is_due(iteration, self.settings.eval_every):
             logs |= self.rollouts.evaluation(rounds)

@@ -12,7 +12,7 @@ import numpy as np
 
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.data.render.template import MARK, Template
-from treewise.errors import DataError
+from treewise.errors import ConfigError, DataError
 from treewise.rl.tasks.protocol import Message
 
 Tools = list[dict[str, Any]] | None
@@ -32,19 +32,44 @@ class ChatTokens:
         """The ids that the model sees: the messages and the header of its turn.
 
         Raises:
+            ConfigError: the template does not write the tools.
             DataError: the template refuses the messages.
         """
-        text = self.template.render([list(messages)], tools, location, generation=True)[0]
+        talk = list(messages)
+        text = self.template.render([talk], tools, location, generation=True)[0]
+        if tools and text == self.template.render([talk], None, location, generation=True)[0]:
+            names = ", ".join(tool["function"]["name"] for tool in tools)
+            raise ConfigError(
+                f"{location}: the chat template does not write tools, so the model would not be told of {names}; give "
+                "a chat_template that does, for instance 'chatml' (--chat_template chatml), or let the text of a turn "
+                "be the action: tasks_settings.text_tool."
+            )
         return tuple(joined(self.encoder.encode([text])[0]).tolist())
 
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        """The ids of a prompt that is a text: as the tokenizer writes it, without a template."""
+        return tuple(int(i) for i in self.tokenizer(text)["input_ids"])
+
+    def message(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Message | None:
+        """A sampled turn as the tokenizer's own response template reads it; None where it has none, or cannot."""
+        if getattr(self.tokenizer, "response_template", None) is None:
+            return None
+        try:
+            parsed = self.tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids))
+        except (ValueError, TypeError, KeyError):
+            return None
+        return None if parsed is None else {**parsed, "content": parsed.get("content") or ""}
+
     def end_ids(self) -> tuple[int, ...]:
-        """Ids that end a turn: the template's end-of-turn token, and the tokenizer's eos."""
+        """Ids that end a turn: the template's end-of-turn token, where there is a template, and the tokenizer's eos."""
+        eos = self.tokenizer.eos_token_id
+        if self.template.text is None and not getattr(self.tokenizer, "chat_template", None):
+            return () if eos is None else (eos,)
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
         whole = self.template.render([talk], None, "chat template", generation=False)[0]
         tail = whole.partition(MARK)[2]
         span = self.encoder.end_of_turn(tail)
         ids = self.encoder.encode_continuations([tail[span[0] : span[1]].strip()])[0].tolist() if span else []
-        eos = self.tokenizer.eos_token_id
         ids = ids if len(ids) == 1 else []
         return tuple(dict.fromkeys([*ids, *([eos] if eos is not None else [])]))
 

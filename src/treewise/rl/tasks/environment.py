@@ -15,8 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from treewise.data.io.printable import shown
+from treewise.data.render.messages import clean_conversation
 from treewise.errors import ConfigError, TaskError
-from treewise.rl.tasks.protocol import Split, TaskItem
+from treewise.rl.tasks.calls import described
+from treewise.rl.tasks.protocol import Message, Split, TaskItem
+from treewise.rl.tasks.reward_functions import number
 from treewise.rl.tasks.tool_calls import ToolCall
 
 NOT_TOOLS = ("reset", "get_reward", "fork")
@@ -30,7 +34,7 @@ class EnvironmentTask:
     Parameters:
         factory: makes an environment.
         rows: columns for `reset`, with an optional `prompt`; one endless row with `seed` where None.
-        prompt: of rows without one.
+        prompt: of rows without one; what `reset` returns follows it.
         text_tool: a tool that gets the whole text of a turn, for models too small to write tool calls; observations
             then come as user messages.
         held_out: the share of rows, taken from the end, that is never practised.
@@ -47,7 +51,11 @@ class EnvironmentTask:
     def __post_init__(self) -> None:
         if self.max_turns < 1:
             raise ConfigError(f"{self.name}: max_turns is {self.max_turns}; it must be at least 1.")
-        names = set(tools_of(self.factory()))
+        if not 0.0 <= self.held_out < 1.0:
+            raise ConfigError(f"{self.name}: held_out is {self.held_out}; it must be in [0, 1).")
+        if not isinstance(self.prompt, str) or not self.prompt.strip():
+            raise ConfigError(f"{self.name}: the prompt is {shown(self.prompt)}; it must be a text that is not empty.")
+        names = set(tools_of(self._first()))
         if not names:
             raise ConfigError(f"{self.name}: the environment has no public method to use as a tool.")
         if self.text_tool is not None and self.text_tool not in names:
@@ -72,12 +80,21 @@ class EnvironmentTask:
             number = index % size + (len(self.rows) - size if split == "held_out" else 0)
             columns, key = self.rows[number], f"{self.name}/row {number}"
         prompt = columns.get("prompt", self.prompt)
+        if not isinstance(prompt, str):
+            clean_conversation(list(prompt) if isinstance(prompt, tuple) else prompt, key, "prompt")
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
         return TaskItem(key, messages, {k: v for k, v in columns.items() if k != "prompt"})
 
     def environment(self) -> Any:
         """A new environment, not yet reset."""
         return self.factory()
+
+    def _first(self) -> Any:
+        try:
+            return self.factory()
+        except Exception as error:
+            what = described(error, self.factory)
+            raise ConfigError(f"{self.name}: the environment cannot be made: {what}") from error
 
 
 def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
@@ -103,16 +120,44 @@ def tool_schemas(environment: Any, location: str) -> list[dict[str, Any]]:
     return schemas
 
 
-def reset(environment: Any, item: TaskItem) -> str | None:
-    """Starts an episode with those of the item's columns that `reset` takes; the text that joins the prompt."""
-    columns = {"prompt": list(item.prompt), **item.extra}
+def opened(factory: Callable[[], Any], item: TaskItem) -> tuple[Any, str | None]:
+    """A new environment at the start of an episode, and the text that joins the prompt: `reset` gets those of the
+    item's columns that it takes.
+    """
+    environment = factory()
+    columns = {"prompt": item.prompt if isinstance(item.prompt, str) else list(item.prompt), **item.extra}
     taken = inspect.signature(environment.reset).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
         columns = {name: value for name, value in columns.items() if name in taken}
     result = awaited(environment.reset(**columns))
     if result is not None and not isinstance(result, str):
-        raise TaskError(f"{item.key}: reset returned {type(result).__name__}; only text or None can join a prompt.")
+        raise TypeError(f"reset returned {type(result).__name__}; only text or None can join a prompt")
+    return environment, result
+
+
+def opening(messages: Sequence[Message], first: str | None) -> list[Message]:
+    """The messages of a prompt with what `reset` returned behind the last: on a line of its own, unless white space
+    already stands between the two.
+    """
+    result = [dict(message) for message in messages]
+    if first:
+        content = result[-1].get("content") or ""
+        if isinstance(content, str):
+            is_apart = not content or content[-1].isspace() or first[0].isspace()
+            result[-1]["content"] = content + ("" if is_apart else "\n") + first
+        else:
+            result[-1]["content"] = [*content, {"type": "text", "text": first}]
     return result
+
+
+def carried_out(environment: Any, call: ToolCall) -> tuple[str, Any]:
+    """The answer to a call, and the environment after it (a copy, where this runs in a worker process)."""
+    return answer(environment, call), environment
+
+
+def reward_of(environment: Any) -> Any:
+    """What `get_reward` returns: a float, or why it is none."""
+    return number(awaited(environment.get_reward()), "get_reward returned")
 
 
 def answer(environment: Any, call: ToolCall) -> str:
@@ -167,25 +212,27 @@ def snapshot(environment: Any, method: StateMethod) -> Any:
     return copy.deepcopy(environment) if method == "deepcopy" else None
 
 
-def replayed(environment: Any, item: TaskItem, first: str | None, turns: Sequence[TurnRecord], episode: str) -> Any:
+def replayed(
+    factory: Callable[[], Any], item: TaskItem, first: str | None, turns: Sequence[TurnRecord], episode: str
+) -> Any:
     """A new environment after the recorded turns.
 
     Parameters:
-        environment: a new one, not yet reset.
         first: what `reset` returned at first.
 
     Raises:
         TaskError: an observation differs from the recorded one; names task, episode and turn.
     """
-    if reset(environment, item) != first:
+    environment, text = opened(factory, item)
+    if text != first:
         raise TaskError(
             f"{item.key}, episode {episode}: reset returns another text than before; it cannot be replayed."
         )
     for turn, record in enumerate(turns):
-        for number, (call, expected) in enumerate(zip(record.calls, record.digests, strict=True)):
+        for index, (call, expected) in enumerate(zip(record.calls, record.digests, strict=True)):
             if digest(answer(environment, call)) != expected:
                 raise TaskError(
-                    f"{item.key}, episode {episode}, turn {turn}: call {number} ({call.name}) returns another "
+                    f"{item.key}, episode {episode}, turn {turn}: call {index} ({call.name}) returns another "
                     "result than before, so this branch cannot start there; give the environment a fork(), or let it "
                     "depend on its columns alone."
                 )

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, TaskError
 from treewise.rl.tasks import environment as env
+from treewise.rl.tasks.calls import Calls, FailedCall, Job
 from treewise.rl.tasks.chat_tokens import ChatTokens
 from treewise.rl.tasks.environment import EnvironmentTask, StateMethod, TurnRecord
 from treewise.rl.tasks.protocol import Message, TaskItem
-from treewise.rl.tasks.rewards import FailedCall, RewardFailure, RewardRunner, called
 from treewise.rl.tasks.tool_calls import ToolCall, parse_tool_calls
 
 EndReason = Literal["answered", "done", "max_turns", "length", "failed"]
@@ -35,11 +35,11 @@ class Episode:
     messages: list[Message]
     token_ids: list[int]
     sampled: list[bool]
-    timeout_seconds: float | None = 30.0
+    calls: Calls
     turn_starts: list[int] = field(default_factory=list)
     records: list[TurnRecord] = field(default_factory=list)
     end_reason: EndReason | None = None
-    failure: RewardFailure | None = None
+    failure: FailedCall | None = None
     num_branches: int = 0
 
     @property
@@ -102,20 +102,21 @@ class Episode:
             self._messages_before(turn),
             self.token_ids[:end],
             self.sampled[:end],
-            self.timeout_seconds,
+            self.calls,
             self.turn_starts[:turn],
             self.records[:turn],
         )
 
-    def reward(self, runner: RewardRunner) -> float | RewardFailure:
-        """The environment's reward, or why there is none."""
-        if self.failure is not None:
-            runner.count(self.failure)
-            return self.failure
+    def reward_job(self) -> Job:
+        """The call that gives the environment's reward.
+
+        Raises:
+            ConfigError: the environment has no `get_reward`.
+        """
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             raise ConfigError(f"{self.item.key}: the environment has no get_reward.")
-        return runner.run(f"{self.item.key}, episode {self.name}", lambda: env.awaited(get_reward()))
+        return Job(env.reward_of, (self.environment,), get_reward)
 
     def _saved(self) -> Any:
         """The environment before a turn; what can no longer be copied is replayed."""
@@ -140,13 +141,15 @@ class Episode:
     def _answers(self, calls: tuple[ToolCall, ...]) -> list[str]:
         answers: list[str] = []
         for call in calls:
-            result = called(env.answer, (self.environment, call), self.timeout_seconds)
+            owner = getattr(self.environment, call.name, None)
+            result = self.calls.run(env.carried_out, self.environment, call, owner=owner)
             if isinstance(result, FailedCall):
                 message = f"tool {call.name} of turn {self.num_turns - 1}: {result.message}"
-                self.failure = RewardFailure(f"{self.item.key}, episode {self.name}", result.kind, message)
+                self.failure = FailedCall(result.kind, message, result.cause)
                 self.end_reason = "failed"
                 break
-            answers.append(result)
+            text, self.environment = result
+            answers.append(text)
         return answers
 
     def _record(self, calls: tuple[ToolCall, ...], answers: list[str], saved: Any) -> None:
@@ -178,23 +181,30 @@ class Episode:
             return env.snapshot(self.environment, self.method)
         if self.method != "replay":
             return env.snapshot(self.records[turn].snapshot, self.method)
-        return env.replayed(self.task.environment(), self.item, self.first, self.records[:turn], self.name)
+        played = (self.task.factory, self.item, self.first, self.records[:turn], self.name)
+        found = self.calls.run(env.replayed, *played, owner=self.task.factory)
+        if isinstance(found, FailedCall):
+            own = found.cause if isinstance(found.cause, TaskError) else None
+            raise TaskError(str(own) if own else f"{self.item.key}, episode {self.name}: {found.message}")
+        return found
 
 
-def start_episode(
-    task: EnvironmentTask,
-    item: TaskItem,
-    chat: ChatTokens,
-    *,
-    timeout_seconds: float | None = 30.0,
-) -> Episode:
-    """A new episode: the environment is reset, and its text joins the last message of the prompt."""
-    environment = task.environment()
-    first = env.reset(environment, item)
+def start_episode(task: EnvironmentTask, item: TaskItem, chat: ChatTokens, calls: Calls | None = None) -> Episode:
+    """A new episode: the environment is reset, and its text joins the last message of the prompt.
+
+    calls: how the environment is called; None: in threads, with the usual time limit.
+
+    Raises:
+        ConfigError: the chat template does not write the tools; a tool has no schema.
+        TaskError: `reset` fails.
+    """
+    calls = Calls() if calls is None else calls
+    found = calls.run(env.opened, task.factory, item, owner=task.factory)
+    if isinstance(found, FailedCall):
+        raise TaskError(f"{item.key}: the environment cannot be reset: {found.message}") from found.cause
+    environment, first = found
     schemas = env.tool_schemas(environment, item.key)
-    messages: list[Message] = [dict(message) for message in item.prompt]
-    if first is not None:
-        messages[-1]["content"] = messages[-1]["content"] + first
+    messages = env.opening(item.prompt, first)  # type: ignore[arg-type]  # of environments always messages
     shown = schemas if task.text_tool is None else None
     ids = list(chat.prompt_ids(messages, shown, item.key))
     return Episode(
@@ -209,5 +219,5 @@ def start_episode(
         messages,
         ids,
         [False] * len(ids),
-        timeout_seconds,
+        calls,
     )

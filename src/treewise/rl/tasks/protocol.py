@@ -15,20 +15,26 @@ Split = Literal["train", "held_out"]
 
 @dataclass(frozen=True, slots=True)
 class TaskItem:
-    """One thing to practise. key: names it for good (`chain_sum/train/17`); extra: columns for reward functions."""
+    """One thing to practise. key: names it for good (`chain_sum/train/17`); prompt: chat messages, or a text that the
+    model continues as it stands, without a chat template; extra: columns for reward functions.
+    """
 
     key: str
-    prompt: tuple[Message, ...]
+    prompt: tuple[Message, ...] | str
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardRequest:
-    """A finished rollout to reward: its item, the completion's text, and token ids as sampled."""
+    """A finished rollout to reward: its item, the completion's text without special tokens, and token ids as sampled.
+
+    message: the completion as the tokenizer's own response template reads it, where it has one.
+    """
 
     item: TaskItem
     text: str
     token_ids: tuple[int, ...] = ()
+    message: Mapping[str, Any] | None = None
 
 
 @runtime_checkable

@@ -1,19 +1,28 @@
-"""Runs reward functions so that none can stop or poison the loop: what fails is set aside and counted, never a zero."""
+"""Rewards of rollouts that ended: what fails is set aside, shown and counted, never a zero, and too much of it ends the
+run.
+"""
 
+import json
 import logging
-import math
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
+from treewise.data.io.printable import printable
 from treewise.errors import ConfigError, TaskError
+from treewise.rl.tasks.calls import Calls, FailedCall, FailureKind, Job
+from treewise.rl.tasks.episode import Episode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask
+from treewise.rl.tasks.reward_functions import Logged, number
+from treewise.rl.tasks.single_turn import RowsTask
 
 logger = logging.getLogger(__name__)
 OnRewardError = Literal["quarantine", "raise"]
-FailureKind = Literal["raised", "not_a_number", "timeout", "missing"]
+MAX_SHOWN = 20  # different failures that are logged; all are counted
+_ALONE = 2.0  # time limits that finding the rollouts of a batch that fail may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,106 +37,188 @@ class RewardFailure:
         return f"{self.key}: reward {self.kind.replace('_', ' ')}: {self.message}"
 
 
+Outcome = float | RewardFailure
+
+
+@dataclass(slots=True)
+class RewardTally:
+    """Of the rewards of an iteration. first: the first failure, as text. metrics: that reward functions logged."""
+
+    num_rollouts: int = 0
+    num_failed: int = 0
+    first: str | None = None
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, other: "RewardTally") -> None:
+        """Takes in the tally of another process."""
+        self.num_rollouts += other.num_rollouts
+        self.num_failed += other.num_failed
+        self.first = self.first or other.first
+        for name, values in other.metrics.items():
+            self.metrics.setdefault(name, []).extend(values)
+
+    def check(self, max_failed: float, where: str) -> None:
+        """Raises `TaskError` where more than this share of the rollouts has no reward."""
+        if self.num_failed > max_failed * self.num_rollouts:
+            raise TaskError(
+                f"{where}: {self.num_failed} of {self.num_rollouts} rollouts have no reward, more than max_failed="
+                f"{max_failed:g} of them. The first: {self.first}. Mend the reward and go on with --resume, or raise "
+                "max_failed if that is meant."
+            )
+
+
 @dataclass(slots=True)
 class RewardRunner:
-    """Rewards with a time limit.
+    """Computes rewards, a batch of rollouts at a time.
 
-    A reward function runs in a thread of its own. One that takes too long is left behind (Python cannot end a thread);
-    its result is ignored and its rollout is a failure. Functions are called with one rollout at a time, so that a
-    failure is that of one rollout.
+    Where a call for a batch fails, each rollout is tried alone; those that fail alone are set aside, and the others are
+    given to the function once more as one batch. Where none fails alone, or there is no time left for it (twice the
+    time limit), the whole batch is set aside.
 
     Parameters:
-        timeout_seconds: of one rollout; None waits for ever.
+        calls: how functions are called: time limit, worker processes.
         on_reward_error: `quarantine` counts and goes on, `raise` stops with a TaskError.
+        extras: a file that gets what reward functions log by `log_extra`, a line for each rollout.
+
+    Attributes:
+        failures: by kind, of the whole run. tally: of the present iteration.
+        trainer_state: that reward functions get, as from TRL's trainers.
     """
 
-    timeout_seconds: float | None = 30.0
+    calls: Calls = field(default_factory=Calls)
     on_reward_error: OnRewardError = "quarantine"
+    extras: Path | None = None
     failures: Counter[str] = field(default_factory=Counter)
+    tally: RewardTally = field(default_factory=RewardTally)
+    trainer_state: Any = None
+    _shown: set[str] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         if self.on_reward_error not in ("quarantine", "raise"):
             raise ConfigError(f"on_reward_error is {self.on_reward_error!r}; choose quarantine or raise.")
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            raise ConfigError(f"the time limit of a reward is {self.timeout_seconds} seconds; it must be above 0.")
 
-    def rewards(self, task: SingleTurnTask, requests: Sequence[RewardRequest]) -> list[float | RewardFailure]:
-        """A number or a failure for each rollout.
+    def rewards(self, task: SingleTurnTask, requests: Sequence[RewardRequest]) -> tuple[list[Outcome], Logged]:
+        """A number or a failure for each rollout, and what reward functions logged.
 
         Raises:
             TaskError: a reward failed, with `on_reward_error="raise"`.
         """
-        return [self.run(request.item.key, _one_reward, task, request) for request in requests]
+        if not requests:
+            return [], Logged()
+        outcomes, logged = self._batch(task, requests)
+        if isinstance(outcomes, FailedCall):
+            if self.on_reward_error == "raise":
+                raise TaskError(str(_failure(requests[0].item.key, outcomes))) from outcomes.cause
+            outcomes, logged = self._without_culprits(task, requests, outcomes)
+        self._write_extras(requests, logged)
+        return self._checked([request.item.key for request in requests], outcomes), logged
 
-    def run(self, key: str, function: Callable[..., Any], *args: Any) -> float | RewardFailure:
-        """The number that `function(*args)` gives, or the failure.
+    def of_episodes(self, episodes: Sequence[Episode]) -> list[Outcome]:
+        """What the environments of finished episodes give, or why there is nothing.
 
         Raises:
-            TaskError: it failed, with `on_reward_error="raise"`.
+            ConfigError: an environment without `get_reward`.
+            TaskError: a reward failed, with `on_reward_error="raise"`.
         """
-        outcome = called(function, args, self.timeout_seconds)
-        failure = outcome if isinstance(outcome, FailedCall) else None
-        if failure is None:
-            reward, failure = _number(outcome)
-            if failure is None:
-                return reward
-        result = RewardFailure(key, failure.kind, failure.message)
-        self.count(result, failure.cause)
+        jobs = [episode.reward_job() for episode in episodes if episode.failure is None]
+        found = iter(self.calls.run_all(jobs))
+        outcomes = [next(found) if episode.failure is None else episode.failure for episode in episodes]
+        return self._checked([f"{each.item.key}, episode {each.name}" for each in episodes], outcomes)
+
+    def begin(self, trainer_state: Any) -> None:
+        """Begins the tally of an iteration."""
+        self.tally, self.trainer_state = RewardTally(), trainer_state
+
+    def count(self, outcomes: Sequence[Outcome], metrics: Mapping[str, Sequence[float]]) -> None:
+        """Counts rewards, new ones or recorded ones, and logs each failure that is unlike those before."""
+        failed = [each for each in outcomes if isinstance(each, RewardFailure)]
+        lists = {name: list(values) for name, values in metrics.items()}
+        self.tally.add(RewardTally(len(outcomes), len(failed), str(failed[0]) if failed else None, lists))
+        for failure in failed:
+            self.failures[failure.kind] += 1
+            what = f"{failure.kind} {failure.message}"
+            if what not in self._shown and len(self._shown) < MAX_SHOWN:
+                self._shown.add(what)
+                logger.warning("%s; this rollout is set aside (%d so far)", failure, self.failures.total())
+
+    def close(self) -> None:
+        """Ends worker processes."""
+        self.calls.close()
+
+    def _jobs(self, task: SingleTurnTask, requests: Sequence[RewardRequest]) -> list[Job]:
+        if isinstance(task, RowsTask):
+            state = self.trainer_state
+            if self.calls.workers and state is not None:
+                state = SimpleNamespace(**vars(state))  # its class would import transformers into each worker
+            return task.functions.jobs(requests, state)
+        return [Job(_rewards_of_task, (task, list(requests)), type(task).rewards)]
+
+    def _combined(
+        self, task: SingleTurnTask, results: Sequence[Any], size: int
+    ) -> tuple[list[Any] | FailedCall, Logged]:
+        failed = next((result for result in results if isinstance(result, FailedCall)), None)
+        if failed is not None:
+            return failed, Logged()
+        return task.functions.combined(results, size) if isinstance(task, RowsTask) else (results[0], Logged())
+
+    def _batch(self, task: SingleTurnTask, requests: Sequence[RewardRequest]) -> tuple[list[Any] | FailedCall, Logged]:
+        return self._combined(task, self.calls.run_all(self._jobs(task, requests)), len(requests))
+
+    def _without_culprits(
+        self, task: SingleTurnTask, requests: Sequence[RewardRequest], failed: FailedCall
+    ) -> tuple[list[Any], Logged]:
+        everything: list[Any] = [failed] * len(requests)
+        if len(requests) == 1:
+            return everything, Logged()
+        limit = self.calls.timeout_seconds
+        jobs = [self._jobs(task, [request]) for request in requests]
+        flat = iter(self.calls.run_all([job for own in jobs for job in own], None if limit is None else _ALONE * limit))
+        alone = [self._combined(task, [next(flat) for _ in own], 1)[0] for own in jobs]
+        good = [index for index, outcome in enumerate(alone) if not isinstance(outcome, FailedCall)]
+        if not good or len(good) == len(requests):
+            return everything, Logged()
+        outcomes, logged = self._batch(task, [requests[index] for index in good])
+        if isinstance(outcomes, FailedCall):
+            return everything, Logged()
+        result = list(alone)
+        for index, outcome in zip(good, outcomes, strict=True):
+            result[index] = outcome
+        size, columns = len(requests), logged.columns
+        logged.columns = {name: _spread(values, good, size) for name, values in columns.items()}
+        return result, logged
+
+    def _checked(self, keys: Sequence[str], outcomes: Sequence[Any]) -> list[Outcome]:
+        result: list[Outcome] = []
+        for key, outcome in zip(keys, outcomes, strict=True):
+            failed = _failure(key, outcome) if isinstance(outcome, FailedCall) else outcome
+            if isinstance(failed, RewardFailure) and self.on_reward_error == "raise":
+                raise TaskError(str(failed)) from getattr(outcome, "cause", None)
+            result.append(failed)
         return result
 
-    def count(self, failure: RewardFailure, cause: BaseException | None = None) -> None:
-        """Counts and logs a rollout that is set aside.
-
-        Raises:
-            TaskError: with `on_reward_error="raise"`.
-        """
-        self.failures[failure.kind] += 1
-        if self.on_reward_error == "raise":
-            raise TaskError(str(failure)) from cause
-        logger.warning("%s; this rollout is set aside (%d so far)", failure, self.failures.total())
-
-
-@dataclass(frozen=True, slots=True)
-class FailedCall:
-    """A function of the user's that raised, took too long, or gave no number."""
-
-    kind: FailureKind
-    message: str
-    cause: BaseException | None = None
+    def _write_extras(self, requests: Sequence[RewardRequest], logged: Logged) -> None:
+        columns = {name: values for name, values in logged.columns.items() if len(values) == len(requests)}
+        if self.extras is None or not columns:
+            return
+        self.extras.parent.mkdir(parents=True, exist_ok=True)
+        with self.extras.open("a", encoding="utf-8") as stream:
+            for index, request in enumerate(requests):
+                own = {name: values[index] for name, values in columns.items()}
+                row = {"item": request.item.key, "completion": request.text, **own}
+                stream.write(json.dumps(row, default=printable) + "\n")
 
 
-def called(function: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float | None) -> Any:
-    """What a function returns, or a `FailedCall`; it runs in a thread of its own."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(function(*args))
-        except BaseException as error:  # a user's function may raise anything, SystemExit included
-            results.append(FailedCall("raised", f"{type(error).__name__}: {error}", error))
-
-    thread = threading.Thread(target=run, daemon=True, name="treewise-reward")
-    thread.start()
-    thread.join(timeout_seconds)
-    if results:
-        return results[0]
-    return FailedCall("timeout", f"no answer within {timeout_seconds} seconds")
+def _rewards_of_task(task: SingleTurnTask, requests: list[RewardRequest]) -> list[float | FailedCall]:
+    rewards = list(task.rewards(requests))
+    if len(rewards) != len(requests):
+        raise ValueError(f"{task.name} returned {len(rewards)} rewards for {len(requests)} completions")
+    return [number(each, "the reward is") for each in rewards]
 
 
-def _one_reward(task: SingleTurnTask, request: RewardRequest) -> Any:
-    rewards = task.rewards([request])
-    if len(rewards) != 1:
-        raise ValueError(f"{len(rewards)} rewards for 1 completion")
-    return rewards[0]
+def _failure(key: str, failed: FailedCall) -> RewardFailure:
+    return RewardFailure(key, failed.kind, failed.message)
 
 
-def _number(value: Any) -> tuple[float, FailedCall | None]:
-    if value is None:
-        return 0.0, FailedCall("missing", "the reward is None")
-    try:
-        reward = float(value)
-    except (TypeError, ValueError):
-        return 0.0, FailedCall("not_a_number", f"the reward is {value!r:.80}, of type {type(value).__name__}")
-    if not math.isfinite(reward):
-        return 0.0, FailedCall("not_a_number", f"the reward is {reward}")
-    return reward, None
+def _spread(values: list[Any], indices: Sequence[int], size: int) -> list[Any]:
+    found = dict(zip(indices, values, strict=False))
+    return [found.get(index) for index in range(size)]

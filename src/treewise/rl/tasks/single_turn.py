@@ -1,25 +1,24 @@
 """Tasks of one turn: reasoning_gym, rows of a data set, and a sum of our own that needs nothing."""
 
-import importlib.util
-import inspect
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from treewise.data.io.printable import shown
+from treewise.data.render.images import IMAGES
+from treewise.data.render.messages import clean_conversation
 from treewise.errors import ConfigError, DataError, pip_install
 from treewise.rl.tasks.protocol import Message, RewardRequest, Split, TaskItem
+from treewise.rl.tasks.reward_functions import NOT_COLUMNS, TAKEN, RewardFunction, RewardFunctions
 
 # Seeds of reasoning_gym: held-out items come from their own half of the numbers, so no setting can make them meet.
 HELD_OUT_SEED = 1 << 30
 ITEMS_PER_SEED = 1 << 10
 FIRST_EXAMPLE = 1 << 19  # index of the first training item that is shown solved; runs practise those before it
 ANSWER_HINT = "Give the final answer between <answer> and </answer>."
-
-RewardFunction = Callable[..., Sequence[float | None]]
 
 
 @dataclass(slots=True)
@@ -111,36 +110,38 @@ def extracted_answer(text: str) -> str | None:
 
 @dataclass(slots=True)
 class RowsTask:
-    """Rows with a `prompt`, rewarded by functions of TRL's form, `reward(prompts, completions, **columns)`.
+    """Rows with a `prompt`, rewarded by functions of TRL's form; see `treewise.rl.tasks.reward_functions`.
 
     Parameters:
-        rows: each with `prompt`, a text or chat messages; other columns go to the reward functions as lists.
+        rows: each with `prompt`, chat messages or a text; a text is continued as it stands, as in TRL. Other columns go
+            to the reward functions as lists, with None where a row lacks one.
         reward_functions: callables or `module:function`. A reward is their weighted sum; None counts as no answer of
             that function, and a rollout that no function rewards has none.
-        weights: of the functions, 1 by default.
+        reward_weights: of the functions, 1 by default.
         held_out: the share of rows, taken from the end, that is never practised.
+        locations: of the rows, for errors, as `rows.jsonl:3`.
+
+    Raises:
+        ConfigError: a reward function that cannot be loaded, weights or a share that cannot be.
+        DataError: a row without a prompt that a model can continue.
     """
 
     rows: Sequence[Mapping[str, Any]]
     reward_functions: Sequence[str | RewardFunction]
-    weights: Sequence[float] | None = None
+    reward_weights: Sequence[float] | None = None
     held_out: float = 0.1
     name: str = "rows"
-    _functions: list[RewardFunction] = field(default_factory=list, repr=False)
+    locations: Sequence[str] | None = None
+    functions: RewardFunctions = field(init=False, repr=False)
+    _columns: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.reward_functions:
-            raise ConfigError(f"task {self.name} has no reward function; give module:function.")
-        if self.weights is not None and len(self.weights) != len(self.reward_functions):
-            raise ConfigError(
-                f"task {self.name}: {len(self.weights)} weights for {len(self.reward_functions)} reward functions."
-            )
         if not 0.0 <= self.held_out < 1.0:
             raise ConfigError(f"task {self.name}: held_out is {self.held_out}; it must be in [0, 1).")
-        self._functions = [loaded_function(each) for each in self.reward_functions]
+        self.functions = RewardFunctions.of(self.reward_functions, self.reward_weights, self.name)
         for index, row in enumerate(self.rows):
-            if "prompt" not in row:
-                raise DataError(f"{self.name}: row {index} has no prompt; its columns are {', '.join(row)}.")
+            _check_row(row, self.locations[index] if self.locations else f"{self.name}: row {index}")
+        self._columns = tuple(dict.fromkeys(key for row in self.rows for key in row if key not in NOT_COLUMNS))
 
     def num_items(self, split: Split) -> int:
         """Rows of a split."""
@@ -154,53 +155,32 @@ class RowsTask:
             raise DataError(f"{self.name}: no {split} rows of {len(self.rows)} with held_out={self.held_out}.")
         number = index % size + (self.num_items("train") if split == "held_out" else 0)
         row = self.rows[number]
-        prompt = row["prompt"]
-        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
-        extra = {key: value for key, value in row.items() if key != "prompt"}
-        return TaskItem(f"{self.name}/row {number}", messages, extra)
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"])
+        return TaskItem(f"{self.name}/row {number}", prompt, {key: row.get(key) for key in self._columns})
 
     def rewards(self, requests: Sequence[RewardRequest]) -> list[float | None]:
-        """Weighted sums. Completions are given as TRL gives them: a text for a text prompt is wrapped as messages."""
-        prompts = [list(request.item.prompt) for request in requests]
-        completions = [[{"role": "assistant", "content": request.text}] for request in requests]
-        columns = {key: [r.item.extra.get(key) for r in requests] for r in requests for key in r.item.extra}
-        ids = [list(request.token_ids) for request in requests]
-        totals: list[float | None] = [None] * len(requests)
-        for function, weight in zip(self._functions, self.weights or [1.0] * len(self._functions), strict=True):
-            values = function(prompts=prompts, completions=completions, completion_ids=ids, **columns)
-            if len(values) != len(requests):
-                raise ValueError(f"{_name(function)} returned {len(values)} rewards for {len(requests)} completions")
-            for index, value in enumerate(values):
-                if value is not None:
-                    totals[index] = (totals[index] or 0.0) + weight * float(value)
-        return totals
+        """Weighted sums, without what guards a run; `RewardRunner` calls the functions themselves."""
+        results = [job.function(*job.args) for job in self.functions.jobs(requests)]
+        rewards, _ = self.functions.combined(results, len(requests))
+        return [each if isinstance(each, float) else None for each in rewards]
 
 
-def math_reward(completions: Sequence[Any], answer: Sequence[str], **_columns: Any) -> list[float]:
-    """A reward function of TRL's form: 1 where `math-verify` finds the completion equal to the column `answer`.
-
-    Raises:
-        ConfigError: `math-verify` is not installed.
-        ValueError: an answer of the data that cannot be read as mathematics.
-    """
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise ConfigError(f"math_reward needs math-verify: {pip_install('math-verify')}.") from None
-    rewards = []
-    for completion, expected in zip(completions, answer, strict=True):
-        # math-verify's own limits use signals, which threads cannot have; RewardRunner has its own.
-        gold = parse(str(expected), parsing_timeout=None)
-        if not gold:
-            raise ValueError(f"the answer {expected!r} cannot be read as mathematics")
-        parsed = parse(completion_text(completion), parsing_timeout=None)
-        rewards.append(float(verify(gold, parsed, timeout_seconds=None)))
-    return rewards
-
-
-def completion_text(completion: Any) -> str:
-    """The text of a completion, a text or chat messages."""
-    return completion if isinstance(completion, str) else "".join(str(m.get("content") or "") for m in completion)
+def _check_row(row: Mapping[str, Any], location: str) -> None:
+    if "prompt" not in row:
+        raise DataError(f"{location} has no prompt; its columns are {', '.join(map(shown, row)) or 'none'}.")
+    taken = [key for key in TAKEN if key in row]
+    if taken:
+        raise DataError(f"{location}: reward functions get {taken[0]} of the run, so no column can have this name.")
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        if not prompt:
+            raise DataError(f"{location}: the prompt is empty; a model needs a token to continue.")
+        return
+    if not isinstance(prompt, list | tuple):
+        raise DataError(f"{location}: the prompt must be a text or a list of messages, found {shown(prompt)}.")
+    talk = clean_conversation(list(prompt), location, "prompt")
+    if any(IMAGES in message for message in talk.messages):
+        raise DataError(f"{location}: the prompt holds an image; rollouts are sampled from text alone.")
 
 
 @dataclass(slots=True)
@@ -246,41 +226,3 @@ class SumTask:
             words = "".join(c if c.isdigit() else " " for c in request.text).split()
             rewards.append(float(bool(words) and words[-1] == request.item.extra["answer"]))
         return rewards
-
-
-def loaded_function(function: str | RewardFunction) -> RewardFunction:
-    """A callable, from `module:function`, `file.py:function` or itself.
-
-    Raises:
-        ConfigError: there is no such module or function.
-    """
-    if callable(function):
-        return function
-    location, _, name = function.rpartition(":")
-    if not location or not name:
-        raise ConfigError(f"reward function {function!r} must be written module:function.")
-    try:
-        target = getattr(_module(location), name)
-    except ImportError as error:
-        raise ConfigError(f"reward function {function!r}: {error}") from error
-    except AttributeError:
-        raise ConfigError(f"reward function {function!r}: {location} has no {name!r}.") from None
-    if not callable(target) or inspect.iscoroutinefunction(target):
-        raise ConfigError(f"reward function {function!r} must be a plain function.")
-    return target
-
-
-def _module(location: str) -> Any:
-    if not location.endswith(".py"):
-        return importlib.import_module(location)
-    path = Path(location).expanduser()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ImportError(f"{path} is not a file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)

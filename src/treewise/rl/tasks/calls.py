@@ -1,0 +1,206 @@
+"""Functions of the user's, called so that none can end or hang the run: in threads, or in processes that are killed.
+
+What a function raises, SystemExit included, comes back as a `FailedCall` with the file and line of the user's code. A
+thread cannot be ended, so one that takes too long is left behind and goes on using the processor; a worker process is
+killed. Between processes, arguments and results are pickled by the standard library; nothing else is.
+"""
+
+import functools
+import inspect
+import multiprocessing
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import treewise
+from treewise.data.io.printable import printable
+from treewise.errors import ConfigError, pip_install
+from treewise.rl.tasks.user_modules import load_files, loaded_files
+
+FailureKind = Literal["raised", "not_a_number", "timeout", "missing"]
+START_SECONDS = 120.0  # that a worker may take to start and to import the user's files
+_LIBRARIES = tuple(
+    str(Path(path).resolve()) for path in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+)
+_OWN = str(Path(treewise.__file__).resolve().parent)
+
+
+@dataclass(frozen=True, slots=True)
+class FailedCall:
+    """A function of the user's that raised, took too long, or gave no number. message: begins with file and line."""
+
+    kind: FailureKind
+    message: str
+    cause: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A call. owner: the user's function in it, whose place is named where no frame of a traceback is the user's."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    owner: Any = None
+
+
+class Calls:
+    """Calls with a time limit.
+
+    Parameters:
+        timeout_seconds: of one call; None waits for ever.
+        workers: processes that calls run in; 0: threads of this process.
+
+    Raises:
+        ConfigError: a time limit or a number out of range; workers without the package `pebble`.
+    """
+
+    def __init__(self, timeout_seconds: float | None = 30.0, workers: int = 0) -> None:
+        if timeout_seconds is not None and not timeout_seconds > 0:
+            raise ConfigError(f"the time limit of a reward is {timeout_seconds} seconds; it must be above 0.")
+        if workers < 0:
+            raise ConfigError(f"reward_workers={workers} must not be negative; 0 runs rewards in this process.")
+        self.timeout_seconds, self.workers = timeout_seconds, workers
+        self._pool: Any = None
+        if workers:
+            _pebble()
+
+    def run(self, function: Callable[..., Any], *args: Any, owner: Any = None) -> Any:
+        """What a function returns, or a `FailedCall`."""
+        return self.run_all([Job(function, args, owner)])[0]
+
+    def run_all(self, jobs: Sequence[Job], total_seconds: float | None = None) -> list[Any]:
+        """What each job returns, or a `FailedCall`, in their order; workers compute several at a time.
+
+        total_seconds: for all of them; a job that begins after it fails as one that takes too long.
+        """
+        end = None if total_seconds is None else time.monotonic() + total_seconds
+        if self.workers:
+            futures = [self._scheduled(job) for job in jobs]
+            return [self._result(job, future, end) for job, future in zip(jobs, futures, strict=True)]
+        return [self._in_thread(job, end) for job in jobs]
+
+    def close(self) -> None:
+        """Ends the workers."""
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = None
+
+    def _in_thread(self, job: Job, end: float | None) -> Any:
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(guarded(job)), daemon=True, name="treewise-reward")
+        limit = _least(self.timeout_seconds, end)
+        if limit is not None and limit <= 0:
+            return self._too_late(job)
+        thread.start()
+        thread.join(limit)
+        return results[0] if results else self._too_late(job)
+
+    def _scheduled(self, job: Job) -> Any:
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+            self._pool = _pebble().ProcessPool(
+                max_workers=self.workers, initializer=load_files, initargs=(loaded_files(),), context=context
+            )
+        try:
+            return self._pool.schedule(_guarded_in_worker, args=(job,), timeout=self.timeout_seconds)
+        except RuntimeError as error:  # pebble's word for a pool whose workers do not start
+            self.close()
+            return FailedCall("raised", f"the worker processes do not start: {printable(error)}")
+
+    def _result(self, job: Job, future: Any, end: float | None) -> Any:
+        if isinstance(future, FailedCall):
+            return future
+        limit = _least(self.timeout_seconds, end)
+        try:
+            return future.result(None if limit is None else max(limit, 0.0) + START_SECONDS)
+        except (TimeoutError, FutureTimeoutError):
+            future.cancel()
+            return self._too_late(job)
+        except Exception as error:  # the worker died (ProcessExpired), or a value cannot be sent to it
+            code = getattr(error, "exitcode", None)
+            what = f"{type(error).__name__}: {error}" if code is None else f"it ended its process, exit code {code}"
+            hint = "" if code is not None else " (what goes to worker processes must be picklable; see reward_workers)"
+            return FailedCall("raised", f"{place_of(job.owner)}{printable(what)}{hint}")
+
+    def _too_late(self, job: Job) -> FailedCall:
+        return FailedCall(
+            "timeout", f"{place_of(job.owner)}no answer within {self.timeout_seconds} seconds (reward_timeout)"
+        )
+
+
+def guarded(job: Job) -> Any:
+    """What a job returns; what it raises as a `FailedCall`."""
+    try:
+        return job.function(*job.args)
+    except BaseException as error:  # a user's function may raise anything, SystemExit included
+        return FailedCall("raised", described(error, job.owner), error)
+
+
+def _guarded_in_worker(job: Job) -> Any:
+    outcome = guarded(job)
+    return replace(outcome, cause=None) if isinstance(outcome, FailedCall) else outcome
+
+
+def described(error: BaseException, owner: Any = None) -> str:
+    """`rewards.py:12: ValueError: ...`: the deepest line of the user's code, else where `owner` is defined."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return printable(f"{_short(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}")
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    outside = [frame for frame in frames if not _is_below(frame[0], (_OWN,)) and not frame[0].startswith("<")]
+    users = [frame for frame in outside if not _is_below(frame[0], _LIBRARIES)]
+    found = users or outside
+    place = f"{_short(found[-1][0])}:{found[-1][1]}: " if found else place_of(owner)
+    try:
+        text = str(error)
+    except Exception:  # of a class of the user's
+        text = "its text cannot be made"
+    return printable(f"{place}{type(error).__name__}: {text}" if text else f"{place}{type(error).__name__}")[:2000]
+
+
+def place_of(function: Any) -> str:
+    """`rewards.py:3: ` where a function begins; empty where that is not known, as of a builtin one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function) if callable(function) else function
+    code = getattr(function, "__code__", None)
+    if code is None and not inspect.isclass(function):
+        code = getattr(_call_of(function), "__code__", None)
+    if code is None and inspect.isclass(function):
+        code = getattr(getattr(function, "__init__", None), "__code__", None)
+    return "" if code is None else f"{_short(code.co_filename)}:{code.co_firstlineno}: "
+
+
+def _call_of(function: Any) -> Any:
+    return vars(type(function)).get("__call__")
+
+
+def _short(filename: str) -> str:
+    path = Path(filename)
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _is_below(filename: str, folders: tuple[str, ...]) -> bool:
+    path = Path(filename).resolve()
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+def _least(timeout: float | None, end: float | None) -> float | None:
+    left = None if end is None else end - time.monotonic()
+    limits = [each for each in (timeout, left) if each is not None]
+    return min(limits, default=None)
+
+
+def _pebble() -> Any:
+    try:
+        import pebble
+    except ImportError:
+        raise ConfigError(f"reward_workers needs the package pebble: {pip_install('pebble')}.") from None
+    return pebble

@@ -1,0 +1,229 @@
+"""Reward functions, called as TRL's `GRPOTrainer` calls them (TRL 1.16, `_calculate_rewards`).
+
+A function gets a batch by keyword: `prompts`, `completions`, `completion_ids`, every column of the rows as a list,
+`trainer_state`, `log_extra` and `log_metric`. Prompts and completions are texts where the prompt of the row is a text,
+and messages where it is messages. It returns one number per completion, or None for "not applicable"; a reward is the
+weighted sum of the functions that apply. Coroutine functions run side by side.
+"""
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from treewise.data.io.printable import shown
+from treewise.errors import ConfigError, pip_install
+from treewise.rl.tasks.calls import FailedCall, Job, place_of
+from treewise.rl.tasks.protocol import RewardRequest
+from treewise.rl.tasks.user_modules import found_by_name
+
+RewardFunction = Callable[..., Any]
+Value = float | None | FailedCall
+NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # of rows; TRL leaves them out
+TAKEN = ("prompts", "completions")  # names that a column cannot have
+LARGEST = 3.4028234663852886e38  # of float32, in which TRL holds rewards
+
+
+@dataclass(slots=True)
+class Logged:
+    """What functions log of a batch. columns: by `log_extra`, one value per rollout. metrics: by `log_metric`."""
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: list[Any]) -> None:
+        """As TRL's."""
+        self.columns.setdefault(str(column), []).extend(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """As TRL's."""
+        self.metrics.setdefault(str(name), []).append(float(value))
+
+    def add(self, other: "Logged") -> None:
+        """Takes in what another function logged."""
+        self.columns |= other.columns
+        for name, values in other.metrics.items():
+            self.metrics.setdefault(name, []).extend(values)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunctions:
+    """The functions of a task, and the weight of each."""
+
+    functions: tuple[RewardFunction, ...]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of(cls, given: Sequence[str | RewardFunction], weights: Sequence[float] | None, name: str) -> "RewardFunctions":
+        """Callables, or `module:function`; name: of the task, for errors.
+
+        Raises:
+            ConfigError: no function, one that cannot be loaded or called, or other weights than functions.
+        """
+        if not given:
+            raise ConfigError(f"task {name} has no reward function; give reward_functions: [module:function].")
+        if weights is not None and len(weights) != len(given):
+            raise ConfigError(f"task {name}: {len(weights)} reward_weights for {len(given)} reward functions.")
+        if weights is not None and not all(
+            isinstance(weight, int | float) and math.isfinite(weight) for weight in weights
+        ):
+            raise ConfigError(f"task {name}: reward_weights are {shown(list(weights))}; they must be finite numbers.")
+        return cls(tuple(map(loaded_function, given)), tuple(weights or [1.0] * len(given)))
+
+    def jobs(self, requests: Sequence[RewardRequest], trainer_state: Any = None) -> list[Job]:
+        """The calls for a batch: one for each plain function, and one for all coroutine functions together."""
+        batch = arguments_of(requests) | {"trainer_state": trainer_state}
+        coroutines = tuple(each for each in self.functions if is_async(each))
+        jobs = [Job(_called, (each, batch), each) for each in self.functions if not is_async(each)]
+        return jobs + ([Job(_called_together, (coroutines, batch), coroutines[0])] if coroutines else [])
+
+    def combined(self, results: Sequence[Any], size: int) -> tuple[list[float | FailedCall], Logged]:
+        """The reward of each of `size` rollouts, from what the jobs returned."""
+        flat = [each for result in results for each in (result if isinstance(result, list) else [result])]
+        pairs = list(zip(self.functions, self.weights, strict=True))
+        pairs = [each for each in pairs if not is_async(each[0])] + [each for each in pairs if is_async(each[0])]
+        logged = Logged()
+        for (function, _), (values, own) in zip(pairs, flat, strict=True):
+            logged.add(own)
+            known = [value for value in values if isinstance(value, float)]
+            if known:
+                logged.log_metric(f"rewards/{name_of(function)}/mean", sum(known) / len(known))
+        columns, weights = [values for values, _ in flat], [weight for _, weight in pairs]
+        return [self._total([values[index] for values in columns], weights) for index in range(size)], logged
+
+    def _total(self, values: Sequence[Value], weights: Sequence[float]) -> float | FailedCall:
+        wrong = next((value for value in values if isinstance(value, FailedCall)), None)
+        if wrong is not None:
+            return wrong
+        terms = [weight * value for value, weight in zip(values, weights, strict=True) if isinstance(value, float)]
+        names = " and ".join(f"{place_of(each)}{name_of(each)}" for each in self.functions)
+        return number(sum(terms) if terms else None, f"{names} returned")
+
+
+def arguments_of(requests: Sequence[RewardRequest]) -> dict[str, Any]:
+    """What TRL's trainer passes of a batch: prompts, completions, ids, and the columns of the rows as lists."""
+    columns = [key for key in requests[0].item.extra if key not in NOT_COLUMNS]
+    return {
+        "prompts": [_given(request.item.prompt) for request in requests],
+        "completions": [completion_of(request) for request in requests],
+        "completion_ids": [list(request.token_ids) for request in requests],
+        **{key: [request.item.extra.get(key) for request in requests] for key in columns},
+    }
+
+
+def completion_of(request: RewardRequest) -> str | list[dict[str, Any]]:
+    """A completion: a text for a prompt that is a text, else its message in a list."""
+    if isinstance(request.item.prompt, str):
+        return request.text
+    return [dict(request.message) if request.message else {"role": "assistant", "content": request.text}]
+
+
+def loaded_function(function: str | RewardFunction) -> RewardFunction:
+    """A callable, from `module:function`, `file.py:function` or itself.
+
+    Raises:
+        ConfigError: there is no such module or function, it cannot be loaded, or it is not callable.
+    """
+    target = found_by_name(function, "reward function") if isinstance(function, str) else function
+    if not callable(target) or inspect.isclass(target):
+        raise ConfigError(
+            f"reward function {shown(function)} is of type {type(target).__name__}; give a function, or an object that "
+            "can be called."
+        )
+    return target
+
+
+def is_async(function: Any) -> bool:
+    """Whether a call gives a coroutine: of functions, `functools.partial` and objects with an async `__call__`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
+
+
+def name_of(function: Any) -> str:
+    """A function's name as TRL shows it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def number(value: Any, where: str) -> float | FailedCall:
+    """A reward as a float that float32 holds, or why it is none. where: `close returned`, for messages."""
+    if value is None:
+        return FailedCall("missing", f"{where} None (not applicable)")
+    reward = None
+    if not isinstance(value, str | bytes):
+        with contextlib.suppress(Exception):  # what is no number raises of many kinds
+            reward = float(value)
+    if reward is None:
+        return FailedCall("not_a_number", f"{where} {shown(value)}, of type {type(value).__name__}")
+    if not abs(reward) <= LARGEST:
+        beyond = ", beyond float32 (3.4e38)" if math.isfinite(reward) else ""
+        return FailedCall("not_a_number", f"{where} {reward}{beyond}")
+    return reward
+
+
+def _called(function: RewardFunction, batch: Mapping[str, Any]) -> tuple[list[Value], Logged]:
+    logged = Logged()
+    result = function(**batch, log_extra=logged.log_extra, log_metric=logged.log_metric)
+    return _values(function, result, len(batch["prompts"])), logged
+
+
+def _called_together(functions: Sequence[RewardFunction], batch: Mapping[str, Any]) -> list[tuple[list[Value], Logged]]:
+    async def one(function: RewardFunction) -> tuple[list[Value], Logged]:
+        logged = Logged()
+        result = await function(**batch, log_extra=logged.log_extra, log_metric=logged.log_metric)
+        return _values(function, result, len(batch["prompts"])), logged
+
+    async def every() -> list[tuple[list[Value], Logged]]:
+        return await asyncio.gather(*(one(function) for function in functions))
+
+    return asyncio.run(every())
+
+
+def _values(function: RewardFunction, result: Any, size: int) -> list[Value]:
+    where = f"{place_of(function)}{name_of(function)} returned"
+    if result is None or isinstance(result, str | bytes | Mapping | int | float):
+        raise ValueError(
+            f"{name_of(function)} returned {shown(result)}, of type {type(result).__name__}, in place of a list of "
+            f"{size} rewards"
+        )
+    values = list(result)
+    if len(values) != size:
+        raise ValueError(f"{name_of(function)} returned {len(values)} rewards for {size} completions")
+    return [None if value is None else number(value, where) for value in values]
+
+
+def _given(prompt: Any) -> Any:
+    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+
+
+def math_reward(completions: Sequence[Any], answer: Sequence[str], **_columns: Any) -> list[float]:
+    """A reward function of TRL's form: 1 where `math-verify` finds the completion equal to the column `answer`.
+
+    Raises:
+        ConfigError: `math-verify` is not installed.
+        ValueError: an answer of the data that cannot be read as mathematics.
+    """
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise ConfigError(f"math_reward needs math-verify: {pip_install('math-verify')}.") from None
+    rewards = []
+    for completion, expected in zip(completions, answer, strict=True):
+        # math-verify's own limits use signals, which threads cannot have; `Calls` has its own.
+        gold = parse(str(expected), parsing_timeout=None)
+        if not gold:
+            raise ValueError(f"the answer {expected!r} cannot be read as mathematics")
+        parsed = parse(completion_text(completion), parsing_timeout=None)
+        rewards.append(float(verify(gold, parsed, timeout_seconds=None)))
+    return rewards
+
+
+def completion_text(completion: Any) -> str:
+    """The text of a completion, a text or chat messages."""
+    return completion if isinstance(completion, str) else "".join(str(m.get("content") or "") for m in completion)
