@@ -1,5 +1,7 @@
 """`treewise rl --tasks`: a run from a file and flags, what it prints, resuming, and what is refused."""
 
+import gzip
+import json
 import shutil
 
 import pytest
@@ -76,12 +78,89 @@ def test_a_run_prints_a_line_an_iteration_and_holds_what_it_says(run, tmp_path):
         (["--tasks", "sum", "--iteration", "3"], "Did you mean 'iterations'"),
         (["--tasks", "sum", "--sampler", "vlm"], "transformers, vllm"),
         (["--tasks", "rows.jsonl"], "no reward function"),
+        (["--tasks", "sum", "--reward_functions", "rewards.py:even"], "rewards itself"),
+        (
+            ["--tasks", "rows.jsonl", "--reward_functions", "rewards.py:even", "--reward_weights", "[1, 2]"],
+            "2 reward_w",
+        ),
     ],
 )
 def test_what_is_refused(run, flags, message):
     code, _, err = run(*flags)
     assert code == 2
     assert message in err
+
+
+ROW = '{"prompt": "n", "answer": "1"}\n'
+MARKS = "".join(json.dumps({"prompt": f"n\u2028{i}\u0085"}, ensure_ascii=False) + "\n" for i in range(6))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("mark.jsonl", b"\xef\xbb\xbf" + ROW.encode() * 6),
+        ("lines.jsonl", MARKS.encode()),
+        ("list.json", f"[{','.join([ROW] * 6)}]".encode()),
+        ("rows.jsonl.gz", gzip.compress(ROW.encode() * 6)),
+        ("crlf.jsonl", ROW.replace("\n", "\r\n").encode() * 6),
+    ],
+)
+def test_files_of_rows_are_read_as_all_records_are(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    task = task_named(str(tmp_path / name), None, ["treewise.rl.tasks:math_reward"])
+    assert task.name == name.partition(".")[0]
+    assert [task.item("train", i).prompt[0] for i in range(5)] == ["n"] * 5
+    assert task.num_items("held_out") == 1
+    if name == "lines.jsonl":
+        assert task.item("train", 2).prompt == "n\u20282\u0085"
+
+
+def test_parquet_columns_are_lists(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    messages = [[{"role": "user", "content": "n"}]] * 4
+    table = pa.table({"prompt": messages, "numbers": [[1, 2]] * 4, "answer": ["1", None, "1", "1"]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    item = task_named(str(tmp_path / "rows.parquet"), None, ["treewise.rl.tasks:math_reward"]).item("train", 1)
+    assert item.prompt == ({"role": "user", "content": "n"},)
+    assert item.extra == {"numbers": [1, 2], "answer": None}
+
+
+@pytest.mark.parametrize(
+    ("rows", "reward", "message"),
+    [
+        (b'{"prompt": "caf\xe9"}\n', REWARD, "rows.jsonl:1: not UTF-8 at byte 15"),
+        (b'{"prompt": 5}\n', REWARD, "rows.jsonl:1: the prompt must be a text"),
+        (b'{"prompt": "\\ud800"}\n', REWARD, "rows.jsonl:1: lone surrogate"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", REWARD, "rows.jsonl:1: JSON nested too deeply"),
+        (b'{"prompt": "a"}\n{"prompt": "b', REWARD, "rows.jsonl:2: the last line is cut off"),
+        (b"\n", REWARD, "rows.jsonl: no rows"),
+        (None, "def even(:\n", "rewards.py:1: SyntaxError"),
+        (None, "import sys\nsys.exit()\n", "rewards.py:2: SystemExit"),
+        (None, "def even(**_):\n    raise KeyError('\x1b[31m')\n", "rewards.py:2: KeyError: '\\x1b[31m'"),
+        (None, "def even(completions): ...\n", "rewards.py:1: TypeError"),
+        (None, "def even(prompts, **_):\n    return [None] * len(prompts)\n", "rewards.py:1: even returned None"),
+        (None, "def even(prompts, **_):\n    return [1e308] * len(prompts)\n", "1e+308, beyond float32"),
+    ],
+)
+def test_rows_and_rewards_that_cannot_be(rows, reward, message, run, tmp_path):
+    if rows is not None:
+        (tmp_path / "rows.jsonl").write_bytes(rows)
+    (tmp_path / "rewards.py").write_text(reward)
+    code, out, err = run(*SMALL)
+    assert code == 2
+    assert message in err
+    assert "\x1b" not in out + err
+    assert "model saved" not in out
+
+
+def test_an_environment_whose_tools_no_template_writes(run):
+    turns = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    words = [each if each != "chatml" else turns for each in SMALL[4:]]
+    code, _, err = run("--tasks", "treewise.rl.tasks:GuessNumber", *words, "--dry_run")
+    assert code == 2
+    assert "does not write tools" in err
+    assert "--chat_template chatml" in err
 
 
 def test_tasks_by_name(tmp_path):

@@ -9,7 +9,7 @@ from treewise.rl.online.continuation import Continuation, Limits
 from treewise.rl.online.conversations import SingleTurn, start
 from treewise.rl.online.crediting import IterationAccount
 from treewise.rl.samplers import Completion, SampleRequest
-from treewise.rl.tasks import ChatTokens, EnvironmentTask, GuessNumber, SumTask
+from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, GuessNumber, SumTask
 
 END = TOKENIZER.eos_token_id
 LIMITS = Limits(max_new_tokens=6, max_length=100, stop_ids=(END,))
@@ -48,7 +48,7 @@ def test_a_stop_and_a_limit_end_a_rollout_and_a_segment_does_not():
 @pytest.fixture
 def episode():
     task = EnvironmentTask(lambda: GuessNumber(high=4), text_tool="guess", max_turns=3)
-    return start(task, task.item("train", 0), ChatTokens(TOKENIZER, "chatml"), 5.0)
+    return start(task, task.item("train", 0), ChatTokens(TOKENIZER, "chatml"), Calls(5.0))
 
 
 def test_observations_are_recorded_with_weight_0_and_turns_end_after_them(episode):

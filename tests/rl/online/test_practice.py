@@ -52,8 +52,8 @@ class Odd(EvenBytes):
     """Items of odd number always fail."""
 
     def rewards(self, requests):
-        is_odd = int(requests[0].item.key.rpartition("/")[2]) % 2
-        return [0.0] if is_odd else super().rewards(requests)
+        is_even = [int(each.item.key.rpartition("/")[2]) % 2 == 0 for each in requests]
+        return [reward * even for reward, even in zip(super().rewards(requests), is_even, strict=True)]
 
 
 def test_dynamic_trains_groups_of_both_outcomes_alone(tmp_path):

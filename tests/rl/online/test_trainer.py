@@ -359,7 +359,7 @@ class Failing(EvenBytes):
     """Every third rollout has no reward."""
 
     def rewards(self, requests):
-        if sum(requests[0].token_ids) % 3 == 0:
+        if any(sum(each.token_ids) % 3 == 0 for each in requests):
             raise ValueError("no answer")
         return super().rewards(requests)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from treewise.errors import ConfigError, DataError, TaskError
 from treewise.rl.tasks import (
+    Calls,
     ChatTokens,
     EnvironmentTask,
     Episode,
@@ -23,7 +24,7 @@ from treewise.rl.tasks import (
     TurnTask,
     start_episode,
 )
-from treewise.rl.tasks.environment import state_method, tool_schemas, tools_of
+from treewise.rl.tasks.environment import opening, state_method, tool_schemas, tools_of
 from treewise.rl.tasks.tool_calls import ToolCall, hermes_calls, parse_tool_calls
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -109,6 +110,10 @@ def begin(chat: ChatTokens, factory: Any, **settings: Any) -> Episode:
     return start_episode(task, task.item("train", 3), chat)
 
 
+def reward_of(episode: Episode, runner: RewardRunner | None = None) -> Any:
+    return (runner or RewardRunner()).of_episodes([episode])[0]
+
+
 def text_of(episode: Episode) -> str:
     return episode.chat.tokenizer.decode(episode.token_ids)
 
@@ -148,7 +153,7 @@ def test_a_branch_is_the_episode_at_that_turn(chat: ChatTokens, factory: Any, me
     assert episode.method == method
     for text in actions:
         take_turn(episode, text)
-    before = (list(episode.token_ids), episode.reward(RewardRunner()), vars(episode.environment).copy())
+    before = (list(episode.token_ids), reward_of(episode), vars(episode.environment).copy())
     for turn in range(4):
         branch = episode.branch(turn)
         assert branch.token_ids == episode.token_ids[: len(branch.token_ids)]
@@ -157,11 +162,11 @@ def test_a_branch_is_the_episode_at_that_turn(chat: ChatTokens, factory: Any, me
         assert branch.token_ids == episode.token_ids
         assert branch.sampled == episode.sampled
         assert branch.messages == episode.messages
-        assert branch.reward(RewardRunner()) == before[1]
+        assert reward_of(branch) == before[1]
         other = episode.branch(turn)
         take_turn(other, actions[0])
         other.branch(other.num_turns)
-    assert (episode.token_ids, episode.reward(RewardRunner()), vars(episode.environment)) == before
+    assert (episode.token_ids, reward_of(episode), vars(episode.environment)) == before
 
 
 def test_a_replay_that_differs_refuses_the_branch(chat: ChatTokens) -> None:
@@ -187,7 +192,7 @@ def test_endings(chat: ChatTokens) -> None:
         turns.branch(1)
     guess = begin(chat, GuessNumber)
     take_turn(guess, call("guess", number=str(guess.environment.secret)))
-    assert (guess.end_reason, guess.reward(RewardRunner())) == ("done", 1.0)
+    assert (guess.end_reason, reward_of(guess)) == ("done", 1.0)
 
 
 def test_mistakes_of_the_model_are_told_to_it(chat: ChatTokens) -> None:
@@ -203,16 +208,52 @@ def test_mistakes_of_the_model_are_told_to_it(chat: ChatTokens) -> None:
 def test_faults_of_the_environment_are_failures_of_the_rollout(chat: ChatTokens) -> None:
     runner = RewardRunner()
     task = EnvironmentTask(Faulty, name="faulty")
-    episode = start_episode(task, task.item("train", 0), chat, timeout_seconds=0.05)
+    episode = start_episode(task, task.item("train", 0), chat, Calls(0.05))
     take_turn(episode, call("wait"))
     assert episode.end_reason == "failed"
-    failure = episode.reward(runner)
+    failure = reward_of(episode, runner)
     assert isinstance(failure, RewardFailure)
     assert "faulty/train/0, episode 0: reward timeout: tool wait of turn 0" in str(failure)
     other = begin(chat, Faulty)
     take_turn(other, "nothing")
-    assert isinstance(other.reward(runner), RewardFailure)
-    assert runner.failures == {"timeout": 1, "not_a_number": 1}
+    assert isinstance(reward_of(other, runner), RewardFailure)
+    assert "get_reward returned nan" in str(reward_of(other, runner))
+
+
+def test_a_template_without_tools_is_refused_and_text_actions_need_none() -> None:
+    turn = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    chat = ChatTokens(byte_tokenizer(), "{% for m in messages %}" + turn + "{% endfor %}<|im_start|>assistant\n")
+    with pytest.raises(ConfigError, match=r"does not write tools.* would hold guess; give a chat_template.*'chatml'"):
+        begin(chat, GuessNumber)
+    assert "Guess a number" in text_of(begin(chat, GuessNumber, text_tool="guess"))
+
+
+def test_what_reset_returns_stands_apart_from_the_prompt(chat: ChatTokens) -> None:
+    class Greeting(Counting):
+        def reset(self, seed: int) -> str:
+            super().reset(seed)
+            return f"Seed {seed}."
+
+    assert begin(chat, Greeting).messages == [{"role": "user", "content": "Use the tools.\nSeed 6."}]
+    assert begin(chat, Greeting, prompt="Add: ").messages == [{"role": "user", "content": "Add: Seed 6."}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Go."}]}]
+    assert opening(parts, "Now.")[0]["content"] == [*parts[0]["content"], {"type": "text", "text": "Now."}]
+    with pytest.raises(ConfigError, match="the prompt is '  '"):
+        EnvironmentTask(Greeting, prompt="  ")
+
+
+def test_what_an_environment_raises_names_its_line(chat: ChatTokens) -> None:
+    class Broken(Counting):
+        def reset(self, seed: int) -> None:
+            raise KeyError("\x1b[31mno")
+
+    with pytest.raises(
+        TaskError, match=r"environment/train/3: the environment cannot be reset: .*test_episode.py:\d+"
+    ) as e:
+        begin(chat, Broken)
+    assert "\x1b" not in str(e.value)
+    with pytest.raises(ConfigError, match=r"cannot be made: .*test_episode.py:\d+: ZeroDivisionError"):
+        EnvironmentTask(lambda: 1 / 0)
 
 
 def test_text_may_be_the_action_itself(chat: ChatTokens) -> None:

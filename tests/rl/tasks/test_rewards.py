@@ -1,4 +1,4 @@
-"""A reward that fails is set aside and counted; it is never a zero, and stops nothing unless told to."""
+"""A reward that fails is set aside and counted; it is never a zero, and too many of them end a run."""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from treewise.errors import ConfigError, TaskError
-from treewise.rl.tasks import RewardFailure, RewardRequest, RewardRunner, SumTask, TaskItem
+from treewise.rl.tasks import Calls, RewardFailure, RewardRequest, RewardRunner, RowsTask, SumTask, TaskItem
+from treewise.rl.tasks.rewards import RewardTally
 
 ITEM = TaskItem("sum/train/3", ({"role": "user", "content": "1 + 2 ="},), {"answer": "3"})
 
@@ -27,44 +28,72 @@ def _task(function: Callable[[str], Any]) -> Rewarding:
     return task
 
 
+def _outcomes(function: Callable[[str], Any], *texts: str, runner: RewardRunner | None = None) -> list[Any]:
+    return (runner or RewardRunner()).rewards(_task(function), [RewardRequest(ITEM, text) for text in texts])[0]
+
+
 def _raise(_text: str) -> float:
     raise SystemExit("bye")
 
 
 FAILURES = {
-    "raised": _raise,
-    "not_a_number": lambda _text: float("nan"),
-    "missing": lambda _text: None,
+    "raised": (_raise, r"test_rewards.py:\d+: SystemExit: bye"),
+    "not_a_number": (lambda _text: float("nan"), "the reward is nan"),
+    "missing": (lambda _text: None, "the reward is None"),
 }
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_failures_are_set_aside_and_counted(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_set_aside_shown_and_counted(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     runner = RewardRunner()
-    function = FAILURES[kind]
-    task = _task(lambda text: 1.0 if text == "good" else function(text))
-    results = runner.rewards(task, [RewardRequest(ITEM, text) for text in ("good", "bad", "good")])
+    function, message = FAILURES[kind]
+    results = _outcomes(lambda text: 1.0 if text == "good" else function(text), "good", "bad", "good", runner=runner)
     assert results[0] == results[2] == 1.0
     assert isinstance(results[1], RewardFailure)
     assert (results[1].kind, results[1].key) == (kind, "sum/train/3")
-    assert runner.failures == {kind: 1}
-    assert "set aside" in caplog.text
+    runner.count(results, {})
+    runner.count(results, {})
+    assert runner.failures == {kind: 2}
+    assert len(caplog.records) == 1  # the same failure is shown once
+    with pytest.raises(TaskError, match=rf"iteration 3: 2 of 6 rollouts have no reward.*max_failed=0.3.*{message}"):
+        runner.tally.check(0.3, "iteration 3")
+    runner.tally.check(0.34, "iteration 3")
 
 
-def test_infinite_and_textual_rewards_are_no_numbers() -> None:
-    runner = RewardRunner()
-    for value in (float("inf"), "high", [1.0]):
-        result = runner.rewards(_task(lambda _text, value=value: value), [RewardRequest(ITEM, "")])[0]
-        assert isinstance(result, RewardFailure)
-        assert result.kind == "not_a_number"
-    assert runner.failures["not_a_number"] == 3
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), "high", "1", [1.0], 1e308, 10**400, object()])
+def test_what_is_no_number_of_float32_is_set_aside(value: Any) -> None:
+    result = _outcomes(lambda _text: value, "")[0]
+    assert isinstance(result, RewardFailure)
+    assert result.kind == "not_a_number"
+
+
+def test_only_the_rollouts_that_fail_alone_are_set_aside_and_the_others_stay_a_batch() -> None:
+    sizes = []
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        sizes.append(len(completions))
+        if "bad" in completions:
+            raise ValueError("bad")
+        return [float(len(completions))] * len(completions)
+
+    task = RowsTask([{"prompt": "a"}], [reward], held_out=0.0)
+    texts = ["a", "bad", "b", "c"]
+    outcomes = RewardRunner().rewards(task, [RewardRequest(task.item("train", 0), text) for text in texts])[0]
+    assert isinstance(outcomes[1], RewardFailure)
+    assert [outcomes[i] for i in (0, 2, 3)] == [3.0] * 3
+    assert sizes == [4, 1, 1, 1, 1, 3]
+
+
+def test_a_batch_that_fails_only_as_a_whole_is_set_aside_as_a_whole() -> None:
+    task = RowsTask([{"prompt": "a"}], [lambda **_: [1.0]], held_out=0.0)
+    outcomes = RewardRunner().rewards(task, [RewardRequest(task.item("train", 0), "")] * 3)[0]
+    assert ["returned 1 rewards for 3 completions" in str(each) for each in outcomes] == [True] * 3
 
 
 def test_a_reward_that_takes_too_long_is_left_behind() -> None:
     release = threading.Event()
-    runner = RewardRunner(timeout_seconds=0.05)
-    task = _task(lambda text: release.wait(60) if text == "slow" else 0.5)
-    results = runner.rewards(task, [RewardRequest(ITEM, "slow"), RewardRequest(ITEM, "fast")])
+    runner = RewardRunner(Calls(0.05))
+    results = _outcomes(lambda text: release.wait(60) if text == "slow" else 0.5, "slow", "fast", runner=runner)
     release.set()
     assert isinstance(results[0], RewardFailure)
     assert results[0].kind == "timeout"
@@ -75,14 +104,23 @@ def test_raise_stops_with_the_cause() -> None:
     def divide(_text: str) -> float:
         return 1 / 0
 
-    runner = RewardRunner(on_reward_error="raise")
-    with pytest.raises(TaskError, match="sum/train/3: reward raised: ZeroDivisionError") as caught:
-        runner.rewards(_task(divide), [RewardRequest(ITEM, "")])
+    with pytest.raises(TaskError, match=r"sum/train/3: reward raised: .*:\d+: ZeroDivisionError") as caught:
+        _outcomes(divide, "", runner=RewardRunner(on_reward_error="raise"))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(TaskError, match="reward missing"):
+        _outcomes(lambda _text: None, "", runner=RewardRunner(on_reward_error="raise"))
 
 
 def test_settings() -> None:
     with pytest.raises(ConfigError, match="on_reward_error is 'zero'"):
-        RewardRunner(on_reward_error="zero")
+        RewardRunner(on_reward_error="zero")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="time limit"):
-        RewardRunner(timeout_seconds=0)
+        Calls(timeout_seconds=0)
+    with pytest.raises(ConfigError, match="reward_workers=-1"):
+        Calls(workers=-1)
+
+
+def test_tallies_of_processes_add_up() -> None:
+    first, second = RewardTally(2, 0, None, {"a": [1.0]}), RewardTally(3, 2, "why", {"a": [2.0], "b": [3.0]})
+    first.add(second)
+    assert first == RewardTally(5, 2, "why", {"a": [1.0, 2.0], "b": [3.0]})

@@ -1,21 +1,20 @@
 """Tasks of one turn: items are functions of split and index, and rewards are those of the source."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from treewise.errors import ConfigError, DataError
 from treewise.rl.tasks import ReasoningGymTask, RewardRequest, RowsTask, SingleTurnTask, SumTask
-from treewise.rl.tasks.single_turn import ITEMS_PER_SEED, extracted_answer, loaded_function, math_reward
+from treewise.rl.tasks.single_turn import ITEMS_PER_SEED, extracted_answer
 
 ROWS = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(10)]
 
 
 def exact(prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any) -> list[float | None]:
-    assert [p[0]["role"] for p in prompts] == ["user"] * len(prompts)
+    assert all(isinstance(prompt, str) for prompt in prompts)
     assert len(columns["completion_ids"]) == len(prompts)
-    return [float(c[0]["content"] == a) for c, a in zip(completions, answer, strict=True)]
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
 
 def never(prompts: list[Any], **_columns: Any) -> list[float | None]:
@@ -37,7 +36,7 @@ def test_sums_are_split_and_rewarded() -> None:
 
 
 def test_rows_are_split_and_rewarded_by_functions_of_trls_form() -> None:
-    task = RowsTask(ROWS, [exact, never], weights=[2.0, 1.0], held_out=0.2)
+    task = RowsTask(ROWS, [exact, never], reward_weights=[2.0, 1.0], held_out=0.2)
     assert (task.num_items("train"), task.num_items("held_out")) == (8, 2)
     assert task.item("held_out", 0).key == "rows/row 8"
     assert task.item("train", 9) == task.item("train", 1)
@@ -47,25 +46,31 @@ def test_rows_are_split_and_rewarded_by_functions_of_trls_form() -> None:
 
 
 def test_rows_that_cannot_be_practised() -> None:
-    with pytest.raises(DataError, match="row 0 has no prompt; its columns are question"):
+    with pytest.raises(DataError, match="row 0 has no prompt; its columns are 'question'"):
         RowsTask([{"question": "?"}], [exact])
+    for prompt, message in (
+        (5, "a text or a list of messages, found 5"),
+        (None, "found None"),
+        ("", "the prompt is empty"),
+        ([], "prompt is empty"),
+        ([5], r"prompt\[0\] must be an object"),
+        ([{"role": "robot", "content": "a"}], "has role 'robot'"),
+        ([{"role": "user", "content": 5}], "content must be text"),
+        ([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "holds an image"),
+    ):
+        with pytest.raises(DataError, match=f"here:2.*{message}"):
+            RowsTask([ROWS[0], {"prompt": prompt}], [exact], locations=["here:1", "here:2"])
+    with pytest.raises(DataError, match="no column can have this name"):
+        RowsTask([{"prompt": "a", "completions": 1}], [exact])
     with pytest.raises(ConfigError, match="no reward function"):
         RowsTask(ROWS, [])
-    with pytest.raises(ConfigError, match="1 weights for 2 reward functions"):
-        RowsTask(ROWS, [exact, never], weights=[1.0])
+    with pytest.raises(ConfigError, match="1 reward_weights for 2 reward functions"):
+        RowsTask(ROWS, [exact, never], reward_weights=[1.0])
     with pytest.raises(DataError, match="no held_out rows"):
         RowsTask(ROWS, [exact], held_out=0.0).item("held_out", 0)
+    requests = [RewardRequest(RowsTask(ROWS, [exact]).item("train", 0), "")]
     with pytest.raises(ValueError, match="returned 0 rewards for 1"):
-        RowsTask(ROWS, [lambda **_: []]).rewards([RewardRequest(RowsTask(ROWS, [exact]).item("train", 0), "")])
-
-
-def test_functions_by_name(tmp_path: Path) -> None:
-    assert loaded_function("treewise.rl.tasks.single_turn:math_reward") is math_reward
-    (tmp_path / "mine.py").write_text("def ones(prompts, **_):\n    return [1.0] * len(prompts)\n")
-    assert loaded_function(f"{tmp_path}/mine.py:ones")(prompts=["a"]) == [1.0]
-    for name in ("nothing", "no_such_module:f", "treewise.rl.tasks.single_turn:f", f"{tmp_path}/other.py:f"):
-        with pytest.raises(ConfigError, match="reward function"):
-            loaded_function(name)
+        RowsTask(ROWS, [lambda **_: []]).rewards(requests)
 
 
 def test_answers_stand_in_tags_or_in_the_last_line() -> None:
@@ -112,11 +117,3 @@ def test_reasoning_gym_settings_that_cannot_be() -> None:
     for name, settings in (("no_such_task", {}), ("chain_sum", {"max_term": 3}), ("chain_sum", {"seed": 3})):
         with pytest.raises(ConfigError, match="reasoning_gym:"):
             ReasoningGymTask(name, settings)
-
-
-def test_math_answers() -> None:
-    pytest.importorskip("math_verify")
-    completions = [[{"role": "assistant", "content": text}] for text in (r"$\frac{1}{2}$", "The answer is 0.5", "3")]
-    assert math_reward(completions, ["0.5"] * 3) == [1.0, 1.0, 0.0]
-    with pytest.raises(ValueError, match="cannot be read"):
-        math_reward(completions[:1], ["?"])

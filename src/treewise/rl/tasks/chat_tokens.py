@@ -40,9 +40,9 @@ class ChatTokens:
         if tools and text == self.template.render([talk], None, location, generation=True)[0]:
             names = ", ".join(tool["function"]["name"] for tool in tools)
             raise ConfigError(
-                f"{location}: the chat template does not write tools, so the model would not be told of {names}; give "
-                "a chat_template that does, for instance 'chatml' (--chat_template chatml), or let the text of a turn "
-                "be the action: tasks_settings.text_tool."
+                f"{location}: the chat template does not write tools, so no prompt would hold {names}; give a "
+                "chat_template that does, for instance 'chatml' (--chat_template chatml), or let the text of a turn be "
+                "the action: tasks_settings.text_tool."
             )
         return tuple(joined(self.encoder.encode([text])[0]).tolist())
 
