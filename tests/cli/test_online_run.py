@@ -129,7 +129,7 @@ def test_parquet_columns_are_lists(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "reward", "message"),
     [
-        (b'{"prompt": "caf\xe9"}\n', REWARD, "rows.jsonl:1: not UTF-8 at byte 15"),
+        (b'{"prompt": "na\xefve"}\n', REWARD, "rows.jsonl:1: not UTF-8 at byte 14"),
         (b'{"prompt": 5}\n', REWARD, "rows.jsonl:1: the prompt must be a text"),
         (b'{"prompt": "\\ud800"}\n', REWARD, "rows.jsonl:1: lone surrogate"),
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", REWARD, "rows.jsonl:1: JSON nested too deeply"),
