@@ -21,7 +21,7 @@ from treewise.trainer.checkpoint import store
 SECONDS = 400  # on a machine that does other things, too
 CASES = {
     "sums": {"trees_per_iteration": 3, "tokens_per_iteration": 72, "mini_batches": 2},
-    "failing": {"curriculum": "uniform", "trees_per_iteration": 3, "update_epochs": 2},
+    "failing": {"curriculum": "uniform", "max_failed": 1.0, "trees_per_iteration": 3, "update_epochs": 2},
     "turns": {"branching": "none", "branching_settings": {"roots": 3}, "max_new_tokens": 12, "max_length": 900},
 }
 
