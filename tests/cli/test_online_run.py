@@ -74,7 +74,7 @@ def test_a_run_prints_a_line_an_iteration_and_holds_what_it_says(run, tmp_path):
         (["--tasks", "sums"], "is not a task"),
         (["--tasks", "sum", "--data", "rows.jsonl"], "both given"),
         (["--tasks", "sum", "--branching", "lrc"], "Did you mean 'lcr'"),
-        (["--tasks", "sum", "--objective", "ppo"], "--advantages"),
+        (["--tasks", "sum", "--objective", "ppo"], "no usual advantages"),
         (["--tasks", "sum", "--iteration", "3"], "Did you mean 'iterations'"),
         (["--tasks", "sum", "--sampler", "vlm"], "transformers, vllm"),
         (["--tasks", "rows.jsonl"], "no reward function"),
