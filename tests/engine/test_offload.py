@@ -56,6 +56,21 @@ def test_held_graphs_take_activations_and_no_weights(
     }
 
 
+def test_weights_that_autocast_cast_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, copied, copy = tiny_model(), [], offload._on_host
+    monkeypatch.setattr(offload, "_on_host", lambda tensor: copied.append(tensor) or copy(tensor))
+    monkeypatch.setattr(Walk, "_graph_offloaded", lambda self: SavedOnHost(self.lm.model))
+    with torch.autocast("cpu", torch.bfloat16):
+        TreeEngine(model, 10, hold="always", offload=True, check=False).step(conversations())
+    held = {
+        each.num_tokens for each in plan(Forest.from_trajectories(conversations()), 10, hold="always").micro_batches
+    }
+    weights = {each.shape for each in model.parameters()} | {each.t().shape for each in model.parameters()}
+    assert copied
+    assert held.isdisjoint({32, 64})
+    assert not weights & {each.shape for each in copied if each.ndim == 2}
+
+
 @pytest.mark.parametrize("is_offloaded", [False, True])
 @pytest.mark.parametrize("family", ["phi3", "gpt_neox", "llama", "deepseek_v3", "gpt2", "falcon_h1", "lfm2"])
 @pytest.mark.parametrize("hold", ["never", "always"])

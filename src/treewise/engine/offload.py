@@ -32,8 +32,7 @@ class SavedOnHost(saved_tensors_hooks):
         self._copies.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
-        base = tensor if tensor._base is None else tensor._base  # noqa: SLF001
-        if isinstance(base, nn.Parameter) or _address(tensor) in self._of_model:  # FSDP gathers into a parameter
+        if _address(tensor) in self._of_model or _is_of_parameter(tensor):
             return tensor.detach()
         storage = tensor.untyped_storage()
         if id(storage) not in self._copies:
@@ -44,6 +43,14 @@ class SavedOnHost(saved_tensors_hooks):
         if view not in views:
             views[view] = _on_host(tensor)
         return tensor.device, views[view]
+
+
+def _is_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is or views a parameter that FSDP gathered, or a weight that autocast cast and keeps."""
+    base = tensor if tensor._base is None else tensor._base  # noqa: SLF001
+    if base.grad_fn is not None and base.grad_fn.name() == "ToCopyBackward0":
+        base = getattr(base.grad_fn.next_functions[0][0], "variable", base)
+    return isinstance(base, nn.Parameter)
 
 
 def _address(tensor: torch.Tensor) -> int:
