@@ -225,14 +225,11 @@ def test_a_measured_budget_fits_the_memory_of_the_device(pretend: PretendCuda, r
     assert engine.plan(Forest.from_trajectories(rollouts)).max_tokens == 65536  # the most on a GPU; 64 GiB are free
 
 
-@pytest.mark.parametrize("hold", ["never", "always"])
-def test_gateways_and_held_graphs_that_wait_in_host_memory(
-    hold: str, monkeypatch: pytest.MonkeyPatch, rollouts: list[Trajectory]
-) -> None:
+def test_gateways_that_wait_in_host_memory(monkeypatch: pytest.MonkeyPatch, rollouts: list[Trajectory]) -> None:
     _, _, expected = flat_sft(tiny_model(num_hidden_layers=1), rollouts)
     with pretend_cuda(monkeypatch):
         model = tiny_model(num_hidden_layers=1).cuda()
-        engine = TreeEngine(model, 20, hold=hold, offload=True, check=False)  # one is held
+        engine = TreeEngine(model, 17, hold="never", offload=True, check=False)
         engine.step(Forest.from_trajectories(rollouts))
         found = {name: grad.cpu() for name, grad in gradients_of(model).items()}
     assert gradient_error(found, expected) < TOLERANCE
