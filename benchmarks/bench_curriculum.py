@@ -34,10 +34,7 @@ import treewise as tw
 from treewise.rl.tasks import TaskItem
 from treewise.rl.tasks.protocol import RewardRequest, Split
 
-ARMS = (
-    *("uniform", "dynamic", "learnability", "mopps", "vcrl", "speed"),
-    *("gain", "gain_x_learnability", "gain_shuffled"),
-)
+ARMS = (*("uniform", "dynamic", "learnability", "gain", "gain_shuffled"),)
 POOL = 160
 HELD_OUT = 240
 TOKENS_PER_TREE = 32  # generated

@@ -353,7 +353,7 @@ REPRESENTATIVES = {
     "nn/recurrent/test_hybrids.py::test_gradient_checkpointing": ("jamba-True",),
     "nn/test_adapters.py::test_every_adapter_is_exact": ("LORA-lm_head", "IA3-lm_head", "VERA-lm_head", "LOKR-q_proj"),
     "nn/test_model.py::test_layers_from_before_the_attention_interface": ("gpt_neo-True",),
-    "rl/online/test_practice.py::test_a_killed_run_draws_as_an_undisturbed_one": ("dynamic", "gain_x_learnability"),
+    "rl/online/test_practice.py::test_a_killed_run_draws_as_an_undisturbed_one": ("dynamic",),
     "test_cuda_pretend.py::test_the_host_waits_once_in_a_step": ("llama4_text",),
     "trainer/test_ranks.py::test_one_process_goes_on_where_two_stopped": ("sharded",),
     "trainer/test_ranks.py::test_a_signal_to_one_process_ends_and_saves_all": ("signalled-3",),

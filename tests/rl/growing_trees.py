@@ -73,7 +73,7 @@ def grow(
     tree, rounds = RolloutTree([1, 2, 3], group="task"), []
     for _ in range(max_rounds):
         left = budget - tree.num_sampled_tokens
-        requests = branching.next_requests(tree, signals or Signals(vocab_size=VOCABULARY), left, rng)
+        requests = branching.next_requests(tree, signals or Signals(), left, rng)
         if not requests:
             return tree, rounds
         rounds.append(requests)

@@ -109,7 +109,7 @@ class SuccessBook:
         counts = self._nodes.get(_node_key(task, prefix_ids))
         return self.success(task) if counts is None else counts[0] / sum(counts)
 
-    def signals(self, task: str, tree: RolloutTree, vocab_size: int | None = None, points: str = "turns") -> Signals:
+    def signals(self, task: str, tree: RolloutTree, points: str = "turns") -> Signals:
         """What a branching policy gets of a growing tree: the task, and the branch points met before.
 
         The book must not have observed the tree's own rollouts: `lcr` counts these itself.
@@ -124,7 +124,7 @@ class SuccessBook:
                 counts = self._nodes.get(_node_key(task, tree.prefix_ids(node, position)))
                 if counts is not None:
                     known[node, position] = counts[0] / sum(counts)
-        return Signals(self.success(task), known, vocab_size=vocab_size)
+        return Signals(self.success(task), known)
 
     # -- observations -------------------------------------------------------------------------------------------------
 

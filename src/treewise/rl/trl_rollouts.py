@@ -212,14 +212,13 @@ class TreeRollouts:
             journal=Unrecorded(),
             limits=Limits(int(trainer.max_completion_length), _WITHOUT_LIMIT, stop_ids),
             request=request,
-            vocab_size=int(trainer.model.config.get_text_config().vocab_size),
         )
 
     def _next_round(self, each: _Grown, size: int, rounds: Rounds) -> list[Continuation]:
         room = size - len(each.tree.leaves)
         if room <= 0:
             return []
-        signals = self.book.signals(each.key, each.tree, rounds.vocab_size)
+        signals = self.book.signals(each.key, each.tree)
         branches = rounds.branching.next_requests(each.tree, signals, _WITHOUT_LIMIT, each.rng)
         return each.started(branches, room, rounds.limits)
 

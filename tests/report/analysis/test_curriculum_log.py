@@ -18,7 +18,7 @@ def write_draws(folder, draws):
         path.parent.mkdir(parents=True, exist_ok=True)
         names = ("item", "predicted", "observed", "trials")
         rows = [{**dict(zip(names, draw, strict=True)), "is_kept": draw[2] != 0} for draw in own]
-        path.write_text(json.dumps({"iteration": iteration, "curriculum": "mopps", "draws": rows}))
+        path.write_text(json.dumps({"iteration": iteration, "curriculum": "learnability", "draws": rows}))
 
 
 DRAWS = [
@@ -30,7 +30,7 @@ DRAWS = [
 def test_draws_predictions_and_correlation_over_time(tmp_path):
     write_draws(tmp_path, DRAWS)
     found = read_curriculum(tmp_path)
-    assert (found.name, found.num_iterations, found.num_draws, found.check) == ("mopps", 2, 6, None)
+    assert (found.name, found.num_iterations, found.num_draws, found.check) == ("learnability", 2, 6, None)
     assert [(each.item, each.iterations, each.num_kept) for each in found.items] == [
         *(("a", (1, 2), 2), ("b", (1, 2), 0), ("c", (1, 2), 1))
     ]

@@ -54,23 +54,21 @@ def test_policies_are_pure(name: str, seed: int) -> None:
     """The same tree and generator give the same requests, and the tree is left alone."""
     tree, _ = grow(policy(name), 50, ToySampler(seed), np.random.default_rng(seed))
     before = tree.to_json()
-    asked = [
-        policy(name).next_requests(tree, Signals(vocab_size=6), 100, np.random.default_rng(seed)) for _ in range(2)
-    ]
+    asked = [policy(name).next_requests(tree, Signals(), 100, np.random.default_rng(seed)) for _ in range(2)]
     assert asked[0] == asked[1]
     assert asked[0]
     assert tree.to_json() == before
 
 
 @given(seed=seeds, variations=st.integers(1, 6))
-@pytest.mark.parametrize("name", ["random", "entropy", "arpo", "turns", "lcr"])
+@pytest.mark.parametrize("name", ["random", "entropy", "turns", "lcr"])
 def test_at_most_v_variations(name: str, seed: int, variations: int) -> None:
     tree, _ = grow(policy(name, variations=variations), 120, ToySampler(seed), np.random.default_rng(seed))
     assert max(len(tree.below(root)) for root in tree.roots) <= variations
 
 
 @given(seed=seeds, roots=st.integers(1, 4))
-@pytest.mark.parametrize("name", ["random", "entropy", "arpo", "turns", "lcr"])
+@pytest.mark.parametrize("name", ["random", "entropy", "turns", "lcr"])
 def test_one_variation_is_none_bit_for_bit(name: str, seed: int, roots: int) -> None:
     rngs = [np.random.default_rng(seed) for _ in range(2)]
     alone, rounds_alone = grow(policy("none", roots=roots), 90, ToySampler(seed), rngs[0])
@@ -100,7 +98,7 @@ def test_unknown_names_and_settings() -> None:
         (lambda: branching_named("none", roots=0), "roots=0 must be at least 1"),
         (lambda: branching_named("turns", order="best"), "order='best' is unknown"),
         (lambda: branching_named("entropy", definition="gini"), "definition='gini' is unknown"),
-        (lambda: branching_named("arpo", beam=1), "beam=1 must be at least 2"),
+        (lambda: branching_named("arpo"), "branching 'arpo' is gone; use turns"),
         (lambda: branching_named("segments", width=0), "width=0 must be at least 1"),
         (lambda: Signals(success=float("nan")), "a probability of success is nan"),
     ):
@@ -296,26 +294,8 @@ def test_entropy_by_hand() -> None:
 
 
 def test_streams_that_a_sampler_must_record() -> None:
-    assert policy("entropy").streams == policy("arpo").streams == ("entropies",)
+    assert policy("entropy").streams == ("entropies",)
     assert policy("entropy", definition="surprisal").streams == policy("lcr").streams == ()
-
-
-def test_arpo_branches_by_the_change_of_entropy() -> None:
-    tree = RolloutTree([1])
-    ends, entropies = [2, 4, 6], [1.0, 0, 2.0, 0, 0.0, 0.0]
-    options = {"is_sampled": [1, 0, 1, 0, 1, 1], "entropies": entropies, "turn_ends": ends, "finish": "stop"}
-    tree.add(RolloutNode([2, 99, 3, 99, 4, 4], [-1, 0, -1, 0, -1, -1], **options))
-    signals = Signals(vocab_size=round(np.e**4))  # changes +1/4 and -1/4, but for the rounding of 54.6
-    chances = {2: 0.5 + 0.5 * 0.25, 4: 0.5 - 0.5 * 0.25}
-    counts = dict.fromkeys(chances, 0)
-    for seed in range(4000):
-        for branch in policy("arpo").next_requests(tree, signals, 99, np.random.default_rng(seed)):
-            if branch.node == 0:
-                counts[branch.position] += 1
-    for position, chance in chances.items():
-        assert counts[position] / 4000 == pytest.approx(chance, abs=0.03)
-    with pytest.raises(DataError, match="needs signals"):
-        policy("arpo").next_requests(tree, Signals(), 99, np.random.default_rng(0))
 
 
 def test_turns_by_hand() -> None:

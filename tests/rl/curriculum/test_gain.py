@@ -12,7 +12,6 @@ from treewise.rl.curriculum import Pool, TaskSampler, curriculum_named
 from treewise.rl.curriculum.gain import (
     GainSettings,
     by_angle,
-    by_angle_and_learnability,
     by_shuffled_rank,
     gain_after,
     gaussian_weights,
@@ -62,17 +61,11 @@ def test_the_mean_moves_by_the_formula():
     assert gain_after(memory, [outcome(0)], 0, settings) == memory  # nothing was rewarded
 
 
-def test_the_product_and_the_control():
+def test_the_draw_and_its_control():
     settings = GainSettings(width=0.25)
     memory = {"scores": SCORES, "mean": 0.5, "num_shared": 1}
-    counts = np.array([[1.0, 3.0], [9.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-    at = view(memory=memory, counts=lambda: counts)
-    success = counts[:, 0] / counts.sum(1)
-    weights = np.exp(-0.5 * (np.array([3, 0, 2, 1]) - 0.5) ** 2) * success * (1 - success)
-    drawn = [
-        by_angle_and_learnability(view(memory=memory, counts=lambda: counts, iteration=number), 1, settings).indices[0]
-        for number in range(1200)
-    ]
+    weights = np.exp(-0.5 * (np.array([3, 0, 2, 1]) - 0.5) ** 2)
+    drawn = [by_angle(view(memory=memory, iteration=number), 1, settings).indices[0] for number in range(1200)]
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 1200, weights / weights.sum(), atol=0.045)
     ranks = shuffled_ranks(4, 3)
     assert sorted(ranks) == [0, 1, 2, 3]
@@ -80,7 +73,7 @@ def test_the_product_and_the_control():
     narrow = GainSettings(width=0.01)
     assert by_shuffled_rank(view(memory={**memory, "mean": 0.0}), 1, narrow).indices == [first]
     assert by_angle(view(memory={**memory, "mean": 0.0}), 1, narrow).indices == [1]
-    assert len(by_angle(at, 4, narrow).indices) == 4  # the others underflow and come last
+    assert len(by_angle(view(memory=memory), 4, narrow).indices) == 4  # the others underflow and come last
 
 
 def test_state_and_missing_angles():

@@ -62,8 +62,10 @@ def _narrow(seed):
 
 
 def test_what_is_refused():
-    with pytest.raises(ConfigError, match="'mopps' chooses what to sample next"):
-        RecordedOrder(curriculum_named("mopps"), 4, 0, dict)
+    with pytest.raises(ConfigError, match="'dynamic' chooses what to sample next"):
+        RecordedOrder(curriculum_named("dynamic"), 4, 0, dict)
+    with pytest.raises(ConfigError, match="thompson draws what to sample next"):
+        RecordedOrder(curriculum_named("learnability", thompson=True), 4, 0, dict)
     with pytest.raises(CheckpointError, match="not the state of a curriculum"):
         new_order("gain").restore({})
     with pytest.raises(CheckpointError, match="2 values of angle for 4 trees"):

@@ -54,15 +54,15 @@ def test_the_seed_names_the_draws():
     books = [SuccessBook() for _ in range(3)]
     runs = [
         [practised(sampler, book) for _ in range(4)]
-        for sampler, book in zip([new_sampler("mopps", seed=seed) for seed in (0, 0, 1)], books, strict=True)
+        for sampler, book in zip([new_sampler("learnability", seed=seed) for seed in (0, 0, 1)], books, strict=True)
     ]
     assert runs[0] == runs[1] != runs[2]
 
 
-@pytest.mark.parametrize("name", ["learnability", "mopps"])
-def test_a_guided_sampler_finds_the_middle(name):
+@pytest.mark.parametrize("thompson", [False, True])
+def test_a_guided_sampler_finds_the_middle(thompson):
     """Tasks of fixed rates: most draws are of uncertain ones, and the book is calibrated on what was drawn."""
-    sampler, book = new_sampler(name), SuccessBook(BookSettings(decay=1.0))
+    sampler, book = new_sampler("learnability", thompson=thompson), SuccessBook(BookSettings(decay=1.0))
     drawn = np.bincount([index for _ in range(150) for index in practised(sampler, book)], minlength=12)
     uncertain = (RATES > 0.2) & (RATES < 0.8)
     assert drawn[uncertain].mean() > 2 * drawn[~uncertain].mean()
@@ -84,23 +84,14 @@ def test_dynamic_refills_at_most_so_often():
     assert len(set(first)) == 2
 
 
-def test_vcrl_replaces_from_its_bank_alone():
-    sampler, book = new_sampler("vcrl"), SuccessBook()
-    sampler.draw(2, book)
-    assert sampler.refill(2, book) == []  # the bank is empty
-    sampler.observe([outcome(3, 1, 0), outcome(4, 1, 1)], 1)
-    drawn = sampler.draw(2, book)
-    assert sampler.refill(2, book) == [index for index in (3,) if index not in drawn]
-
-
 def test_wrong_pools_and_states():
-    with pytest.raises(ConfigError, match=r"'mopps' ranks the items of a pool.* num_items"):
-        new_sampler("mopps", size=None)
+    with pytest.raises(ConfigError, match=r"'learnability' ranks the items of a pool.* num_items"):
+        new_sampler("learnability", size=None)
     sampler = new_sampler("uniform")
     state = sampler.state_dict()
     for wrong, message in (
         ({"format": 9}, "format 9"),
-        ({"curriculum": "mopps"}, "'mopps', not of 'uniform'"),
+        ({"curriculum": "learnability"}, "'learnability', not of 'uniform'"),
         ({"position": None}, "not the state of a curriculum"),
     ):
         with pytest.raises(DataError, match=message):

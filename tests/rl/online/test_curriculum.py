@@ -54,7 +54,7 @@ def test_gain_is_refused_where_angles_predict_nothing_and_runs_where_forced(tmp_
 
 
 def test_others_warn_and_their_book_keeps_what_the_check_saw(tmp_path, caplog):
-    trainer = new_trainer(tmp_path / "run", task=Odd("odd"), curriculum="mopps", **RUN | {"iterations": 1})
+    trainer = new_trainer(tmp_path / "run", task=Odd("odd"), curriculum="learnability", **RUN | {"iterations": 1})
     with caplog.at_level(logging.WARNING):
         trainer.train()
     report = read_check(trainer)

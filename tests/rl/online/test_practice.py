@@ -1,4 +1,4 @@
-"""What a curriculum leaves out, refills and screens; and that a killed run draws as an undisturbed one."""
+"""What a curriculum leaves out and refills; and that a killed run draws as an undisturbed one."""
 
 import json
 
@@ -71,20 +71,6 @@ def test_dynamic_trains_groups_of_both_outcomes_alone(tmp_path):
         assert each["is_kept"] == (len(rewards) == 2)
     refilled = [each for draws in draws_of(trainer) for each in draws if each["wave"]]
     assert sum(entry.get("refilled_trees", 0) for entry in trainer.log_history) == len(refilled)
-
-
-def test_a_screening_is_paid_from_the_budget(tmp_path):
-    settings = {"curriculum": "speed", "curriculum_settings": {"screened": 3, "rollouts": 2}}
-    trainer = counted(tmp_path / "run", task=Odd("odd"), **RUN | settings | {"tokens_per_iteration": 96})
-    trainer.train()
-    entries = [entry for entry in trainer.log_history if "screening_tokens" in entry]
-    for draws, entry in zip(draws_of(trainer), entries, strict=True):
-        assert len(draws) == 6
-        assert 0 < entry["screening_tokens"] < entry["sampled_tokens"] < 96 + 3 * 3 * 4
-        for each in draws:
-            assert (each["trials"] == 2) == (not each["is_kept"])
-    assert any(each["is_kept"] for draws in draws_of(trainer) for each in draws)
-    assert trainer.state.overshoot == trainer.state.num_sampled - 2 * 96
 
 
 def test_a_pool_without_end_cannot_be_ranked(tmp_path):

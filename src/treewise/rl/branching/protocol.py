@@ -41,7 +41,6 @@ class Signals:
     node_success: the same for branch points that are known better, by (node, position).
     expected_tokens: tokens that a rollout of the task generates; used until the tree has rollouts of its own.
     longest_tokens: the most that one may generate. budget_left: generated tokens that the tree may still take.
-    vocab_size: of the model; what entropies are normalised by where a rule asks for it.
     """
 
     success: float = 0.5
@@ -49,7 +48,6 @@ class Signals:
     expected_tokens: float | None = None
     longest_tokens: int | None = None
     budget_left: int | None = None
-    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         for value in (self.success, *self.node_success.values()):

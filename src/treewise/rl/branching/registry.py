@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treewise.errors import ConfigError, check_setting_types, did_you_mean
-from treewise.rl.branching.arpo import ArpoBranching, after_tool_calls
 from treewise.rl.branching.entropy import EntropyBranching, most_uncertain_tokens
 from treewise.rl.branching.lcr import LcrBranching, open_outcomes
 from treewise.rl.branching.none import NoBranching, independent
@@ -32,11 +31,12 @@ BRANCHINGS: Mapping[str, BranchingKind] = {
     "none": BranchingKind(NoBranching, independent),
     "random": BranchingKind(RandomBranching, random_points),
     "entropy": BranchingKind(EntropyBranching, most_uncertain_tokens, ("entropies",)),
-    "arpo": BranchingKind(ArpoBranching, after_tool_calls, ("entropies",)),
     "segments": BranchingKind(SegmentBranching, fixed_segments),
     "turns": BranchingKind(TurnBranching, whole_turns),
     "lcr": BranchingKind(LcrBranching, open_outcomes),
 }
+# Names of earlier versions, and what to use in their place.
+GONE: Mapping[str, str] = {"arpo": "turns, with branching_settings.order=uncertain"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ def branching_named(name: str, **settings: Any) -> Branching:
     Raises:
         ConfigError: an unknown name or setting, or a value that is out of range or of another type.
     """
+    if name in GONE:
+        raise ConfigError(f"branching {name!r} is gone; use {GONE[name]}.")
     if name not in BRANCHINGS:
         hint = did_you_mean(name, BRANCHINGS)
         raise ConfigError(f"unknown branching {name!r}.{hint} Known: {', '.join(BRANCHINGS)}.")

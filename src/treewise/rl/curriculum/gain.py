@@ -1,6 +1,5 @@
 """`gain`: items in the order of their angle concentration, from a Gaussian over ranks whose mean moves on (GAIN-RL,
-2506.02281), with two variants: `gain_x_learnability` multiplies its weights by p (1 - p), and `gain_shuffled` is the
-control, the same moving Gaussian over ranks that were shuffled.
+2506.02281), and `gain_shuffled`, its control: the same moving Gaussian over ranks that were shuffled.
 
 Items are ranked by intra + inter (`angles`), the highest first. With N items, an iteration draws without replacement in
 proportion to `exp(-((rank - mean) / width)^2 / 2)`; the mean starts at 0, and after an iteration
@@ -20,7 +19,7 @@ import numpy as np
 
 from treewise.errors import ConfigError, DataError
 from treewise.rl.branching.protocol import require
-from treewise.rl.curriculum.protocol import Chosen, Memory, Outcome, View, drawn_by_weight, uncertainty
+from treewise.rl.curriculum.protocol import Chosen, Memory, Outcome, View, drawn_by_weight
 
 _SHUFFLE = 5  # names the random stream of shuffled ranks
 
@@ -81,12 +80,6 @@ def shuffled_ranks(size: int, seed: int) -> np.ndarray:
 def by_angle(view: View, count: int, settings: GainSettings) -> Chosen:
     """A draw from the Gaussian."""
     return drawn_by_weight(view, count, _weights(ranks_by_angle(_scores(view)), view, settings))
-
-
-def by_angle_and_learnability(view: View, count: int, settings: GainSettings) -> Chosen:
-    """A draw from the Gaussian times p (1 - p)."""
-    weights = _weights(ranks_by_angle(_scores(view)), view, settings)
-    return drawn_by_weight(view, count, weights * uncertainty(view.counts()))
 
 
 def by_shuffled_rank(view: View, count: int, settings: GainSettings) -> Chosen:

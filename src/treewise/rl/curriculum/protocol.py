@@ -88,14 +88,15 @@ Keep = Callable[[Outcome, Any], bool]
 Learn = Callable[[Memory, Sequence[Outcome], int, Any], dict[str, Any]]
 
 
-def drawn_by_weight(view: View, count: int, weights: np.ndarray) -> Chosen:
+def drawn_by_weight(view: View, count: int, weights: np.ndarray, rng: np.random.Generator | None = None) -> Chosen:
     """Different items in proportion to weights, [size] float64, one after another.
 
-    An item of weight 0 comes after all others; among those the draw is even.
+    rng: the draw's, where something was drawn from it already. An item of weight 0 comes after all others; among those
+    the draw is even.
     """
     free = np.flatnonzero(view.is_free())
     weights = weights[free]
-    rng = view.rng
+    rng = view.rng if rng is None else rng
     positive = free[weights > 0]
     share = weights[weights > 0] / weights[weights > 0].sum() if len(positive) else None
     chosen = rng.choice(positive, size=min(count, len(positive)), replace=False, p=share).tolist() if count else []

@@ -3,8 +3,7 @@
 `learnability` draws them one after another in proportion to p (1 - p) of their rewards. `gain` sorts them by angle
 concentration, the highest first, with noise: a tree of rank r is trained at place r + width z, z of a standard normal
 distribution, which is a Gaussian over ranks whose mean moves on by one at each tree. (In a run that samples, the mean
-moves with accuracy; recorded rollouts have none of the present model.) `gain_x_learnability` sorts by the sum of the
-places that both give, and `gain_shuffled` is `gain` over shuffled ranks.
+moves with accuracy; recorded rollouts have none of the present model.) `gain_shuffled` is `gain` over shuffled ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +20,6 @@ from treewise.rl.curriculum.registry import Curriculum
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "learnability": ("learnability",),
     "gain": ("angle",),
-    "gain_x_learnability": ("angle", "learnability"),
     "gain_shuffled": (),
 }
 Measure = Callable[[], Mapping[str, np.ndarray]]
@@ -42,6 +40,8 @@ class RecordedOrder:
 
     def __init__(self, curriculum: Curriculum, num_trees: int, seed: int, measure: Measure) -> None:
         check_orders(curriculum.name)
+        if getattr(curriculum.settings, "thompson", False):
+            raise ConfigError("thompson draws what to sample next; recorded trees are ordered by their means alone.")
         self.curriculum, self.num_trees, self.seed = curriculum, num_trees, seed
         self._measure = measure
         self._scores: dict[str, np.ndarray] | None = None
@@ -67,9 +67,6 @@ class RecordedOrder:
         is_shuffled = name == "gain_shuffled"
         ranks = shuffled_ranks(self.num_trees, self.seed) if is_shuffled else ranks_by_angle(scores["angle"].tolist())
         places = ranks + self.curriculum.settings.width * self.num_trees * rng.standard_normal(self.num_trees)
-        if name == "gain_x_learnability":
-            waiting = waiting_times(scores["learnability"], rng)
-            places = np.argsort(np.argsort(places, kind="stable")) + np.argsort(np.argsort(waiting, kind="stable"))
         return np.argsort(places, kind="stable")
 
     def state(self) -> dict[str, Any]:

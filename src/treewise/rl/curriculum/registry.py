@@ -5,27 +5,17 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from treewise.errors import ConfigError, check_setting_types, did_you_mean
-from treewise.rl.curriculum.dynamic import DynamicSettings, has_variance
-from treewise.rl.curriculum.gain import (
-    GainSettings,
-    by_angle,
-    by_angle_and_learnability,
-    by_shuffled_rank,
-    gain_after,
-)
+from treewise.rl.curriculum.gain import GainSettings, by_angle, by_shuffled_rank, gain_after
 from treewise.rl.curriculum.learnability import LearnabilitySettings, by_learnability
-from treewise.rl.curriculum.mopps import MoppsSettings, nearest_to_target
 from treewise.rl.curriculum.protocol import Choose, Keep, Learn
-from treewise.rl.curriculum.speed import SpeedSettings, has_both_outcomes
-from treewise.rl.curriculum.uniform import UniformSettings, in_passes
-from treewise.rl.curriculum.vcrl import VcrlSettings, bank_after, from_bank, is_varied
+from treewise.rl.curriculum.uniform import DynamicSettings, UniformSettings, has_variance, in_passes
 
 
 class CurriculumKind(NamedTuple):
     """settings: a frozen dataclass. choose: the first items of an iteration. refill: those that replace what `keep`
     leaves out. keep: which trees are trained. learn: the memory after an iteration. needs_pool: whether it ranks the
     items of a pool, which must have an end. measures_angles: whether it needs the angles of all items, and at
-    each iteration those of what was drawn. screens: whether `keep` judges a screening, after which trees go on.
+    each iteration those of what was drawn.
     """
 
     settings: type
@@ -35,7 +25,6 @@ class CurriculumKind(NamedTuple):
     learn: Learn | None = None
     needs_pool: bool = False
     measures_angles: bool = False
-    screens: bool = False
 
 
 def _gain(choose: Choose) -> CurriculumKind:
@@ -46,12 +35,15 @@ CURRICULA: Mapping[str, CurriculumKind] = {
     "uniform": CurriculumKind(UniformSettings, in_passes),
     "dynamic": CurriculumKind(DynamicSettings, in_passes, refill=in_passes, keep=has_variance),
     "learnability": CurriculumKind(LearnabilitySettings, by_learnability, needs_pool=True),
-    "mopps": CurriculumKind(MoppsSettings, nearest_to_target, needs_pool=True),
-    "vcrl": CurriculumKind(VcrlSettings, in_passes, refill=from_bank, keep=is_varied, learn=bank_after),
-    "speed": CurriculumKind(SpeedSettings, in_passes, keep=has_both_outcomes, screens=True),
     "gain": _gain(by_angle),
-    "gain_x_learnability": _gain(by_angle_and_learnability),
     "gain_shuffled": _gain(by_shuffled_rank),
+}
+# Names of earlier versions, and what to use in their place.
+GONE: Mapping[str, str] = {
+    "mopps": "learnability, with curriculum_settings.thompson=true",
+    "vcrl": "dynamic",
+    "speed": "dynamic",
+    "gain_x_learnability": "gain or learnability",
 }
 
 
@@ -74,12 +66,15 @@ class Curriculum:
 
 
 def curriculum_named(name: str, **settings: Any) -> Curriculum:
-    """The curriculum of a configuration: `curriculum_named("mopps", target=0.4)`. Hyphens count as underscores.
+    """The curriculum of a configuration: `curriculum_named("learnability", thompson=True)`. Hyphens count as
+    underscores.
 
     Raises:
         ConfigError: an unknown name or setting, or a value that is out of range or of another type.
     """
     own = name.replace("-", "_")
+    if own in GONE:
+        raise ConfigError(f"curriculum {name!r} is gone; use {GONE[own]}.")
     if own not in CURRICULA:
         raise ConfigError(f"unknown curriculum {name!r}.{did_you_mean(own, CURRICULA)} Known: {', '.join(CURRICULA)}.")
     make = CURRICULA[own].settings

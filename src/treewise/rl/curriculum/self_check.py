@@ -24,9 +24,7 @@ TARGETS = {"gradient_norm": "norm of the policy gradient", "variance": "observed
 # The signal that each curriculum draws by.
 SIGNAL_OF = {
     "learnability": "learnability",
-    "mopps": "learnability",
     "gain": "angle",
-    "gain_x_learnability": "angle",
 }
 
 

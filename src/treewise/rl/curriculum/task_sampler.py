@@ -71,7 +71,7 @@ class TaskSampler:
         return self._drawn(rule, count, book)
 
     def is_kept(self, outcome: Outcome) -> bool:
-        """Whether the tree of an item is trained; of a curriculum that screens, whether it goes on."""
+        """Whether the tree of an item is trained."""
         keep = self.curriculum.kind.keep
         return keep is None or keep(outcome, self.curriculum.settings)
 

@@ -1,4 +1,4 @@
-"""The trees of an iteration, wave by wave, as the curriculum asks for them: a screening, refills, and what is kept."""
+"""The trees of an iteration, wave by wave, as the curriculum asks for them: refills, and what is kept."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ class Practised:
 
     trees: all, in the order of their draw. indices: their items. waves: in which each was drawn. kept: positions in
     `trees` of those that are trained. extra_budget: generated tokens that refills may spend beyond the iteration's.
-    screening_tokens: sampled to screen. angles: concentration of each tree's prompt, where the curriculum measures it.
+    angles: concentration of each tree's prompt, where the curriculum measures it.
     """
 
     trees: list[GrowingTree] = field(default_factory=list)
@@ -31,7 +31,6 @@ class Practised:
     waves: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     extra_budget: int = 0
-    screening_tokens: int = 0
     angles: list[float] = field(default_factory=list)
 
     def add(self, trees: Sequence[GrowingTree], indices: Sequence[int], wave: int) -> list[int]:
@@ -43,14 +42,9 @@ class Practised:
         return list(range(first, len(self.trees)))
 
     def figures(self) -> dict[str, float]:
-        """What is logged: trees that were drawn, trained, and refilled, and tokens of the screening, where there were
-        any.
-        """
-        values = {
-            "refilled_trees": float(sum(wave > 0 for wave in self.waves)),
-            "screening_tokens": float(self.screening_tokens),
-        }
-        shown = {name: value for name, value in values.items() if value}
+        """What is logged: trees that were drawn, trained, and refilled, where there were any."""
+        num_refilled = float(sum(wave > 0 for wave in self.waves))
+        shown = {"refilled_trees": num_refilled} if num_refilled else {}
         if len(self.kept) < len(self.trees):
             shown |= {"drawn_trees": float(len(self.trees)), "kept_trees": float(len(self.kept))}
         return shown
@@ -81,12 +75,10 @@ def practise(
     """Draws and grows the trees of an iteration.
 
     Parameters:
-        count: trees to train. budget: generated tokens of all first trees together, a screening included; a refilled
-            tree may spend the share of one more tree each.
+        count: trees to train. budget: generated tokens of all first trees together; a refilled tree may spend the share
+            of one more tree each.
         at: rewards from here on are successes.
     """
-    if sampler.curriculum.kind.screens:
-        return _screened(sampler, count, budget, new_trees, rounds, at)
     done = Practised()
     indices = sampler.draw(count, rounds.book)
     shares = _shares(budget, len(indices))
@@ -101,28 +93,6 @@ def practise(
         missing, wave = count - len(done.kept), wave + 1
         indices = sampler.refill(missing, rounds.book) if missing > 0 else []
         shares = [max(1, budget // count)] * len(indices)
-    return done
-
-
-def _screened(
-    sampler: TaskSampler, count: int, budget: int, new_trees: NewTrees, rounds: Rounds, at: float
-) -> Practised:
-    """Few rollouts of many items; then the first `count` items with both outcomes share what is left of the budget."""
-    settings = sampler.curriculum.settings
-    indices = sampler.draw(count * settings.screened, rounds.book)
-    trees = new_trees(indices, 0, _shares(budget, len(indices)))
-    branching: Any = FixedRollouts(settings.rollouts)
-    grow_trees(trees, replace(rounds, branching=branching))
-    done = Practised()
-    done.add(trees, indices, 0)
-    done.screening_tokens = sum(each.num_sampled for each in trees)
-    outcomes = done.outcomes(rounds.book, at)
-    done.kept = [position for position, each in enumerate(outcomes) if sampler.is_kept(each)][:count]
-    shares = _shares(max(budget - done.screening_tokens, 0), len(done.kept))
-    for position, share in zip(done.kept, shares, strict=True):
-        tree = trees[position]
-        tree.is_complete, tree.budget = False, tree.num_sampled + share
-    grow_trees([trees[position] for position in done.kept], rounds)
     return done
 
 

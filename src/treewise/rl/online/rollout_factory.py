@@ -82,7 +82,6 @@ class RolloutFactory:
             journal=journal,
             limits=Limits(settings.max_new_tokens, self._longest(), stop_ids),
             request=request,
-            vocab_size=int(self.model.config.get_text_config().vocab_size),
             expected_tokens=state.expected_tokens or float(settings.max_new_tokens),
         )
 

@@ -116,7 +116,6 @@ class Rounds:
     journal: Journal
     limits: Limits
     request: SampleRequest
-    vocab_size: int
     expected_tokens: float | None = None
     progress: Callable[[int], None] | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"sampling": 0.0, "reward": 0.0})
@@ -194,7 +193,7 @@ def _next_round(tree: GrowingTree, rounds: Rounds) -> list[Continuation]:
     if tree.is_complete:
         return []
     points = getattr(rounds.branching.settings, "points", "turns")
-    signals = rounds.book.signals(tree.key, tree.tree, rounds.vocab_size, points)
+    signals = rounds.book.signals(tree.key, tree.tree, points)
     longest = min(rounds.limits.max_new_tokens, rounds.limits.max_length - len(tree.tree.prompt_ids))
     signals = replace(signals, expected_tokens=rounds.expected_tokens, longest_tokens=longest)
     branches = rounds.branching.next_requests(tree.tree, signals, tree.budget_left, tree.rng)

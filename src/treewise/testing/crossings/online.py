@@ -52,6 +52,7 @@ CURRICULA: dict[str, tuple[str, dict[str, Any]]] = {
     "uniform": ("uniform", {}),
     "dynamic": ("dynamic", {"refills": 1}),
     "learnability": ("learnability", {}),
+    "thompson": ("learnability", {"thompson": True}),
     "gain": ("gain", {"force": True}),
     "gain_shuffled": ("gain_shuffled", {"force": True}),
 }
