@@ -1,5 +1,6 @@
 """Models that change after an engine was built, and calls that would silently do nothing."""
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -9,10 +10,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from treewise import Distillation, Forest, Trajectory, TreeEngine
-from treewise.engine import step_checks
+from treewise.engine import step_checks, walk
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.testing.families import tiny_model
-from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
+from treewise.testing.oracle import flat_logprobs, flat_sft, gradient_error, gradients_of
 
 TOLERANCE = 5e-6
 ROLLOUTS = [Trajectory([3, 4, 5, 6, 7, 8]), Trajectory([3, 4, 5, 9, 10]), Trajectory([3, 4, 11, 12, 13, 14, 15])]
@@ -180,24 +181,54 @@ def test_a_teacher_of_another_vocabulary_is_named() -> None:
             call(forest, Distillation())
 
 
-def test_gradients_that_are_taken_away_as_they_come() -> None:
-    # Optimizers that run inside the backward read and drop each gradient at once.
-    model = tiny_model(tie_word_embeddings=False)
-    _, _, expected = flat_sft(model, ROLLOUTS)
-    model.zero_grad()
-    taken: dict[str, torch.Tensor] = {}
+@pytest.mark.parametrize("max_tokens", [None, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_hooks_on_gradients_run_once_with_the_whole_gradient(max_tokens: int | None, tied: bool) -> None:
+    """As layer-wise optimizers do: clip, step and drop each gradient as it comes. Any of them twice is another step."""
 
-    for name, parameter in model.named_parameters():
+    def clipped(grad: torch.Tensor) -> torch.Tensor:
+        return grad * (1e-2 / grad.norm()).clamp(max=1)
 
-        def take(each: torch.Tensor, name: str = name) -> None:
-            assert each.grad is not None
-            assert not each.grad.is_sparse
-            taken[name] = taken.get(name, 0) + each.grad
-            each.grad = None
+    def descend(each: torch.Tensor) -> None:
+        assert not each.grad.is_sparse
+        with torch.no_grad():
+            each -= 10 * each.grad / (1 + each.grad.norm())
+        each.grad = None
 
-        parameter.register_post_accumulate_grad_hook(take)
-    TreeEngine(model, 4).step(FOREST)
-    assert gradient_error(taken, expected) < TOLERANCE
+    model = tiny_model(tie_word_embeddings=tied)
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        for parameter in each.parameters():
+            parameter.register_hook(clipped)
+            parameter.register_post_accumulate_grad_hook(descend)
+    count = sum(len(item) - 1 for item in ROLLOUTS)
+    (-sum(flat_logprobs(twin, item).sum() for item in ROLLOUTS) / count).backward()  # in one backward
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    TreeEngine(model, max_tokens).step(FOREST)
+    moved = {name: each.detach() - before[name] for name, each in model.named_parameters()}
+    expected = {name: each.detach() - before[name] for name, each in twin.named_parameters()}
+    assert gradient_error(moved, expected) < TOLERANCE
+    assert all(each.grad is None and len(each._backward_hooks) == 1 for each in model.parameters())
+
+
+def test_hooks_stay_and_do_not_run_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = tiny_model(), []
+    weight = model.lm_head.weight
+    handle = weight.register_post_accumulate_grad_hook(calls.append)
+    weight.grad = torch.ones_like(weight)
+    engine = TreeEngine(model, 4)
+    engine.evaluate(FOREST)
+    with monkeypatch.context() as patch:
+        patch.setattr(walk, "run_decoder", lambda *_args, **_options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step(FOREST)
+    assert not calls
+    assert bool((weight.grad == 1).all())
+    engine.step(FOREST)
+    assert len(calls) == 1
+    handle.remove()
+    engine.step(FOREST)
+    assert len(calls) == 1
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise import Forest, Trajectory, TreeEngine
+from treewise import ConfigError, Forest, Trajectory, TreeEngine
 from treewise.engine.scoring import ScoredTokens, edge_reader, token_reader
 from treewise.nn.lm_head import OUTPUTS
 from treewise.testing.families import tiny_model
-from treewise.testing.oracle import gradient_error, gradients_of
+from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import budgets, trajectories
 
 # See tests/nn/test_support_table.py: differences of independent float32 summation orders.
@@ -107,3 +107,47 @@ def test_without_gradients(max_tokens: int | None) -> None:
     engine = TreeEngine(MODEL, max_tokens, check=False)
     with torch.no_grad():
         assert not engine.hidden_states(forest)[0].requires_grad
+
+
+def test_a_part_of_the_gradient_and_values_used_twice() -> None:
+    """`autograd.grad`, `inputs=` and hooks get the gradient of one backward, and `.grad` keeps what it held."""
+    items = [Trajectory(np.arange(1, 10)), Trajectory(np.r_[1:5, 20:24])]
+    model = tiny_model(num_hidden_layers=2)
+    _, _, expected = flat_sft(model, items)
+    named = dict(model.named_parameters())
+    count = sum(len(item) - 1 for item in items)
+    for max_tokens in (None, 3):
+        engine = TreeEngine(model, max_tokens)
+
+        def loss(engine: TreeEngine = engine) -> torch.Tensor:
+            halves = [sum(each.sum() for each in engine.logprobs(items)) for _ in range(2)]
+            return -(halves[0] + halves[1]) / 2 / count
+
+        for each in named.values():
+            each.grad = torch.ones_like(each)
+        found = dict(zip(named, torch.autograd.grad(loss(), list(named.values())), strict=True))
+        assert gradient_error(found, expected) < TOLERANCE
+        assert all(bool((each.grad == 1).all()) for each in named.values())
+        chosen, calls = named["model.layers.1.mlp.up_proj.weight"], []
+        handles = [
+            chosen.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3)),
+            chosen.register_post_accumulate_grad_hook(calls.append),
+        ]
+        loss().backward(inputs=[chosen])
+        clamped = 1 + expected["model.layers.1.mlp.up_proj.weight"].clamp(-1e-3, 1e-3)
+        torch.testing.assert_close(chosen.grad, clamped, rtol=0, atol=1e-6)
+        assert len(calls) == 1
+        assert all(bool((each.grad == 1).all()) for each in named.values() if each is not chosen)
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("max_tokens", [None, 3])
+def test_second_derivatives_are_an_error(max_tokens: int | None) -> None:
+    engine, items = TreeEngine(tiny_model(num_hidden_layers=2), max_tokens), [Trajectory(np.arange(1, 10))]
+    values = [engine.logprobs(items)[0].sum(), engine.hidden_states(items)[0].square().sum()]
+    for value in values:
+        with pytest.raises(ConfigError, match="first derivatives only; create_graph=True"):
+            value.backward(create_graph=True)
+        with pytest.raises(ConfigError, match="first derivatives only; create_graph=True"):
+            torch.autograd.grad(value, list(engine.model.parameters()), create_graph=True, allow_unused=True)

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections import OrderedDict
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -72,15 +73,25 @@ def check_members(name: str) -> None:
 def check_backward_hooks() -> None:
     weight = nn.Parameter(torch.ones(1))
     assert not weight._backward_hooks
-    weight.register_hook(lambda grad: grad)
-    assert weight._backward_hooks
+    weight.register_hook(lambda grad: grad * 2)
+    hooks, weight._backward_hooks = weight._backward_hooks, OrderedDict()
+    weight.sum().backward()
+    weight._backward_hooks = hooks
+    weight.sum().backward()
+    assert float(weight.grad) == 1 + 2
 
 
 def check_post_accumulate_grad_hooks() -> None:
     weight = nn.Parameter(torch.ones(1))
     assert not weight._post_accumulate_grad_hooks
-    weight.register_post_accumulate_grad_hook(lambda _: None)
-    assert weight._post_accumulate_grad_hooks
+    calls = []
+    weight.register_post_accumulate_grad_hook(calls.append)
+    hooks, weight._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks, OrderedDict()
+    weight.sum().backward()
+    assert not calls
+    weight._post_accumulate_grad_hooks = hooks
+    weight.sum().backward()
+    assert len(calls) == 1
 
 
 def check_group_timeouts() -> None:

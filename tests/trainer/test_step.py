@@ -186,3 +186,16 @@ def test_what_compiles_the_layers(make_trainer, trees, monkeypatch):
 def test_compilation_that_is_refused(tmp_path, settings, message):
     with pytest.raises(ConfigError, match=message):
         TreeTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **settings)
+
+
+def test_hooks_on_accumulated_gradients_are_refused_where_a_step_has_several_batches(make_trainer, trees):
+    for accumulation in (1, 2):
+        trainer = make_trainer(trees, max_steps=1, gradient_accumulation_steps=accumulation)
+        calls = []
+        trainer.model.lm_head.weight.register_post_accumulate_grad_hook(calls.append)
+        if accumulation == 1:
+            trainer.train()
+            assert len(calls) == 1
+            continue
+        with pytest.raises(ConfigError, match=r"lm_head.weight has the hook list.append on its accumulated gradient"):
+            trainer.train()

@@ -1,8 +1,9 @@
 """Values of a whole forest as one differentiable function, at any budget.
 
 A `Reader` maps the output of each micro-batch to entries of a result over the whole forest. With one micro-batch the
-result is an ordinary graph. With several, the forward runs without a graph, and the backward is the walk, which adds
-parameter gradients into `.grad`; so a result may be used in any loss, more than once in a graph, and under autocast.
+result is an ordinary graph. With several, the forward runs without a graph, and the backward is the walk, whose
+gradients autograd gets as those of the trained parameters; so a result may be used in any loss, more than once in a
+graph, under autocast, and with `torch.autograd.grad`, `inputs=` and hooks. Second derivatives are an error.
 
 Letters: T tokens of a micro-batch or of the forest, E entries of a micro-batch, F tokens of all trajectories.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 from treewise.engine.walk import LossOf, MicroBatchOutput, Walk
 from treewise.errors import ConfigError
 from treewise.nn.device import Autocast, to_device
+from treewise.nn.gradients import gradients_restored
 from treewise.shapes import Float
 from treewise.tree.forest import Forest
 
@@ -63,13 +65,14 @@ def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list
         )
     if walk.is_one_graph:
         output = walk.whole_output()
-        return [_joined([reader.read(output)], reader, output.hidden) for reader in readers]
+        values = [_joined([reader.read(output)], reader, output.hidden) for reader in readers]
+        return [{name: _FirstOrder.apply(tensor) for name, tensor in each.items()} for each in values]
     if not torch.is_grad_enabled():
         return _visited(walk, readers)
-    # The autograd Function takes no parameter as input; a dummy tensor that requires grad makes autograd call its
-    # backward.
+    # Has autograd call the backward also where no parameter is trained, which is an error there.
     anchor = torch.zeros((), device=walk.lm.device, requires_grad=True)
-    tensors = iter(_TreeValues.apply(anchor, new_walk, tuple(readers)))
+    trained = [each for each in walk.lm.model.parameters() if each.requires_grad]
+    tensors = iter(_TreeValues.apply(anchor, new_walk, tuple(readers), *trained))
     return [{name: next(tensors) for name in reader.names} for reader in readers]
 
 
@@ -110,11 +113,30 @@ def restore(values_T: Float[Tensor, "T ..."], forest: Forest) -> list[Float[Tens
     return list(values_T[index_F].split(forest.path_lengths.tolist()))
 
 
+class _FirstOrder(torch.autograd.Function):
+    """Identity whose backward is an error with `create_graph=True`."""
+
+    @staticmethod
+    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+        _refuse_second_order()
+        return grad
+
+
 class _TreeValues(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, new_walk: Callable[[], Walk], readers: tuple[Reader, ...]) -> Any:
+    def forward(
+        ctx: Any,
+        _: torch.Tensor,
+        new_walk: Callable[[], Walk],
+        readers: tuple[Reader, ...],
+        *trained: torch.Tensor,
+    ) -> Any:
         walk = new_walk()
-        ctx.new_walk, ctx.readers = new_walk, readers
+        ctx.new_walk, ctx.readers, ctx.trained = new_walk, readers, trained
         ctx.autocast = Autocast.now(walk.lm.device.type)
         versions = [(each, _version(each)) for each in walk.lm.model.parameters()]
         results = _visited(walk, readers)
@@ -131,8 +153,9 @@ class _TreeValues(torch.autograd.Function):
         return tuple(tensor for tensor, _ in tensors)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """The gradients of the walk, which starts with none; autograd adds them to those that are there."""
+        _refuse_second_order()
         if any(_version(each) != version for each, version in ctx.versions):
             raise ConfigError(
                 "weights were changed between the forward and the backward of values on a tree, which the backward "
@@ -140,10 +163,21 @@ class _TreeValues(torch.autograd.Function):
             )
         walk, tensors = ctx.new_walk(), iter(grads)
         grads_of = [{name: next(tensors) for name in reader.names} for reader in ctx.readers]
+        came: list[torch.Tensor | None] = [None] * len(ctx.trained)
         if any(grad is not None for grad in grads):
-            with torch.enable_grad(), ctx.autocast.again():
+            with gradients_restored(walk.lm.model), torch.enable_grad(), ctx.autocast.again():
                 walk.train(_loss_with_gradients(ctx.readers, grads_of))
-        return torch.zeros((), device=walk.lm.device), None, None
+                came = [each.grad for each in ctx.trained]
+        return None, None, None, *came
+
+
+def _refuse_second_order() -> None:
+    """Within a backward, gradients are enabled exactly with `create_graph=True`."""
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            "values on a tree have first derivatives only; create_graph=True asks for more. Leave it out, or compute "
+            "this term with the model's own forward."
+        )
 
 
 def _loss_with_gradients(readers: Sequence[Reader], grads_of: Sequence[dict[str, torch.Tensor | None]]) -> LossOf:

@@ -36,6 +36,7 @@ from treewise.engine.walk import Walk
 from treewise.errors import ConfigError, UnsupportedModelError, check_choice
 from treewise.nn.attention import choose
 from treewise.nn.flops import FlopModel, flop_model
+from treewise.nn.gradients import hooks_run_once, refuse_hooks
 from treewise.nn.model import base_model, is_current, split_model
 from treewise.nn.model_checks import refuse_candidates
 from treewise.nn.recurrent import peak_cuts
@@ -182,7 +183,7 @@ class TreeEngine:
         router_counts: RouterCounts | None = None,
         trained_only: bool = False,
     ) -> StepOutput:
-        """Forward and backward; gradients are added into `.grad`.
+        """Forward and backward; gradients are added into `.grad`. Hooks on parameters' gradients run once, in the end.
 
         forests: a forest, trajectories, items of a data set (what `TreeTrainer` takes), or several of these; or what
         `prepare` returned.
@@ -195,7 +196,7 @@ class TreeEngine:
             DataError: nothing to train, a stream that the objective needs is missing, or a token id beyond the
                 vocabulary.
             ConfigError: the loss function returns no scalar; `denominator=` is given with a loss function; gradients
-                are disabled.
+                are disabled; a hook on accumulated gradients, where several ranks compute them.
             UnsupportedModelError: active dropout, or a model that fails the probe.
         """
         check_objective(objective)
@@ -213,7 +214,14 @@ class TreeEngine:
                 return self._step_objective(plan, loss, denominator, router_counts, ready.terms_of(loss))
             return self._step_function(plan, loss, denominator, router_counts, trained_only)
 
-        return self.budget.run(run, ready.joined.num_tokens, self.model)
+        if self._lockstep is not None or self._mesh is not None or self._context is not None:
+            refuse_hooks(
+                self.model,
+                "which is whole only after the other ranks' parts are added. Work on .grad after the step instead.",
+            )
+        self.check(ready.joined)  # with the hooks in their places
+        with hooks_run_once(self.model):
+            return self.budget.run(run, ready.joined.num_tokens, self.model)
 
     @torch.no_grad()
     def evaluate(

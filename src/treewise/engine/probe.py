@@ -36,6 +36,7 @@ from treewise.engine.walk import MicroBatchOutput, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.compilation import uncompiled
+from treewise.nn.gradients import hooks_run_once
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead
 from treewise.objectives import SFT
 from treewise.planning.planner import Plan
@@ -55,6 +56,7 @@ _SPREADS, _ROUNDINGS, _LOW_LOGPROB = 8, 4, 1.0
 _LOW, _LOW_EXPERTS, _UNREACHED = 0.2, 0.5, 1e-6  # of the whole gradient
 _EXPERTS = ("expert", "moe", "router", "gate")  # in paths of what tokens that are routed elsewhere reach
 _PROBED_LOGIT = 40.0  # the head is compared where its largest logit is about this, which shows a cap of 30
+_TREE_SCALE = -0.5  # of two walks, whose gradients flat ones are added to
 _NOISE = 0.05  # on parameters of adapters: of their own size, or absolute where that is zero
 
 
@@ -73,13 +75,15 @@ def probe(
     rows = probed_rows(lm, forest, with_image=processor is not None)
     loss, tree = FlatLoss(rows.items, SFT(), processor), Forest.from_trajectories(rows.items)
     with _stand_ins(lm.model) as trained, _without_checkpointing(lm.model):
-        flat = _flat(lm, loss)
+        with hooks_run_once(lm.model):
+            flat = _flat(lm, loss)
         gradients = _Gradients(lm, trained)
         with torch.autocast(lm.device.type, flat.autocast, enabled=flat.autocast is not None):
             spread = _spread(lm, impl, rows, is_exact=flat.is_exact)
             for budget in (None, rows.budget):
                 plan = make_plan(tree, budget, hold=hold)
-                found = _on_tree(lm, plan, impl, processor, offload=offload, trains=gradients.are_compared)
+                with hooks_run_once(lm.model, scale=_TREE_SCALE):
+                    found = _on_tree(lm, plan, impl, processor, offload=offload, trains=gradients.are_compared)
                 gap = _largest_gap(flat, found, rows, spread)
                 if gap is not None:
                     _refuse_random(lm, loss, flat)
@@ -243,7 +247,7 @@ def _on_tree(lm: DecoderAndHead, plan: Plan, impl: str, processor: Any, *, offlo
             return None
         at = loss.terms.positions[entries[0]]
         logprobs[torch.from_numpy(at)] = entries[1]["log_probs"].detach().double().cpu()
-        return loss.of_terms(entries[1], entries[0]) * -0.5
+        return loss.of_terms(entries[1], entries[0]) * _TREE_SCALE
 
     try:
         if len(tree.images):

@@ -13,12 +13,12 @@ from treewise.nn.model import DecoderAndHead
 def sparse_embedding_gradients(lm: DecoderAndHead) -> Iterator[None]:
     """On a CPU, each micro-batch's gradient of the input embedding has the rows of its tokens, not the vocabulary's.
 
-    `.grad` itself stays dense. Embeddings of another kind (adapters, shards, hooks on the gradient) stay as they are.
+    `.grad` itself stays dense. Embeddings of another kind (adapters, shards) stay as they are.
     """
     module = lm.decoder.get_input_embeddings()
     weight = module.weight
     is_plain = isinstance(module, nn.Embedding) and type(weight) is nn.Parameter and weight.device.type == "cpu"
-    if not is_plain or module.sparse or not weight.requires_grad or _has_hooks(weight):
+    if not is_plain or module.sparse or not weight.requires_grad:
         yield
         return
     if weight.grad is None:
@@ -28,9 +28,3 @@ def sparse_embedding_gradients(lm: DecoderAndHead) -> Iterator[None]:
         yield
     finally:
         module.sparse = False
-
-
-def _has_hooks(weight: torch.Tensor) -> bool:
-    """Whether a hook reads or takes the gradient as it is accumulated."""
-    hooks = weight._backward_hooks
-    return bool(hooks or getattr(weight, "_post_accumulate_grad_hooks", None))

@@ -1,10 +1,17 @@
-"""The `.grad` of parameters as state: zeroed, cleared, taken, set aside and restored. The only owner of these moves."""
+"""The `.grad` of parameters as state: zeroed, cleared, taken, set aside and restored. The only owner of these moves,
+and of when hooks on gradients run.
+"""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+
+from treewise.errors import ConfigError
 
 
 def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -45,12 +52,99 @@ def gradients_set_aside(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gradients_restored(model: nn.Module) -> Iterator[None]:
-    """Inside, gradients start at None; afterwards they are the earlier ones, also if an error was raised."""
+    """Inside, gradients start at None and hooks on them do not run; afterwards they are the earlier ones, also if an
+    error was raised."""
     before = _moved_out(model)
     try:
-        yield
+        with hooks_suspended(model):
+            yield
     finally:
         _put_back(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hooked:
+    """A parameter with hooks on its gradient, each kind by number; None: none of the kind."""
+
+    name: str
+    parameter: nn.Parameter
+    on_tensor: dict[int, Any] | None
+    on_grad: dict[int, Any] | None
+
+    def put_back(self) -> None:
+        self._set(self.on_tensor, self.on_grad)
+
+    def take_out(self) -> None:
+        self._set(OrderedDict(), OrderedDict())
+
+    def _set(self, on_tensor: Any, on_grad: Any) -> None:
+        """Never to None, which leaves hooks on accumulated gradients where they are (torch 2.13)."""
+        if self.on_tensor is not None:
+            self.parameter._backward_hooks = on_tensor
+        if self.on_grad is not None:
+            self.parameter._post_accumulate_grad_hooks = on_grad  # type: ignore[attr-defined]
+
+
+def _hooked(model: nn.Module) -> list[_Hooked]:
+    found = (
+        _Hooked(name, each, each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None))
+        for name, each in model.named_parameters()
+    )
+    return [each for each in found if each.on_tensor or each.on_grad]
+
+
+@contextmanager
+def hooks_suspended(model: nn.Module) -> Iterator[list[_Hooked]]:
+    """Inside, no hook runs on the gradient of a parameter (`register_hook`, `register_post_accumulate_grad_hook`)."""
+    hooked = _hooked(model)
+    for each in hooked:
+        each.take_out()
+    try:
+        yield hooked
+    finally:
+        for each in hooked:
+            each.put_back()
+
+
+@contextmanager
+def hooks_run_once(model: nn.Module, *, scale: float = 1.0) -> Iterator[None]:
+    """Hooks on parameters' gradients run when this ends, once each, on the sum of all that came inside.
+
+    As in one backward: `register_hook` changes what came before it is added to `.grad`, then
+    `register_post_accumulate_grad_hook` sees the parameter; last parameters first. A clip or a step within a
+    hook would be another one on the gradient of every micro-batch. After an error none runs.
+
+    scale: of the gradients that come inside, which hooks see without it.
+    """
+    with hooks_suspended(model) as hooked:
+        before = {each.name: each.parameter.grad for each in hooked}
+        clear_gradients(each.parameter for each in hooked)
+        try:
+            yield
+        except BaseException:
+            for each in hooked:
+                each.parameter.grad = before[each.name]
+            raise
+    with torch.no_grad():
+        for each in reversed(hooked):
+            parameter, came, earlier = each.parameter, each.parameter.grad, before[each.name]
+            if came is None:
+                parameter.grad = earlier
+                continue
+            for hook in list((each.on_tensor or {}).values()):
+                changed = hook(came if scale == 1.0 else came / scale)
+                came = came if changed is None else changed * scale
+            parameter.grad = came if earlier is None else earlier.add_(came)
+            for hook in list((each.on_grad or {}).values()):
+                hook(parameter)
+
+
+def refuse_hooks(model: nn.Module, why: str) -> None:
+    """Raises `ConfigError` if a hook waits for the accumulated gradient of a parameter; names both. why: ends it."""
+    for each in _hooked(model):
+        for hook in (each.on_grad or {}).values():
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            raise ConfigError(f"{each.name} has the hook {name} on its accumulated gradient, {why}")
 
 
 _Kept = list[tuple[nn.Parameter, torch.Tensor | None]]

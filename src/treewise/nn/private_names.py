@@ -63,14 +63,14 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch",
         "_backward_hooks",
-        ("engine/sparse_embedding.py", "engine/probe.py", "engine/step_checks.py"),
-        "detects hooks on weights and modules",
+        ("nn/gradients.py", "engine/probe.py", "engine/step_checks.py"),
+        "hooks on gradients, which run once a step; hooks of modules",
     ),
     PrivateName(
         "torch",
         "_post_accumulate_grad_hooks",
-        ("engine/sparse_embedding.py", "nn/tensor_parallel.py"),
-        "hooks of another kind; those of transformers' tensor parallelism are removed",
+        ("nn/gradients.py", "nn/tensor_parallel.py"),
+        "hooks on accumulated gradients, likewise; those of transformers' tensor parallelism are removed",
     ),
     PrivateName("torch", "_set_pg_timeout", ("distributed/ranks.py",), "gives groups of a mesh the run's timeout"),
     PrivateName("torch", "_unflatten", ("distributed/mesh.py",), "an axis of a mesh in two, for hybrid sharding"),

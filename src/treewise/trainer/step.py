@@ -30,6 +30,7 @@ from treewise.engine.scoring import StepOutput
 from treewise.errors import DataError, OutOfMemoryError
 from treewise.nn.compilation import DEFAULT_BACKEND, compile_layers
 from treewise.nn.device import is_out_of_memory
+from treewise.nn.gradients import refuse_hooks
 from treewise.nn.router_loss import RouterCounts
 from treewise.objectives import Objective
 from treewise.objectives.normalization import fixed_denominator
@@ -237,7 +238,14 @@ class StepRunner:
 
         Raises:
             OutOfMemoryError: sharded parameters, and a rank has too little memory for its budget.
+            ConfigError: a hook on accumulated gradients, and the step has several batches or processes.
         """
+        if ranks.count() > 1 or self.args.gradient_accumulation_steps > 1:
+            refuse_hooks(
+                self.model,
+                "which is whole only when all batches and processes of a step are added up. Use one process and "
+                "gradient_accumulation_steps=1, or an optimizer that is not layer-wise.",
+            )
         self._measure_budget()
         ready = self._prepared(batch).ready
         out = None
