@@ -17,7 +17,6 @@ ROUTERS = {
     ("read", "treewise.engine: step_output"),
     ("read", "treewise.nn: report"),
 }
-TOLERANCE = 5e-6
 
 
 @pytest.fixture
@@ -167,7 +166,7 @@ def test_the_host_waits_once_in_a_step(
             model.zero_grad()
             assert waits_of(pretend, lambda engine=engine: engine.step(forest)) == {LOSS: 1}
             found = {name: grad.cpu() for name, grad in gradients_of(model).items()}
-            assert gradient_error(found, expected) < TOLERANCE
+            assert gradient_error(found, expected) < expected.tolerance
 
 
 @pytest.mark.parametrize(
@@ -232,4 +231,4 @@ def test_gateways_that_wait_in_host_memory(monkeypatch: pytest.MonkeyPatch, roll
         engine = TreeEngine(model, 17, hold="never", offload=True, check=False)
         engine.step(Forest.from_trajectories(rollouts))
         found = {name: grad.cpu() for name, grad in gradients_of(model).items()}
-    assert gradient_error(found, expected) < TOLERANCE
+    assert gradient_error(found, expected) < expected.tolerance

@@ -12,8 +12,6 @@ from treewise.engine.calibration import MAX_TOKENS, TokenBytes, choose_budget, m
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
-TOLERANCE = 5e-6
-
 
 @pytest.fixture
 def rollouts() -> list[Trajectory]:
@@ -45,8 +43,8 @@ def test_a_step_that_runs_out_of_memory_runs_again_with_the_same_result(rollouts
     engine = TreeEngine(model)
     with caplog.at_level(logging.WARNING, "treewise"):
         out = engine.step(Forest.from_trajectories(rollouts))
-    assert out.loss == pytest.approx(loss, rel=TOLERANCE)
-    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+    assert out.loss == pytest.approx(loss, rel=expected.tolerance)
+    assert gradient_error(gradients_of(model), expected) < expected.tolerance
     assert engine.max_tokens == 57 // 2
     assert max(memory) <= 20
     assert "the same step again" in caplog.text
@@ -62,7 +60,7 @@ def test_auto_keeps_the_gradients_of_earlier_calls(rollouts, memory, monkeypatch
     engine = TreeEngine(model, "auto")
     for half in halves:
         engine.step(half, denominator=denominator)
-    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+    assert gradient_error(gradients_of(model), expected) < expected.tolerance
     assert max(memory) <= 20 < forest.num_tokens
 
 
@@ -93,7 +91,7 @@ def test_auto_measures_and_leaves_gradients_alone(rollouts) -> None:
     assert gradient_error(gradients_of(model), before) == 0
     model.zero_grad()
     engine.step(Forest.from_trajectories(rollouts))
-    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+    assert gradient_error(gradients_of(model), expected) < expected.tolerance
 
 
 def test_bytes_per_token_count_what_autograd_keeps() -> None:
@@ -138,7 +136,7 @@ def test_little_memory_means_a_small_budget_a_warning_and_the_flat_gradients(
     engine.step(Forest.from_trajectories(rollouts))
     assert engine.max_tokens is not None
     assert 1 <= engine.max_tokens < 20
-    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+    assert gradient_error(gradients_of(model), expected) < expected.tolerance
     assert f"chose {engine.max_tokens} tokens at a time" in caplog.text
 
 

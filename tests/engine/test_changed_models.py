@@ -26,8 +26,8 @@ def check(engine: TreeEngine, model: nn.Module) -> None:
     loss = engine.step(FOREST).loss
     found = gradients_of(model)
     expected_loss, _, expected = flat_sft(model, ROLLOUTS)
-    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-    assert gradient_error(found, expected) < TOLERANCE
+    assert loss == pytest.approx(expected_loss, rel=expected.tolerance)
+    assert gradient_error(found, expected) < expected.tolerance
 
 
 @BUDGETS
@@ -145,8 +145,8 @@ def test_another_default_device_changes_nothing() -> None:
     with torch.device("meta"):
         engine = TreeEngine(model, 4, check=False)
         loss = engine.step(FOREST).loss
-    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+    assert loss == pytest.approx(expected_loss, rel=expected.tolerance)
+    assert gradient_error(gradients_of(model), expected) < expected.tolerance
 
 
 @BUDGETS
@@ -241,4 +241,4 @@ def test_adapters_on_parameters_are_no_change_of_weights() -> None:
     engine = TreeEngine(model, 4)
     halves = [sum(each.sum() for each in engine.logprobs(FOREST)) for _ in range(2)]
     (-(halves[0] + halves[1]) / 2 / sum(len(each) - 1 for each in ROLLOUTS)).backward()
-    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+    assert gradient_error(gradients_of(model), expected) < expected.tolerance

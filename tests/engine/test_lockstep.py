@@ -14,8 +14,6 @@ from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import budgets, forests_and_budgets, trajectories
 
-# See tests/nn/test_support_table.py: differences of independent float32 summation orders.
-TOLERANCE = 5e-6
 MODEL = tiny_model("llama", num_hidden_layers=2)
 # The embedding of token 0, the padding, is zero, and so is everything that follows from it alone.
 WITHOUT_PADDING = trajectories(vocab_size=5).map(lambda items: [Trajectory(item.token_ids + 1) for item in items])
@@ -44,7 +42,7 @@ def test_gradients_beside_any_other_rank(data, items, other):
     engine.drain()
     assert sent[-1] == DONE
     assert loss == pytest.approx(expected_loss, rel=1e-5)
-    assert gradient_error(gradients_of(MODEL), expected) < TOLERANCE
+    assert gradient_error(gradients_of(MODEL), expected) < expected.tolerance
 
 
 @given(data=st.data(), items=WITHOUT_PADDING, other=forests_and_budgets())

@@ -15,7 +15,6 @@ from treewise.nn.compilation import check_compilation, compile_layers, uncompile
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
-TOLERANCE = 5e-6
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # from inside of dynamo
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks transformers for it
@@ -45,7 +44,7 @@ def check(
             TreeEngine(model, budget).step(Forest.from_trajectories(rows))
             found = gradients_of(model)
             assert found.keys() == expected.keys()
-            assert gradient_error(found, expected) < TOLERANCE
+            assert gradient_error(found, expected) < expected.tolerance
 
 
 def compiled(model: nn.Module, backend: str = "aot_eager") -> tuple[nn.Module, nn.Module]:

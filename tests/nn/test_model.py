@@ -19,7 +19,6 @@ from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import random_tree
 
-TOLERANCE = 5e-6
 ROLLOUTS = [Trajectory([3, 4, 5, 6, 7, 8]), Trajectory([3, 4, 5, 9, 10]), Trajectory([3, 4, 11, 12, 13, 14, 15])]
 
 
@@ -31,7 +30,7 @@ def check(model: nn.Module, flat_model: nn.Module | None = None, attention: str 
         TreeEngine(model, max_tokens, attention).step(forest)
         found = {name.removeprefix("_orig_mod."): grad for name, grad in gradients_of(model).items()}
         assert found.keys() == expected.keys()
-        assert gradient_error(found, expected) < TOLERANCE
+        assert gradient_error(found, expected) < expected.tolerance
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -16,7 +16,7 @@ from treewise.errors import UnsupportedModelError
 from treewise.nn.router_loss import RouterLoss, RouterLossRule
 from treewise.nn.support_table import CapabilityTable
 from treewise.testing.families import causal_families, tiny_model
-from treewise.testing.oracle import gradient_error, gradients_of
+from treewise.testing.oracle import FlatGradients, gradient_error, gradients_of, wide_copy
 from treewise.testing.strategies import forests_and_budgets
 from treewise.testing.strategies import trajectories as random_trajectories
 
@@ -49,10 +49,11 @@ def flat(model, trajectories):
         mask[row, :length] = 1
         weights[row, :length] = torch.tensor(item.loss_weights)
     out = model(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False)
-    logprobs = torch.log_softmax(out.logits[:, :-1].float(), -1).gather(2, ids[:, 1:, None])[..., 0]
+    logprobs = torch.log_softmax(out.logits[:, :-1], -1).gather(2, ids[:, 1:, None])[..., 0]
     loss = -(logprobs * weights[:, 1:]).sum() / weights.sum() + COEFFICIENT * out.aux_loss
     loss.backward()
-    return float(loss.detach()), float(out.aux_loss.detach()), out.router_logits, mask, gradients_of(model)
+    gradients = FlatGradients(gradients_of(model), lambda: flat(wide_copy(model), trajectories)[4])
+    return float(loss.detach()), float(out.aux_loss.detach()), out.router_logits, mask, gradients
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,7 +68,7 @@ def test_tree_equals_one_flat_batch(family):
         out = TreeEngine(model, max_tokens).step(forest)
         assert out.loss == pytest.approx(flat_loss, rel=TOLERANCE)
         assert out.routing.aux_loss == pytest.approx(flat_aux, rel=TOLERANCE)
-        assert gradient_error(gradients_of(model), flat_gradients) < TOLERANCE, max_tokens
+        assert gradient_error(gradients_of(model), flat_gradients) < flat_gradients.tolerance, max_tokens
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_random_trees_equal_flat(mixtral, data):
         Forest.from_trajectories(trajectories)
     )
     assert out.loss == pytest.approx(flat_loss, rel=TOLERANCE)
-    assert gradient_error(gradients_of(model), flat_gradients) < TOLERANCE
+    assert gradient_error(gradients_of(model), flat_gradients) < flat_gradients.tolerance
 
 
 @pytest.mark.parametrize("max_tokens", [None, 5])
@@ -108,7 +109,7 @@ def test_any_loss_and_evaluation_hold_the_router_loss(max_tokens):
     model.zero_grad()
     out = engine.step(forest, weighted)
     assert out.loss == pytest.approx(flat_loss, rel=TOLERANCE)
-    assert gradient_error(gradients_of(model), flat_gradients) < TOLERANCE
+    assert gradient_error(gradients_of(model), flat_gradients) < flat_gradients.tolerance
 
 
 @pytest.mark.parametrize("max_tokens", [None, 7])

@@ -82,7 +82,7 @@ class _Hooked:
         if self.on_tensor is not None:
             self.parameter._backward_hooks = on_tensor
         if self.on_grad is not None:
-            self.parameter._post_accumulate_grad_hooks = on_grad  # type: ignore[attr-defined]
+            self.parameter._post_accumulate_grad_hooks = on_grad
 
 
 def _hooked(model: nn.Module) -> list[_Hooked]:

@@ -25,9 +25,6 @@ from treewise.planning.planner import plan
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import budgets, trajectories
 
-# float32 against flat float32. Both are this far or farther from float64 (see the test of the oracle): states add up
-# rounding along a path, and a chunk of a scan begins where a segment begins instead of every 64th token of a path.
-TOLERANCE = 1e-5
 # Their scans' chunks of 64 (delta rules), 32 (Mamba2) and 16 (lightning) are crossed; the others share code with these.
 LONG = {"lfm2", "lfm3", "qwen3_next", "qwen3_5_text", "nemotron_h", "falcon_h1", "zamba2", "minimax", "jamba"}
 ONE_OF_EACH_KIND = [
@@ -65,11 +62,13 @@ def tree_gradients(model, items, max_tokens=None, **options):
 def test_every_hybrid_equals_flat_training(family: str) -> None:
     model, items = hybrid(family), conversations(90 if family in LONG else 30)
     loss, logprobs, expected = flat_sft(model, items)
+    # States add up rounding along a path: the gradient of one token's embedding alone may be 3e-5 from float64.
+    tolerance = expected.tolerance_from(flat_sft(widened(model), items)[2])
     forest = Forest.from_trajectories(items)
     for max_tokens in (None, 40):
         out, found = tree_gradients(model, items, max_tokens, hold="never")
-        assert out.loss == pytest.approx(loss, rel=TOLERANCE)
-        assert gradient_error(found, expected) < TOLERANCE, max_tokens
+        assert out.loss == pytest.approx(loss, rel=tolerance)
+        assert gradient_error(found, expected) < tolerance, max_tokens
     for one, other in zip(TreeEngine(model, 40).logprobs(forest), logprobs, strict=True):
         np.testing.assert_allclose(one.detach(), other, atol=2e-5)
 
@@ -78,7 +77,7 @@ def test_every_hybrid_equals_flat_training(family: str) -> None:
 def test_against_a_float64_oracle(family: str) -> None:
     """In float64 nothing but the last bits differs; in float32 the tree is no farther from float64 than flat training.
 
-    Factor 2: the two round the same sums in another order, so their distances are of one size but not the same.
+    Up to a factor: the two round the same sums in another order, so their distances are of one size but not the same.
     """
     model, items = hybrid(family), conversations(90 if family in LONG else 30)
     wide = widened(model)
@@ -88,7 +87,7 @@ def test_against_a_float64_oracle(family: str) -> None:
         assert gradient_error(found, exact) < 1e-12, (max_tokens, hold)
     _, _, flat = flat_sft(model, items)
     _, tree = tree_gradients(model, items, 70)
-    assert gradient_error(tree, exact) < 2 * gradient_error(flat, exact)
+    assert gradient_error(tree, exact) < flat.tolerance_from(exact)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "jamba", "minimax", "recurrent_gemma"])
@@ -192,7 +191,7 @@ def test_gradient_checkpointing(family: str, use_reentrant: bool) -> None:
     model.enable_input_require_grads()
     for max_tokens, hold in ((None, "auto"), (40, "never"), (40, "always")):
         _, found = tree_gradients(model, items, max_tokens, hold=hold)
-        assert gradient_error(found, expected) < TOLERANCE
+        assert gradient_error(found, expected) < expected.tolerance
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["out_proj"]], ids=["all", "out"])
@@ -207,7 +206,7 @@ def test_adapters_on_mixers(targets) -> None:
     for max_tokens in (None, 40):
         _, found = tree_gradients(model, items, max_tokens)
         assert found.keys() == expected.keys()
-        assert gradient_error(found, expected) < TOLERANCE
+        assert gradient_error(found, expected) < expected.tolerance
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "bamba"])
@@ -226,7 +225,7 @@ def test_states_may_wait_in_host_memory(hold: str) -> None:
     model, items = hybrid("qwen3_next"), conversations(30)
     _, _, expected = flat_sft(model, items)
     _, found = tree_gradients(model, items, 40, hold=hold, offload=True)
-    assert gradient_error(found, expected) < TOLERANCE
+    assert gradient_error(found, expected) < expected.tolerance
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "bamba", "mamba"])
@@ -253,12 +252,12 @@ def test_a_copy_and_a_saved_model_follow_trees_with_their_own_weights() -> None:
     with torch.no_grad():
         twin.model.layers[0].conv.in_proj.weight.mul_(2)
     _, _, expected = flat_sft(twin, items)
-    assert gradient_error(tree_gradients(twin, items)[1], expected) < TOLERANCE
+    assert gradient_error(tree_gradients(twin, items)[1], expected) < expected.tolerance
     file = io.BytesIO()
     torch.save(twin, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)  # written two lines above
-    assert gradient_error(tree_gradients(loaded, items)[1], expected) < TOLERANCE
+    assert gradient_error(tree_gradients(loaded, items)[1], expected) < expected.tolerance
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
@@ -268,7 +267,7 @@ def test_compiled_layers() -> None:
     for layer in model.model.layers:
         layer.compile(backend="eager")
     for max_tokens in (None, 40):
-        assert gradient_error(tree_gradients(model, items, max_tokens)[1], expected) < TOLERANCE
+        assert gradient_error(tree_gradients(model, items, max_tokens)[1], expected) < expected.tolerance
 
 
 def test_layers_that_run_several_times() -> None:
@@ -278,14 +277,14 @@ def test_layers_that_run_several_times() -> None:
     _, _, expected = flat_sft(model, items)
     for max_tokens, hold in ((None, "auto"), (40, "never"), (40, "always")):
         _, found = tree_gradients(model, items, max_tokens, hold=hold)
-        assert gradient_error(found, expected) < TOLERANCE
+        assert gradient_error(found, expected) < expected.tolerance
 
 
 def test_layers_with_hooks_of_accelerate() -> None:
     model, items = hybrid("qwen3_5_text"), conversations(30)
     _, _, expected = flat_sft(model, items)
     add_hook_to_module(model.model.layers[0].linear_attn, ModelHook())
-    assert gradient_error(tree_gradients(model, items, 40)[1], expected) < TOLERANCE
+    assert gradient_error(tree_gradients(model, items, 40)[1], expected) < expected.tolerance
 
 
 def test_refusals() -> None:
