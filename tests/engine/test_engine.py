@@ -1,6 +1,7 @@
 """The engine against flat training: budgets, dtypes, adapters, checkpointing, autocast, any loss."""
 
 import copy
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -296,9 +297,11 @@ def test_the_probe_finds_an_unknown_step_after_the_decoder(rollouts, monkeypatch
 
 def test_a_head_with_a_forward_of_its_own_is_followed(rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    monkeypatch.setattr(
-        model.lm_head, "forward", lambda hidden: 3 * torch.nn.functional.linear(hidden, model.lm_head.weight)
-    )
+
+    def tripled(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+        return 3 * torch.nn.functional.linear(hidden, head.weight)
+
+    monkeypatch.setattr(model.lm_head, "forward", MethodType(tripled, model.lm_head))
     loss, expected = flat_loss(model, rollouts, pairwise_loss)
     model.zero_grad()
     output = TreeEngine(model).step(Forest.from_trajectories(rollouts), pairwise_loss)
