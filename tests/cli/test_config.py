@@ -3,7 +3,9 @@
 import pytest
 import yaml
 
+from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.config import differences, parse_flags, read_config, resolved_text
+from treewise.cli.main import main
 from treewise.cli.training_run import training_arguments
 from treewise.errors import ConfigError
 
@@ -130,3 +132,29 @@ def test_data_in_the_place_of_a_configuration_is_named(tmp_path):
     path.write_text('{"token_ids": [1, 2]}\n')
     with pytest.raises(ConfigError, match=r"rows.jsonl holds data, not a configuration; give it as --data"):
         read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num_workers", "-3"], "num_workers is -3; give 0"),
+        (["--save_steps", "0"], "save_steps=0 must be positive; save_strategy=no for never"),
+        (["--save_total_limit", "0"], "save_total_limit=0 must be at least 1"),
+        (["--chat_template", "{% if %}"], "chat_template: line 1 is not valid Jinja"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused_also_where_the_data_would_not_ask(flags, message, tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"token_ids": [1, 2, 3], "group": "a"}])
+    model = save_tiny_model(tmp_path / "model")
+    words = ["--model", str(model), "--data", str(rows), "--output_dir", str(tmp_path / "out"), "--use_cpu"]
+    assert main(["train", *words, "--dry_run", "--report_to", "none", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_update_without_data_and_tasks_says_both(capsys):
+    assert main(["rl", "--model", "m", "--output_dir", "o", "--objective", "grpo"]) == 2
+    assert "give --data, recorded rollouts to train on, or --tasks" in capsys.readouterr().err
+    assert (
+        main(["rl", "--dataset", "absent.jsonl", "--model", "m/m/m", "--output_dir", "o", "--objective", "grpo"]) == 2
+    )
+    assert "no such model folder" in capsys.readouterr().err

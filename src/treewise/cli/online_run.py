@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treewise.cli import run_folder, training_run
+from treewise.cli.aliases import ALIASES
 from treewise.cli.config import RunConfig, parse_flags
 from treewise.cli.key_help import ONLINE, RENDERING, declared
 from treewise.cli.yaml_file import read_file
@@ -51,11 +52,10 @@ ELSEWHERE: dict[str, str] = {
 }
 
 
-def has_tasks(path: str | None, overrides: Sequence[str]) -> bool:
-    """Whether a configuration or its flags name a task."""
-    if "tasks" in parse_flags(overrides):
-        return True
-    return path is not None and "tasks" in read_file(Path(path), ())
+def given_keys(path: str | None, overrides: Sequence[str]) -> set[str]:
+    """The keys that a configuration or its flags give: `tasks` makes an online run of them."""
+    in_file = () if path is None else read_file(Path(path), ())
+    return {ALIASES.get(key, key) for key in (*parse_flags(overrides), *in_file)}
 
 
 def names() -> list[str]:

@@ -21,6 +21,7 @@ from treewise.data.io.printable import shown
 from treewise.data.io.row_store import RowStore
 from treewise.data.io.table import has_images
 from treewise.data.records import RecordReader
+from treewise.data.render.template import template_text
 from treewise.data.selection import Trees, mix
 from treewise.data.sources import Source, open_sources
 from treewise.data.sources.foreign import read_sources
@@ -70,6 +71,8 @@ def load_trees(
     options = RenderOptions.from_dict(options) if isinstance(options, Mapping) else options or RenderOptions()
     if on_bad_record not in ("error", "quarantine"):
         raise ConfigError(f"on_bad_record is {on_bad_record!r}; choose 'error' or 'quarantine'.")
+    template_text(options.chat_template)  # an error also where rows hold tokens, or the cache all of them
+    workers.choose_num_workers(num_workers, 0)
     tokenizer = _tokenizer(tokenizer)
     processor = tokenizer if hasattr(tokenizer, "image_processor") else None
     tokenizer = tokenizer if processor is None else processor.tokenizer

@@ -153,8 +153,12 @@ class TreeTrainingArguments(TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1.")
-        if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
-            raise ConfigError(f"steps_per_epoch={self.steps_per_epoch!r} must be at least 1.")
+        for name in ("steps_per_epoch", "save_total_limit"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1; leave it out for no limit.")
+        for name in ("save_steps", "eval_steps", "logging_steps"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name):g} must be positive; {name[:-5]}strategy=no for never.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose {' or '.join(choices)}.")

@@ -280,6 +280,7 @@ MISTAKES = {
     "no reference": (["--objective", "grpo", "--reference", "x"], {}, "no KL to it (--beta)"),
     "unknown old": (["--objective", "grpo", "--old_logprobs", "mine"], {}, "old_logprobs='mine' is unknown"),
     "too many steps": (["--objective", "grpo", "--mini_batches", 9], {}, "mini_batches=9: give 1 to 4"),
+    "no step": (["--objective", "grpo", "--mini_batches", 0], {}, "mini_batches=0 must be at least 1"),
     "two sizes": (
         ["--objective", "grpo", "--mini_batches", 2, "--per_device_train_batch_size", 3],
         {},
@@ -329,7 +330,8 @@ def test_the_samplers_log_probs_on_some_rows_only_are_left_out_or_refused(rl):
 
 def test_flags_alone_need_data_and_a_model(folder, capsys):
     assert main(["rl", "--objective", "grpo", "--output", "out"]) == 2
-    assert "give --model" in capsys.readouterr().err
+    assert "give --data, recorded rollouts to train on, or --tasks" in (err := capsys.readouterr().err)
+    assert "--model" in err
     (folder / "run.yaml").write_text(json.dumps({"model": "m", "data": "d.jsonl", "objective": "grpo"}))
     assert main(["rl", "run.yaml"]) == 2
     assert "run.yaml: no output_dir" in capsys.readouterr().err

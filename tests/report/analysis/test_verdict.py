@@ -33,6 +33,22 @@ def test_a_conversation_is_the_longest_trajectory_of_its_record_or_rollout():
     assert row_tokens(tw.Forest.from_trajectories(parts)) == 4 + 2
 
 
+def test_every_trained_leaf_of_logged_calls_counts():
+    """A rollout that was cut into several rows trains them all; the longest alone was 0.49 of the tree's tokens."""
+    calls = [
+        row([1, 2, *tail], group="g", rollout="r", source=f"a:{n}") for n, tail in enumerate(([3, 4], [5, 6], [7], [3]))
+    ]
+    forest = tw.Forest.from_trajectories(calls)
+    assert row_tokens(forest) == 4 + 4 + 3 == forest.num_leaf_tokens
+
+
+def test_equal_rewards_stand_beside_the_advice():
+    rows = [row([*SHARED, n], source=f"r:{n}", group="g", rollout=n, reward=1.0) for n in (1, 2)]
+    assert lines_of(*rows)[2].startswith(
+        "change: nothing; train as it is. Reinforcement learning learns nothing from 1 group"
+    )
+
+
 def test_an_avoidable_loss_is_named_with_the_ratio_without_it():
     weights = np.zeros(401)
     weights[-1] = 1

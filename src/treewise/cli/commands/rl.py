@@ -82,8 +82,15 @@ def aliases() -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     """Updates the model; returns the exit code."""
     config_path, overrides = training_run.split_words(args)
-    if online_run.has_tasks(config_path, overrides):
+    given = online_run.given_keys(config_path, overrides)
+    if "tasks" in given:
         return _run_online(args, config_path, overrides)
+    if "data" not in given:
+        others = ", ".join(f"--{key}" for key in ("model", "output_dir") if key not in given)
+        raise ConfigError(
+            "give --data, recorded rollouts to train on, or --tasks, what the run is to sample itself"
+            + (f"; and {others}." if others else ".")
+        )
     config = read_config(config_path, overrides, KEYS, aliases())
     if config.eval_data is not None:
         raise ConfigError("eval_data is not a key of treewise rl: rollouts of another policy do not measure this one.")
@@ -222,7 +229,11 @@ def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
     if settings.get("weighting") == "once":  # a token counts once per tree, so trees must stay apart
         config.training["merge_across_trees"] = False
     batch = config.training.get("per_device_train_batch_size")
-    count = config.more.get("mini_batches") or config.training.get("steps_per_epoch")
+    count = config.more.get("mini_batches")
+    if count is None:
+        count = config.training.get("steps_per_epoch")
+    elif count < 1:
+        raise ConfigError(f"mini_batches={count} must be at least 1.")
     if count is None and batch is None:
         count = 1
     if count is not None:

@@ -5,9 +5,12 @@ For a turn, `prompt` is the template of the messages before it with the generati
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from treewise.data.images import ImageReader
 from treewise.data.io.printable import shown
@@ -178,12 +181,14 @@ class Template:
             return
         raise DataError(
             f"{whose}: the chat template does not write its {names}; remove it, put it into content, give a "
-            "chat_template that writes it, or set on_hidden: warn to go on without it."
+            "chat_template that writes it ('chatml'), or set on_hidden: warn to go on without it."
         )
 
     def _note_unwritten_tools(self, messages: list[Message], tools: list[dict[str, Any]], location: str) -> None:
         if self.render([messages], tools, location) == self.render([messages], None, location):
-            self.notes["the chat template never writes tools; the model does not see them"] = None
+            self.notes[
+                "the chat template never writes tools; the model does not see them (chat_template: chatml does)"
+            ] = None
 
     def _writes_plain_content(self) -> bool:
         """Whether the template writes content that is text; some of vision models write content parts only."""
@@ -206,18 +211,34 @@ class Template:
 
 
 def template_text(chat_template: str | None) -> str | None:
-    """The Jinja text behind the option: given as it is, in a file, or by the name `chatml`."""
+    """The Jinja text behind the option: given as it is, in a file, or by the name `chatml`.
+
+    Raises:
+        ConfigError: none of these, or a text that does not parse.
+    """
     if chat_template is None or "{" in chat_template:
-        return chat_template
+        return _parsed(chat_template, "chat_template")
     if chat_template == "chatml":
         return CHATML
     try:
-        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+        return _parsed(Path(chat_template).expanduser().read_text(encoding="utf-8"), chat_template)
     except OSError as error:
         raise ConfigError(
             f"chat_template {shown(chat_template)} is neither Jinja text, nor 'chatml', nor a readable file "
             f"({error.strerror})."
         ) from None
+
+
+def _parsed(text: str | None, location: str) -> str | None:
+    """The text, if it is a template; also where no record needs one."""
+    try:
+        without_marks = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text or "")  # a tag of transformers
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_marks)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"{location}: line {error.lineno} is not valid Jinja ({shown(error.message)[1:-1]})."
+        ) from None
+    return text
 
 
 def _as_json(text: str) -> str:

@@ -177,17 +177,21 @@ def _flat_image_tokens(forest: Forest) -> int:
 
 
 def row_tokens(forest: Forest) -> int:
-    """Tokens of one row per conversation, as a trainer without trees takes them: the longest trajectory of each record
-    or rollout. Logged calls name no conversation: those that are not contained in another count.
+    """Tokens of one row per conversation, as a trainer without trees takes them: the longest trajectory of each record.
+    A rollout or logged call has all of its trajectories that are not contained in another: each is trained.
     """
-    longest: dict[Any, int] = {}
-    is_log = True
+    rows: dict[Any, int] = {}
+    has_more = (
+        np.bincount(forest.segments.parent[forest.segments.parent >= 0], minlength=len(forest.segments.parent)) > 0
+    )
+    ends = forest.segments.end_segment.tolist()
     for index, (item, length) in enumerate(zip(forest.trajectories or (), forest.path_lengths.tolist(), strict=False)):
-        record = str(item.source or index).split("#")[0]
-        is_log &= item.rollout is not None and item.rollout == item.source
-        key = record if item.rollout is None else (item.group, item.rollout)
-        longest[key] = max(longest.get(key, 0), length)
-    return forest.num_leaf_tokens if is_log else sum(longest.values())
+        if item.rollout is None:
+            record = str(item.source or index).split("#")[0]
+            rows[record] = max(rows.get(record, 0), length)
+        elif not has_more[ends[index]]:
+            rows[item.group, item.rollout, ends[index]] = length
+    return sum(rows.values())
 
 
 def sum_facts(name: str, facts: Sequence[TreeFacts]) -> TreeFacts:

@@ -16,11 +16,12 @@ FEW_TRAINED = 0.005  # of the tokens of a trajectory
 LONG_FACTOR = 8  # times the median length
 MAX_SEARCHED_TOKENS = 4_000_000  # per tree, for special tokens
 
+EQUAL_REWARDS = "rewards all equal"
 MEANINGS = {
     "dropped record": "left out of training",
     "retokenised or unusual": "read with a warning",
     "unused key": "nothing reads it, and nothing of it is trained",
-    "rewards all equal": "group-relative advantages are zero, so reinforcement learning learns nothing from it",
+    EQUAL_REWARDS: "group-relative advantages are zero, so reinforcement learning learns nothing from it",
     "special token in text": "a control token spelled out as ordinary text; the model would learn to write it",
     "turn ends inside an answer": "a token that begins or ends a turn is trained, and the answer goes on behind it",
     "duplicated trajectory": "the same tokens as an earlier one; counts again in the loss, costs nothing",
@@ -43,7 +44,7 @@ def suspicions(
     repeated = np.setdiff1d(np.arange(forest.num_trajectories), first)
     single = forest.num_trajectories == 1
     examples = {
-        "rewards all equal": _equal_rewards(name, forest),
+        EQUAL_REWARDS: _equal_rewards(name, forest),
         "duplicated trajectory": [sources[index] for index in repeated],
         "hardly any trained token": [sources[index] for index in _hardly_trained(forest)],
         "very short trajectory": [sources[index] for index in np.flatnonzero(forest.path_lengths < VERY_SHORT)],

@@ -1,6 +1,8 @@
 """Three lines that decide: what tree training is worth here, what costs most sharing, and what to change."""
 
+from treewise.errors import num
 from treewise.report.analysis.facts import InspectReport, TreeFacts
+from treewise.report.analysis.findings import EQUAL_REWARDS
 from treewise.report.analysis.lost_sharing import REMEDIES
 from treewise.report.analysis.lost_totals import LostReport
 
@@ -26,7 +28,7 @@ def verdict(facts: InspectReport, lost: LostReport) -> list[str]:
     causes = [each for each in lost.causes if each.is_avoidable]
     largest = max(causes, key=lambda each: each.num_lost_tokens, default=None)
     if largest is None or largest.num_lost_tokens < MIN_PART * total.num_tree_tokens:
-        return [worth, "lost sharing: none that a change of templates or data could avoid", _advice(total.row_ratio)]
+        return [worth, "lost sharing: none that a change of templates or data could avoid", _advice(facts)]
     row_ratio, share_ratio = ratios_without(total, largest.num_lost_tokens)
     part = largest.num_lost_tokens / total.num_tree_tokens
     loss = (
@@ -37,7 +39,15 @@ def verdict(facts: InspectReport, lost: LostReport) -> list[str]:
     return [worth, loss, f"change: {REMEDIES[largest.cause]}"]
 
 
-def _advice(row_ratio: float) -> str:
-    if row_ratio < WORTH:
-        return "change: nothing in the data; several samples or branches of each prompt would make it worth more"
-    return "change: nothing; train as it is"
+def _advice(facts: InspectReport) -> str:
+    equal = next((each.count for each in facts.findings if each.kind == EQUAL_REWARDS), 0)
+    if facts.total.row_ratio < WORTH:
+        advice = "change: nothing in the data; several samples or branches of each prompt would make it worth more"
+    else:
+        advice = "change: nothing; train as it is"
+    if not equal:
+        return advice
+    return (
+        f"{advice}. Reinforcement learning learns nothing from {num(equal, 'group')} whose rewards are all equal: "
+        "drop_flat_groups leaves them out, other rewards or more samples tell rollouts apart"
+    )
