@@ -65,7 +65,7 @@ def test_charts_of_an_online_run_begin_with_its_reward(tmp_path: Path) -> None:
     assert not run.absent
 
 
-def test_values_of_a_tree_are_means_of_what_goes_on(tmp_path: Path) -> None:
+def test_values_of_a_tree_are_means_over_draws(tmp_path: Path) -> None:
     online = read_run(write_online_run(tmp_path / "run")).online
     assert online is not None
     assert [(each.iteration, each.which, each.group) for each in online.trees] == [
@@ -77,7 +77,7 @@ def test_values_of_a_tree_are_means_of_what_goes_on(tmp_path: Path) -> None:
     tree = online.trees[1]
     shape = {(piece.start, piece.end): (piece.value, piece.is_leaf) for piece in tree.pieces}
     assert shape == {
-        (0, 2): (0.25, False),
+        (0, 2): (pytest.approx(1 / 3), False),
         (2, 3): (0.5, False),
         (3, 5): (1.0, True),
         (3, 4): (0.0, True),
@@ -94,14 +94,14 @@ def test_a_tree_is_drawn_to_the_scale_of_its_tokens() -> None:
     assert texts == ["0", "0", "1"]
     ends = {mark.text: mark.x for mark in drawn.marks}
     per_token = (ends["1"] - 10 - PROMPT) / 4
-    assert ends["0.25"] == pytest.approx(10 + PROMPT + per_token, abs=0.1)
+    assert ends["0.333"] == pytest.approx(10 + PROMPT + per_token, abs=0.1)
     assert len(drawn.paths) == 5
 
 
 def test_a_rollout_that_ends_where_another_goes_on_is_a_way_of_its_own() -> None:
     rows = [Trajectory([1, 2, 3], reward=0.0), Trajectory([1, 2, 3, 4], reward=1.0), Trajectory([1, 2, 3], reward=0.5)]
     tree = reward_tree(rows, 1, "best", "t")
-    assert [(piece.value, piece.is_leaf) for piece in tree.pieces] == [(0.625, False), (1.0, True)]
+    assert [(piece.value, piece.is_leaf) for piece in tree.pieces] == [(0.5, False), (1.0, True)]
 
 
 def test_rows_that_are_none_are_named(tmp_path: Path) -> None:

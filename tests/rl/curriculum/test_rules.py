@@ -87,7 +87,7 @@ def test_names_and_settings():
     assert curriculum_named("learnability", thompson=True).settings.thompson
     assert {name for name in CURRICULA if CURRICULA[name].needs_pool} == {"learnability", "gain", "gain_shuffled"}
     for name, settings, message in (
-        ("dinamic", {}, "Did you mean 'dynamic'"),
+        ("dynamik", {}, "Did you mean 'dynamic'"),
         ("learnability", {"thomson": True}, "thomson"),
         ("gain", {"width": math.inf}, "width=inf must be"),
         ("dynamic", {"refills": -1}, "refills=-1"),

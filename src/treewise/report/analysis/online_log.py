@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from treewise.advantages import segment_values
 from treewise.errors import DataError
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -30,8 +31,8 @@ class TokenSeries:
 @dataclass(frozen=True, slots=True)
 class TreePiece:
     """A piece of a tree without forks: tokens [start, end), its row in the picture (leaves are whole numbers, forks lie
-    in the middle of their children), the piece before it (-1: none), and its value: the mean over what goes on from
-    it, or the reward of the rollout that ends there (None: no rollout ends at a piece without children).
+    in the middle of their children), the piece before it (-1: none), and its value, the mean over draws
+    (`treewise.advantages.segment_values`): where a rollout ends, its reward.
     """
 
     start: int
@@ -129,7 +130,7 @@ def _groups(path: Path) -> dict[str, list[Trajectory]]:
         for number, line in zip(range(1, _MAX_ROWS + 1), lines, strict=False):
             try:
                 row = json.loads(line)
-                item = Trajectory(row["token_ids"], row["loss_weights"], reward=row["reward"])
+                item = Trajectory(row["token_ids"], row["loss_weights"], reward=row["reward"], draws=row.get("draws"))
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f"{path}:{number}: not a row of rollouts ({type(error).__name__}: {error}).") from None
             groups.setdefault(str(row.get("group")), []).append(item)
@@ -139,23 +140,21 @@ def _groups(path: Path) -> dict[str, list[Trajectory]]:
 def reward_tree(rows: Sequence[Trajectory], iteration: int, which: str, group: str) -> RewardTree:
     """The picture of one tree. Rollouts with equal tokens are one leaf, whose value is their mean."""
     forest = Forest.from_trajectories(list(rows))
-    rewards: dict[int, list[float]] = {}  # by the tree position of a rollout's last token
-    for row, path in zip(rows, forest.paths, strict=True):
-        rewards.setdefault(int(path[-1]), []).append(float(row.reward or 0.0))
-    starts, ends, parents = _pieces(forest, rewards)
+    starts, ends, parents = _pieces(forest, {int(path[-1]) for path in forest.paths})
     children: dict[int, list[int]] = {}
     for index, parent in enumerate(parents):
         children.setdefault(parent, []).append(index)
-    row_of, value_of = [0.0] * len(starts), [0.0] * len(starts)
+    row_of = [0.0] * len(starts)
+    judged = [replace(row, group=group, reward=row.reward or 0.0) for row in rows]
+    value_of = np.zeros(forest.num_tokens)
+    for path, values in zip(forest.paths, segment_values(judged), strict=True):
+        value_of[path] = values
     leaves = iter(range(len(starts)))
     for index in range(len(starts)):  # depth-first: leaves get their rows from top to bottom
         if index not in children:
             row_of[index] = float(next(leaves))
     for index in reversed(range(len(starts))):
         below = children.get(index, [])
-        own = rewards.get(ends[index], [])
-        values = [value_of[child] for child in below] + ([sum(own) / len(own)] if own else [])
-        value_of[index] = sum(values) / len(values)
         if below:
             row_of[index] = sum(row_of[child] for child in below) / len(below)
     depth = forest.depth
@@ -165,7 +164,7 @@ def reward_tree(rows: Sequence[Trajectory], iteration: int, which: str, group: s
             int(depth[ends[index]]) + 1,
             row_of[index],
             parents[index],
-            value_of[index],
+            float(value_of[ends[index]]),
             index not in children,
         )
         for index in range(len(starts))
@@ -175,7 +174,7 @@ def reward_tree(rows: Sequence[Trajectory], iteration: int, which: str, group: s
     return RewardTree(iteration, which, group, len(rows), mean, first, tuple(pieces))
 
 
-def _pieces(forest: Forest, rewards: Mapping[int, Any]) -> tuple[list[int], list[int], list[int]]:
+def _pieces(forest: Forest, last: set[int]) -> tuple[list[int], list[int], list[int]]:
     """First and last tree position of each piece, in depth-first order, and the piece before it. A piece ends before a
     fork and where a rollout ends.
     """
@@ -185,7 +184,7 @@ def _pieces(forest: Forest, rewards: Mapping[int, Any]) -> tuple[list[int], list
     piece_of = np.zeros(forest.num_tokens, dtype=np.int64)
     for position in range(forest.num_tokens):
         above = int(parent[position])
-        if above < 0 or num_children[above] > 1 or above in rewards:
+        if above < 0 or num_children[above] > 1 or above in last:
             starts.append(position)
             ends.append(position)
             parents.append(-1 if above < 0 else int(piece_of[above]))
