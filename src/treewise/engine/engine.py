@@ -215,10 +215,7 @@ class TreeEngine:
             return self._step_function(plan, loss, denominator, router_counts, trained_only)
 
         if self._lockstep is not None or self._mesh is not None or self._context is not None:
-            refuse_hooks(
-                self.model,
-                "which is whole only after the other ranks' parts are added. Work on .grad after the step instead.",
-            )
+            refuse_hooks(self.model, "which is whole only with other ranks' parts. Work on .grad after the step.")
         self.check(ready.joined)  # with the hooks in their places
         with hooks_run_once(self.model):
             return self.budget.run(run, ready.joined.num_tokens, self.model)
