@@ -8,7 +8,8 @@ import torch
 
 from tests.cli.helpers import save_tiny_model
 from treewise.errors import ConfigError
-from treewise.nn.load_model import adapted, load_config, load_shapes, load_tokenizer, load_weights, locate
+from treewise.nn.adapters import adapted
+from treewise.nn.load_model import load_config, load_shapes, load_tokenizer, load_weights, locate
 
 pytest.importorskip("peft")
 

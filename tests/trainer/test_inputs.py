@@ -11,7 +11,8 @@ import treewise as tw
 from tests.cli.helpers import save_tiny_model
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
-from treewise.nn.load_model import adapted, load_weights
+from treewise.nn.adapters import adapted
+from treewise.nn.load_model import load_weights
 from treewise.trainer.inputs import ScoredTrees, with_references
 
 ROWS = [

@@ -19,7 +19,7 @@ from treewise.cli.typed_values import coerce, kinds_of, scalar
 from treewise.cli.yaml_file import read_file
 from treewise.data import RenderOptions
 from treewise.errors import ConfigError, did_you_mean, pip_install
-from treewise.nn.load_model import adapter_folder
+from treewise.nn.adapters import adapter_folder
 
 Values = dict[str, Any]
 

@@ -14,7 +14,8 @@ from treewise.cli.output import is_first_rank
 from treewise.cli.run_folder import FINISHED
 from treewise.data.io.printable import printable, shown
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
-from treewise.nn.load_model import adapted, load_processor, load_weights, locate
+from treewise.nn.adapters import adapted
+from treewise.nn.load_model import load_processor, load_weights, locate
 
 if TYPE_CHECKING:
     from treewise.data import Trees

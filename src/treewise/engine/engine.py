@@ -43,7 +43,7 @@ from treewise.nn.recurrent import peak_cuts
 from treewise.nn.router_loss import RouterCounts, RouterLoss, router_loss_rule
 from treewise.objectives import SFT, Objective
 from treewise.objectives.protocol import Terms
-from treewise.objectives.registry import check_objective
+from treewise.objectives.registry import checked_objective
 from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
 from treewise.shapes import Float
@@ -199,9 +199,8 @@ class TreeEngine:
                 are disabled; a hook on accumulated gradients, where several ranks compute them.
             UnsupportedModelError: active dropout, or a model that fails the probe.
         """
-        check_objective(objective)
         self._require_gradients()
-        loss = SFT() if objective is None else objective
+        loss: Objective | LossFunction = checked_objective(objective)
         if isinstance(loss, type) or not (isinstance(loss, Objective) or callable(loss)):
             raise ConfigError(f"objective is {_described(loss)}; give tw.SFT(), another objective, or a function.")
         if trained_only and isinstance(loss, Objective):
@@ -229,9 +228,8 @@ class TreeEngine:
         denominator: float | None = None,
     ) -> StepOutput:
         """The loss and the metrics without gradients; arguments as in `step`."""
-        check_objective(objective)
+        objective = checked_objective(objective)
         plan = self.plan(forests)
-        objective = SFT() if objective is None else objective
         loss, router_loss = self._step_loss(plan.forest, objective, denominator), self.router_loss(plan)
         if objective.is_separable(plan.forest):
             walk = self.new_walk(plan, with_router_logits=router_loss is not None)

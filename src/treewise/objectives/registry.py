@@ -120,16 +120,19 @@ OBJECTIVES: Mapping[str, Callable[..., Objective]] = {
 PREFERENCES = ("dpo", "ipo", "kto")
 
 
-def check_objective(objective: object) -> None:
-    """Raises `ConfigError` for an objective that was not called (`tw.GRPO`), or is given by its name alone."""
-    named = isinstance(objective, str) and objective.lower() in OBJECTIVES
-    found = OBJECTIVES[str(objective).lower()] if named else objective
-    if named or isinstance(objective, str | type) or any(objective is each for each in OBJECTIVES.values()):
-        name = getattr(found, "__name__", None)
-        if name is None:
-            raise ConfigError(f"objective {objective!r} is a text; give an objective: tw.SFT(), tw.GRPO(), ...")
-        given = repr(objective) if isinstance(objective, str) else f"{name} without brackets"
+def checked_objective(objective: Any) -> Any:
+    """The objective, `SFT()` for None.
+
+    Raises:
+        ConfigError: one that was not called (`tw.GRPO`), or is given by its name alone.
+    """
+    is_name = isinstance(objective, str) and objective.lower() in OBJECTIVES
+    found = OBJECTIVES[objective.lower()] if is_name else objective
+    if is_name or any(found is each for each in OBJECTIVES.values()):
+        name = getattr(found, "__name__", "GRPO")
+        given = repr(objective) if is_name else f"{name} without brackets"
         raise ConfigError(f"the objective is {given}; call it, with its settings inside: tw.{name}().")
+    return SFT() if objective is None else objective
 
 
 # Settings of `PolicyGradient` that a name determines; `policy_gradient` leaves all of them open.

@@ -95,14 +95,10 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     table = _facts_table(f"predicted for {report.model} in {report.dtype} (from shapes; not measured)")
     table.add_row("weights, gradients, AdamW", bytes_as_text(report.bytes_weights))
     live, read = f"{report.peak_live_tokens:,}", f"{report.peak_gateway_tokens:,}"
-    table.add_row("activations", f"{bytes_as_text(report.bytes_activations)}, at most {live} live tokens")
-    if report.bytes_images:
-        table.add_row("images", f"{bytes_as_text(report.bytes_images)} of the tower's graph, kept beside them")
-    table.add_row("gateways", f"{bytes_as_text(report.bytes_gateways)}, at most {read} tokens")
-    table.add_row("logits, gradients between layers", bytes_as_text(report.bytes_others))
-    if report.bytes_allocator:
-        table.add_row("allocator of the CPU", bytes_as_text(report.bytes_allocator))
-    table.add_row("peak memory", bytes_as_text(report.bytes_peak))
+    if report.bytes_peak is None:
+        table.add_row("peak memory", "--memory predicts it, in seconds to a minute")
+    else:
+        _add_memory(table, report, live, read)
     table.add_row("time / flat", f"{report.relative_time:.3f}  {1 / report.relative_time:.2f} times faster by FLOPs")
     leaf = f"{report.relative_leaf_time:.3f}  {1 / report.relative_leaf_time:.2f} times faster by FLOPs"
     table.add_row("time / flat leaves", leaf)
@@ -112,15 +108,28 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     return Group(description, table)
 
 
+def _add_memory(table: Table, report: PlanReport, live: str, read: str) -> None:
+    table.add_row("activations", f"{bytes_as_text(report.bytes_activations)}, at most {live} live tokens")
+    if report.bytes_images:
+        table.add_row("images", f"{bytes_as_text(report.bytes_images)} of the tower's graph, kept beside them")
+    table.add_row("gateways", f"{bytes_as_text(report.bytes_gateways)}, at most {read} tokens")
+    table.add_row("logits, gradients between layers", bytes_as_text(report.bytes_others))
+    if report.bytes_allocator:
+        table.add_row("allocator of the CPU", bytes_as_text(report.bytes_allocator))
+    table.add_row("peak memory", bytes_as_text(report.bytes_peak))
+
+
 def budgets_view(budgets: Sequence[BudgetMemory]) -> RenderableType:
     """What each budget would cost."""
-    table = Table(title="peak of a step beside weights, gradients, AdamW", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("budget", "micro-batches", "recomputed", "peak"):
+    has_memory = budgets[0].bytes_step is not None
+    title = "peak of a step beside weights, gradients, AdamW" if has_memory else "budgets"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("budget", "micro-batches", "recomputed", *(["peak"] if has_memory else [])):
         table.add_column(name, justify="right")
     for each in budgets:
         budget = "none" if each.max_tokens is None else f"{each.max_tokens:,}"
-        share, peak = f"{each.recomputed_share:.0%}", bytes_as_text(each.bytes_step)
-        table.add_row(budget, f"{each.num_micro_batches:,}", share, peak)
+        peak = [bytes_as_text(each.bytes_step)] if has_memory else []
+        table.add_row(budget, f"{each.num_micro_batches:,}", f"{each.recomputed_share:.0%}", *peak)
     return table
 
 

@@ -20,6 +20,7 @@ from treewise.distributed.mesh import mesh_of, take_over
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
 from treewise.nn import load_model
+from treewise.nn.adapters import adapted
 from treewise.objectives import DPO, KTO, with_mismatched
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.data_loader import survey
@@ -47,7 +48,7 @@ def loaded(model: Any, processor: Any, dataset: Any, peft_config: Any, seed: int
         if model is None:
             raise ConfigError("peft_config needs a model; with model_init let it return one with adapters.")
         set_seed(seed)  # adapters start from random numbers
-        model = load_model.adapted(model, peft_config, name or None)
+        model = adapted(model, peft_config, name or None)
     return model, processor
 
 

@@ -27,7 +27,7 @@ from treewise.errors import ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective
 from treewise.objectives.normalization import fixed_denominator
-from treewise.objectives.registry import check_objective
+from treewise.objectives.registry import checked_objective
 from treewise.trainer import hub
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents
@@ -109,7 +109,7 @@ class TreeTrainer(Trainer):
         args = TreeTrainingArguments() if args is None else args
         if not isinstance(args, TreeTrainingArguments):
             raise ConfigError(f"args is a {type(args).__name__}; give tw.TreeTrainingArguments.")
-        check_objective(objective)
+        checked_objective(objective)
         model, processing_class = loaded(model, processing_class, train_dataset, peft_config, args.seed)
         train_dataset = as_trees("train_dataset", train_dataset, processing_class, render)
         eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)

@@ -30,7 +30,7 @@ def test_json_agrees_with_the_shapes_of_the_model(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = save_tiny_model(tmp_path / "model")
-    assert call("plan", rows, "--max_tokens", 16, "--hold", "never", "--model", model, "--json") == 0
+    assert call("plan", rows, "--max_tokens", 16, "--hold", "never", "--model", model, "--memory", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["num_tree_tokens"] == 64
     assert facts["num_open_tokens"] == facts["num_recomputed_tokens"] == 20
@@ -47,7 +47,7 @@ def test_json_agrees_with_the_shapes_of_the_model(
 def test_the_predictions_say_that_they_are_predictions(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call("plan", rows, "--max_tokens", 16, "--model", save_tiny_model(tmp_path / "model")) == 0
+    assert call("plan", rows, "--max_tokens", 16, "--model", save_tiny_model(tmp_path / "model"), "--memory") == 0
     out = capsys.readouterr().out
     assert "predicted" in out
     assert "peak memory" in out
@@ -60,7 +60,14 @@ def test_without_a_budget_the_memory_of_others_is_shown(tmp_path: Path, capsys: 
     model = save_tiny_model(tmp_path / "model")
     rows = [{"token_ids": [*range(3, 60), *[10 + leaf] * 60], "group": "a"} for leaf in range(6)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    arguments = ("plan", data, "--model", model, "--json")
+    quick = ("plan", data, "--model", model)
+    assert call(*quick) == 0
+    assert "--memory predicts it" in (out := capsys.readouterr().out)
+    assert "recomputed" in out.split("budgets")[1]
+    assert call(*quick, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["bytes_peak"], {each["bytes_step"] for each in facts["budgets"]}) == (None, {None})
+    arguments = (*quick, "--memory", "--json")
     assert call(*arguments) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["num_micro_batches"] == 1
@@ -73,7 +80,7 @@ def test_without_a_budget_the_memory_of_others_is_shown(tmp_path: Path, capsys: 
     assert "peak of a step" in capsys.readouterr().out
     run = tmp_path / "run.yaml"
     run.write_text(f"model: {model}\ndata: {data}\noutput_dir: {tmp_path}\nactivation_checkpointing: true\n")
-    assert main(["plan", "--config", str(run), "--json"]) == 0
+    assert main(["plan", "--config", str(run), "--memory", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_activations"] < facts["bytes_activations"]
 
 

@@ -11,7 +11,8 @@ from treewise.errors import ConfigError
 from treewise.grow import GrowReport, grow
 from treewise.grow.growth import LEARNED, OPERATORS, OPTIMIZER_CHOICES
 from treewise.grow.operator_training import OperatorSettings
-from treewise.nn.load_model import adapter_folder, load_tokenizer, load_weights, locate
+from treewise.nn.adapters import adapter_folder
+from treewise.nn.load_model import load_tokenizer, load_weights, locate
 
 DEFAULTS = OperatorSettings()
 

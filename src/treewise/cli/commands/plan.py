@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from rich.console import Console
 
 from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, DataError
 from treewise.nn.flops import flop_model
 from treewise.nn.load_model import DTYPES, load_config, load_shapes
 from treewise.planning.planner import plan
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
     parser.add_argument("--dtype", choices=DTYPES, help="of the model, for its bytes (float32)")
     parser.add_argument("--mesh", help="sizes of tp, ep, context, fsdp and dp, as tp=2,fsdp=4; needs --model")
+    parser.add_argument("--memory", action="store_true", help="predict the peak memory of a step (seconds to a minute)")
     parser.add_argument("--gpu_memory", "--gpu-memory", help="of each process, as 80GiB: says whether it fits")
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
@@ -59,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
         lora = None if config is None else config.lora
         model = load_shapes(args.model, args.gguf_file, args.dtype, lora=lora, checkpointing=checkpointing)
         flops = flop_model(model)
-    data = load_data(args, data_tokenizer(args), progress=not args.json)
+    data = _data(args)
     count = len(data) if args.limit is None else min(args.limit, len(data))
     forests = [data[index].forest() for index in range(count)]
     forest = one_forest(forests)
     planned = plan if flops is None else flops.plan
     whole = planned(forest, args.max_tokens, hold=args.hold)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    report = report_plan(whole, model, args.model, device_type)
+    report = report_plan(whole, model, args.model, device_type, memory=args.memory)
     budgets: tuple[BudgetMemory, ...] = ()
     if model is not None and args.max_tokens is None:
         budgets = report_budgets(forest, model, report, args.hold, device_type)
@@ -88,3 +90,11 @@ def run(args: argparse.Namespace) -> int:
     if processes is not None:
         Console().print(mesh_view(processes, report.peak_live_tokens, report.peak_gateway_tokens, context))
     return 0
+
+
+def _data(args: argparse.Namespace) -> Any:
+    """The trees. A tokenizer, which takes seconds out of a GGUF file, is loaded where the rows hold text."""
+    if args.on_bad_record == "error":
+        with suppress(DataError):  # of text, or of whatever is wrong with it: then said below
+            return load_data(args, None, progress=False)
+    return load_data(args, data_tokenizer(args), progress=not args.json)

@@ -19,7 +19,7 @@ from treewise.cli.objective import typed_settings
 from treewise.cli.output import is_first_rank
 from treewise.data.sources import open_sources
 from treewise.errors import ConfigError, DataError
-from treewise.nn.load_model import adapter_folder
+from treewise.nn.adapters import adapter_folder
 
 if TYPE_CHECKING:
     from treewise.rl.update import Update

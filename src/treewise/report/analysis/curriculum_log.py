@@ -12,7 +12,6 @@ import numpy as np
 from treewise.errors import ConfigError
 from treewise.rl.curriculum.correlation import spearman
 from treewise.rl.curriculum.self_check import CheckReport
-from treewise.rl.online.draw_log import CHECK, FOLDER
 
 NUM_WINDOWS, NUM_BINS = 10, 10
 
@@ -66,6 +65,8 @@ def read_curriculum(run: Path) -> CurriculumReport | None:
     Raises:
         ConfigError: a damaged file.
     """
+    from treewise.rl.online.draw_log import CHECK, FOLDER  # with the trainer, which reports on data do without
+
     try:
         files = sorted((run / FOLDER).glob("iteration-*.json"))
         found = [json.loads(path.read_text(encoding="utf-8")) for path in files]

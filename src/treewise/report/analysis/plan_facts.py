@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import nn
 
-from treewise.engine.step_memory import step_memory
 from treewise.nn.flops import flop_model, gateway_bytes
 from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest
@@ -56,30 +55,33 @@ class PlanReport:
 
 
 def report_plan(
-    plan: Plan, model: nn.Module | None = None, name: str | None = None, device_type: str = "cpu"
+    plan: Plan,
+    model: nn.Module | None = None,
+    name: str | None = None,
+    device_type: str = "cpu",
+    *,
+    memory: bool = True,
 ) -> PlanReport:
-    """Facts of a plan, with predictions where a model is known, with or without data; `name` is what it is called."""
+    """Facts of a plan, with predictions where a model is known, with or without data; `name` is what it is called.
+
+    memory: also the peak of a step, which takes seconds.
+    """
     predictions: dict[str, Any] = {}
     if model is not None:
         flops, dtype = flop_model(model), next(model.parameters()).dtype
         trained = flops.num_trained_parameters * (1 + ADAMW_VALUES)
         weights = dtype.itemsize * (flops.num_parameters + trained)
-        step = step_memory(model, plan, device_type)
         predictions = {
             "model": name,
             "dtype": str(dtype).removeprefix("torch."),
             "bytes_per_gateway_token": gateway_bytes(flops.gateway_values, dtype),
             "bytes_weights": weights,
-            "bytes_activations": step.activations,
-            "bytes_images": step.images,
-            "bytes_gateways": step.gateways,
-            "bytes_others": step.others,
-            "bytes_allocator": step.allocator,
-            "bytes_peak": weights + step.total,
             "relative_time": flops.planned(plan) / flops.flat(plan.forest),
             "relative_leaf_time": flops.planned(plan) / flops.leaf(plan.forest),
             "relative_tree_time": flops.planned(plan) / flops.tree(plan.forest),
         }
+        if memory:
+            predictions |= _memory(model, plan, device_type, weights)
     return PlanReport(
         max_tokens=plan.max_tokens,
         num_trees=plan.forest.num_trees,
@@ -96,9 +98,24 @@ def report_plan(
     )
 
 
+def _memory(model: nn.Module, plan: Plan, device_type: str, bytes_weights: int) -> dict[str, int]:
+    from treewise.engine.step_memory import step_memory  # slow to import
+
+    step = step_memory(model, plan, device_type)
+    return {
+        "bytes_activations": step.activations,
+        "bytes_images": step.images,
+        "bytes_gateways": step.gateways,
+        "bytes_others": step.others,
+        "bytes_allocator": step.allocator,
+        "bytes_peak": bytes_weights + step.total,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class BudgetMemory:
-    """What a budget would cost. bytes_step: at the peak of a step, beside weights, gradients and AdamW's moments.
+    """What a budget would cost. bytes_step: at the peak of a step, beside weights, gradients and AdamW's moments; None
+    where memory was not asked for.
 
     recomputed_share: of the tree's tokens, those whose forward runs twice. max_tokens: None for one micro-batch.
     """
@@ -106,7 +123,7 @@ class BudgetMemory:
     max_tokens: int | None
     num_micro_batches: int
     recomputed_share: float
-    bytes_step: int
+    bytes_step: int | None
 
 
 def report_budgets(
@@ -114,12 +131,14 @@ def report_budgets(
 ) -> tuple[BudgetMemory, ...]:
     """No budget, and the largest powers of two below the tree, for a user to choose from.
 
-    whole: `report_plan` of the forest without a budget, with the same model.
+    whole: `report_plan` of the forest without a budget, with the same model; with memory where it has it.
     """
-    costs = flop_model(model)
-    rows = [BudgetMemory(None, whole.num_micro_batches, 0.0, (whole.bytes_peak or 0) - (whole.bytes_weights or 0))]
+    costs, has_memory = flop_model(model), whole.bytes_peak is not None
+    step = (whole.bytes_peak or 0) - (whole.bytes_weights or 0) if has_memory else None
+    rows = [BudgetMemory(None, whole.num_micro_batches, 0.0, step)]
     for budget in [budget for budget in BUDGETS if budget < forest.num_tokens][:MAX_BUDGETS]:
         plan = costs.plan(forest, budget, hold=hold)
         share = plan.num_recomputed_tokens / forest.num_tokens
-        rows.append(BudgetMemory(budget, plan.num_micro_batches, share, step_memory(model, plan, device_type).total))
+        step = _memory(model, plan, device_type, 0)["bytes_peak"] if has_memory else None
+        rows.append(BudgetMemory(budget, plan.num_micro_batches, share, step))
     return tuple(rows)
