@@ -263,6 +263,16 @@ def test_text_may_be_the_action_itself(chat: ChatTokens) -> None:
     assert text_of(episode).endswith("<|im_start|>user\nlower<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(ConfigError, match="text_tool 'say'"):
         EnvironmentTask(GuessNumber, text_tool="say")
+    with pytest.raises(ConfigError, match="'take' has no parameter"):
+        EnvironmentTask(KeyAndDoor, text_tool="take")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rows": "x"}, {"rows": [5]}, {"max_turns": "x"}, {"max_turns": 0}, {"held_out": "x"}, {"held_out": 1}]
+)
+def test_settings_of_environments(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        EnvironmentTask(GuessNumber, **settings)
 
 
 def test_a_template_that_rewrites_history_is_refused() -> None:

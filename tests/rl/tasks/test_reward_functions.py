@@ -133,6 +133,29 @@ def test_columns_that_a_row_lacks_are_none() -> None:
     assert (seen["one"], seen["two"]) == ([1, None], [None, 2])
 
 
+def test_columns_of_reserved_names_and_functions_that_change_their_arguments() -> None:
+    def clears(prompts: list[str], completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        log_extra("seen", list(completions))
+        prompts.clear()
+        completions.clear()
+        return []
+
+    row = {"prompt": "a", "log_extra": 1, "trainer_state": 2, "completion": 3, "completion_ids": 4, "self": 5}
+    task = RowsTask([row, row], [clears], held_out=0.0)
+    outcomes, _ = RewardRunner().rewards(task, requests_of(task, "", ""))
+    assert ["clears returned 0 rewards for 2 completions" in str(each) for each in outcomes] == [True] * 2
+
+
+def test_parts_of_text_are_written_by_templates_that_read_text() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "n1"}]}]
+    task = RowsTask([{"prompt": parts}, {"prompt": [{"role": "user", "content": "n1"}]}], [len], held_out=0.0)
+    chat = ChatTokens(TOKENIZER, "chatml")
+    first, second = (start(task, task.item("train", index), chat, Calls()) for index in range(2))
+    assert first.token_ids == second.token_ids
+    assert isinstance(first, SingleTurn)
+    assert first.item.prompt == tuple(parts)  # reward functions get what the row holds
+
+
 def test_functions_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded_function("treewise.rl.tasks:math_reward") is math_reward
     (tmp_path / "mine.py").write_text("def ones(prompts, **_):\n    return [1.0] * len(prompts)\nvalue = 3\n")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from treewise.data.render.messages import clean_conversation
 from treewise.errors import DataError
 from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, Episode, TaskItem, start_episode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task
@@ -91,7 +92,11 @@ def start(task: Task, item: TaskItem, chat: ChatTokens, calls: Calls) -> SingleT
     if isinstance(task, EnvironmentTask):
         return Turns(start_episode(task, item, chat, calls))
     prompt = item.prompt
-    ids = list(chat.text_ids(prompt) if isinstance(prompt, str) else chat.prompt_ids(list(prompt), None, item.key))
+    if isinstance(prompt, str):
+        ids = list(chat.text_ids(prompt))
+    else:
+        talk = chat.template.prepare(clean_conversation(list(prompt), item.key, "prompt"), item.key)
+        ids = list(chat.prompt_ids(talk.messages, None, item.key))
     if not ids:
         raise DataError(f"{item.key}: the prompt has no tokens.")
     return SingleTurn(task, item, chat, len(ids), ids)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def _made(name: str, found: Any, settings: dict[str, Any]) -> Task:
         own = {key: settings.pop(key) for key in list(settings) if key in EnvironmentTask.__slots__}
         return EnvironmentTask(functools.partial(found, **settings), **{"name": name, **own})
     if not callable(found):
-        raise ConfigError(f"tasks={name!r} is a {type(found).__name__}; give {FORMS}.")
+        raise ConfigError(f"tasks={name!r} is of type {type(found).__name__}; give {FORMS}.")
     try:
         made = found(**settings)
     except (TreewiseError, KeyboardInterrupt):
@@ -75,7 +75,9 @@ def _made(name: str, found: Any, settings: dict[str, Any]) -> Task:
     except BaseException as error:  # a function of the user's may raise anything, SystemExit included
         raise ConfigError(f"tasks={name!r} with {settings}: {described(error, found)}") from error
     if not isinstance(made, SingleTurnTask | TurnTask):
-        raise ConfigError(f"tasks={name!r} makes a {type(made).__name__}, which is not a task; see docs/online-rl.md.")
+        raise ConfigError(
+            f"tasks={name!r} makes something of type {type(made).__name__}, which is not a task; see docs/online-rl.md."
+        )
     return made
 
 

@@ -8,6 +8,7 @@ ids (`return_token_ids`) and log-probs keyed by id (`return_tokens_as_token_ids`
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from treewise.data.io.printable import printable
 from treewise.errors import ConfigError, SamplerError, pip_install
 from treewise.rl.samplers.protocol import Completion, SampleRequest
 from treewise.rl.samplers.remote import (
@@ -108,10 +109,10 @@ class OpenAISampler:
         try:
             answer = self._post(self._payload(request, continuation))
         except httpx.HTTPStatusError as error:
-            text = error.response.text[:300]
+            text = printable(error.response.text[:300])
             raise SamplerError(f"{self.url}: the server answers {error.response.status_code}: {text}") from error
         except httpx.TransportError as error:
-            raise SamplerError(f"{self.url}: no answer ({type(error).__name__}: {error}).") from error
+            raise SamplerError(f"{self.url}: no answer ({type(error).__name__}: {printable(error)}).") from error
         return parsed_answer(answer, request, continuation, self.url)
 
     def _payload(self, request: SampleRequest, continuation: int) -> dict[str, Any]:

@@ -174,7 +174,9 @@ def place_of(function: Any) -> str:
         code = getattr(_call_of(function), "__code__", None)
     if code is None and inspect.isclass(function):
         code = getattr(getattr(function, "__init__", None), "__code__", None)
-    return "" if code is None else f"{_short(code.co_filename)}:{code.co_firstlineno}: "
+    if code is None or code.co_filename.startswith("<"):
+        return ""
+    return f"{_short(code.co_filename)}:{code.co_firstlineno}: "
 
 
 def _call_of(function: Any) -> Any:

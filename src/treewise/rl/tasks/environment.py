@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from treewise.data.io.printable import shown
 from treewise.data.render.messages import clean_conversation
-from treewise.errors import ConfigError, TaskError
+from treewise.errors import ConfigError, TaskError, TreewiseError
 from treewise.rl.tasks.calls import described
-from treewise.rl.tasks.protocol import Message, Split, TaskItem
+from treewise.rl.tasks.protocol import Message, Split, TaskItem, check_held_out
 from treewise.rl.tasks.reward_functions import number
 from treewise.rl.tasks.tool_calls import ToolCall
 
@@ -49,17 +49,23 @@ class EnvironmentTask:
     held_out: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1:
-            raise ConfigError(f"{self.name}: max_turns is {self.max_turns}; it must be at least 1.")
-        if not 0.0 <= self.held_out < 1.0:
-            raise ConfigError(f"{self.name}: held_out is {self.held_out}; it must be in [0, 1).")
+        if not isinstance(self.max_turns, int) or self.max_turns < 1:
+            raise ConfigError(f"{self.name}: max_turns is {self.max_turns!r}; it must be an integer, at least 1.")
+        check_held_out(self.name, self.held_out)
+        rows: Any = self.rows
+        is_listed = rows is None or (isinstance(rows, Sequence) and not isinstance(rows, str))
+        if not is_listed or not all(isinstance(row, Mapping) for row in rows or ()):
+            raise ConfigError(f"{self.name}: rows are {shown(rows)}; they must be a list of objects, of columns.")
         if not isinstance(self.prompt, str) or not self.prompt.strip():
             raise ConfigError(f"{self.name}: the prompt is {shown(self.prompt)}; it must be a text that is not empty.")
-        names = set(tools_of(self._first()))
+        tools = tools_of(self._first())
+        names = set(tools)
         if not names:
             raise ConfigError(f"{self.name}: the environment has no public method to use as a tool.")
         if self.text_tool is not None and self.text_tool not in names:
             raise ConfigError(f"{self.name}: text_tool {self.text_tool!r} is not one of its tools {sorted(names)}.")
+        if self.text_tool is not None and not inspect.signature(tools[self.text_tool]).parameters:
+            raise ConfigError(f"{self.name}: text_tool {self.text_tool!r} has no parameter to take the text.")
 
     def num_items(self, split: Split) -> int | None:
         """Rows of a split; None without rows."""
@@ -92,6 +98,8 @@ class EnvironmentTask:
     def _first(self) -> Any:
         try:
             return self.factory()
+        except TreewiseError:
+            raise
         except Exception as error:
             what = described(error, self.factory)
             raise ConfigError(f"{self.name}: the environment cannot be made: {what}") from error

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from treewise.errors import ConfigError
+
 Message = dict[str, Any]
 Split = Literal["train", "held_out"]
 
@@ -72,3 +74,9 @@ class TurnTask(Protocol):
 
 
 Task = SingleTurnTask | TurnTask
+
+
+def check_held_out(name: str, held_out: Any) -> None:
+    """Raises `ConfigError` where the share of rows that is never practised is none. name: of the task."""
+    if not isinstance(held_out, int | float) or not 0.0 <= held_out < 1.0:
+        raise ConfigError(f"{name}: held_out is {held_out!r}; it must be a number in [0, 1).")

@@ -101,7 +101,9 @@ class RewardFunctions:
             return wrong
         terms = [weight * value for value, weight in zip(values, weights, strict=True) if isinstance(value, float)]
         names = " and ".join(f"{place_of(each)}{name_of(each)}" for each in self.functions)
-        return number(sum(terms) if terms else None, f"{names} returned")
+        if not terms:
+            return number(None, f"{names} returned")
+        return number(sum(terms), f"the weighted sum of {names} is")
 
 
 def arguments_of(requests: Sequence[RewardRequest]) -> dict[str, Any]:
@@ -168,16 +170,16 @@ def number(value: Any, where: str) -> float | FailedCall:
 
 
 def _called(function: RewardFunction, batch: Mapping[str, Any]) -> tuple[list[Value], Logged]:
-    logged = Logged()
-    result = function(**batch, log_extra=logged.log_extra, log_metric=logged.log_metric)
-    return _values(function, result, len(batch["prompts"])), logged
+    logged, size = Logged(), len(batch["prompts"])
+    result = function(**{**batch, "log_extra": logged.log_extra, "log_metric": logged.log_metric})
+    return _values(function, result, size), logged
 
 
 def _called_together(functions: Sequence[RewardFunction], batch: Mapping[str, Any]) -> list[tuple[list[Value], Logged]]:
     async def one(function: RewardFunction) -> tuple[list[Value], Logged]:
-        logged = Logged()
-        result = await function(**batch, log_extra=logged.log_extra, log_metric=logged.log_metric)
-        return _values(function, result, len(batch["prompts"])), logged
+        logged, size = Logged(), len(batch["prompts"])
+        result = await function(**{**batch, "log_extra": logged.log_extra, "log_metric": logged.log_metric})
+        return _values(function, result, size), logged
 
     async def every() -> list[tuple[list[Value], Logged]]:
         return await asyncio.gather(*(one(function) for function in functions))

@@ -11,7 +11,7 @@ from treewise.data.io.printable import shown
 from treewise.data.render.images import IMAGES
 from treewise.data.render.messages import clean_conversation
 from treewise.errors import ConfigError, DataError, pip_install
-from treewise.rl.tasks.protocol import Message, RewardRequest, Split, TaskItem
+from treewise.rl.tasks.protocol import Message, RewardRequest, Split, TaskItem, check_held_out
 from treewise.rl.tasks.reward_functions import NOT_COLUMNS, TAKEN, RewardFunction, RewardFunctions
 
 # Seeds of reasoning_gym: held-out items come from their own half of the numbers, so no setting can make them meet.
@@ -136,8 +136,7 @@ class RowsTask:
     _columns: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.held_out < 1.0:
-            raise ConfigError(f"task {self.name}: held_out is {self.held_out}; it must be in [0, 1).")
+        check_held_out(self.name, self.held_out)
         self.functions = RewardFunctions.of(self.reward_functions, self.reward_weights, self.name)
         for index, row in enumerate(self.rows):
             _check_row(row, self.locations[index] if self.locations else f"{self.name}: row {index}")
