@@ -78,6 +78,14 @@ def test_lost_gateway_gradients_fail_though_the_loss_agrees(monkeypatch: pytest.
     report = verify(tiny_llama(), branching(), max_tokens=10)
     assert report.loss_error < 1e-6
     assert any(line.startswith("gradient") for line in report.failures)
+    both = verify(tiny_llama(), branching())  # whole, which is right, and at half of the largest tree
+    assert both.at_budget is not None
+    assert both.at_budget.num_micro_batches > 1
+    assert both.failures == tuple(
+        f"{line} under max_tokens {both.at_budget.max_tokens}" for line in both.at_budget.failures
+    )
+    with pytest.raises(VerificationError, match=f"under max_tokens {both.at_budget.max_tokens}"):
+        both.raise_if_failed()
 
 
 def test_lost_gateway_gradients_fail_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,10 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -64,7 +65,7 @@ def verify(
     model also needs a float32 copy and its gradient, unless `tolerance` is given.
 
     Parameters:
-        max_tokens: budget of a micro-batch; None for whole trees.
+        max_tokens: budget of a micro-batch; None for whole trees, and again at half of the largest tree (`at_budget`).
         attention: an implementation, or `auto`.
         objective: `SFT()` if None; any other one, or a function from the list of log-probs to a scalar, as in
             `TreeEngine.step`. Losses that are no sum over tokens take two flat passes.
@@ -85,16 +86,29 @@ def verify(
     objective = SFT() if objective is None else objective
     forest = Forest.from_trajectories(items)
     loss = FlatLoss(items, objective, processor)
-    # The flat side has the tokens' loss alone.
-    engine = TreeEngine(model, max_tokens, attention, router_aux_loss=False, processor=processor)
+    budgets = [max_tokens] if max_tokens is not None else [None, _half(forest)]
+    engines = [  # the flat side has the tokens' loss alone; one probe is enough
+        TreeEngine(model, budget, attention, router_aux_loss=False, processor=processor, check=budget == budgets[0])
+        for budget in budgets
+    ]
     dtype = _lowest_dtype(model)
     with _state_restored(model):
         flat = _run_flat(model, loss)
         wide = _run_wide_copy(model, loss) if dtype in LOW_PRECISION and tolerance is None else None
-        tree = _run_tree(engine, model, forest, objective)
-    flat_errors = None if wide is None else _compare(wide, flat)
-    limits = _limits(dtype, tolerance, flat_errors, (wide or flat).size)
-    return _report(engine, engine.plan(forest), dtype, _Sides(flat, wide, tree), flat_errors, limits)
+        flat_errors = None if wide is None else _compare(wide, flat)
+        limits = _limits(dtype, tolerance, flat_errors, (wide or flat).size)
+        reports = []
+        for engine in engines:
+            sides = _Sides(flat, wide, _run_tree(engine, model, forest, objective))
+            reports.append(_report(engine, engine.plan(forest), dtype, sides, flat_errors, limits))
+    return replace(reports[0], at_budget=reports[1]) if len(reports) > 1 else reports[0]
+
+
+def _half(forest: Forest) -> int:
+    """Half of the tokens of the largest tree, or an image's where that has more."""
+    roots = np.flatnonzero(forest.parent < 0)
+    largest = int(np.diff([*roots, forest.num_tokens]).max())
+    return max(1, largest // 2, forest.images.largest)
 
 
 # -- the two sides ----------------------------------------------------------------------------------------------------
@@ -151,6 +165,7 @@ def _run_wide_copy(model: nn.Module, loss: FlatLoss) -> _Run:
 def _run_tree(engine: TreeEngine, model: nn.Module, forest: Forest, objective: Objective | Loss) -> _Run:
     """All trajectories as trees, by the engine."""
     device = _device(model)
+    engine.check(forest)  # its probe is no part of the seconds
     with torch.no_grad():
         logprobs = [each.double().cpu() for each in engine.logprobs(forest)]
     zero_gradients(model)

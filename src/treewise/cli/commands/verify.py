@@ -27,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=(*DTYPES, "auto"), help="of the model (float32)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.add_argument(
-        "--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch; whole trees if not given"
+        "--max_tokens",
+        "--max-tokens",
+        type=int,
+        help="budget of a micro-batch; whole trees, and half of the largest, if not given",
     )
     parser.add_argument("--limit", type=int, default=32, help="the first K trajectories (32; 0 for all)")
     parser.add_argument("--attention", choices=("auto", *IMPLEMENTATIONS))
