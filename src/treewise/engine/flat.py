@@ -107,13 +107,7 @@ class FlatLoss:
 
     def _values(self, model: nn.Module, device: torch.device, index: int) -> tuple[Values, torch.Tensor]:
         """[P] values of a trajectory's terms by name, and the [L - 1] log-probs of its own tokens without a graph."""
-        ids = torch.tensor(self.items[index].token_ids, dtype=torch.long, device=device)
-        seen = flat_images(model, self.processor, self.items[index], ids)
-        logits_LV = model(input_ids=ids[None], use_cache=False, **seen).logits[0, :-1]
-        logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
-        # Not log_softmax: on CPU in float32 it is biased for large vocabularies (torch 2.13: 5e-6 at 150,000 tokens,
-        # where logsumexp is at 4e-8), which alone put SmolLM2's flat gradient 5e-5 away from float64, 3e-6 without it.
-        lse_L = torch.logsumexp(logits_LV, dim=-1)
+        logits_LV, lse_L, ids = flat_logits(model, self.items[index], self.processor, device)
         logprobs = (logits_LV.detach().gather(1, ids[1:, None])[:, 0] - lse_L.detach()).double().cpu()
         row = torch.tensor(self.terms[index].row, device=device)
         token = torch.tensor(self.terms[index].token, dtype=torch.long, device=device)
@@ -149,6 +143,19 @@ class FlatLoss:
         flat = [leaf for each in leaves for leaf in each.values()]
         slopes = iter(torch.autograd.grad(loss, flat, materialize_grads=True))
         return loss.item(), size.item(), [{name: next(slopes) for name in each} for each in leaves]
+
+
+def flat_logits(
+    model: nn.Module, item: Trajectory, processor: Any, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[L - 1, V] logits by the model's own forward, in float32 or wider, log-sum-exps, and the tokens."""
+    ids = torch.tensor(item.token_ids, dtype=torch.long, device=device)
+    seen = flat_images(model, processor, item, ids)
+    logits_LV = model(input_ids=ids[None], use_cache=False, **seen).logits[0, :-1]
+    logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
+    # Not log_softmax: on CPU in float32 it is biased for large vocabularies (torch 2.13: 5e-6 at 150,000 tokens,
+    # where logsumexp is at 4e-8), which alone put SmolLM2's flat gradient 5e-5 away from float64, 3e-6 without it.
+    return logits_LV, torch.logsumexp(logits_LV, dim=-1), ids
 
 
 def flat_weights(trajectories: Sequence[Trajectory], objective: SFT) -> list[np.ndarray]:

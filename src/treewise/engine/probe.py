@@ -36,6 +36,7 @@ from treewise.engine.walk import MicroBatchOutput, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.compilation import uncompiled
+from treewise.nn.device import is_out_of_memory
 from treewise.nn.gradients import hooks_run_once
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead
 from treewise.objectives import SFT
@@ -195,7 +196,7 @@ def _flat(lm: DecoderAndHead, loss: FlatLoss) -> _Flat:
         with torch.autocast(device, entered[0], enabled=is_given), uncompiled(lm.model):
             run = loss.run(lm.model, lm.device)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, TreewiseError | torch.OutOfMemoryError):
+        if isinstance(error, TreewiseError) or is_out_of_memory(error):
             raise
         what = "images" if any(item.images for item in loss.items) else "text alone"
         raise UnsupportedModelError(
@@ -256,7 +257,7 @@ def _on_tree(lm: DecoderAndHead, plan: Plan, impl: str, processor: Any, *, offlo
         walk = Walk(lm, plan, impl, vision=vision, offload=offload)
         (walk.train if trains else walk.visit)(minus_half)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, TreewiseError | torch.OutOfMemoryError):
+        if isinstance(error, TreewiseError) or is_out_of_memory(error):
             raise
         raise UnsupportedModelError(
             f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}: {type(error).__name__}: {error}. "

@@ -1,4 +1,4 @@
-"""Flat training, written as a newcomer would: one trajectory at a time through the model's own forward.
+"""Flat training for tests: one trajectory at a time through the model's own forward (`treewise.engine.flat`).
 
 What two right computations may differ by is measured, not remembered: by how far flat float32 training is from flat
 float64 training of the same model, on the processor at hand.
@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from treewise.engine.flat import FlatLoss, flat_logits
+from treewise.objectives import SFT
 from treewise.tree.trajectory import Trajectory
 
 Gradients = dict[str, torch.Tensor]
@@ -47,25 +48,18 @@ class FlatGradients(dict[str, torch.Tensor]):
 
 def flat_logprobs(model: nn.Module, trajectory: Trajectory) -> torch.Tensor:
     """[length - 1] log-probs of every token but the first, with a graph."""
-    ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return torch.log_softmax(logits.to(wide), dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+    logits, lse, ids = flat_logits(model, trajectory, None, next(model.parameters()).device)
+    return logits.gather(1, ids[1:, None])[:, 0] - lse
 
 
 def flat_sft(model: nn.Module, trajectories: Sequence[Trajectory]) -> tuple[float, list[torch.Tensor], FlatGradients]:
     """Loss, log-probs ([length - 1] each) and gradients of the weighted token mean over all trajectories."""
     model.zero_grad()
-    weights_N = [np.asarray(item.loss_weights) for item in trajectories]
-    total = sum(float(weights.sum()) for weights in weights_N)
-    loss, logprobs_N = 0.0, []
-    for item, weights in zip(trajectories, weights_N, strict=True):
-        logprobs = flat_logprobs(model, item)
-        loss_part = -(logprobs * torch.tensor(weights[1:], dtype=logprobs.dtype)).sum() / total
-        loss_part.backward()
-        loss += float(loss_part.detach())
-        logprobs_N.append(logprobs.detach())
-    return loss, logprobs_N, FlatGradients(gradients_of(model), lambda: flat_sft(wide_copy(model), trajectories)[2])
+    some = next(model.parameters())
+    run = FlatLoss(trajectories, SFT()).run(model, some.device)
+    wide = torch.promote_types(some.dtype, torch.float32)
+    logprobs_N = [each.to(some.device, wide) for each in run.logprobs]
+    return run.loss, logprobs_N, FlatGradients(gradients_of(model), lambda: flat_sft(wide_copy(model), trajectories)[2])
 
 
 def flat_loss(
