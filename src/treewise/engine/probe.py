@@ -39,6 +39,7 @@ from treewise.nn.compilation import uncompiled
 from treewise.nn.device import is_out_of_memory
 from treewise.nn.gradients import hooks_run_once
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.recurrent import kinds_of
 from treewise.objectives import SFT
 from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
@@ -51,6 +52,7 @@ from treewise.tree.trajectory import Trajectory
 # tree differs by 1.3, 7 and 1.7 spreads). Of a log-prob.
 _ROW, _OWN, _WHOLE = (2e-5, 20), (1e-4, 100), (1e-5, 10)
 _LOGPROB = 1e-3
+_SCANS = 1e-5  # at least the spread of recurrent layers, whose scans round in float32 in every order
 # In low precision the median over the rows of a branch may differ by this many spreads of the model, or roundings of
 # one number; the median log-prob by one nat, because single tokens may be routed elsewhere.
 _SPREADS, _ROUNDINGS, _LOW_LOGPROB = 8, 4, 1.0
@@ -296,7 +298,7 @@ def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) 
         if is_exact:
             hook = lm.decoder.get_input_embeddings().register_forward_hook(moved)
             try:
-                return _gaps(alone, hidden(tokens)).max().item()
+                return max(_gaps(alone, hidden(tokens)).max().item(), _SCANS if kinds_of(lm.decoder) else 0.0)
             finally:
                 hook.remove()
         batched = hidden(tokens.expand(3, -1))
