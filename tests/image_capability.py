@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.vision_models import FAMILIES, IMAGE_TOKEN, png
 from treewise import Trajectory, TreeEngine
 from treewise.data.images import decoded
 from treewise.nn.flops import flop_model
@@ -28,6 +27,7 @@ from treewise.nn.vision import tower, vision_model
 from treewise.nn.vision.pixel_forms import Form, pixel_forms
 from treewise.nn.vision.pixels import feature_rows
 from treewise.testing.families import tiny_model
+from treewise.testing.images import FAMILIES, IMAGE_TOKEN, png
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.tree.images import ImageSpan
 

@@ -19,7 +19,6 @@ from tests.distributed.test_mesh import (
     trajectories,
     with_adapters,
 )
-from tests.vision_models import png
 from treewise import SFT, Trajectory, TreeEngine
 from treewise.distributed import ranks
 from treewise.distributed.context import check_context_size, context_group
@@ -27,6 +26,7 @@ from treewise.engine.context_walk import ContextWalk
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.objectives import GSPO, PolicyGradient
 from treewise.testing import flat_sft, gradient_error, gradients_of, tiny_model
+from treewise.testing.images import png
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.tree.images import ImageSpan
 

@@ -11,13 +11,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import treewise as tw
-from tests.vision_models import FAMILIES, IMAGE_TOKEN, png, seeing_model
 from treewise.data.images import decoded
 from treewise.engine import engine as engine_module
 from treewise.nn.flops import FlopModel
-from treewise.nn.model import split_model
-from treewise.nn.vision import VisionModel, pixel_inputs, tower, vision_model
+from treewise.nn.vision import VisionModel, tower
 from treewise.testing import assert_equals_flat, gradient_error, gradients_of, tiny_model
+from treewise.testing.images import FAMILIES, IMAGE_TOKEN, num_rows, png, row_inputs, seeing_model
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
@@ -34,17 +33,6 @@ HISTORIES = (
     [(1, 5), A, (2, 2)],
     [(9, 6), (10, 3)],
 )
-
-
-def num_rows(model: Any, images: Any, data: bytes) -> int:
-    """Placeholder tokens of a picture, as the model's own tower gives them."""
-    vision = vision_model(split_model(model))
-    pixels = pixel_inputs(images, [decoded(data, "test")])
-    known = {name: value for name, value in pixels.items() if name in ("pixel_values", "image_sizes", "image_grid_thw")}
-    with torch.no_grad():
-        rows = vision.module.get_image_features(**known, return_dict=True).pooler_output
-    parts = [rows] if isinstance(rows, torch.Tensor) else rows
-    return sum(each.reshape(-1, each.shape[-1]).shape[0] for each in parts)
 
 
 def trajectories(model: Any, images: Any, histories: Sequence[Any] = HISTORIES) -> list[Trajectory]:
@@ -69,17 +57,7 @@ def trajectories(model: Any, images: Any, histories: Sequence[Any] = HISTORIES) 
 def flat_logprobs(model: Any, images: Any, item: Trajectory) -> torch.Tensor:
     """[n - 1] log-probs of a trajectory's tokens by the model's own forward."""
     ids = torch.from_numpy(item.token_ids.astype(np.int64))[None]
-    seen = {}
-    if item.images:
-        seen = dict(images(images=[decoded(each.read(), "test") for each in item.images], return_tensors="pt"))
-        seen = {
-            name: value for name, value in seen.items() if name in ("pixel_values", "image_sizes", "image_grid_thw")
-        }
-        if "image_grid_thw" in seen:
-            seen["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
-        if model.config.model_type == "gemma3":
-            seen["token_type_ids"] = (ids == IMAGE_TOKEN).int()
-    logits = model(input_ids=ids, use_cache=False, **seen).logits[0, :-1]
+    logits = model(input_ids=ids, use_cache=False, **row_inputs(model, images, item)).logits[0, :-1]
     return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
 
 

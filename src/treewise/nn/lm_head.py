@@ -70,7 +70,7 @@ class Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[.., V] in float32 or wider, from hidden rows [.., M]."""
-        raw = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        raw = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         logits = _finish(raw.to(torch.promote_types(raw.dtype, torch.float32)), self)[0]
         return logits if self.shard is None else self.shard.gathered(logits)
 
@@ -104,7 +104,7 @@ class ModuleHead:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[.., V] in float32 or wider, from hidden rows [.., M]."""
-        raw = self.module(hidden)
+        raw = self.module(hidden.to(getattr(self.module, "weight", hidden).dtype))
         logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
@@ -258,7 +258,7 @@ class _EdgeValues(torch.autograd.Function):
         bounds: list[_Bounds],
         with_entropy: bool,
     ) -> Any:
-        dtype = autocast_dtype(hidden.device.type) or hidden.dtype
+        dtype = autocast_dtype(hidden.device.type) or weight.dtype  # hidden rows may be kept wider (Mamba)
         hidden = hidden.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         target_E = hidden.new_empty(len(target), dtype=wide)  # logits

@@ -1,6 +1,7 @@
 """Completions behind prompts that they do not belong to, of which KTO's baseline is the mean score."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,11 +41,19 @@ def _parts(item: Trajectory) -> tuple[np.ndarray, list[int], list[float]]:
 
 def _mismatched(item: Trajectory, other: Trajectory, number: int) -> Trajectory:
     prompt, _, _ = _parts(item)
-    _, ids, weights = _parts(other)
+    begin, ids, weights = _parts(other)
+    moved = len(prompt) - len(begin)
+    images = [image for image in item.images if image.end <= len(prompt)]
+    images += [
+        replace(image, start=image.start + moved, end=image.end + moved)
+        for image in other.images
+        if image.start >= len(begin)
+    ]
     return Trajectory(
         np.concatenate([prompt, ids]).astype(np.int32),
         np.concatenate([np.zeros(len(prompt)), weights]),
         group=item.group,
+        images=tuple(images),
         rollout=f"mismatched {number} of {item.rollout!r}",
         source=f"{item.source or 'trajectory'} with the completion of {other.source or 'another'}",
     )

@@ -6,9 +6,9 @@ import io
 import pytest
 from PIL import Image
 
-from tests.vision_models import png
 from treewise.report.html import thumbnails
 from treewise.report.html.thumbnails import ABSENT, Thumbnails
+from treewise.testing.images import png
 from treewise.tree.images import ImageSpan
 
 

@@ -5,6 +5,7 @@ Letters: L tokens of a trajectory, V vocabulary.
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +14,16 @@ import torch
 from torch import nn
 
 from treewise.objectives import DPO, KTO, SFT, Distillation, PolicyGradient, with_mismatched
+from treewise.testing import images
 from treewise.testing.crossings import space
 from treewise.testing.crossings.drawing import Draw, ImpossibleError
 from treewise.testing.families import tiny_model
 from treewise.testing.flat_objectives import run_alone
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
-NUM_STEPS = 2
+NUM_STEPS, TREES_PER_STEP = 2, 2
+PICTURES = (images.png(1), images.png(2, 30, 20))
 # Log-probs of other policies differ from the model's by these, far from every bound of `space.POLICY`.
 OFFSETS = (-0.6, -0.05, 0.02, 0.6)
 LEARNING_RATE = 1e-3
@@ -29,13 +33,13 @@ Tree = list[Trajectory]
 
 @dataclass(frozen=True)
 class Case:
-    """What a draw trains. steps: the trees of each optimizer step. calls: into how many calls of the engine a step is
-    divided."""
+    """What a draw trains. steps: the trees of each optimizer step. processor: of images; None where there are none."""
 
     draw: Draw
     model: Any
     steps: list[list[Tree]]
     objective: Any
+    processor: Any
 
     @property
     def is_per_call(self) -> bool:
@@ -58,20 +62,18 @@ def make_case(draw: Draw) -> Case:
     try:
         model = adapted(base_model(draw), draw)
         mark_trained(model, draw)
-        trees = [some_tree(draw, rng, index) for index in range(NUM_STEPS * trees_per_step(draw))]
-        trees = with_streams(trees, wide(model), draw, rng)
+        trees = [some_tree(draw, rng, index) for index in range(NUM_STEPS * TREES_PER_STEP)]
+        processor = images.FAMILIES[draw["family"]].images() if draw["images"] != "none" else None
+        if processor is not None:
+            rows = [images.num_rows(model, processor, picture) for picture in PICTURES]
+            trees = [with_images(tree, draw["images"], rows) for tree in trees]
+        trees = with_streams(trees, wide(model), processor, draw, rng)
     except ImpossibleError:
         raise
     except Exception as error:
         raise ImpossibleError(f"{type(error).__name__}: {error}") from error
-    size = trees_per_step(draw)
-    steps = [trees[step * size : (step + 1) * size] for step in range(NUM_STEPS)]
-    return Case(draw, model, steps, objective_of(draw))
-
-
-def trees_per_step(draw: Draw) -> int:
-    """Trees of one optimizer step, each of them a group."""
-    return int(2 * draw["accumulation"])
+    steps = [trees[step * TREES_PER_STEP : (step + 1) * TREES_PER_STEP] for step in range(NUM_STEPS)]
+    return Case(draw, model, steps, objective_of(draw), processor)
 
 
 # -- model ------------------------------------------------------------------------------------------------------------
@@ -79,9 +81,13 @@ def trees_per_step(draw: Draw) -> int:
 
 def base_model(draw: Draw) -> Any:
     """The family's tiny model, in its dtype."""
-    changes = space.VARIANTS[draw["variant"]]
+    changes = copy.deepcopy(space.VARIANTS[draw["variant"]])
     dtype = getattr(torch, draw["dtype"])
-    model = tiny_model(draw["family"], dtype, seed=draw["seed"] % 1000, **copy.deepcopy(changes))
+    if draw["family"] in space.SEEING:
+        own = copy.deepcopy(images.FAMILIES[draw["family"]].changes)
+        text = {**own.pop("text_config", {}), **changes}
+        changes = {"image_token_id": images.IMAGE_TOKEN, **own, "text_config": text}
+    model = tiny_model(draw["family"], dtype, seed=draw["seed"] % 1000, **changes)
     if dtype == torch.float64:
         run_experts_in_loops(model)
     elif dtype == torch.bfloat16 and any("experts" in name for name, _ in model.named_modules()):
@@ -117,11 +123,15 @@ def adapted(model: Any, draw: Draw) -> Any:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] != head and name.rpartition(".")[2] != "gate"
     }
-    stand_ins: dict[Any, Any] = {"LINEAR": sorted(linear), "HEAD": head, "EMBEDDING": embedding}
+    ends = ("projector", "merger", "connector")
+    projector = next((name.rpartition(".")[2] for name, _ in model.named_modules() if name.endswith(ends)), "")
+    stand_ins = {"HEAD": head, "EMBEDDING": embedding, "PROJECTOR": projector}
     filled = {
-        name: [stand_ins.get(each, each) for each in value] if isinstance(value, list) else stand_ins.get(value, value)
+        name: [stand_ins.get(each, each) for each in value] if isinstance(value, list) else value
         for name, value in settings.items()
     }
+    if filled.get("target_modules") == "LINEAR":
+        filled["target_modules"] = sorted(linear)
     result = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **filled))
     generator = torch.Generator().manual_seed(draw["seed"])
     for parameter in result.parameters():
@@ -179,13 +189,13 @@ def some_tree(draw: Draw, rng: np.random.Generator, index: int) -> Tree:
     token, so a step is the same however its trees are divided.
     """
     shape = draw["shape"]
-    prompt = np.concatenate([[3 + index], rng.integers(12, 60, int(rng.integers(1, 5)))])
-    rows = [np.concatenate([prompt, rng.integers(12, 60, int(rng.integers(5, 10)))])]
+    prompt = np.concatenate([[3 + index], rng.integers(12, 50, int(rng.integers(1, 5)))])
+    rows = [np.concatenate([prompt, rng.integers(12, 50, int(rng.integers(5, 10)))])]
     rollouts = [0]
-    for number in range(1, 1 if shape == "chain" else 4):
+    for number in range(1, 1 if shape == "chain" else 3 + index % 2):
         above = rows[int(rng.integers(len(rows)))]
         cut = len(prompt) if shape in ("star", "apart") else int(rng.integers(len(prompt), len(above)))
-        row = np.concatenate([above[:cut], rng.integers(12, 60, int(rng.integers(1, 7)))])
+        row = np.concatenate([above[:cut], rng.integers(12, 50, int(rng.integers(1, 7)))])
         if shape == "apart":
             row[0] += 8 * max(0, number - 1)
         if shape == "copies" and number > 1:
@@ -211,7 +221,26 @@ def _trajectory(
     )
 
 
-def with_streams(trees: list[Tree], model: Any, draw: Draw, rng: np.random.Generator) -> list[Tree]:
+def with_images(tree: Tree, where: str, rows: list[int]) -> Tree:
+    """The tree with a picture behind every first token, or with one of two before the answers of some rollouts.
+
+    rows: placeholder tokens of each of `PICTURES`.
+    """
+    result = []
+    for number, item in enumerate(tree):
+        picture = 0 if where == "prompt" else number % 3
+        at = 1 if where == "prompt" else int(np.flatnonzero(item.loss_weights)[0])
+        if picture == 2:  # a rollout without
+            result.append(item)
+            continue
+        span = ImageSpan(PICTURES[picture], at, at + rows[picture])
+        streams = {"loss_weights": 0.0, "advantages": 0.0, "token_ids": images.IMAGE_TOKEN}
+        longer = {name: np.insert(getattr(item, name), at, [fill] * rows[picture]) for name, fill in streams.items()}
+        result.append(replace(item, images=(span,), **longer))
+    return result
+
+
+def with_streams(trees: list[Tree], model: Any, processor: Any, draw: Draw, rng: np.random.Generator) -> list[Tree]:
     """The trees with log-probs of other policies and candidates of a teacher, near those of the model."""
     objective = draw["objective"]
     if objective == "kto":
@@ -223,11 +252,16 @@ def with_streams(trees: list[Tree], model: Any, draw: Draw, rng: np.random.Gener
     result = []
     for tree in trees:
         with torch.no_grad():
-            rows = run_alone(model, tree, temperature=draw["temperature"])
+            rows = run_alone(model, tree, temperature=draw["temperature"], seen=seen_by(model, processor))
         result.append(
             [_with_streams(item, rows.everything[row].numpy(), objective, rng) for row, item in enumerate(tree)]
         )
     return result
+
+
+def seen_by(model: Any, processor: Any) -> Callable[[Trajectory], dict[str, torch.Tensor]]:
+    """What the model's own forward takes of a trajectory's images."""
+    return lambda item: images.row_inputs(model, processor, item)
 
 
 def _with_streams(item: Trajectory, logprobs_LV: np.ndarray, objective: str, rng: np.random.Generator) -> Trajectory:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treewise.nn.support_table import SUPPORTED, CapabilityTable
+from treewise.testing import images
 from treewise.testing.crossings.drawing import Rule
 
 # Fields of the configuration in place of the tiny model's; of the text's part where it has one.
@@ -33,8 +34,10 @@ TRAINED: Mapping[str, str] = {
     "last_layer": "(layers|h|blocks|layer)[.]LAST[.]",
     "queries": "q_proj|query|qkv|c_attn|in_proj|W_pack",
     "values": "v_proj|value|qkv|c_attn|out_proj",
+    "tower": "^(?!.*(projector|merger|connector)).*(vision|visual)",
+    "projector": "projector|merger|connector",
 }
-# Classes of PEFT and their arguments; LINEAR, HEAD and EMBEDDING stand for names of the model's modules.
+# Classes of PEFT and their arguments; LINEAR, HEAD, EMBEDDING and PROJECTOR stand for names of the model's modules.
 ADAPTERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "lora": ("LoraConfig", {"r": 4, "target_modules": "all-linear"}),
     "dora": ("LoraConfig", {"r": 4, "target_modules": "all-linear", "use_dora": True}),
@@ -44,6 +47,7 @@ ADAPTERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "lora_embedding": ("LoraConfig", {"r": 4, "target_modules": "LINEAR", "modules_to_save": ["EMBEDDING"]}),
     "lora_tokens": ("LoraConfig", {"r": 4, "target_modules": "LINEAR", "trainable_token_indices": [5, 9]}),
     "lora_dropout": ("LoraConfig", {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}),
+    "lora_projector": ("LoraConfig", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["PROJECTOR"]}),
     "ia3": ("IA3Config", {"target_modules": "LINEAR", "feedforward_modules": []}),
     "loha": ("LoHaConfig", {"r": 4, "target_modules": "LINEAR"}),
     "oft": ("OFTConfig", {"oft_block_size": 8, "target_modules": "LINEAR"}),
@@ -78,6 +82,18 @@ DISTILLATIONS: Mapping[str, dict[str, Any]] = {
     "renormalized": {"tail": "renormalize", "divergence": "cross_entropy"},
 }
 FUNCTIONS = ("function", "function_of_trained")
+SEEING = tuple(images.FAMILIES)
+OF_IMAGES = ("tower", "projector", "lora_projector")
+# Their parts have millions of parameters, whatever the configuration.
+LARGE = (
+    "janus",
+    "muse_glimmer",
+    "gemma4_unified",
+    "deepseek_vl_hybrid",
+    "cohere2_vision",
+    "got_ocr2",
+    "pp_chart2table",
+)
 NEEDS_MORE = ("entropy", *DISTILLATIONS)  # than log-probs of the trajectories' own tokens
 
 SETTINGS: Mapping[str, tuple[Any, ...]] = {
@@ -88,6 +104,7 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "weighting": ("per_trajectory", "once", "per_rollout"),
     "normalization": ("token_mean", "trajectory_mean", "rollout_mean", "rollout_sum", "constant"),
     "reference": ("none", "k1", "k2", "k3"),
+    "images": ("none", "prompt", "branches"),
     "shape": ("bushy", "chain", "star", "copies", "rows", "apart"),
     "interface": ("step", "logprobs", "trainer"),
     "budget": ("whole", "tiny", "half"),
@@ -106,10 +123,10 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "resumed": (False, True),
 }
 RARITY: Mapping[tuple[str, Any], float] = {
-    ("compiled", True): 20.0,
-    ("resumed", True): 5.0,
+    ("compiled", True): 60.0,
+    ("resumed", True): 10.0,
     ("interface", "trainer"): 2.0,
-    ("attention", "flex"): 4.0,
+    ("attention", "flex"): 10.0,
     ("attention", "flash"): 10.0,
     ("trained", "prompt"): 4.0,
     ("trained", "lora_dropout"): 4.0,
@@ -131,6 +148,8 @@ RULES = (
     Rule(("accumulation", "interface"), lambda number, way: number == 1 or way != "logprobs"),
     Rule(("accumulation", "objective"), lambda number, name: number == 1 or name != "kto"),
     Rule(("accumulation", "hooks"), lambda number, hooks: number == 1 or hooks != "accumulated"),
+    Rule(("family", "images"), lambda family, images: images == "none" or family in SEEING),
+    Rule(("trained", "images"), lambda trained, images: images != "none" or trained not in OF_IMAGES),
     Rule(("interface", "hold"), lambda way, hold: way != "trainer" or hold == "auto"),
     Rule(("interface", "probe"), lambda way, probe: way != "trainer" or probe),
     Rule(("interface", "resumed"), lambda way, resumed: way == "trainer" or not resumed),
@@ -140,8 +159,12 @@ RULES = (
 )
 
 
-def settings_of(seed: int, num_families: int = 40) -> dict[str, tuple[Any, ...]]:
-    """The table of settings with so many of the supported families, others for each seed; llama is the default."""
-    names = [row.family for row in CapabilityTable.load().rows if row.status == SUPPORTED and row.family != "llama"]
+def settings_of(seed: int, num_families: int = 32) -> dict[str, tuple[Any, ...]]:
+    """The table of settings with so many of the supported families: llama, those whose tiny models see, and others by
+    the seed.
+    """
+    fixed = ("llama", *SEEING)
+    rows = [row for row in CapabilityTable.load().rows if row.status == SUPPORTED]
+    names = [row.family for row in rows if row.family not in (*fixed, *LARGE)]
     random.Random(seed).shuffle(names)
-    return {**SETTINGS, "family": ("llama", *names[: num_families - 1])}
+    return {**SETTINGS, "family": (*fixed, *names[: num_families - len(fixed)])}

@@ -22,10 +22,15 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from treewise.testing import tiny_model
+from treewise.data.images import decoded
+from treewise.nn.model import base_model, split_model
+from treewise.nn.vision import pixel_inputs, vision_model
+from treewise.testing.families import tiny_model
+from treewise.tree.trajectory import Trajectory
 
 IMAGE_TOKEN = 60  # of 64
 WORDS = 40  # plain ones; what follows is special
+_INPUTS = ("pixel_values", "image_sizes", "image_grid_thw")
 CLOSED = {"height": 16, "width": 16}
 SMALL_GRID = {"num_position_embeddings": 16}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
@@ -120,6 +125,34 @@ def png(seed: int, width: int = 20, height: int = 16, kind: str = "PNG") -> byte
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, kind)
     return stream.getvalue()
+
+
+def num_rows(model: Any, images: Any, data: bytes) -> int:
+    """Placeholder tokens of a picture, as the model's own tower gives them. images: the image processor."""
+    vision = vision_model(split_model(model))
+    pixels = pixel_inputs(images, [decoded(data, "picture")])
+    known = {name: value for name, value in pixels.items() if name in _INPUTS}
+    if known["pixel_values"].is_floating_point():
+        known["pixel_values"] = known["pixel_values"].to(model.dtype)
+    with torch.no_grad():
+        rows = vision.module.get_image_features(**known, return_dict=True).pooler_output
+    parts = [rows] if isinstance(rows, torch.Tensor) else rows
+    return sum(each.reshape(-1, each.shape[-1]).shape[0] for each in parts)
+
+
+def row_inputs(model: Any, images: Any, item: Trajectory) -> dict[str, torch.Tensor]:
+    """What a model's own forward takes beside the token ids of one trajectory, for its images."""
+    if not item.images:
+        return {}
+    seen = images(images=[decoded(each.read(), "picture") for each in item.images], return_tensors="pt")
+    inputs = {name: value for name, value in seen.items() if name in _INPUTS}
+    is_image = torch.from_numpy(item.token_ids == IMAGE_TOKEN)[None].int()
+    if "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = is_image
+    if base_model(model).config.model_type == "gemma3":
+        inputs["token_type_ids"] = is_image
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    return inputs
 
 
 def _tokenizer(own: Family) -> PreTrainedTokenizerFast:
