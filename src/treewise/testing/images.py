@@ -149,7 +149,8 @@ def row_inputs(model: Any, images: Any, item: Trajectory) -> dict[str, torch.Ten
     is_image = torch.from_numpy(item.token_ids == IMAGE_TOKEN)[None].int()
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = is_image
-    if base_model(model).config.model_type == "gemma3":
+    config: Any = base_model(model).config
+    if config.model_type == "gemma3":
         inputs["token_type_ids"] = is_image
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     return inputs

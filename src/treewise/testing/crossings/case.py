@@ -22,7 +22,7 @@ from treewise.testing.flat_objectives import run_alone
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
-NUM_STEPS, TREES_PER_STEP = 2, 2
+NUM_STEPS = 2
 PICTURES = (images.png(1), images.png(2, 30, 20))
 # Log-probs of other policies differ from the model's by these, far from every bound of `space.POLICY`.
 OFFSETS = (-0.6, -0.05, 0.02, 0.6)
@@ -62,7 +62,7 @@ def make_case(draw: Draw) -> Case:
     try:
         model = adapted(base_model(draw), draw)
         mark_trained(model, draw)
-        trees = [some_tree(draw, rng, index) for index in range(NUM_STEPS * TREES_PER_STEP)]
+        trees = [some_tree(draw, rng, index) for index in range(NUM_STEPS * trees_per_step(draw))]
         processor = images.FAMILIES[draw["family"]].images() if draw["images"] != "none" else None
         if processor is not None:
             rows = [images.num_rows(model, processor, picture) for picture in PICTURES]
@@ -72,8 +72,14 @@ def make_case(draw: Draw) -> Case:
         raise
     except Exception as error:
         raise ImpossibleError(f"{type(error).__name__}: {error}") from error
-    steps = [trees[step * TREES_PER_STEP : (step + 1) * TREES_PER_STEP] for step in range(NUM_STEPS)]
+    size = trees_per_step(draw)
+    steps = [trees[step * size : (step + 1) * size] for step in range(NUM_STEPS)]
     return Case(draw, model, steps, objective_of(draw), processor)
+
+
+def trees_per_step(draw: Draw) -> int:
+    """Two, or one for each batch of a step where these are more."""
+    return max(2, draw["accumulation"] * space.MESHES[draw["processes"]][1])
 
 
 # -- model ------------------------------------------------------------------------------------------------------------
@@ -235,7 +241,9 @@ def with_images(tree: Tree, where: str, rows: list[int]) -> Tree:
             continue
         span = ImageSpan(PICTURES[picture], at, at + rows[picture])
         streams = {"loss_weights": 0.0, "advantages": 0.0, "token_ids": images.IMAGE_TOKEN}
-        longer = {name: np.insert(getattr(item, name), at, [fill] * rows[picture]) for name, fill in streams.items()}
+        longer: dict[str, Any] = {
+            name: np.insert(getattr(item, name), at, [fill] * rows[picture]) for name, fill in streams.items()
+        }
         result.append(replace(item, images=(span,), **longer))
     return result
 

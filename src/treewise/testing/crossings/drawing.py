@@ -151,17 +151,7 @@ class Crossings:
 
     def judge(self, draw: Draw) -> Outcome:
         """Computes a draw."""
-        try:
-            self.check(draw)
-        except ImpossibleError as error:
-            return Outcome("impossible", str(error).partition("\n")[0][:200], str(error))
-        except TreewiseError as error:
-            return Outcome("refused", type(error).__name__, str(error))
-        except WrongError as error:
-            return Outcome("wrong", str(error).partition("\n")[0], str(error))
-        except Exception as error:
-            return Outcome("wrong", f"{type(error).__name__}: {error}"[:200], traceback.format_exc())
-        return Outcome("equal")
+        return judged(self.check, draw)
 
     def shrunk(self, draw: Draw) -> Draw:
         """A wrong draw with as many settings at their defaults as leave it wrong, one after the other."""
@@ -173,6 +163,21 @@ class Crossings:
                 if draw[name] != default and self.allows(simpler) and self.judge(simpler).kind == "wrong":
                     draw, changed = simpler, True
         return draw
+
+
+def judged(check: Callable[[Draw], None], draw: Draw) -> Outcome:
+    """What a check finds in a draw."""
+    try:
+        check(draw)
+    except ImpossibleError as error:
+        return Outcome("impossible", str(error).partition("\n")[0][:200], str(error))
+    except TreewiseError as error:
+        return Outcome("refused", type(error).__name__, str(error))
+    except WrongError as error:
+        return Outcome("wrong", str(error).partition("\n")[0], str(error))
+    except Exception as error:
+        return Outcome("wrong", f"{type(error).__name__}: {error}"[:200], traceback.format_exc())
+    return Outcome("equal")
 
 
 @dataclass

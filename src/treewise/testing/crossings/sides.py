@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from transformers import TrainerCallback
 
+from treewise.distributed.mesh import load_on_mesh
 from treewise.engine import TreeEngine
 from treewise.objectives import Objective
 from treewise.testing.crossings import case as cases
+from treewise.testing.crossings import ranks, space
 from treewise.testing.crossings.case import LEARNING_RATE, NUM_STEPS, Case, Tree
 from treewise.testing.crossings.drawing import Draw, ImpossibleError, WrongError
 from treewise.testing.flat_objectives import Rows, loss_of_rows, run_alone
@@ -38,6 +40,15 @@ class Trained:
 
 
 def check(draw: Draw) -> None:
+    """`check_here`, in as many processes as are drawn."""
+    num_ranks = space.MESHES[draw["processes"]][0]
+    if num_ranks == 1:
+        check_here(draw)
+    else:
+        ranks.check(draw, num_ranks)
+
+
+def check_here(draw: Draw) -> None:
     """Raises `WrongError` where trees and flat training differ, what treewise raises, and `ImpossibleError` where flat
     training fails."""
     with quiet():
@@ -114,7 +125,7 @@ def finish_step(draw: Draw, model: nn.Module, result: Trained, loss: float) -> N
 
 def weights_of(model: nn.Module) -> Gradients:
     """Copies of what is trained."""
-    return {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
+    return {name: whole(each.detach()).clone() for name, each in model.named_parameters() if each.requires_grad}
 
 
 def moves_of(model: nn.Module, before: Gradients) -> Gradients:
@@ -181,27 +192,60 @@ def train_trainer(case: Case, model: Any) -> Trained:
     """By `TreeTrainer`, in one run or resumed after the first step."""
     draw = case.draw
     cases.add_hooks(model, draw)
-    taken = _Taken(draw)
-    before = weights_of(model)
-    with tempfile.TemporaryDirectory() as folder:
+    taken, before = _Taken(), weights_of(model)
+    with tempfile.TemporaryDirectory() as folder, shared_folder(folder) as run_folder:
+        model = loaded(model, draw, f"{run_folder}/model")
         if draw["resumed"]:
-            trainer_of(case, model, folder, [taken, _StopAfterFirst()], save_strategy="steps", save_steps=1).train()
+            trainer = trainer_of(
+                case, model, run_folder, [taken, _StopAfterFirst()], save_strategy="steps", save_steps=1
+            )
+            taken.trainer = trainer
+            trainer.train()
             model = case.fresh_model()
             cases.add_hooks(model, draw)
-        trainer = trainer_of(case, model, folder, [taken])
+            model = loaded(model, draw, f"{run_folder}/model")
+        trainer = taken.trainer = trainer_of(case, model, run_folder, [taken])
         trainer.train(resume_from_checkpoint=True if draw["resumed"] else None)
     taken.result.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     taken.result.moves = moves_of(trainer.model, before)
     return taken.result
 
 
+@contextlib.contextmanager
+def shared_folder(own: str) -> Iterator[str]:
+    """The first process's folder, until all processes are done with it."""
+    if not distributed.is_initialized():
+        yield own
+        return
+    names = [own]
+    distributed.broadcast_object_list(names)
+    yield names[0]
+    distributed.barrier()
+
+
+def loaded(model: Any, draw: Draw, folder: str) -> Any:
+    """The model, as this process's part of a mesh that divides layers or experts."""
+    if draw["processes"] not in space.LOADED:
+        return model
+    sizes = {name: size for name, size in space.MESHES[draw["processes"]][2].items() if name in ("tp_size", "ep_size")}
+    TreeTrainingArguments(output_dir=folder, use_cpu=True, report_to="none", **sizes)  # joins the processes
+    if distributed.get_rank() == 0:
+        model.save_pretrained(folder)
+    distributed.barrier()
+    result = load_on_mesh(folder, dtype=getattr(torch, draw["dtype"]), **sizes).train()
+    cases.mark_trained(result, draw)
+    cases.add_hooks(result, draw)
+    return result
+
+
 def trainer_of(case: Case, model: Any, folder: str, callbacks: list[TrainerCallback], **saving: Any) -> TreeTrainer:
     """A trainer whose steps are those of the case."""
     draw = case.draw
+    _, batches, mesh = space.MESHES[draw["processes"]]
     args = TreeTrainingArguments(
         output_dir=folder,
         max_steps=NUM_STEPS,
-        per_device_train_batch_size=len(case.steps[0]) // draw["accumulation"],
+        per_device_train_batch_size=len(case.steps[0]) // draw["accumulation"] // batches,
         gradient_accumulation_steps=draw["accumulation"],
         max_tokens=budget_of(case),
         attention=draw["attention"],
@@ -220,7 +264,7 @@ def trainer_of(case: Case, model: Any, folder: str, callbacks: list[TrainerCallb
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
-        **{"save_strategy": "no", **saving},
+        **{"save_strategy": "no", **saving, **mesh},
     )
     trees = [tree for step in case.steps for tree in step]
     return TreeTrainer(
@@ -236,11 +280,20 @@ def trainer_of(case: Case, model: Any, folder: str, callbacks: list[TrainerCallb
 class _Taken(TrainerCallback):
     """Takes down the gradients that the optimizer applies."""
 
-    def __init__(self, draw: Draw) -> None:
-        self.draw, self.result = draw, Trained()
+    trainer: Any = None
 
-    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
-        self.result.gradients.append(gradients_of(kwargs["model"]))
+    def __init__(self) -> None:
+        self.result = Trained()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        grads = {name: each.grad for name, each in self.trainer.model.named_parameters() if each.grad is not None}
+        self.result.gradients.append({name: whole(grad).clone() for name, grad in grads.items()})
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A tensor of all ranks."""
+    result: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return result
 
 
 class _StopAfterFirst(TrainerCallback):

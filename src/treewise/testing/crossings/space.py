@@ -96,6 +96,18 @@ LARGE = (
 )
 NEEDS_MORE = ("entropy", *DISTILLATIONS)  # than log-probs of the trajectories' own tokens
 
+# Processes, batches that they compute at a time, and arguments of `TreeTrainingArguments`.
+MESHES: Mapping[str, tuple[int, int, dict[str, Any]]] = {
+    "one": (1, 1, {}),
+    "copies": (2, 2, {}),
+    "sharded": (2, 2, {"sharded": True}),
+    "tensor": (2, 1, {"tp_size": 2}),
+    "experts": (2, 2, {"ep_size": 2, "sharded": True}),
+    "context": (2, 1, {"context_size": 2}),
+    "sharded_tensor": (4, 2, {"tp_size": 2, "sharded": True}),
+}
+LOADED = ("tensor", "experts", "sharded_tensor")  # the model has to be loaded for these
+
 SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "family": ("llama",),  # and others, by `settings_of`
     "variant": tuple(VARIANTS),
@@ -121,8 +133,11 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "hooks": ("none", "gradient", "accumulated", "output"),
     "probe": (True, False),
     "resumed": (False, True),
+    "processes": tuple(MESHES),
 }
 RARITY: Mapping[tuple[str, Any], float] = {
+    **{("processes", name): 10.0 for name in MESHES if name != "one"},
+    ("processes", "sharded_tensor"): 30.0,
     ("compiled", True): 60.0,
     ("resumed", True): 10.0,
     ("interface", "trainer"): 2.0,
@@ -155,6 +170,10 @@ RULES = (
     Rule(("interface", "resumed"), lambda way, resumed: way == "trainer" or not resumed),
     # Not every family reads every field of its configuration, which only the probe sees.
     Rule(("variant", "probe"), lambda variant, probe: probe or variant in ("plain", "tied", "untied")),
+    Rule(("interface", "processes"), lambda way, processes: way == "trainer" or processes == "one"),
+    Rule(("compiled", "processes"), lambda compiled, processes: not compiled or processes == "one"),
+    Rule(("trained", "processes"), lambda trained, processes: trained in TRAINED or processes not in LOADED),
+    Rule(("images", "processes"), lambda images, processes: images == "none" or processes not in LOADED),
     Rule(("trained", "probe"), lambda trained, probe: trained != "lora_dropout" or probe),
 )
 
