@@ -219,8 +219,10 @@ def shared_folder(own: str) -> Iterator[str]:
         return
     names = [own]
     distributed.broadcast_object_list(names)
-    yield names[0]
-    distributed.barrier()
+    try:
+        yield names[0]
+    finally:  # also where all of them are refused
+        distributed.barrier()
 
 
 def loaded(model: Any, draw: Draw, folder: str) -> Any:
@@ -395,8 +397,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-
-
-def script(draw: Draw) -> str:
-    """A draw as a program."""
-    return f"from treewise.testing.crossings import sides\n\nsides.check({draw!r})\n"
