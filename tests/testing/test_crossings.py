@@ -1,5 +1,7 @@
 """Drawn settings: every pair meets, wrong draws are found and shrunk, and a fixed minute of draws is equal."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,39 @@ def test_outcomes_are_counted_and_a_wrong_draw_is_shrunk():
     (shrunk,) = {line.partition(", 'seed'")[0] for line in lines if line.startswith("shrunk:\n{'a': 2")}
     assert shrunk == "shrunk:\n{'a': 2, 'b': 0, 'c': False, 'd': 'two'"
     assert any("KeyError: 'raw'" in line for line in lines)
+
+
+NUM_DRAWS = 40
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_forty_draws_are_equal_or_refused(part):
+    """The first draws of seed 0 in one process; `make crossings` has the others."""
+    space = crossings.training()
+    space = replace(space, settings={**space.settings, "processes": ("one",), "compiled": (False,)})
+    lines = []
+    size = NUM_DRAWS // 4
+    report = crossings.run(space, 0, num_draws=size, skip=part * size, log=lines.append)
+    assert not report.wrong, "\n".join(lines)
+    assert report.counts["equal"] >= size // 3, report
+
+
+@pytest.mark.parametrize("changes", [{"trained": "norms", "budget": "half"}, {"objective": "gspo", "dtype": "float64"}])
+def test_a_draw_as_a_program_prints_small_differences(changes, capsys):
+    space = crossings.training()
+    program = space.script({**space.defaults, "seed": 3, **changes})
+    assert len(program.splitlines()) < 40
+    exec(compile(program, "draw", "exec"), {})
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert len(printed) > 5
+    assert all(float(off) < 1e-4 for off, _ in printed)
+
+
+def test_two_processes_judge_a_draw():
+    space = crossings.training()
+    draw = {**space.defaults, "seed": 1, "interface": "trainer", "processes": "sharded", "trained": "last_layer"}
+    outcome = space.judge(draw)
+    assert outcome.kind == "equal", outcome.text
 
 
 @pytest.mark.parametrize("interface", ["step", "logprobs", "trainer"])

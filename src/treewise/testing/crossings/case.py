@@ -127,7 +127,7 @@ def adapted(model: Any, draw: Draw) -> Any:
     linear = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] != head and name.rpartition(".")[2] != "gate"
+        if isinstance(module, nn.Linear) and not re.search(rf"vision|visual|projector|[.](gate|{head})$", name)
     }
     ends = ("projector", "merger", "connector")
     projector = next((name.rpartition(".")[2] for name, _ in model.named_modules() if name.endswith(ends)), "")
