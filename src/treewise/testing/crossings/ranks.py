@@ -74,6 +74,9 @@ class Pool:
         for worker in self.workers:
             worker.kill()
             worker.wait()
+            for stream in (worker.stdin, worker.stdout):
+                if stream is not None:
+                    stream.close()
 
 
 def check(draw: Draw, num_ranks: int) -> None:

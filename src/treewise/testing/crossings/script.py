@@ -14,24 +14,13 @@ from treewise.testing.crossings.drawing import Draw
 from treewise.testing.crossings.sides import budget_of, quiet
 from treewise.tree.trajectory import Trajectory
 
-WRITTEN_OUT = (
-    "family",
-    "variant",
-    "trained",
-    "objective",
-    "weighting",
-    "normalization",
-    "reference",
-    "shape",
-    "budget",
-)
-WRITTEN_OUT += ("hold", "offload", "attention", "dtype", "temperature", "checkpoints", "probe", "seed")
+NEEDS_MORE = ("images", "interface", "accumulation", "compiled", "clip", "optimizer", "hooks", "resumed", "processes")
 
 
 def script(draw: Draw) -> str:
     """The program of a draw; one of its first step where the settings allow it."""
     defaults = {name: values[0] for name, values in space.SETTINGS.items()}
-    plain = all(name in WRITTEN_OUT or value == defaults[name] for name, value in draw.items())
+    plain = all(draw[name] == defaults[name] for name in NEEDS_MORE)
     if not plain or draw["trained"] in space.ADAPTERS or draw["objective"] in space.FUNCTIONS:
         return f"from treewise.testing.crossings import sides\n\nsides.check({draw!r})\n"
     with quiet():
