@@ -230,7 +230,6 @@ def loaded(model: Any, draw: Draw, folder: str) -> Any:
     if draw["processes"] not in space.LOADED:
         return model
     sizes = {name: size for name, size in space.MESHES[draw["processes"]][2].items() if name in ("tp_size", "ep_size")}
-    TreeTrainingArguments(output_dir=folder, use_cpu=True, report_to="none", **sizes)  # joins the processes
     if distributed.get_rank() == 0:
         model.save_pretrained(folder)
     distributed.barrier()
