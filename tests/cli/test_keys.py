@@ -32,7 +32,7 @@ CALLS = {
     "gguf_file": "load_weights.policy_gguf",
     **{key: f"load_trees.{key}" for key in ("num_workers", "on_bad_record")},
     **{key: f"load_trees of {key}" for key in ("data", "eval_data")},
-    **{key: f"task_named.{key}" for key in ("reward_functions",)},
+    **{key: f"task_named.{key}" for key in ("reward_functions", "reward_weights")},
     **{key: f"credited.{key}" for key in ("objective", "objective_settings", "drop_flat_groups")},
     "load_in_4bit": "load_weights.bits",
     "load_in_8bit": "load_weights.bits",
@@ -62,7 +62,8 @@ GIVEN = {
     "advantages": "rloo", "old_logprobs": "recompute", "sampler": "vllm", "max_length": 77, "max_record_bytes": 7777,
     "tasks": "sum", "dtype": "bfloat16", "max_tokens": 64, "branching": "random", "eval_split": 0.25,
     "branching_settings": {"variations": 3}, "book_settings": {"decay": 0.5}, "check_items": 5, "check_rollouts": 6,
-    "num_items": 9, "on_reward_error": "raise", "reward_functions": ["a:b", "c:d"], "steps_per_epoch": 3,
+    "num_items": 9, "on_reward_error": "raise", "reward_weights": [0.5, 0.25],
+    "max_failed": 0.25, "reward_functions": ["a:b", "c:d"], "steps_per_epoch": 3,
 }  # fmt: skip
 SUM = {"weighting", "normalization", "constant"}  # in `rl`, settings of the objective
 LEFT_OUT = {

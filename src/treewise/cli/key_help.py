@@ -72,6 +72,7 @@ HELP: Mapping[str, str] = {
     "tasks_settings": "of the task, a mapping",
     "tasks_seed": "other seeds make other items",
     "reward_functions": "of rows: module:function or file.py:function; several add up",
+    "reward_weights": "what each of reward_functions counts",
     "sampler": "transformers, or vllm",
     "sampler_settings": "of the sampler, a mapping",
     "logprob_gap_limit": "a run warns where sampler and policy differ by more (1: no gap)",
