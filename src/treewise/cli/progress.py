@@ -17,7 +17,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from typing_extensions import override
 
 from treewise.cli.run_folder import LOG
-from treewise.errors import num
+from treewise.errors import duration, num
 from treewise.trainer.checkpoint.manifest import own_file
 
 # Metrics of objectives that a line shows, with their short names.
@@ -47,13 +47,6 @@ def step_line(logs: Mapping[str, Any], step: int, max_steps: int, seconds_left: 
     if seconds_left is not None and step < max_steps and seconds_left < MAX_SECONDS:
         parts.append(f"ETA {duration(seconds_left)}")
     return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """`0:40`, `12:05`, `3:07:00`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class StepLines(TrainerCallback):

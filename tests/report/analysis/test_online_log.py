@@ -11,6 +11,7 @@ from treewise.errors import DataError
 from treewise.report import read_run
 from treewise.report.analysis.online_log import reward_tree
 from treewise.report.html.build import run_charts
+from treewise.report.html.page import render_page
 from treewise.report.html.reward_drawing import PROMPT, drawing
 from treewise.tree.trajectory import Trajectory
 
@@ -27,7 +28,8 @@ ALWAYS = [([1, 9, 9], 1.0), ([1, 9, 8], 1.0)]
 
 
 def row(ids: list[int], reward: float, group: str) -> dict[str, Any]:
-    return {"token_ids": ids, "loss_weights": [0.0, *[1.0] * (len(ids) - 1)], "reward": reward, "group": group}
+    texts = {"prompt_text": f"{group}?", "completion_text": " ".join(map(str, ids[1:]))}
+    return {"token_ids": ids, "loss_weights": [0.0, *[1.0] * (len(ids) - 1)], "reward": reward, "group": group, **texts}
 
 
 def write_online_run(folder: Path, name: str = "t/1") -> Path:
@@ -63,6 +65,41 @@ def test_charts_of_an_online_run_begin_with_its_reward(tmp_path: Path) -> None:
     assert titles[:6] == expected
     assert "Iteration" not in titles
     assert not run.absent
+
+
+def test_trees_and_held_out_samples_have_their_text(tmp_path: Path) -> None:
+    folder = write_online_run(tmp_path / "run")
+    (folder / "evaluations").mkdir()
+    for iteration, rewards in ((0, (0.0, None)), (1, (0.5, 0.5)), (2, (1.0, 0.0))):
+        samples = [
+            {"key": key, "prompt": f"{key}?", "completion": f"answer {iteration}", "reward": reward}
+            for key, reward in zip("ab", rewards, strict=True)
+        ]
+        path = folder / "evaluations" / f"iteration-{iteration:05d}.jsonl"
+        path.write_text("".join(json.dumps(each) + "\n" for each in samples))
+    online = read_run(folder).online
+    assert online is not None
+    assert online.trees[1].prompt == "t/1?"
+    assert online.trees[1].rollouts == (("2 3 4 5", 1.0), ("2 3 6", 0.0), ("2 7 8", 0.0))
+    assert [(each.key, each.iterations, each.completions, each.rewards) for each in online.held_out] == [
+        ("a", (0, 2), ("answer 0", "answer 2"), (0.0, 1.0)),
+        ("b", (0, 2), ("answer 0", "answer 2"), (None, 0.0)),
+    ]
+    page = render_page(None, read_run(folder), "0")
+    assert "2 3 4 5" in page
+    assert "answer 2" in page
+
+
+def test_rows_without_text_are_drawn_without_it(tmp_path: Path) -> None:
+    folder = write_online_run(tmp_path / "run")
+    for path in (folder / "rollouts").iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        bare = [{key: row[key] for key in ("token_ids", "loss_weights", "reward", "group")} for row in rows]
+        path.write_text("".join(json.dumps(each) + "\n" for each in bare))
+    online = read_run(folder).online
+    assert online is not None
+    assert len(online.trees) == 4
+    assert not any(tree.prompt or tree.rollouts for tree in online.trees)
 
 
 def test_values_of_a_tree_are_means_over_draws(tmp_path: Path) -> None:

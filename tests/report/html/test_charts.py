@@ -40,7 +40,7 @@ def test_bars_are_as_tall_as_their_counts_and_inside_the_box(values: list[float]
     top = chart.y_range[1]
     for bar, count in zip(chart.bars, counts, strict=True):
         assert bar.height == pytest.approx(count / top * (HEIGHT - BOTTOM - TOP), abs=0.02)
-        assert LEFT <= bar.x <= bar.x + bar.width <= WIDTH - RIGHT
+        assert LEFT <= chart.left <= bar.x <= bar.x + bar.width <= chart.right <= WIDTH - RIGHT
 
 
 def test_wide_ranges_get_logarithmic_bins() -> None:
@@ -93,6 +93,14 @@ def test_steps_hold_their_value_and_are_filled_to_zero() -> None:
     assert "H" in chart.lines[0].path
     assert chart.lines[0].path.endswith("Z")
     assert chart.y_range[0] == 0
+
+
+@given(low=st.floats(-1e6, 1e6), width=st.floats(1e-7, 1e6), last=st.integers(1, 10**6))
+def test_no_label_is_cut(low: float, width: float, last: int) -> None:
+    """At 9 pixels a character, the widest digit of the page's largest font."""
+    chart = line_chart([("gap", [0, last], [low, low + width])], "Gap", "step", "x")
+    assert all(chart.left - 6 - 9 * len(label) >= 0 for _, label in chart.y_ticks)
+    assert all(x - 4.5 * len(label) >= 0 and x + 4.5 * len(label) <= WIDTH for x, label in chart.x_ticks)
 
 
 def test_no_two_ticks_have_the_same_label() -> None:

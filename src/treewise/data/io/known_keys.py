@@ -18,6 +18,7 @@ LABELS = ("group", "task_id", "reward", "rollout", "advantages")
 CHAT = frozenset({"messages", "tools", "tools_ref", "functions", *LABELS})
 ROW = frozenset(
     {"token_ids", "images", "messages", "text", "prompt", "completion", "tools", "tools_ref", *LABELS, *STREAMS}
+    | {"prompt_text", "completion_text"}  # of rollouts of online runs: for people
 )
 PAIR = frozenset({"prompt", "completion", "images", "tools", "tools_ref", "functions", *LABELS})
 NODE = frozenset({"id", "parent", "token_ids", "message", "images", "reward", "rollout", "end", *STREAMS})

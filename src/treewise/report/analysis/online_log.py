@@ -14,9 +14,11 @@ from treewise.errors import DataError
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-FOLDER = "rollouts"
+FOLDER, EVALUATIONS = "rollouts", "evaluations"
 _OVER_TOKENS = {"reward": "reward, training", "eval_reward": "reward, held out", "eval_pass@1": "pass@1, held out"}
 _MAX_ROWS = 20_000  # of one iteration that is read for its trees
+_MAX_HELD_OUT = 12  # held-out items that are shown
+_MAX_CHARS = 4_000  # of a text; the end of a longer prompt is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class TreePiece:
 @dataclass(frozen=True, slots=True)
 class RewardTree:
     """A tree of rollouts. which: `best` or `worst` of its iteration by mean reward. prompt_tokens: before the first
-    trained one.
+    trained one. prompt, rollouts: texts, the latter with rewards, best first; empty where rows hold no text.
     """
 
     iteration: int
@@ -56,6 +58,19 @@ class RewardTree:
     mean_reward: float
     prompt_tokens: int
     pieces: tuple[TreePiece, ...]
+    prompt: str = ""
+    rollouts: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A held-out item at the first and at the last evaluation: what was sampled, and its reward (None: it failed)."""
+
+    key: str
+    prompt: str
+    iterations: tuple[int, int]
+    completions: tuple[str, str]
+    rewards: tuple[float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +82,7 @@ class OnlineReport:
     observed: tuple[float, ...]
     trials: tuple[float, ...]
     trees: tuple[RewardTree, ...]
+    held_out: tuple[HeldOut, ...] = ()
 
 
 def read_online(run: Path, state: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> OnlineReport | None:
@@ -78,7 +94,7 @@ def read_online(run: Path, state: Mapping[str, Any], history: Sequence[Mapping[s
     if not any("sampled_tokens" in entry for entry in history):
         return None
     predicted, observed, trials = _calibration(state)
-    return OnlineReport(_over_tokens(history), predicted, observed, trials, _trees(run))
+    return OnlineReport(_over_tokens(history), predicted, observed, trials, _trees(run), _held_out(run))
 
 
 def _over_tokens(history: Sequence[Mapping[str, Any]]) -> tuple[TokenSeries, ...]:
@@ -108,15 +124,51 @@ def _calibration(state: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[flo
 
 def _trees(run: Path) -> tuple[RewardTree, ...]:
     """The best and the worst tree of the first and the last iteration."""
-    files = sorted(path for path in (run / FOLDER).glob("iteration-*.jsonl") if _iteration(path) is not None)
+    files = _files(run / FOLDER)
     found: list[RewardTree] = []
     for path in dict.fromkeys(files[:1] + files[-1:]):
-        groups = _groups(path)
+        groups, texts = _groups(path)
         ranked = sorted(groups, key=lambda name: (np.mean([row.reward or 0.0 for row in groups[name]]), name))
         chosen = {"best": ranked[-1], "worst": ranked[0]} if ranked else {}
         for which, name in chosen.items() if len(ranked) > 1 else list(chosen.items())[:1]:
-            found.append(reward_tree(groups[name], _iteration(path) or 0, which, name))
+            found.append(reward_tree(groups[name], _iteration(path) or 0, which, name, texts.get(name, ())))
     return tuple(found)
+
+
+def _held_out(run: Path) -> tuple[HeldOut, ...]:
+    """The first held-out items at the first and the last evaluation."""
+    files = _files(run / EVALUATIONS)
+    if len(files) < 2:
+        return ()
+    first, last = (_samples(path) for path in (files[0], files[-1]))
+    iterations = (_iteration(files[0]) or 0, _iteration(files[-1]) or 0)
+    return tuple(
+        HeldOut(
+            key,
+            str(one["prompt"])[-_MAX_CHARS:],
+            iterations,
+            (str(one["completion"])[:_MAX_CHARS], str(last[key]["completion"])[:_MAX_CHARS]),
+            (one["reward"], last[key]["reward"]),
+        )
+        for key, one in first.items()
+        if key in last
+    )[:_MAX_HELD_OUT]
+
+
+def _samples(path: Path) -> dict[str, dict[str, Any]]:
+    """Held-out samples by the key of their item."""
+    found = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            sample = json.loads(line)
+            found[str(sample["key"])] = {name: sample[name] for name in ("prompt", "completion", "reward")}
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}:{number}: not a held-out sample ({type(error).__name__}: {error}).") from None
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("iteration-*.jsonl") if _iteration(path) is not None)
 
 
 def _iteration(path: Path) -> int | None:
@@ -124,8 +176,10 @@ def _iteration(path: Path) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def _groups(path: Path) -> dict[str, list[Trajectory]]:
+def _groups(path: Path) -> tuple[dict[str, list[Trajectory]], dict[str, list[tuple[str, str]]]]:
+    """Rows by group; and their prompts and completions, where they hold these."""
     groups: dict[str, list[Trajectory]] = {}
+    texts: dict[str, list[tuple[str, str]]] = {}
     with path.open(encoding="utf-8") as lines:
         for number, line in zip(range(1, _MAX_ROWS + 1), lines, strict=False):
             try:
@@ -133,12 +187,19 @@ def _groups(path: Path) -> dict[str, list[Trajectory]]:
                 item = Trajectory(row["token_ids"], row["loss_weights"], reward=row["reward"], draws=row.get("draws"))
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f"{path}:{number}: not a row of rollouts ({type(error).__name__}: {error}).") from None
-            groups.setdefault(str(row.get("group")), []).append(item)
-    return groups
+            group = str(row.get("group"))
+            groups.setdefault(group, []).append(item)
+            if "prompt_text" in row and "completion_text" in row:
+                texts.setdefault(group, []).append((str(row["prompt_text"]), str(row["completion_text"])))
+    return groups, texts
 
 
-def reward_tree(rows: Sequence[Trajectory], iteration: int, which: str, group: str) -> RewardTree:
-    """The picture of one tree. Rollouts with equal tokens are one leaf, whose value is their mean."""
+def reward_tree(
+    rows: Sequence[Trajectory], iteration: int, which: str, group: str, texts: Sequence[tuple[str, str]] = ()
+) -> RewardTree:
+    """The picture of one tree. Rollouts with equal tokens are one leaf, whose value is their mean. texts: prompt and
+    completion of each row, or none.
+    """
     forest = Forest.from_trajectories(list(rows))
     starts, ends, parents = _pieces(forest, {int(path[-1]) for path in forest.paths})
     children: dict[int, list[int]] = {}
@@ -171,7 +232,10 @@ def reward_tree(rows: Sequence[Trajectory], iteration: int, which: str, group: s
     ]
     first = min(int(np.argmax(row.loss_weights > 0)) for row in rows)
     mean = float(np.mean([row.reward or 0.0 for row in rows]))
-    return RewardTree(iteration, which, group, len(rows), mean, first, tuple(pieces))
+    pairs = zip([completion[:_MAX_CHARS] for _, completion in texts], rows, strict=False)
+    rollouts = sorted(((text, float(row.reward or 0.0)) for text, row in pairs), key=lambda pair: -pair[1])
+    prompt = texts[0][0][-_MAX_CHARS:] if texts else ""
+    return RewardTree(iteration, which, group, len(rows), mean, first, tuple(pieces), prompt, tuple(rollouts))
 
 
 def _pieces(forest: Forest, last: set[int]) -> tuple[list[int], list[int], list[int]]:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 WIDTH, HEIGHT = 460, 230
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40  # margins; the first two are wider where labels need it
+CHARACTER = 9.2  # width of one in a label, at the font of narrow screens
 NUM_BINS = 18
 MAX_POINTS = 500  # of a line; more are thinned to the extremes of each column
 LOG_RANGE = 6.0  # values that span more than this factor get logarithmic bins
@@ -43,7 +44,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart. summary: the same in words, for screen readers."""
+    """One chart. left, right: ends of the box that holds bars and lines. summary: the same in words, for screen
+    readers.
+    """
 
     title: str
     x_label: str
@@ -53,13 +56,16 @@ class Chart:
     summary: str
     x_range: tuple[float, float]
     y_range: tuple[float, float]
+    left: float
+    right: float
     bars: tuple[Bar, ...] = ()
     lines: tuple[Line, ...] = ()
 
     def reading(self) -> dict[str, Any]:
         """JSON values that the page shows under the pointer."""
         lines = [{"label": line.label, "xs": line.xs, "ys": line.ys} for line in self.lines]
-        return {"x_range": self.x_range, "y_range": self.y_range, "x_label": self.x_label, "lines": lines}
+        box = (self.left, self.right)
+        return {"x_range": self.x_range, "y_range": self.y_range, "box": box, "x_label": self.x_label, "lines": lines}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +96,29 @@ def histogram_chart(values: Sequence[float], title: str, x_label: str, what: str
     shape = histogram(values)
     edges, counts = np.array(shape.edges), np.array(shape.counts)
     top, y_ticks = _count_axis(int(counts.max()))
-    to_x = _scale(edges[0], edges[-1], LEFT, WIDTH - RIGHT, is_logarithmic=shape.is_logarithmic)
+    ticks = _log_ticks(edges[0], edges[-1]) if shape.is_logarithmic else nice_ticks(edges[0], edges[-1])
+    x_labels, y_labels = [_short(tick) for tick in ticks], [f"{tick:,.0f}" for tick in y_ticks]
+    left, right = _box(x_labels, y_labels)
+    to_x = _scale(edges[0], edges[-1], left, right, is_logarithmic=shape.is_logarithmic)
     to_y = _scale(0.0, top, HEIGHT - BOTTOM, TOP)
     bars = []
     for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
-        x, right, y = to_x(low), to_x(high), to_y(float(count))
+        x, end, y = to_x(low), to_x(high), to_y(float(count))
         label = f"{_short(low)} to {_short(high)}: {count:,} {what}"
-        bars.append(Bar(round(x + 0.75, 2), round(y, 2), round(right - x - 1.5, 2), round(to_y(0) - y, 2), label))
-    ticks = _log_ticks(edges[0], edges[-1]) if shape.is_logarithmic else nice_ticks(edges[0], edges[-1])
+        bars.append(Bar(round(x + 0.75, 2), round(y, 2), round(end - x - 1.5, 2), round(to_y(0) - y, 2), label))
     median = float(np.median(values))
     return Chart(
         title,
         x_label,
         what,
-        tuple((to_x(tick), _short(tick)) for tick in ticks),
-        tuple((to_y(tick), f"{tick:,.0f}") for tick in y_ticks),
+        tuple(zip(map(to_x, ticks), x_labels, strict=True)),
+        tuple(zip(map(to_y, y_ticks), y_labels, strict=True)),
         f"{title}: median {_plain(median)}, from {_plain(min(values))} to {_plain(max(values))}, "
         f"over {len(values):,} {what}.",
         (float(edges[0]), float(edges[-1])),
         (0.0, top),
+        left,
+        right,
         bars=tuple(bars),
     )
 
@@ -129,7 +139,10 @@ def line_chart(
     y_low, y_high = _widened(min(0.0, float(all_y.min())) if from_zero else float(all_y.min()), float(all_y.max()))
     y_ticks = nice_ticks(y_low, y_high, outside=True)
     y_low, y_high = min(y_low, y_ticks[0]), max(y_high, y_ticks[-1])
-    to_x = _scale(x_low, x_high, LEFT, WIDTH - RIGHT)
+    x_ticks = nice_ticks(x_low, x_high)
+    x_labels, y_labels = _labels(x_ticks), _labels(y_ticks)
+    left, right = _box(x_labels, y_labels)
+    to_x = _scale(x_low, x_high, left, right)
     to_y = _scale(y_low, y_high, HEIGHT - BOTTOM, TOP)
     lines = []
     for label, xs, ys in thinned:
@@ -141,11 +154,13 @@ def line_chart(
         title,
         x_label,
         y_label,
-        _labelled(nice_ticks(x_low, x_high), to_x),
-        _labelled(y_ticks, to_y),
+        tuple(zip(map(to_x, x_ticks), x_labels, strict=True)),
+        tuple(zip(map(to_y, y_ticks), y_labels, strict=True)),
         f"{title} by {x_label}: {described}.",
         (x_low, x_high),
         (y_low, y_high),
+        left,
+        right,
         lines=tuple(lines),
     )
 
@@ -212,14 +227,22 @@ def _thinned(xs: np.ndarray, ys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return xs[order], ys[order]
 
 
-def _labelled(ticks: Sequence[float], to_coordinate: Callable[[float], float]) -> tuple[Tick, ...]:
-    """Ticks with labels, no two of which are the same."""
+def _box(x_labels: Sequence[str], y_labels: Sequence[str]) -> tuple[float, float]:
+    """Ends of the box, so that no label is cut: those of y end 6 pixels before it, the last of x is centred at its
+    end.
+    """
+    left = max(LEFT, 8 + CHARACTER * max(map(len, y_labels)))
+    return left, WIDTH - max(RIGHT, CHARACTER * len(x_labels[-1]) / 2 if x_labels else 0)
+
+
+def _labels(ticks: Sequence[float]) -> list[str]:
+    """Labels of ticks, no two of which are the same."""
     labels = [_short(tick) for tick in ticks]
     digits = 4
     while len(set(labels)) < len(labels) and digits < 16:
         labels = [f"{tick:,.{digits}g}" for tick in ticks]
         digits += 1
-    return tuple((to_coordinate(tick), label) for tick, label in zip(ticks, labels, strict=True))
+    return labels
 
 
 def _plain(value: float) -> str:

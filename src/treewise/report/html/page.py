@@ -141,6 +141,7 @@ def _environment() -> jinja2.Environment:
         "flops": flops,
         "size": bytes_as_text,
         "percent": percent,
+        "reward": lambda value: "–" if value is None else f"{value:.3g}",
     }
     return environment
 

@@ -1,11 +1,13 @@
 """The figures of an iteration, and the line that is printed of them."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from transformers import TrainerCallback
 
+from treewise.errors import duration
 from treewise.objectives import PolicyGradient
 from treewise.rl.branching import PROMPT
 from treewise.rl.online.crediting import IterationAccount
@@ -36,22 +38,30 @@ _ONLY_IF_SET = ("failed_rollouts",)
 
 
 class PrintedLine(TrainerCallback):
-    """Prints one line for each iteration."""
+    """Prints one line for each iteration, with an estimate of the time left."""
 
     def __init__(self, write: Any) -> None:
         self.write = write
+        self._began, self._first = 0.0, 0
+
+    def on_train_begin(self, *given: Any, **_: Any) -> None:
+        self._began, self._first = time.monotonic(), given[1].global_step
 
     def on_log(self, *given: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         state = given[1]  # after the arguments of the run
         if logs and "iteration" in logs:
-            self.write(line_of(logs, state.max_steps) + "\n")
+            done = state.global_step - self._first
+            left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step) if done else None
+            self.write(line_of(logs, state.max_steps, left) + "\n")
 
 
-def line_of(logs: Mapping[str, float], num_iterations: int) -> str:
-    """The figures of an iteration in one line."""
+def line_of(logs: Mapping[str, float], num_iterations: int, seconds_left: float | None = None) -> str:
+    """The figures of an iteration in one line. seconds_left: of the run; None where it is not known yet."""
     shown = [
         text.format(logs[name]) for name, text in _LINE if name in logs and (logs[name] or name not in _ONLY_IF_SET)
     ]
+    if seconds_left:
+        shown.append(f"ETA {duration(seconds_left)}")
     return f"iteration {logs['iteration']:.0f}/{num_iterations}: " + ", ".join(shown)
 
 

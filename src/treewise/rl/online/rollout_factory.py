@@ -16,6 +16,7 @@ from treewise.rl.online.conversations import Conversation, start
 from treewise.rl.online.evaluation import evaluated
 from treewise.rl.online.items import book_key
 from treewise.rl.online.journal import Journal
+from treewise.rl.online.records import Sample
 from treewise.rl.online.sampling import GrowingTree, Rounds
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.online.state import LoopState
@@ -85,28 +86,29 @@ class RolloutFactory:
             expected_tokens=state.expected_tokens or float(settings.max_new_tokens),
         )
 
-    def evaluation(self, rounds: Rounds) -> dict[str, float]:
-        """Figures of one rollout of each held-out item; empty where there are none. Failed rewards are counted by
-        `eval_failed` alone.
+    def evaluation(self, rounds: Rounds) -> tuple[dict[str, float], list[Sample]]:
+        """Figures of one rollout of each held-out item, and these; empty where there are none. Failed rewards are
+        counted by `eval_failed` alone.
         """
         settings = self.settings
         total = self.task.num_items("held_out")
         count = settings.eval_items if total is None else min(settings.eval_items, total)
         if not count:
-            return {}
+            return {}, []
         items = [self.task.item("held_out", index) for index in range(count)]
         failures = self.rewards.failures.copy()
         with torch.no_grad():
-            figures = evaluated(
+            figures, samples = evaluated(
                 [(item, self._start(item)) for item in items],
                 replace(rounds, seconds=dict(rounds.seconds)),
+                self.chat.tokenizer,
                 temperature=settings.eval_temperature,
                 success_at=settings.success_at,
                 seed=self.eval_seed,
                 max_failed=settings.max_failed,
             )
         self.rewards.failures = failures
-        return figures
+        return figures, samples
 
     def _start(self, item: TaskItem) -> Conversation:
         """Raises `UnsupportedModelError` if the rollout might become longer than training follows; a `max_length` that

@@ -47,6 +47,8 @@ class OnlineSettings:
             ones at every iteration.
         eval_every: iterations between evaluations on held-out items (also before the first and after the last
             iteration); 0: never. eval_items: their number. eval_temperature: 0 is greedy.
+        show_every: iterations between two of which a best and a worst rollout are printed, with their text (the first
+            and the last, too), and held-out samples of each evaluation; 0: never.
         success_at: rewards from here on are successes: of pass@1, the book, and `lcr`.
         save_every: iterations between checkpoints; there is always one after the last.
         reward_timeout: seconds for one call of a reward function, a tool or `reset`; None: no limit. on_reward_error:
@@ -86,6 +88,7 @@ class OnlineSettings:
     eval_every: int = 10
     eval_items: int = 64
     eval_temperature: float = 0.0
+    show_every: int = 10
     success_at: float = 0.5
     save_every: int = 5
     reward_timeout: float | None = 30.0
@@ -100,7 +103,7 @@ class OnlineSettings:
         for name in (*positive, "update_epochs", "save_every", "eval_items"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("eval_every", "num_candidates", "top_k", "eval_temperature", "check_items"):
+        for name in ("eval_every", "show_every", "num_candidates", "top_k", "eval_temperature", "check_items"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative.")
         if self.mini_batches > self.trees_per_iteration:
@@ -156,7 +159,7 @@ class OnlineSettings:
 
     def sampling_facts(self) -> dict[str, Any]:
         """What decides which rollouts a run samples; a resumed run must agree."""
-        free = {"iterations", "eval_every", "eval_items", "eval_temperature", "save_every"}
+        free = {"iterations", "eval_every", "eval_items", "eval_temperature", "show_every", "save_every"}
         free |= {"reward_timeout", "max_failed", "reward_workers"}
         facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in free}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()}

@@ -39,7 +39,7 @@ from treewise.rl.online.journal import Journal, journal_file, journals
 from treewise.rl.online.practice import Practised, practise
 from treewise.rl.online.processes import hand_over, same_weights
 from treewise.rl.online.progress import token_progress
-from treewise.rl.online.records import write_rollouts
+from treewise.rl.online.records import NUM_SHOWN, Sample, best_and_worst, lines_of, write_evaluation, write_rollouts
 from treewise.rl.online.report import PrintedLine, figures, nothing_learned
 from treewise.rl.online.rewarding import check_failures
 from treewise.rl.online.rollout_factory import RolloutFactory
@@ -319,14 +319,16 @@ class OnlineTrainer:
         rounds = self.rollouts.rounds(self.state, Journal(journal_file(self.folder, iteration + 1)))
         self.rewards.begin(self._trainer.state)
         if iteration == 0 and self.settings.eval_every:
-            self._log({"iteration": 0.0, **self.rollouts.evaluation(rounds)})
+            found, before = self._evaluation(0, rounds)
+            self._log({"iteration": 0.0, **found})
+            self._show("held out, before the first update", before[:NUM_SHOWN])
         self.rewards.begin(self._trainer.state)
         practised = self._practise(iteration, rounds)
         check_failures(self.rewards.tally, self.settings.max_failed, f"iteration {iteration + 1}", rounds.journal)
         trees = practised.trees
         rows = rows_of(trees, iteration + 1)
         if self.args.should_save:
-            write_rollouts(self.folder, iteration + 1, rows)
+            write_rollouts(self.folder, iteration + 1, rows, self.rollouts.chat.tokenizer)
         update = self._credited([rows[kept] for kept in practised.kept])
         account = account_of(trees, rows, update, iteration + 1)
         nothing = nothing_learned(trees, update, self.objective)
@@ -343,16 +345,32 @@ class OnlineTrainer:
             trees, account, report, self.state.book, rounds.seconds, self.settings.success_at
         )
         logs |= practised.figures()
+        held_out: list[Sample] = []
         logs |= {name: float(np.mean(values)) for name, values in self.rewards.tally.metrics.items()}
         logs |= {**gap, "learning_rate": float(updater.scheduler.get_last_lr()[0])}
         if self._is_due(iteration, self.settings.eval_every):
-            logs |= self.rollouts.evaluation(rounds)
+            found, held_out = self._evaluation(iteration + 1, rounds)
+            logs |= found
         self._log(logs)
+        if (iteration == 0 and self.settings.show_every) or self._is_due(iteration, self.settings.show_every):
+            self._show("sampled", best_and_worst(rows, self.rollouts.chat.tokenizer))
+        self._show("held out", held_out[:NUM_SHOWN])
         self._check_gap(logs)
         line = account.warning()
         if line is not None:
             logger.warning("iteration %d: %s", iteration + 1, line)
         return logs
+
+    def _evaluation(self, iteration: int, rounds: Rounds) -> tuple[dict[str, float], list[Sample]]:
+        """Figures of the held-out items, and their samples, which are written."""
+        found, samples = self.rollouts.evaluation(rounds)
+        if samples and self.args.should_save:
+            write_evaluation(self.folder, iteration, samples)
+        return found, samples
+
+    def _show(self, title: str, samples: Sequence[Sample]) -> None:
+        if samples and self.settings.show_every and self.args.process_index == 0:
+            sys.stdout.write(lines_of(title, samples))
 
     @property
     def _budget(self) -> int:

@@ -1,9 +1,7 @@
 "use strict";
 // What brings the page to life: the theme, the charts, the choice of a budget, and the picture.
 (function (TW) {
-  const LEFT = 58,
-    RIGHT = 446,
-    TOP = 12,
+  const TOP = 12,
     FLOOR = 190;
   const page = JSON.parse(document.getElementById("page-data").textContent);
   let picture = null;
@@ -38,11 +36,12 @@
     const svg = figure.querySelector("svg"),
       cross = figure.querySelector(".cross"),
       output = figure.querySelector("output");
-    const [low, high] = reading.x_range;
+    const [low, high] = reading.x_range,
+      [left, right] = reading.box;
     const longest = reading.lines.reduce((a, b) => (b.xs.length > a.xs.length ? b : a));
     let at = -1;
     const show = (x) => {
-      const place = LEFT + ((x - low) / (high - low)) * (RIGHT - LEFT);
+      const place = left + ((x - low) / (high - low)) * (right - left);
       cross.setAttribute("x1", place);
       cross.setAttribute("x2", place);
       cross.setAttribute("visibility", "visible");
@@ -59,7 +58,7 @@
     };
     const nearest = (event) => {
       const box = svg.getBoundingClientRect();
-      const share = (((event.clientX - box.left) / box.width) * 460 - LEFT) / (RIGHT - LEFT);
+      const share = (((event.clientX - box.left) / box.width) * 460 - left) / (right - left);
       const x = low + share * (high - low);
       const index = Math.max(0, TW.lastAtMost(longest.xs, x));
       const next = Math.min(longest.xs.length - 1, index + 1);
