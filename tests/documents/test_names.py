@@ -4,6 +4,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
@@ -102,7 +103,7 @@ TARGET = re.compile(r"`make ([a-z][\w-]*)")
 def test_modules_paths_and_commands_of_running_text_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for dotted in DOTTED.findall(text):
-        assert found(ast.parse(f"treewise{dotted}", mode="eval").body) is not None, f"treewise{dotted}"
+        assert pkgutil.resolve_name(f"treewise{dotted}") is not None  # imports modules on the way
     for path in PATH.findall(text) + SCRIPT.findall(text):
         assert path.startswith(("tests/a/", "src/treewise/a/")) or (ROOT / path).exists(), path  # a and b stand for any
     assert set(COMMAND.findall(text)) <= {*command_line.COMMANDS, "import"}
