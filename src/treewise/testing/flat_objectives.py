@@ -98,16 +98,22 @@ def rollouts_of(items: Sequence[Trajectory]) -> list[list[int]]:
     return list(rows.values())
 
 
+def _path(item: Trajectory, at: int) -> object:
+    """What a token shares with those of other rows: the tokens up to it, and the images among them."""
+    seen = tuple((image.start, image.digest) for image in item.images if image.start <= at)
+    return tuple(item.token_ids[: at + 1].tolist()), seen
+
+
 def weights_of(items: Sequence[Trajectory], weighting: str, like: torch.Tensor) -> torch.Tensor:
     """Loss weights, divided by how many rows (all, or of the rollout) train a token with the same tokens before it."""
     weights = stream(items, "loss_weights", like)
     rows_of_rollout = rollouts_of(items)
     mates = {"once": [list(range(len(items)))], "per_rollout": rows_of_rollout}.get(weighting, [])
     for rows in mates:
-        trains: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+        trains: dict[object, list[tuple[int, int]]] = defaultdict(list)
         for row in rows:
             for at in np.flatnonzero(items[row].loss_weights).tolist():
-                trains[tuple(items[row].token_ids[: at + 1])].append((row, at))
+                trains[_path(items[row], at)].append((row, at))
         for places in trains.values():
             for row, at in places:
                 weights[row, at] /= len(places)
@@ -136,10 +142,10 @@ def averaged(losses: torch.Tensor, items: Sequence[Trajectory], settings: Any) -
 def distinct(items: Sequence[Trajectory], rows: list[int], like: torch.Tensor) -> torch.Tensor:
     """[rows, L] 1 / how many of these rows train the same token: a rollout's tokens, each once."""
     counts = torch.zeros_like(like)
-    trains: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+    trains: dict[object, list[tuple[int, int]]] = defaultdict(list)
     for number, row in enumerate(rows):
         for at in np.flatnonzero(items[row].loss_weights).tolist():
-            trains[tuple(items[row].token_ids[: at + 1])].append((number, at))
+            trains[_path(items[row], at)].append((number, at))
     for places in trains.values():
         for number, at in places:
             counts[number, at] = 1 / len(places)
