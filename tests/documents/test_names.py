@@ -41,8 +41,8 @@ def found(node: ast.AST) -> object | None:
         owner = found(node.value)
         if owner is None:
             return None
-        if owner is treewise and not hasattr(owner, node.attr):
-            return importlib.import_module(f"treewise.{node.attr}")
+        if inspect.ismodule(owner) and not hasattr(owner, node.attr):
+            return importlib.import_module(f"{owner.__name__}.{node.attr}")
         return getattr(owner, node.attr)
     return None
 
