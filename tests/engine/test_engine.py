@@ -320,8 +320,8 @@ def test_what_is_no_forest_or_no_objective_is_named(rollouts: list[Trajectory]) 
         with pytest.raises(DataError, match=message):
             Forest.from_trajectories(wrong)
     for objective, message in (
-        (SFT, "the class SFT; give"),
-        ("sft", "a str; give"),
+        (SFT, "the objective is SFT without brackets; call it"),
+        ("sft", "the objective is 'sft'; call it"),
         (lambda logprobs: logprobs[0], r"one of shape \["),
         (lambda logprobs: 3.0, "a float"),
         (lambda logprobs: logprobs[0].detach().sum(), "no gradient"),

@@ -7,6 +7,7 @@ loss, then the walk with the loss's gradients on these values (see `differentiab
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -473,6 +474,7 @@ class TreeEngine:
             processor=processor,
             hold=self.hold,
             offload=self.offload,
+            before_probe=None if self._batch_group is None else partial(self.plan, forest),
         )
 
     def stand_in_for(self, module: nn.Module) -> None:

@@ -284,10 +284,10 @@ def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) 
     """
     text = Trajectory(rows.text)
     tokens = torch.as_tensor(rows.text, dtype=torch.long, device=lm.device)[None]
-    generator = torch.Generator(lm.device).manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
     def moved(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        noise = torch.randn(output.shape, generator=generator, device=output.device, dtype=output.dtype)
+        noise = torch.randn(output.shape, generator=generator, dtype=output.dtype).to(output.device)
         return output * (1 + torch.finfo(torch.float32).eps * noise)
 
     def hidden(ids: Tensor) -> Tensor:

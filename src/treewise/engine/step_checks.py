@@ -5,7 +5,7 @@ these would be seen by a tree. So every check compares the model's state with th
 it has, their hooks, overrides and modes, the numbers of its configuration, and which parameters are trained.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +48,13 @@ class StepChecks:
         processor: Any = None,
         hold: str = "auto",
         offload: bool = False,
+        before_probe: Callable[[], object] | None = None,
     ) -> None:
         """Raises what `TreeEngine.check` raises.
 
         lm: the model, split. impl, hold, offload: of the walks that will run. router_rule: of the losses that steps
         add; None: none. processor: the model's, for a probe with an image of the forest; None: none is probed.
+        before_probe: what must hold before ranks probe together, of which one alone would wait for the others.
         """
         refuse_dropout(self._model)
         refuse_tokens(lm, forest)
@@ -61,6 +63,8 @@ class StepChecks:
         has_images, has_gradients = len(forest.images) > 0 and processor is not None, torch.is_grad_enabled()
         if not self._has_probes or self._has_passed(_state_of(lm, self.stands_in_for), has_images, has_gradients):
             return
+        if before_probe is not None:
+            before_probe()
         try:
             probe(lm, impl, forest, processor=processor if has_images else None, hold=hold, offload=offload)
             if router_rule is not None and router_rule.aux_coefficient:

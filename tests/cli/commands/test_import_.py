@@ -16,7 +16,7 @@ def test_a_dump_becomes_rows_that_load(tmp_path, capsys):
     assert main(["import", str(SAMPLES / "slime.jsonl"), "-o", str(out)]) == 0
     said = " ".join(capsys.readouterr().out.split())  # lines are as wide as the terminal
     assert "slime" in said
-    assert "2 in 1 groups" in said
+    assert "2 in 1 group" in said
     assert "remove_sample is set" in said
     dataset = load_trees(out)
     assert [len(tree.trajectories) for tree in dataset] == [3]

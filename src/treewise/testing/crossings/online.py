@@ -27,6 +27,7 @@ from treewise.testing.flat_objectives import loss_of_rows, run_alone
 from treewise.tree.trajectory import Trajectory
 
 ITERATIONS, TREES, TOKENS, LONGEST, SUCCESS_AT = 2, 3, 60, 6, 0.5
+BESIDE = ("iteration", "prompt_text", "completion_text")  # in a row of an iteration, and no part of a trajectory
 LEARNING_RATE, MAX_NORM = 0.003, 1.0
 BRANCHINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {"roots": 3}),
@@ -234,7 +235,7 @@ def recorded(folder: Path, iteration: int) -> list[Trajectory]:
     for line in lines:
         values = json.loads(line)
         values["sampler_logprobs"] = [value or 0.0 for value in values["sampler_logprobs"]]
-        rows.append(Trajectory(**{name: value for name, value in values.items() if name != "iteration"}))
+        rows.append(Trajectory(**{name: value for name, value in values.items() if name not in BESIDE}))
     return rows
 
 
