@@ -47,7 +47,8 @@ def test_a_right_engine_passes(dtype: torch.dtype, max_tokens: int | None) -> No
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_every_form_of_sft_passes(weighting: str, normalization: str) -> None:
     constant = 7.0 if normalization in ("rollout_sum", "constant") else None
-    report = verify(tiny_llama(), branching(), objective=SFT(weighting, normalization, constant))
+    # In float64: float32 alone is up to 2e-5 from it here, tree and flat alike, by processor (weights of 0.3).
+    report = verify(tiny_llama(torch.float64), branching(), objective=SFT(weighting, normalization, constant))
     assert report.passed, report.describe()
 
 
