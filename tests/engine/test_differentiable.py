@@ -143,6 +143,29 @@ def test_a_part_of_the_gradient_and_values_used_twice() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 3])
+def test_hooks_of_a_parameter_that_gets_no_gradient_do_not_run(max_tokens: int | None) -> None:
+    """As in flat training; a gradient from elsewhere in the graph still comes to them, once."""
+    model, items = tiny_model(num_hidden_layers=2), [Trajectory(np.arange(1, 10)), Trajectory(np.r_[1:5, 20:24])]
+    model.register_parameter("unused", torch.nn.Parameter(torch.ones(2)))
+    calls: list[torch.Tensor] = []
+
+    def twice(grad: torch.Tensor) -> torch.Tensor:
+        calls.append(grad)
+        return 2 * grad
+
+    model.unused.register_hook(twice)
+    engine = TreeEngine(model, max_tokens, check=False)
+    logprobs = [torch.cat(engine.logprobs(items)).sum() for _ in range(2)]
+    (logprobs[0] + logprobs[1]).backward(retain_graph=True)
+    assert not calls
+    assert model.unused.grad is None
+    assert list(model.unused._backward_hooks.values()) == [twice]
+    (logprobs[0] + model.unused.sum()).backward()
+    assert len(calls) == 1
+    assert model.unused.grad.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 3])
 def test_second_derivatives_are_an_error(max_tokens: int | None) -> None:
     engine, items = TreeEngine(tiny_model(num_hidden_layers=2), max_tokens), [Trajectory(np.arange(1, 10))]
     values = [engine.logprobs(items)[0].sum(), engine.hidden_states(items)[0].square().sum()]

@@ -19,7 +19,7 @@ from torch import Tensor
 from treewise.engine.walk import LossOf, MicroBatchOutput, Walk
 from treewise.errors import ConfigError
 from treewise.nn.device import Autocast, to_device
-from treewise.nn.gradients import gradients_restored
+from treewise.nn.gradients import gradients_restored, spare_hooks_no_gradient
 from treewise.shapes import Float
 from treewise.tree.forest import Forest
 
@@ -168,6 +168,7 @@ class _TreeValues(torch.autograd.Function):
             with gradients_restored(walk.lm.model), torch.enable_grad(), ctx.autocast.again():
                 walk.train(_loss_with_gradients(ctx.readers, grads_of))
                 came = [each.grad for each in ctx.trained]
+        spare_hooks_no_gradient(each for each, grad in zip(ctx.trained, came, strict=True) if grad is None)
         return None, None, None, *came
 
 

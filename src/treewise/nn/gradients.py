@@ -139,6 +139,32 @@ def hooks_run_once(model: nn.Module, *, scale: float = 1.0) -> Iterator[None]:
                 hook(parameter)
 
 
+def spare_hooks_no_gradient(parameters: Iterable[torch.Tensor]) -> None:
+    """Within a backward: until it ends, hooks of parameters to which nothing came do not run, as in one graph.
+
+    Autograd calls them with None where a function has no gradient for one of its inputs; something may still come to
+    the parameter from elsewhere in the graph, so only they can tell.
+    """
+    hooks_of = [each._backward_hooks for each in parameters if each._backward_hooks]
+    for hooks in hooks_of:
+        hooks.update({key: hook if isinstance(hook, _Spared) else _Spared(hook) for key, hook in hooks.items()})
+
+    def put_back() -> None:
+        for hooks in hooks_of:
+            hooks.update({key: hook.hook for key, hook in hooks.items() if isinstance(hook, _Spared)})
+
+    if hooks_of:
+        torch.autograd.Variable._execution_engine.queue_callback(put_back)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spared:
+    hook: Any
+
+    def __call__(self, grad: torch.Tensor | None) -> Any:
+        return None if grad is None else self.hook(grad)
+
+
 def refuse_hooks(model: nn.Module, why: str) -> None:
     """Raises `ConfigError` if a hook waits for the accumulated gradient of a parameter; names both. why: ends it."""
     for each in _hooked(model):
