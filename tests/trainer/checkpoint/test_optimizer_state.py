@@ -98,6 +98,17 @@ def extra(plain: Any, tensors: Tensors) -> None:
     tensors[f"{A}/max_exp_avg_sq"] = torch.zeros(3, 3)
 
 
+def endless(plain: Any, tensors: Tensors) -> None:
+    plain["state"][A]["step"] = 10**400
+    del plain["shapes"][f"{A}/step"], tensors[f"{A}/step"]
+
+
+def rename(plain: Any, name: Any) -> None:
+    """A member of a group, which is then said to be without a state, too; the one of its former name is not."""
+    plain["groups"][0]["params"][0] = name
+    plain["without_state"] += [name, A]
+
+
 def fill(entry: str, value: float) -> Callable[[Any, Tensors], None]:
     def change(plain: Any, tensors: Tensors) -> None:
         tensors[f"{A}/{entry}"] = torch.full_like(tensors[f"{A}/{entry}"], value)
@@ -143,6 +154,9 @@ CUTS: dict[str, tuple[Callable[[Any, Tensors], object], str]] = {
     "a moment not finite": (fill("exp_avg", float("nan")), "0.weight/exp_avg holds numbers that are not finite"),
     "a square below zero": (fill("exp_avg_sq", -1.0), "0.weight/exp_avg_sq holds -1; it is never below 0"),
     "a step below zero": (fill("step", -1.0), "0.weight/step holds -1"),
+    "a part of a step": (fill("step", 1.5), "0.weight/step is 1.5; steps are whole"),
+    "a step beyond numbers": (endless, "0.weight/step holds numbers that are not finite"),
+    "a number for a name": (lambda p, t: rename(p, 0), "trained other parameters .0, 0.weight"),
     "swapped tensors": (lambda p, t: swap(t, f"{A}/exp_avg", f"{B}/exp_avg"), "is not what was saved"),
     "swapped references": (lambda p, t: swap(p["state"], A, B), "refers to the tensor '1.weight"),
     "a moment of another": (

@@ -65,9 +65,12 @@ def refuse_values(entries: Mapping[str, Any]) -> None:
     for name, value in entries.items():
         if isinstance(value, bool) or not isinstance(value, torch.Tensor | int | float):
             continue
-        tensor = torch.as_tensor(value)
+        is_larger = type(value) is int and value.bit_length() > 63
+        tensor = torch.as_tensor(math.inf if is_larger else value)
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"the optimizer's state {name} holds numbers that are not finite.")
+        if name.endswith("/step") and bool((tensor != tensor.round()).any()):
+            raise CheckpointError(f"the optimizer's state {name} is {tensor.max():g}; steps are whole.")
         if name.rsplit("/", 1)[-1] in _SQUARES and tensor.numel() and bool((tensor < 0).any()):
             raise CheckpointError(f"the optimizer's state {name} holds {tensor.min():g}; it is never below 0.")
 

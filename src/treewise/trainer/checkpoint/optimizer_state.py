@@ -212,7 +212,7 @@ def _refuse_other_parameters(optimizer: Any, model: nn.Module, plain: Any) -> No
     known = {name for group in groups for name in group["params"]}
     members = [{index_of.get(name) for name in group["params"]} for group in groups]
     if known != set(index_of) or members != [set(group["params"]) for group in now]:
-        changed = sorted(known.symmetric_difference(index_of))
+        changed = sorted(map(str, known.symmetric_difference(index_of)))
         raise CheckpointError(
             f"the optimizer of the checkpoint trained other parameters ({', '.join(changed[:5]) or 'in other groups'});"
             " resume with the same model, adapters and optimizer."
