@@ -103,12 +103,6 @@ def endless(plain: Any, tensors: Tensors) -> None:
     del plain["shapes"][f"{A}/step"], tensors[f"{A}/step"]
 
 
-def rename(plain: Any, name: Any) -> None:
-    """A member of a group, which is then said to be without a state, too; the one of its former name is not."""
-    plain["groups"][0]["params"][0] = name
-    plain["without_state"] += [name, A]
-
-
 def fill(entry: str, value: float) -> Callable[[Any, Tensors], None]:
     def change(plain: Any, tensors: Tensors) -> None:
         tensors[f"{A}/{entry}"] = torch.full_like(tensors[f"{A}/{entry}"], value)
@@ -156,7 +150,7 @@ CUTS: dict[str, tuple[Callable[[Any, Tensors], object], str]] = {
     "a step below zero": (fill("step", -1.0), "0.weight/step holds -1"),
     "a part of a step": (fill("step", 1.5), "0.weight/step is 1.5; steps are whole"),
     "a step beyond numbers": (endless, "0.weight/step holds numbers that are not finite"),
-    "a number for a name": (lambda p, t: rename(p, 0), "trained other parameters .0, 0.weight"),
+    "a number for a name": (lambda p, t: at(p, ("groups", 0, "params", 0), 0), "json: 0 has no state"),
     "swapped tensors": (lambda p, t: swap(t, f"{A}/exp_avg", f"{B}/exp_avg"), "is not what was saved"),
     "swapped references": (lambda p, t: swap(p["state"], A, B), "refers to the tensor '1.weight"),
     "a moment of another": (

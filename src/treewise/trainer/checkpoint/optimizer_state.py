@@ -172,7 +172,7 @@ def read_plain(folder: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: damaged ({type(error).__name__}: {error}).") from error
     if unlisted or len(set(params)) < len(params):
-        what = f"{min(unlisted)} has no state" if unlisted else "a parameter is in two groups"
+        what = f"{min(map(str, unlisted))} has no state" if unlisted else "a parameter is in two groups"
         raise CheckpointError(f"{path.name}: {what}, and is not among those that were never trained; the file was cut.")
     return plain
 
