@@ -94,6 +94,13 @@ def check_post_accumulate_grad_hooks() -> None:
     assert len(calls) == 1
 
 
+def check_end_of_a_backward() -> None:
+    weight, calls = nn.Parameter(torch.ones(1)), []
+    weight.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(lambda: calls.append(1)))
+    weight.sum().backward()
+    assert calls == [1]
+
+
 def check_group_timeouts() -> None:
     is_own = not torch.distributed.is_initialized()
     if is_own:
@@ -219,6 +226,7 @@ CHECKS = {
     "_buffers": lambda: check_members("_buffers"),
     "_backward_hooks": check_backward_hooks,
     "_post_accumulate_grad_hooks": check_post_accumulate_grad_hooks,
+    "_execution_engine": check_end_of_a_backward,
     "_set_pg_timeout": check_group_timeouts,
     "_unflatten": check_unflatten,
     "_get_backend": check_group_timeouts,

@@ -72,6 +72,7 @@ PRIVATE_NAMES = (
         ("nn/gradients.py", "nn/tensor_parallel.py"),
         "hooks on accumulated gradients, likewise; those of transformers' tensor parallelism are removed",
     ),
+    PrivateName("torch", "_execution_engine", ("nn/gradients.py",), "calls what ends with a backward"),
     PrivateName("torch", "_set_pg_timeout", ("distributed/ranks.py",), "gives groups of a mesh the run's timeout"),
     PrivateName("torch", "_unflatten", ("distributed/mesh.py",), "an axis of a mesh in two, for hybrid sharding"),
     PrivateName("torch", "_get_backend", ("distributed/ranks.py",), "of the group of all ranks, for its options"),
