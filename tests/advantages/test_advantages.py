@@ -117,8 +117,8 @@ def test_the_report_names_groups_that_teach_nothing() -> None:
     assert (report.num_trajectories, report.num_rollouts, report.num_groups) == (6, 6, 3)
     assert report.num_silent_rollouts == 4
     assert [advantage_of(item) for item in found[:4]] == [0, 0, 0, 0]  # exactly, though 0.1 + 0.1 + 0.1 is not 0.3
-    assert "1 groups without variance, which teach nothing: equal." in str(report)
-    assert "1 groups of one rollout, which nothing is compared with: single." in str(report)
+    assert "1 group of equal rewards, from which nothing is learned: equal." in str(report)
+    assert "1 group of one rollout, which is compared with nothing: single." in str(report)
 
 
 # -- rows of one rollout ----------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_returns_by_turn() -> None:
     by_turn, report = per_turn(items, rewards, discount=0.5)
     assert by_turn[0].advantages.tolist() == [0, 0.5, 0, 0, 0, 0]  # the third turn is alone
     assert by_turn[1].advantages.tolist() == [0, -0.5, 0, 0]
-    assert report.notes == ("5 turns; 1 are compared with no other turn and get 0.",)
+    assert report.notes == ("5 turns; of them compared with no other and 0: 1.",)
     by_group, _ = per_turn(items, rewards, discount=0.5, baseline="group", scale=True, epsilon=0.0)
     deviation = np.std([2, 2, 4, 1, 2], ddof=1)
     np.testing.assert_allclose(by_group[0].advantages[5], (4 - 2.2) / deviation, rtol=1e-6)

@@ -141,7 +141,7 @@ def test_unknown_settings() -> None:
         value_steps(bare)
     with pytest.raises(DataError, match="weights='entropy' needs old_logprobs"):
         node_value(bare, weights="entropy")
-    with pytest.raises(DataError, match="1 trees for 4 trajectories"):
+    with pytest.raises(DataError, match="1 tree for 4 trajectories"):
         inter_intra(items, ["t"])
 
 

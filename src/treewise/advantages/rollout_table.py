@@ -70,15 +70,15 @@ class AdvantageReport:
         lines = [
             f"{self.method}: {num(self.num_rollouts, 'rollout')} in {trajectories}, {num(self.num_groups, 'group')}"
             + ("." if isnan(self.mean_reward) else f", mean reward {self.mean_reward:.4g}."),
-            f"{self.num_silent_rollouts:,} rollouts have advantage 0 throughout.",
+            f"of advantage 0 throughout: {num(self.num_silent_rollouts, 'rollout')}.",
         ]
         for names, what in (
-            (self.zero_variance_groups, "groups without variance, which teach nothing"),
-            (self.groups_of_one, "groups of one rollout, which nothing is compared with"),
+            (self.zero_variance_groups, "of equal rewards, from which nothing is learned"),
+            (self.groups_of_one, "of one rollout, which is compared with nothing"),
         ):
             if names:
                 more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
-                lines.append(f"{len(names):,} {what}: {', '.join(map(str, names[:MAX_NAMES]))}{more}.")
+                lines.append(f"{num(len(names), 'group')} {what}: {', '.join(map(str, names[:MAX_NAMES]))}{more}.")
         return "\n".join([*lines, *self.notes])
 
 

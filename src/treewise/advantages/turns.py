@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from treewise.advantages.rollout_table import Credited, Rollouts, credited, read_rollouts
-from treewise.errors import ConfigError, DataError, check_choice
+from treewise.errors import ConfigError, DataError, check_choice, num
 from treewise.tree.trajectory import Trajectory
 
 BASELINES = ("turn", "group", "none")
@@ -77,7 +77,7 @@ def per_turn(
         key = key.reshape(-1)
     advantages, num_alone = (returns, 0) if baseline == "none" else _compared(returns, key, scale, epsilon)
     method = f"per_turn(discount={discount:g}, baseline={baseline!r}, scale={scale})"
-    notes = [f"{len(returns):,} turns; {num_alone:,} are compared with no other turn and get 0."]
+    notes = [f"{num(len(returns), 'turn')}; of them compared with no other and 0: {num_alone:,}."]
     return credited(rollouts, _on_rows(rollouts, advantages, turn_offsets), method, notes)
 
 

@@ -109,7 +109,7 @@ def _seen(
 
 
 def speed_ups(measured: dict[str, Measured]) -> dict[str, dict[str, float]]:
-    """For each baseline that ran, how many times faster each other contestant is, by medians."""
+    """For each baseline that ran, its seconds / those of each other contestant, by medians."""
     seconds = {name: spread(each.seconds)["median"] for name, each in measured.items() if each.skipped is None}
     return {
         base: {name: seconds[base] / value for name, value in seconds.items() if name != base}

@@ -190,7 +190,7 @@ def _summary(config: RunConfig, settings: Any, task: Any) -> str:
         ("iterations", f"{settings.iterations:,}, {num(settings.updates_per_iteration, 'optimizer step')} each"),
         (
             "budget",
-            f"{settings.tokens_per_iteration:,} generated tokens an iteration in {settings.trees_per_iteration} trees, "
+            f"{settings.tokens_per_iteration:,} generated tokens an iteration in {num(settings.trees_per_iteration, 'tree')}, "
             f"{settings.max_new_tokens:,} a rollout at most",
         ),
         ("sampler", config.more.get("sampler", "transformers")),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from treewise.cli.config import RunConfig, differences, resolved_text
 from treewise.cli.output import is_first_rank
-from treewise.errors import CheckpointError, ConfigError
+from treewise.errors import CheckpointError, ConfigError, num
 
 if TYPE_CHECKING:
     from treewise.trainer import TreeTrainingArguments
@@ -89,7 +89,7 @@ def check_steps_left(arguments: "TreeTrainingArguments", num_trees: int, resume_
     step, wanted = newest.name.rpartition("-")[2], num_optimizer_steps(arguments, num_trees)
     if step.isdigit() and int(step) >= wanted:
         raise ConfigError(
-            f"output_dir {folder} holds a finished run of {int(step):,} steps, and the settings ask for {wanted:,}; "
+            f"output_dir {folder} holds a finished run of {num(int(step), 'step')}, and the settings ask for {wanted:,}; "
             "give more --max_steps or --num_train_epochs to train it further."
         )
     if is_first_rank():

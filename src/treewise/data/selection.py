@@ -10,7 +10,7 @@ import numpy as np
 
 from treewise.data.dataset import TrainingTree, TreeDataset
 from treewise.data.io.options import LoadReport
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, num
 
 
 class SelectedTrees:
@@ -53,7 +53,7 @@ class SelectedTrees:
         return SelectedTrees(self._parts, self._index[is_chosen])
 
     def __repr__(self) -> str:
-        return f"SelectedTrees({len(self)} trees out of {len(self._parts)} data sets)"
+        return f"SelectedTrees({num(len(self), 'tree')} out of {num(len(self._parts), 'data set')})"
 
 
 Trees = TreeDataset | SelectedTrees

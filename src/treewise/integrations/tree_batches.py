@@ -20,7 +20,7 @@ from treewise.engine.differentiable import Entries, Reader
 from treewise.engine.engine import TreeEngine
 from treewise.engine.scoring import router_loss_of, router_loss_reader
 from treewise.engine.walk import MicroBatchOutput
-from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.errors import ConfigError, UnsupportedModelError, num
 from treewise.integrations.batch_forest import NotShareable, Rows
 from treewise.nn.device import to_device
 from treewise.nn.model_checks import refuse_dropout
@@ -69,9 +69,9 @@ class Counts:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_calls:,} batches, {self.num_rows:,} rows, {self.num_flat_tokens:,} flat tokens, "
+            f"{num(self.num_calls, 'batch', 'batches')}, {num(self.num_rows, 'row')}, {self.num_flat_tokens:,} flat tokens, "
             f"{self.num_tree_tokens:,} tree tokens, {self.num_computed_tokens:,} computed, share ratio "
-            f"{self.share_ratio:.2f}; {self.num_left:,} batches left as they were"
+            f"{self.share_ratio:.2f}; {num(self.num_left, 'batch', 'batches')} left as they were"
         )
 
 

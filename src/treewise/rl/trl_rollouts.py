@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, num
 from treewise.integrations.trl import Sharing, share_prefixes
 from treewise.rl.branching import PROMPT, Branch, Branching, RolloutTree, branching_named
 from treewise.rl.online.continuation import Continuation, Limits
@@ -120,8 +120,8 @@ class TreeRollouts:
     def __repr__(self) -> str:
         counts = self.counts
         return (
-            f"TreeRollouts({self.policy.name}, {counts.num_batches:,} batches, {counts.num_trees:,} trees, "
-            f"{counts.num_branches:,} branches, {counts.num_completion_tokens:,} tokens of completions, "
+            f"TreeRollouts({self.policy.name}, {num(counts.num_batches, 'batch', 'batches')}, {num(counts.num_trees, 'tree')}, "
+            f"{num(counts.num_branches, 'branch', 'branches')}, {counts.num_completion_tokens:,} tokens of completions, "
             f"{counts.num_sampled_tokens:,} sampled, share ratio {counts.share_ratio:.2f})"
         )
 

@@ -1,7 +1,7 @@
 """Uploads a run's model to the Hub: the files of verified checkpoints, and of the model at the end.
 
 transformers' Trainer uploads the run's folder, whatever lies in it, and passes over uploads that failed in the
-background. Here only files of the model are uploaded; a failure is a warning that names the way out, and does not fail
+background. Here only files of the model are uploaded; a failure is a warning that says what to do, and does not fail
 a run whose model is saved.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from treewise.errors import NonFiniteError
+from treewise.errors import NonFiniteError, num
 from treewise.trainer.checkpoint.manifest import own_file
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
@@ -73,7 +73,7 @@ class NonFiniteGuard:
         if self.policy == "skip" and self._num_consecutive <= self.max_skipped:
             logger.warning("%s", message)
             return False
-        many = f" {self.max_skipped} steps in a row were skipped before." if self.policy == "skip" else ""
+        many = f" Skipped in a row before: {num(self.max_skipped, 'step')}." if self.policy == "skip" else ""
         raise NonFiniteError(f"{message}{many} Lower learning_rate, or look at these records.")
 
     def _warn_of_spike(self, step: int, norm: float) -> None:

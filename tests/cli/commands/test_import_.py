@@ -29,7 +29,7 @@ def test_rows_go_to_standard_output_and_facts_to_json(tmp_path, capsys):
     assert main(["import", str(SAMPLES / "openai.jsonl"), "--from", "openai", "-o", "-"]) == 0
     out, err = capsys.readouterr()
     assert [len(json.loads(line)["calls"]) for line in out.splitlines()] == [3, 1]
-    assert "2 rows hold text alone" in err
+    assert "2 rows of text alone" in err
     assert main(["import", str(SAMPLES / "trl.jsonl"), "-o", str(tmp_path / "a.jsonl"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_rollouts"] == 2
 

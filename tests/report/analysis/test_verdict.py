@@ -54,17 +54,26 @@ def test_an_avoidable_loss_is_named_with_the_ratio_without_it():
     weights[-1] = 1
     rows = [row([first, *SHARED], loss_weights=weights, source=f"r:{first}") for first in (7, 8)]
     worth, loss, change = lines_of(*rows)
-    assert worth.startswith("worth: 1.00 times fewer tokens than one row per conversation")
+    assert worth.startswith("worth: flat rows hold 1.00 times as many tokens as the trees; against one row")
     assert "little to gain" in worth
-    assert loss.startswith("lost sharing: prompt differs, 49.9% of the tree tokens (400); without it 2.00 times")
+    assert loss.startswith("lost sharing: prompt differs, 49.9% of the tree tokens (400 tokens); without it flat rows hold 2.00")
     assert change == "change: move what differs to the end of the prompt"
 
 
 def test_nothing_to_change():
     worth, loss, change = lines_of(row([*SHARED, 1], source="r:1"), row([*SHARED, 2], source="r:2"))
-    assert worth.startswith("worth: 2.00 times")
+    assert worth == "worth: flat rows hold 2.00 times as many tokens as the trees"
     assert "none that a change" in loss
     assert change == "change: nothing; train as it is"
+
+
+def test_each_way_of_making_rows_has_its_ratio():
+    """A record of two calls, of which the first is the beginning of the second, and another record of one call."""
+    calls = [row([*SHARED[:100]], source="a:1#0"), row(SHARED, source="a:1#1"), row([*SHARED, 1], source="a:2")]
+    assert lines_of(*calls)[0] == (
+        "worth: one row per conversation holds 2.00 times as many tokens as the trees, rows of the leaves 1.00 times, "
+        "a row of each trajectory 2.25 times"
+    )
 
 
 def test_short_names_stay_apart():

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, num
 from treewise.grow import GrowReport, grow
 from treewise.grow.growth import LEARNED, OPERATORS, OPTIMIZER_CHOICES
 from treewise.grow.operator_training import OperatorSettings
@@ -100,7 +100,7 @@ def _text(report: GrowReport) -> str:
         f"{Path(report.source).name} -> {report.output}",
         f"  parameters   {report.num_parameters_before:,} -> {report.num_parameters_after:,}",
         f"  operator     {report.operator}: width x{report.width}, inner x{report.inner},"
-        f" {report.num_layers} layers, experts x{report.experts}",
+        f" {num(report.num_layers, 'layer')}, experts x{report.experts}",
     ]
     if report.operator_losses:
         lines.append(f"  its loss     {report.operator_losses[0]:.4f} -> {report.operator_losses[-1]:.4f}"

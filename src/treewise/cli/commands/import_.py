@@ -93,16 +93,16 @@ def _show(console: Console, report: ImportReport, output: str) -> None:
     table.add_row("rows", f"{report.num_rows:,}: {with_ids:,} with token ids, {report.num_text_rows:,} of text alone")
     if report.num_tokens:
         table.add_row("tokens", f"{report.num_tokens:,}, {report.num_trained_tokens:,} of them sampled")
-    table.add_row("without a reward", f"{report.num_without_reward:,} rows")
+    table.add_row("without a reward", num(report.num_without_reward, 'row'))
     if with_ids:
-        table.add_row("without sampler log-probs", f"{report.num_without_sampler_logprobs:,} rows")
+        table.add_row("without sampler log-probs", num(report.num_without_sampler_logprobs, 'row'))
     if report.num_compared:
-        table.add_row("compared with their text", f"{report.num_compared:,} rows, {report.num_drifted:,} drifted")
+        table.add_row("compared with their text", f"{num(report.num_compared, 'row')}, {report.num_drifted:,} drifted")
     table.add_row("written to", output)
     console.print(table)
     if report.num_text_rows:
-        _say(console, f"{report.num_text_rows:,} rows hold text alone: it is tokenised when it is loaded, and may give "
-                      "other tokens than were sampled.")  # fmt: skip
+        _say(console, f"{num(report.num_text_rows, 'row')} of text alone, which is tokenised when it is loaded and may "
+                      "give other tokens than were sampled.")  # fmt: skip
     for text, count in report.warnings.items():
         _say(console, f"{text} ({count:,} times)" if count > 1 else text)
     for line in report.drifts[:MAX_SHOWN]:

@@ -20,7 +20,7 @@ from treewise.cli.devices import chosen_device
 from treewise.engine.budget import AUTO
 from treewise.engine.engine import TreeEngine
 from treewise.engine.profiling import PARTS, Profile, mean, profile_step
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, num
 from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.nn.gradients import zero_gradients
 from treewise.nn.load_model import DTYPES, load_weights
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console = Console(width=None if Console().is_terminal else 120)
     console.print(
-        f"{forest.num_tokens:,} tree tokens of {forest.num_flat_tokens:,} flat ones; mean of {args.steps} steps"
+        f"{forest.num_tokens:,} tree tokens of {forest.num_flat_tokens:,} flat ones; mean of {num(args.steps, 'step')}"
     )
     if args.max_tokens == AUTO:
         console.print(f"max_tokens: auto chose {engine.max_tokens:,} tokens by the memory that is free here")

@@ -1,4 +1,4 @@
-"""Rows on their way to a table: in memory while they are few, in a memory-mapped Arrow file when they are many."""
+"""Rows that will be a table: in memory while they are few, in a memory-mapped Arrow file when they are many."""
 
 import contextlib
 import os

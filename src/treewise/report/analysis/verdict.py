@@ -8,6 +8,7 @@ from treewise.report.analysis.lost_totals import LostReport
 
 WORTH = 1.2  # times less work, below which the gain drowns in the noise of a machine
 MIN_PART = 0.01  # of the tree tokens, below which a loss is not named
+PER_CONVERSATION, PER_TRAJECTORY = "one row per conversation", "a row of each trajectory"
 
 
 def ratios_without(total: TreeFacts, num_lost_tokens: int) -> tuple[float, float]:
@@ -19,10 +20,8 @@ def ratios_without(total: TreeFacts, num_lost_tokens: int) -> tuple[float, float
 def verdict(facts: InspectReport, lost: LostReport) -> list[str]:
     """What it is worth, the largest avoidable loss, and what to change. Ratios are in tokens; FLOPs where known."""
     total = facts.total
-    worth = (
-        f"worth: {total.row_ratio:.2f} times fewer tokens than one row per conversation, {total.leaf_ratio:.2f} than "
-        f"rows without contained ones, {total.share_ratio:.2f} than every trajectory alone"
-    )
+    ways = {PER_CONVERSATION: total.row_ratio, "rows of the leaves": total.leaf_ratio, PER_TRAJECTORY: total.share_ratio}
+    worth = f"worth: {_compared(ways)}"
     if total.row_ratio < WORTH:
         worth += "; against one row per conversation there is little to gain"
     causes = [each for each in lost.causes if each.is_avoidable]
@@ -31,12 +30,21 @@ def verdict(facts: InspectReport, lost: LostReport) -> list[str]:
         return [worth, "lost sharing: none that a change of templates or data could avoid", _advice(facts)]
     row_ratio, share_ratio = ratios_without(total, largest.num_lost_tokens)
     part = largest.num_lost_tokens / total.num_tree_tokens
+    without = _compared({PER_CONVERSATION: row_ratio, PER_TRAJECTORY: share_ratio})
     loss = (
-        f"lost sharing: {largest.cause}, {part:.1%} of the tree tokens ({largest.num_lost_tokens:,}); without it "
-        f"{row_ratio:.2f} times fewer tokens than one row per conversation, {share_ratio:.2f} than every trajectory "
-        "alone"
+        f"lost sharing: {largest.cause}, {part:.1%} of the tree tokens ({num(largest.num_lost_tokens, 'token')}); "
+        f"without it {without}"
     )
     return [worth, loss, f"change: {REMEDIES[largest.cause]}"]
+
+
+def _compared(ratios: dict[str, float]) -> str:
+    """Tokens of the rows / tokens of the trees, for each way of making rows; once where all are equal."""
+    first, *others = ((way, f"{ratio:.2f}") for way, ratio in ratios.items())
+    if all(times == first[1] for _, times in others):
+        return f"flat rows hold {first[1]} times as many tokens as the trees"
+    more = "".join(f", {way} {times} times" for way, times in others)
+    return f"{first[0]} holds {first[1]} times as many tokens as the trees{more}"
 
 
 def _advice(facts: InspectReport) -> str:

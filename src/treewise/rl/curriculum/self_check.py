@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.errors import num
 from treewise.rl.curriculum.correlation import Correlation, correlation
 
 # What each signal claims to predict. `length` claims nothing: it shows what the number of prompt tokens alone predicts.
@@ -75,8 +76,8 @@ class CheckReport:
     def text(self) -> str:
         """A table for a terminal, and the verdict on each signal."""
         lines = [
-            f"{self.num_tasks} tasks, {self.num_rollouts} rollouts ({self.num_tokens:,} generated tokens); rewards "
-            f"differ within {self.num_varied} tasks",
+            f"{num(self.num_tasks, 'task')}, {num(self.num_rollouts, 'rollout')} ({self.num_tokens:,} generated tokens); rewards "
+            f"differ within {num(self.num_varied, 'task')}",
             f"{'signal':<14} {'predicts':<30} {'rank correlation, 95 %':<24}",
         ]
         for each in self.checks:
@@ -114,7 +115,7 @@ def refusal(curriculum: str, report: CheckReport) -> str | None:
     why = "" if report.num_varied else " All rewards within each task were equal."
     return (
         f"curriculum {curriculum!r} draws by {check.signal}, which is useless here: its rank correlation with the "
-        f"{TARGETS[check.target]} is {check.correlation} over {report.num_tasks} tasks, not above zero.{why}"
+        f"{TARGETS[check.target]} is {check.correlation} over {num(report.num_tasks, 'task')}, not above zero.{why}"
     )
 
 
