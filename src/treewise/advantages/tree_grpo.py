@@ -30,7 +30,9 @@ def inter_intra(
         raise ConfigError(f"epsilon={epsilon} must not be negative.")
     rollouts = read_rollouts(trajectories)
     if tree_of is not None and len(tree_of) != len(rollouts.trajectories):
-        raise DataError(f"{num(len(tree_of), 'tree')} for {num(len(rollouts.trajectories), 'trajectory', 'trajectories')}; give one for each.")
+        raise DataError(
+            f"{num(len(tree_of), 'tree')} for {num(len(rollouts.trajectories), 'trajectory', 'trajectories')}; give one for each."
+        )
     if tree_of is None and all(item.draws is not None for item in rollouts.trajectories):
         tree_of = [_first_draw(item) for item in rollouts.trajectories]
     tree_R = _given_trees(rollouts, tree_of) if tree_of is not None else _first_parts(rollouts)

@@ -99,7 +99,9 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
         table.add_row("peak memory", "--memory predicts it, in seconds to a minute")
     else:
         _add_memory(table, report, live, read)
-    table.add_row("time / flat", f"{report.relative_time:.3f}  flat training needs {1 / report.relative_time:.2f} times the FLOPs")
+    table.add_row(
+        "time / flat", f"{report.relative_time:.3f}  flat training needs {1 / report.relative_time:.2f} times the FLOPs"
+    )
     leaf = f"{report.relative_leaf_time:.3f}  its leaves alone need {1 / report.relative_leaf_time:.2f} times"
     table.add_row("time / flat leaves", leaf)
     if report.relative_tree_time is not None and report.num_micro_batches > 1:

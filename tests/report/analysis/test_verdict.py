@@ -56,7 +56,9 @@ def test_an_avoidable_loss_is_named_with_the_ratio_without_it():
     worth, loss, change = lines_of(*rows)
     assert worth.startswith("worth: flat rows hold 1.00 times as many tokens as the trees; against one row")
     assert "little to gain" in worth
-    assert loss.startswith("lost sharing: prompt differs, 49.9% of the tree tokens (400 tokens); without it flat rows hold 2.00")
+    assert loss.startswith(
+        "lost sharing: prompt differs, 49.9% of the tree tokens (400 tokens); without it flat rows hold 2.00"
+    )
     assert change == "change: move what differs to the end of the prompt"
 
 

@@ -93,9 +93,9 @@ def _show(console: Console, report: ImportReport, output: str) -> None:
     table.add_row("rows", f"{report.num_rows:,}: {with_ids:,} with token ids, {report.num_text_rows:,} of text alone")
     if report.num_tokens:
         table.add_row("tokens", f"{report.num_tokens:,}, {report.num_trained_tokens:,} of them sampled")
-    table.add_row("without a reward", num(report.num_without_reward, 'row'))
+    table.add_row("without a reward", num(report.num_without_reward, "row"))
     if with_ids:
-        table.add_row("without sampler log-probs", num(report.num_without_sampler_logprobs, 'row'))
+        table.add_row("without sampler log-probs", num(report.num_without_sampler_logprobs, "row"))
     if report.num_compared:
         table.add_row("compared with their text", f"{num(report.num_compared, 'row')}, {report.num_drifted:,} drifted")
     table.add_row("written to", output)

@@ -20,7 +20,11 @@ def ratios_without(total: TreeFacts, num_lost_tokens: int) -> tuple[float, float
 def verdict(facts: InspectReport, lost: LostReport) -> list[str]:
     """What it is worth, the largest avoidable loss, and what to change. Ratios are in tokens; FLOPs where known."""
     total = facts.total
-    ways = {PER_CONVERSATION: total.row_ratio, "rows of the leaves": total.leaf_ratio, PER_TRAJECTORY: total.share_ratio}
+    ways = {
+        PER_CONVERSATION: total.row_ratio,
+        "rows of the leaves": total.leaf_ratio,
+        PER_TRAJECTORY: total.share_ratio,
+    }
     worth = f"worth: {_compared(ways)}"
     if total.row_ratio < WORTH:
         worth += "; against one row per conversation there is little to gain"
