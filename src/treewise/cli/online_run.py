@@ -190,8 +190,8 @@ def _summary(config: RunConfig, settings: Any, task: Any) -> str:
         ("iterations", f"{settings.iterations:,}, {num(settings.updates_per_iteration, 'optimizer step')} each"),
         (
             "budget",
-            f"{settings.tokens_per_iteration:,} generated tokens an iteration in {num(settings.trees_per_iteration, 'tree')}, "
-            f"{settings.max_new_tokens:,} a rollout at most",
+            f"{settings.tokens_per_iteration:,} generated tokens an iteration in "
+            f"{num(settings.trees_per_iteration, 'tree')}, {settings.max_new_tokens:,} a rollout at most",
         ),
         ("sampler", config.more.get("sampler", "transformers")),
     ]

@@ -89,8 +89,8 @@ def check_steps_left(arguments: "TreeTrainingArguments", num_trees: int, resume_
     step, wanted = newest.name.rpartition("-")[2], num_optimizer_steps(arguments, num_trees)
     if step.isdigit() and int(step) >= wanted:
         raise ConfigError(
-            f"output_dir {folder} holds a finished run of {num(int(step), 'step')}, and the settings ask for {wanted:,}; "
-            "give more --max_steps or --num_train_epochs to train it further."
+            f"output_dir {folder} holds a finished run of {num(int(step), 'step')}, and the settings ask for "
+            f"{wanted:,}; give more --max_steps or --num_train_epochs to train it further."
         )
     if is_first_rank():
         (folder / FINISHED).unlink()  # the run is open again

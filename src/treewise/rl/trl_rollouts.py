@@ -120,8 +120,9 @@ class TreeRollouts:
     def __repr__(self) -> str:
         counts = self.counts
         return (
-            f"TreeRollouts({self.policy.name}, {num(counts.num_batches, 'batch', 'batches')}, {num(counts.num_trees, 'tree')}, "
-            f"{num(counts.num_branches, 'branch', 'branches')}, {counts.num_completion_tokens:,} tokens of completions, "
+            f"TreeRollouts({self.policy.name}, {num(counts.num_batches, 'batch', 'batches')}, "
+            f"{num(counts.num_trees, 'tree')}, {num(counts.num_branches, 'branch', 'branches')}, "
+            f"{counts.num_completion_tokens:,} tokens of completions, "
             f"{counts.num_sampled_tokens:,} sampled, share ratio {counts.share_ratio:.2f})"
         )
 
