@@ -31,7 +31,8 @@ def inter_intra(
     rollouts = read_rollouts(trajectories)
     if tree_of is not None and len(tree_of) != len(rollouts.trajectories):
         raise DataError(
-            f"{num(len(tree_of), 'tree')} for {num(len(rollouts.trajectories), 'trajectory', 'trajectories')}; give one for each."
+            f"{num(len(tree_of), 'tree')} for {num(len(rollouts.trajectories), 'trajectory', 'trajectories')}; "
+            "give one for each."
         )
     if tree_of is None and all(item.draws is not None for item in rollouts.trajectories):
         tree_of = [_first_draw(item) for item in rollouts.trajectories]

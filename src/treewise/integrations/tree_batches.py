@@ -70,7 +70,8 @@ class Counts:
     def __str__(self) -> str:
         return (
             f"{num(self.num_calls, 'batch', 'batches')}, {num(self.num_rows, 'row')}, "
-            f"{self.num_flat_tokens:,} flat tokens, {self.num_tree_tokens:,} tree tokens, {self.num_computed_tokens:,} computed, share ratio "
+            f"{self.num_flat_tokens:,} flat tokens, {self.num_tree_tokens:,} tree tokens, "
+            f"{self.num_computed_tokens:,} computed, share ratio "
             f"{self.share_ratio:.2f}; {num(self.num_left, 'batch', 'batches')} left as they were"
         )
 

@@ -76,7 +76,8 @@ class CheckReport:
     def text(self) -> str:
         """A table for a terminal, and the verdict on each signal."""
         lines = [
-            f"{num(self.num_tasks, 'task')}, {num(self.num_rollouts, 'rollout')} ({self.num_tokens:,} generated tokens); "
+            f"{num(self.num_tasks, 'task')}, {num(self.num_rollouts, 'rollout')} "
+            f"({self.num_tokens:,} generated tokens); "
             f"rewards differ within {num(self.num_varied, 'task')}",
             f"{'signal':<14} {'predicts':<30} {'rank correlation, 95 %':<24}",
         ]
