@@ -3,6 +3,7 @@
 import argparse
 import ast
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -96,6 +97,7 @@ DOTTED = re.compile(r"`(?:tw|treewise)((?:\.(?!json|lock)[A-Za-z_]\w*)+)(?=[`(])
 PATH = re.compile(r"`((?:src|tests|benchmarks|examples|docs)/[\w./-]+)`")
 SCRIPT = re.compile(r"python ((?:benchmarks|examples|docs)/[\w./]+\.py)")
 COMMAND = re.compile(r"`treewise ([a-z]\w*)")
+RUN_AS = re.compile(r"-m (treewise[\w.]*) ")
 TARGET = re.compile(r"`make ([a-z][\w-]*)")
 
 
@@ -106,6 +108,9 @@ def test_modules_paths_and_commands_of_running_text_exist(page: Path) -> None:
         assert pkgutil.resolve_name(f"treewise{dotted}") is not None  # imports modules on the way
     for path in PATH.findall(text) + SCRIPT.findall(text):
         assert path.startswith(("tests/a/", "src/treewise/a/")) or (ROOT / path).exists(), path  # a and b stand for any
+    for module in set(RUN_AS.findall(text)):
+        is_package = importlib.util.find_spec(module).submodule_search_locations is not None  # type: ignore[union-attr]
+        assert not is_package or importlib.util.find_spec(f"{module}.__main__") is not None, module
     assert set(COMMAND.findall(text)) <= {*command_line.COMMANDS, "import"}
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(TARGET.findall(text)) <= set(targets)
