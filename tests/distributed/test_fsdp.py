@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -10,6 +11,7 @@ from tests.trainer.helpers import in_child
 from treewise import Forest, Trajectory
 from treewise.distributed.fsdp import ShardSettings, shard, whole_state
 from treewise.engine.walk import Walk
+from treewise.errors import ConfigError
 from treewise.nn.model import split_model
 from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model
@@ -62,5 +64,16 @@ def test_a_sharded_mixture_of_experts_returns_its_router_logits():
         assert len(expected) == len(found) > 0
         for left, right in zip(expected, found, strict=True):
             torch.testing.assert_close(left, right)
+
+    sharded(work)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_sharding_would_lose_are_refused(kind):
+    def work():
+        model = tiny_model()
+        getattr(model.lm_head.weight, kind)(lambda _: None)
+        with pytest.raises(ConfigError, match=r"lm_head\.weight has the hook .* sharding puts another parameter"):
+            shard(model, split_model(model), torch.device("cpu"), ShardSettings(), None)
 
     sharded(work)

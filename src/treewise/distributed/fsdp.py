@@ -31,6 +31,7 @@ from treewise.distributed.mesh import (
 )
 from treewise.errors import ConfigError
 from treewise.nn.compilation import decoder_layers
+from treewise.nn.gradients import refuse_hooks
 from treewise.nn.model import DecoderAndHead
 
 # Keys of transformers' `fsdp_config`, and one of accelerate's `ParallelismConfig`, that `ShardSettings` follows.
@@ -138,10 +139,16 @@ def shard(
 
     Raises:
         ConfigError: no process group, a mesh that leaves nothing to shard over, a number of ranks that cannot hold so
-            many copies, no layers found, or parameters that are not sharded in the end.
+            many copies, no layers found, parameters that are not sharded in the end, or hooks on gradients.
     """
     if not distributed.is_initialized():
         raise ConfigError("fsdp needs a process group; start the run with torchrun or accelerate launch.")
+    refuse_hooks(
+        model,
+        "and sharding puts another parameter in its place, on which it would not run. Take it off, or change gradients "
+        "after a step.",
+        on_any_gradient=True,
+    )
     mesh = mesh_of(model)
     axes = None if mesh is None else sharding_axes(mesh, settings.dp_replicate_size)
     data = data_mesh(device, settings.dp_replicate_size) if axes is None else axes.data

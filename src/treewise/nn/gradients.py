@@ -165,12 +165,16 @@ class _Spared:
         return None if grad is None else self.hook(grad)
 
 
-def refuse_hooks(model: nn.Module, why: str) -> None:
-    """Raises `ConfigError` if a hook waits for the accumulated gradient of a parameter; names both. why: ends it."""
+def refuse_hooks(model: nn.Module, why: str, *, on_any_gradient: bool = False) -> None:
+    """Raises `ConfigError` if a hook waits for the accumulated gradient of a parameter; names both. why: ends it.
+
+    on_any_gradient: hooks that change gradients on their way (`register_hook`) are refused, too.
+    """
     for each in _hooked(model):
-        for hook in (each.on_grad or {}).values():
+        for hook in (*(each.on_grad or {}).values(), *((each.on_tensor or {}).values() if on_any_gradient else ())):
             name = getattr(hook, "__qualname__", type(hook).__name__)
-            raise ConfigError(f"{each.name} has the hook {name} on its accumulated gradient, {why}")
+            kind = "" if on_any_gradient else "accumulated "
+            raise ConfigError(f"{each.name} has the hook {name} on its {kind}gradient, {why}")
 
 
 _Kept = list[tuple[nn.Parameter, torch.Tensor | None]]
