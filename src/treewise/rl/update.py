@@ -251,7 +251,7 @@ def describe(update: Update, objective: str, reference: str) -> str:
     if report is not None:
         lines.append(("mean reward", f"{report.mean_reward:.4g}"))
         flat = len(report.zero_variance_groups)
-        what = "left out" if update.num_dropped else "they teach nothing"
+        what = "left out" if update.num_dropped else "nothing is learned from them"
         lines.append(("groups without variance", f"{flat:,} of {report.num_groups:,}" + (f" ({what})" if flat else "")))
         if report.groups_of_one:
             one = "left out" if update.num_dropped else "compared with nothing"

@@ -30,7 +30,7 @@ def test_tree_beside_flat_as_json(arguments, capsys, tmp_path) -> None:
 def test_the_table(arguments, capsys) -> None:
     assert main([*arguments, "--no_flat"]) == 0
     out = capsys.readouterr().out
-    assert "46 tree tokens of 84 flat ones; mean of 1 steps" in out
+    assert "46 tree tokens of 84 flat ones; mean of 1 step\n" in out
     assert profiling.HEAD in out
     assert "flat, s" not in out
 

@@ -235,7 +235,7 @@ def test_mini_batches_that_do_not_divide_the_groups_are_so_many_steps(rl):
 def test_groups_without_variance_are_counted_and_may_be_left_out(rl):
     _, out, _ = rl(make_rows(), "--objective", "grpo", "--dry_run")
     assert "rollouts                 12 rollouts in 4 groups, 12 rows" in out
-    assert "groups without variance  1 of 4 (they teach nothing)" in out
+    assert "groups without variance  1 of 4 (nothing is learned from them)" in out
     assert "trees            4" in out
     _, out, _ = rl(None, "--objective", "grpo", "--drop_flat_groups", "true", "--dry_run")
     assert "groups without variance  1 of 4 (left out)" in out
