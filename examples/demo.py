@@ -46,8 +46,8 @@ DATA = Path(__file__).parent / "data"
 # Small enough to be trained flat as well; never trained on, so their loss is a held-out one.
 SMALL_TREES = ("crosswords-8-first-20", "game24-937-first-20")
 NUM_VERIFIED = 4  # trajectories of each small tree
-# Relative, of the whole gradient. In float32 SmolLM2's is up to 2.4e-5 from float64 under half a tree (measured on an AMD
-# EPYC, where float64 under the same budget agrees with the whole tree to 6e-16).
+# Relative, of the whole gradient. In float32 SmolLM2's is up to 2.4e-5 from float64 under half a tree (measured on an
+# AMD EPYC, where float64 under the same budget agrees with the whole tree to 6e-16).
 TOLERANCE = 1e-4
 NUM_TRAINED = 30  # trajectories of each search
 MAX_TOKENS = 1536  # SmolLM2 keeps 1.4 MB of activations a token
