@@ -92,7 +92,8 @@ def making_groups() -> Iterator[None]:
     """Around the making of a mesh, whose groups torch gives half an hour to be made: ends this process at the run's
     timeout.
     """
-    seconds = _timeout(torch.device("cpu")).total_seconds()
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"  # NCCL alone has no backend for a CPU
+    seconds = _timeout(torch.device(device)).total_seconds()
     stopped = f"rank {own()} waited {seconds:g} s (ddp_timeout) for a group of processes: one is stopped"
     with ended_after(seconds, f"{stopped}, or its machine is gone"):
         yield
