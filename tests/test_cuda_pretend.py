@@ -149,6 +149,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.representatives("llama4_text")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("default")
 def test_the_host_waits_once_in_a_step(
@@ -169,6 +170,7 @@ def test_the_host_waits_once_in_a_step(
             assert gradient_error(found, expected) < expected.tolerance
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "objective",
     [
@@ -204,6 +206,7 @@ def test_of_any_function_of_logprobs(pretend: PretendCuda, rollouts: list[Trajec
     assert scored == {("read", "treewise.engine: scored"): 1}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")
 def test_of_losses_on_routers(pretend: PretendCuda, rollouts: list[Trajectory]) -> None:
     """What routers did is read after the loss."""

@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from tests import conftest
+pytestmark = pytest.mark.xdist_group("test_house")
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "treewise"
@@ -147,12 +148,3 @@ def test_the_lists_of_cross_cutting_tests_are_current() -> None:
         assert (ROOT / "tests" / f"{name}.py").is_file(), name
     for name in CROSS_CUTTING_FOLDERS:
         assert (ROOT / "tests" / name).is_dir(), name
-
-
-def test_the_tables_of_markers_are_current() -> None:
-    """Each folder, file and test that tests/conftest.py marks exists."""
-    for listed in (*conftest.MARKED.values(), conftest.SHARED_FIXTURES):
-        for name in listed:
-            path, _, test = name.partition("::")
-            assert (ROOT / "tests" / path).exists(), name
-            assert f"def {test}" in (ROOT / "tests" / path).read_text(encoding="utf-8") if test else True, name

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
 from torch import Tensor
@@ -14,6 +16,7 @@ assert "beartype" not in sys.modules
 """
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

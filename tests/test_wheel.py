@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("test_wheel")
+
 ROOT = Path(__file__).parents[1]
 # Run outside of the repository: what is imported is the wheel's.
 SMOKE = """
@@ -50,6 +52,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_works(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")

@@ -124,6 +124,7 @@ def test_the_report_names_groups_that_teach_nothing() -> None:
 # -- rows of one rollout ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.representatives("group", "siblings scaled", "turns")
 @given(items=rollout_lists(), seed=st.integers(0, MAX_SEED))
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_cutting_rollouts_into_rows_changes_nothing(method, items: list[Trajectory], seed: int) -> None:

@@ -94,6 +94,7 @@ def cut(items: list[Trajectory], rng: np.random.Generator) -> tuple[list[Traject
 # -- what holds for all -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.representatives("path mean whitened", "treerl local", "inter intra", "node value")
 @given(items=rollout_lists(), seed=st.integers(0, MAX_SEED))
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_cutting_rollouts_into_rows_changes_nothing(method, items: list[Trajectory], seed: int) -> None:
@@ -108,6 +109,7 @@ def test_cutting_rollouts_into_rows_changes_nothing(method, items: list[Trajecto
     assert report_of_rows.num_silent_rollouts == report.num_silent_rollouts
 
 
+@pytest.mark.representatives("tree_path_mean", "inter_intra", "value_steps")
 @given(items=rollout_lists(), reward=st.sampled_from([0.1, 0.7]))
 @pytest.mark.parametrize("method", [each for name, each in METHODS.items() if name != "path mean whitened"])
 def test_equal_rewards_give_exactly_nothing(method, items: list[Trajectory], reward: float) -> None:

@@ -23,6 +23,8 @@ from treewise.testing.strategies import trajectories
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
+pytestmark = pytest.mark.xdist_group("bench/test_contestants")
+
 CPU = torch.device("cpu")
 # Rounding of these models in float32 makes 1e-7 to 3e-7.
 TOLERANCE = 2e-6
@@ -45,6 +47,7 @@ def weighted(name: str) -> list[Trajectory]:
     ]
 
 
+@pytest.mark.representatives("tau2")
 @pytest.mark.parametrize("name", ["search", "tau2"])
 def test_all_contestants_have_the_flat_gradients(model: torch.nn.Module, name: str) -> None:
     items = weighted(name)
@@ -70,6 +73,7 @@ def test_hybrids_have_the_flat_gradients() -> None:
         check(model, prepare(made[key]), key, loss, expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
 def test_compiled_contestants_have_the_flat_gradients(model: torch.nn.Module) -> None:
     items = weighted("grpo")

@@ -17,6 +17,7 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "CASES", {name: CASES[name] for name in NAMES})
 
 
+@pytest.mark.exhaustive
 def test_the_command_passes_where_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--gpu", "--device", "cpu", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)["gpu"]
@@ -30,6 +31,7 @@ def test_the_command_passes_where_all_is_well(capsys: pytest.CaptureFixture[str]
     assert "times flat (FLOPs allow" in lines
 
 
+@pytest.mark.exhaustive
 def test_wrong_kernels_give_a_sentence_for_an_issue(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

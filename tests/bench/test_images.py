@@ -8,6 +8,7 @@ from treewise.bench.contestants import twin
 from treewise.bench.images import image_format
 
 
+@pytest.mark.exhaustive
 def test_all_contestants_agree_on_screenshots() -> None:
     model = random_model("qwen2.5-vl-tiny", torch.float32, torch.device("cpu"))
     workload = make("screenshots", "tiny", 64, images=image_format(model))

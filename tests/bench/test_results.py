@@ -17,6 +17,8 @@ from treewise.bench.measure import Measured, measure
 from treewise.bench.suite import _check_losses, speed_ups
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
 
+pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("bench/test_results")]
+
 CPU = torch.device("cpu")
 
 pytest.importorskip("trl")

@@ -10,6 +10,8 @@ import pytest
 from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.main import main
 
+pytestmark = pytest.mark.xdist_group("cli/test_hostile")
+
 GOOD = [
     {"token_ids": [1, 2, 3, 4], "loss_weights": [0, 0, 1, 1], "group": "a", "reward": 1.0},
     {"token_ids": [1, 2, 5], "loss_weights": [0, 0, 1], "group": "a", "reward": 0.0},

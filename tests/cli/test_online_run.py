@@ -13,6 +13,8 @@ from treewise.cli.main import main
 from treewise.rl.online.tasks_by_name import task_named
 from treewise.rl.tasks import EnvironmentTask, ReasoningGymTask, RowsTask, SumTask
 
+pytestmark = pytest.mark.xdist_group("cli/test_online_run")
+
 REWARD = """
 def even(completion_ids, **columns):
     return [float(sum(ids) % 2 == 0) for ids in completion_ids]
@@ -175,6 +177,7 @@ def test_tasks_by_name(tmp_path):
     assert isinstance(task_named("reasoning_gym:chain_sum", {"max_terms": 3}), ReasoningGymTask)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
 def test_a_compiled_run_samples_and_trains_as_one_without(run, tmp_path):
     torch.compiler.reset()

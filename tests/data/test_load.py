@@ -40,6 +40,7 @@ def test_a_second_load_comes_from_the_cache_and_is_equal(fixtures, tokenizer, tm
     assert [item.suffix for item in tmp_path.iterdir()] == [".parquet"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["options", "bytes", "template", "tools"])
 def test_what_the_result_depends_on_is_part_of_the_key(write, tokenizer_folder, tmp_path, change):
     from transformers import AutoTokenizer
@@ -131,6 +132,7 @@ def test_groups_reach_over_files(write):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_may_use_processes(write):
     path = write(*({"token_ids": [1, i + 2]} for i in range(3)))
     script = f"from treewise.data import load_trees\nprint(len(load_trees({str(path)!r}, num_workers=1)))"
@@ -138,6 +140,7 @@ def test_a_script_without_a_main_guard_may_use_processes(write):
     assert result.stdout.strip() == "3"
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_processes_give_what_one_process_gives(fixtures, tokenizer, tmp_path):
     files = [fixtures / name for name in ("gsm8k.jsonl.gz", "tau_airline.jsonl.gz", "whowhen.jsonl.gz")]
@@ -186,6 +189,7 @@ def test_bad_settings_of_a_load_are_refused(write):
         load_trees(path, on_bad_record="quarantine", quarantine_path=path.parent / "no" / "q.jsonl")
 
 
+@pytest.mark.slow
 def test_data_imports_no_torch_and_no_transformers():
     code = "import sys, treewise.data; print({'torch', 'transformers'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -30,6 +30,8 @@ from treewise.testing.images import png
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.tree.images import ImageSpan
 
+pytestmark = pytest.mark.xdist_group("distributed/test_context")
+
 TOLERANCE = 1e-6  # as in tests/distributed/test_mesh.py
 SMALLEST = 1e-2
 
@@ -259,12 +261,14 @@ def test_bfloat16_deviates_no_more_than_one_process(two):
         assert 0 < gradient_error(own["extra"]["autocast"], exact) <= 1.1 * limit
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")  # of peft about transformers
 @pytest.mark.parametrize("case", MORE, ids=names(MORE))
 def test_more_families_on_two_processes(more, case):
     check(more, case)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")  # of peft about transformers
 @pytest.mark.parametrize("case", FOUR, ids=names(FOUR))
 def test_four_processes_give_what_one_gives(four, case):

@@ -30,6 +30,8 @@ from treewise.objectives import Distillation, PolicyGradient
 from treewise.report import report_mesh
 from treewise.testing import flat_sft, gradients_of, tiny_model
 
+pytestmark = pytest.mark.xdist_group("distributed/test_mesh")
+
 TOLERANCE = 1e-6  # of the whole gradient, and of every parameter's own beside the rounding of one process
 SMALLEST = 1e-2  # of the whole gradient's norm: without an oracle, errors of smaller ones are relative to this
 TIMEOUT = timedelta(seconds=600)  # another one than torch's default
@@ -378,6 +380,7 @@ def test_two_processes_give_what_one_gives(two, case):
     check(two, case)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")  # of peft about transformers
 @pytest.mark.parametrize("case", MORE, ids=names(MORE))
 def test_more_families_on_a_mesh_of_two(more, case):
@@ -401,11 +404,13 @@ def timeouts(folder):
     return [each._get_backend(torch.device("cpu")).options._timeout for each in groups]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", FOUR, ids=names(FOUR))
 def test_four_processes_give_what_one_gives(four, case):
     check(four, case)
 
 
+@pytest.mark.exhaustive
 def test_groups_of_meshes_wait_as_long_as_the_run(four):
     for each in four:
         assert each["extra"] == [TIMEOUT] * 7
@@ -416,6 +421,7 @@ def more_on_four(tmp_path_factory):
     return run_on(4, MORE_ON_FOUR, tmp_path_factory.mktemp("more_on_four"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")  # of peft about transformers
 @pytest.mark.parametrize("case", MORE_ON_FOUR, ids=names(MORE_ON_FOUR))
 def test_more_meshes_of_four(more_on_four, case):

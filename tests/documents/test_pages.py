@@ -81,6 +81,7 @@ def at_hand(folder: Path) -> dict[str, object]:
     }
 
 
+@pytest.mark.representatives("concepts.md", "README.md", "objectives.md", "training.md")
 @pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.name)
 def test_runnable_blocks_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

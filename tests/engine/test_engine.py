@@ -40,6 +40,7 @@ def tree_gradients(model, items, max_tokens=None, **options):
 MODEL = tiny_model("llama", num_hidden_layers=2)
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * settings().max_examples)
 @given(data=st.data(), items=trajectories(vocab_size=5))
 def test_random_forests_at_random_budgets(data: st.DataObject, items: list[Trajectory]) -> None:
@@ -64,6 +65,7 @@ def test_held_and_recomputed_plans_agree() -> None:
         assert gradient_error(found, expected) < expected.tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["cascade", "reference"])
 @pytest.mark.parametrize("hold", ["never", "always"])
 def test_offloaded_gateways(rollouts: list[Trajectory], attention: str, hold: str) -> None:
@@ -85,6 +87,8 @@ def test_cuda_equals_flat(rollouts: list[Trajectory], attention: str, max_tokens
     assert gradient_error({name: grad.cpu() for name, grad in found.items()}, expected) < 5e-5
 
 
+@pytest.mark.slow
+@pytest.mark.representatives("None", "5")
 @pytest.mark.parametrize("max_tokens", BUDGETS)
 def test_float64_is_exact_beyond_float32(rollouts: list[Trajectory], max_tokens: int | None) -> None:
     """transformers computes norms in float32 even in float64 models, so their noise (3e-8) is the floor."""
@@ -95,6 +99,7 @@ def test_float64_is_exact_beyond_float32(rollouts: list[Trajectory], max_tokens:
         assert gradient_error(found, expected) < 1e-7
 
 
+@pytest.mark.slow
 def test_bfloat16_deviates_no_more_than_flat_bfloat16(rollouts: list[Trajectory]) -> None:
     _, _, exact = flat_sft(tiny_model(), rollouts)
     model = tiny_model(dtype=torch.bfloat16)
@@ -104,6 +109,7 @@ def test_bfloat16_deviates_no_more_than_flat_bfloat16(rollouts: list[Trajectory]
         assert gradient_error(found, exact) < 1.25 * gradient_error(flat, exact)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
@@ -118,6 +124,7 @@ def test_gradient_checkpointing(rollouts: list[Trajectory], use_reentrant: bool)
             assert gradient_error(found, expected) < expected.tolerance
 
 
+@pytest.mark.slow
 def test_tied_embeddings(rollouts: list[Trajectory]) -> None:
     model = tiny_model(tie_word_embeddings=True)
     _, _, expected = flat_sft(model, rollouts)
@@ -125,6 +132,7 @@ def test_tied_embeddings(rollouts: list[Trajectory]) -> None:
         assert gradient_error(tree_gradients(model, rollouts, max_tokens)[1], expected) < expected.tolerance
 
 
+@pytest.mark.slow
 def test_frozen_lower_layers(rollouts: list[Trajectory]) -> None:
     model = tiny_model()
     model.model.embed_tokens.requires_grad_(False)
@@ -136,6 +144,8 @@ def test_frozen_lower_layers(rollouts: list[Trajectory]) -> None:
         assert gradient_error(found, expected) < expected.tolerance
 
 
+@pytest.mark.slow
+@pytest.mark.representatives("head")
 @pytest.mark.parametrize(
     "options",
     [
@@ -166,6 +176,8 @@ def pairwise_loss(logprobs: list[torch.Tensor]) -> torch.Tensor:
     return torch.nn.functional.softplus(sums[1] - sums[0]) + 1e-3 * (sums[2:] * sums[:-2]).mean()
 
 
+@pytest.mark.slow
+@pytest.mark.representatives("None", "5")
 @pytest.mark.parametrize("max_tokens", BUDGETS)
 def test_any_loss(rollouts: list[Trajectory], max_tokens: int | None) -> None:
     model = tiny_model()
@@ -202,6 +214,8 @@ def test_backward_that_runs_outside_autocast_computes_as_the_forward_did(rollout
     assert all(gradient_error(each, exact) < 0.02 for each in found)
 
 
+@pytest.mark.slow
+@pytest.mark.representatives("trajectory_mean-per_rollout")
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_objective_settings_do_not_depend_on_packing(

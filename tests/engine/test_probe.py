@@ -54,6 +54,7 @@ def test_models_with_a_norm_after_each_layer_pass_under_autocast(family: str) ->
         run_probes(louder(tiny_model(family)))
 
 
+@pytest.mark.representatives("0", "3", "6")
 @pytest.mark.parametrize("seed", range(12))
 def test_mixtures_of_experts_pass_in_bfloat16(seed: int) -> None:
     torch.manual_seed(seed)

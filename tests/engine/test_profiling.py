@@ -23,6 +23,7 @@ def engine_and_forest(max_tokens: int | None, lengths: tuple[int, int] = (40, 30
     return engine, tw.Forest.from_trajectories(items)
 
 
+@pytest.mark.representatives("whole")
 @pytest.mark.parametrize("max_tokens", [None, 35], ids=["whole", "budget"])
 def test_flops_of_projections_and_head_are_those_of_the_model(max_tokens, tmp_path) -> None:
     engine, forest = engine_and_forest(max_tokens)

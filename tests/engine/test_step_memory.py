@@ -80,6 +80,7 @@ def test_the_peak_is_what_a_step_allocates_from_above(family: str, more: str, pa
     assert 1.0 <= ratio(family, more, part, dtype) <= 1.1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "more", "part", "dtype"), REST)
 def test_every_peak_is_what_a_step_allocates_from_above(
     family: str, more: str, part: float, dtype: torch.dtype

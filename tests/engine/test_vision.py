@@ -97,6 +97,7 @@ def test_loss_logprobs_and_gradients_are_those_of_flat_training():
     assert_equals(model, images, items, (None, 11))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llava"])
 def test_every_family_trains_as_flat(family):
     model, images = seeing_model(family), FAMILIES[family].images()
@@ -105,6 +106,7 @@ def test_every_family_trains_as_flat(family):
     assert_equals(model, images, items, (None, int((spans.end - spans.start).max()) + 3))
 
 
+@pytest.mark.representatives("reference", "cascade")
 @pytest.mark.parametrize("attention", ["reference", "cascade", "flex"])
 def test_images_that_attend_both_ways_in_every_implementation(attention):
     model, images = seeing_model("gemma3"), FAMILIES["gemma3"].images()
@@ -270,6 +272,7 @@ def test_models_on_meshes_refuse_images(monkeypatch):
         tw.TreeEngine(model, processor=images).step(trajectories(model, images, HISTORIES[:1]))
 
 
+@pytest.mark.representatives("gemma3")
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
 def test_the_probe_computes_images(family, monkeypatch):
     model, images = seeing_model(family), FAMILIES[family].images()

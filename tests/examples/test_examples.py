@@ -43,6 +43,7 @@ print("".join(out.get("text", "") for cell in notebook.cells for out in cell.get
 """
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_of_the_walkthrough_runs_and_learns(tmp_path: Path) -> None:
     """Cell by cell in a Jupyter kernel; as the script that it is made from where there is no Jupyter."""
     if find_spec("nbclient") is None or find_spec("ipykernel") is None:

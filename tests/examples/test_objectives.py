@@ -25,11 +25,13 @@ def test_every_file_is_run_below() -> None:
     assert all(len(path.read_text().splitlines()) <= 120 for path in FOLDER.glob("*.py"))
 
 
+@pytest.mark.representatives("grpo-4")
 @pytest.mark.parametrize(("name", "num_steps"), REWARDED.items())
 def test_rewards_rise(example, name: str, num_steps: int) -> None:
     assert example(name).main(num_steps) > 0.5
 
 
+@pytest.mark.representatives("sft-3-3.46")
 @pytest.mark.parametrize(("name", "num_steps", "limit"), [(name, *values) for name, values in LOSSES.items()])
 def test_losses_fall(example, name: str, num_steps: int, limit: float) -> None:
     assert example(name).main(num_steps) < limit

@@ -57,6 +57,7 @@ def test_logits_stay(family: str, tmp_path: Path) -> None:
     assert report.logit_difference < 1e-5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("width", "layers"), [(2, 2), (1, 5)])
 def test_logits_stay_where_one_size_grows(family: str, width: int, layers: int, tmp_path: Path) -> None:
@@ -107,6 +108,7 @@ ODD: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "changes"), ODD, ids=lambda each: each if isinstance(each, str) else "-".join(each))
 def test_odd_configurations_keep_logits(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     save_random(tmp_path / "small", family, **changes)

@@ -101,6 +101,7 @@ def test_fitting_lowers_the_loss_and_moves_every_map(name: str, rank: int, tmp_p
     assert len(fit.losses) == 12
 
 
+@pytest.mark.representatives("mango-qwen3_moe-target2", "ligo-gpt_neox-target3")
 @pytest.mark.parametrize(
     ("name", "family", "target"),
     [

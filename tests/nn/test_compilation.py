@@ -59,6 +59,7 @@ def num_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.exhaustive
 def test_no_tree_is_compiled_again_after_the_first() -> None:
     """Micro-batches of one token and of more, with and without gradients; the probe runs three backwards."""
     model, plain = compiled(tiny_model(num_hidden_layers=1))
@@ -83,6 +84,7 @@ def test_compiled_parts_of_layers_are_probed() -> None:
     check(model, plain, (None,))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reentrant", [None, False])
 def test_adapters_and_gradient_checkpointing(reentrant: bool | None) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
@@ -94,11 +96,13 @@ def test_adapters_and_gradient_checkpointing(reentrant: bool | None) -> None:
     check(model, plain, (None, 6))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "lfm2", "qwen3_5_text"])
 def test_windows_experts_and_recurrent_layers(family: str) -> None:
     check(*compiled(tiny_model(family)), (None, 6), count=2)
 
 
+@pytest.mark.exhaustive
 def test_inductor() -> None:
     model, plain = compiled(tiny_model(num_hidden_layers=1), "inductor")
     check(model, plain, (None, 6), count=2)

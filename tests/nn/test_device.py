@@ -85,6 +85,7 @@ print(num_faults(), keep_freed_memory(), num_faults())
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_kept_memory_is_not_faulted_in_again() -> None:
     run = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True)

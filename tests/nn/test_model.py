@@ -44,6 +44,7 @@ def test_a_compiled_model_is_trained_through_the_model_inside() -> None:
     check(torch.compile(model), model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")
 def test_layers_compiled_in_place() -> None:
     model = tiny_model(num_hidden_layers=1)
@@ -226,6 +227,7 @@ def test_models_that_drop_keyword_arguments_still_follow() -> None:
     check(tiny_model("stablelm"))
 
 
+@pytest.mark.representatives("auto")
 @pytest.mark.parametrize("attention", ["auto", "flex"])
 def test_layers_that_count_rows_are_told_depths(attention: str) -> None:
     # Llama 4's layers without rotary positions: nothing differs below position `floor_scale`.
@@ -236,6 +238,7 @@ def test_layers_that_count_rows_are_told_depths(attention: str) -> None:
     check(model, attention=attention)
 
 
+@pytest.mark.representatives("gpt_neo-True")
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("family", ["codegen", "gpt_neo", "gptj"])

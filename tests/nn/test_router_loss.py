@@ -56,6 +56,7 @@ def flat(model, trajectories):
     return float(loss.detach()), float(out.aux_loss.detach()), out.router_logits, mask, gradients
 
 
+@pytest.mark.representatives("mixtral", "gpt_oss")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("default")
 def test_tree_equals_one_flat_batch(family):

@@ -106,6 +106,7 @@ def check(model, items, objective, max_tokens, tolerance: float, hold: str = "au
     assert out.loss == pytest.approx(loss, rel=tolerance, abs=tolerance)
 
 
+@pytest.mark.representatives("reinforce masked", "gspo with all")
 @settings(max_examples=7)
 @given(data=st.data())
 @pytest.mark.parametrize("objective", POLICY.values(), ids=POLICY.keys())
@@ -117,6 +118,7 @@ def test_policy_gradients(data: st.DataObject, objective: PolicyGradient) -> Non
     check(MODEL, items, objective, data.draw(st.integers(1, 16)), 1e-5, hold, expected)
 
 
+@pytest.mark.representatives("bucket", "renormalize")
 @settings(max_examples=6)
 @given(data=st.data(), items=trajectories(vocab_size=5, max_sequences=5), seed=st.integers(0, MAX_SEED))
 @pytest.mark.parametrize("objective", DISTILLATION.values(), ids=DISTILLATION.keys())
@@ -128,6 +130,15 @@ def test_distillation(data: st.DataObject, objective: Distillation, items: list[
     check(MODEL, items, objective, data.draw(st.integers(1, 16)), 1e-5, hold, expected)
 
 
+@pytest.mark.representatives(
+    "reinforce truncated",
+    "ppo dual, entropy",
+    "grpo k2, once",
+    "gspo with all",
+    "cispo",
+    "turns with all",
+    "renormalize",
+)
 @settings(max_examples=2)
 @given(items=rollout_rows(EXACT, max_sequences=5), seed=st.integers(0, MAX_SEED))
 @pytest.mark.parametrize("objective", [*POLICY.values(), *DISTILLATION.values()], ids=[*POLICY, *DISTILLATION])

@@ -125,6 +125,9 @@ def test_a_separable_objective_takes_one_walk_and_others_two() -> None:
 # -- one loss, however a step is cut ----------------------------------------------------------------------------------
 
 
+@pytest.mark.representatives(
+    "sft", "reinforce masked", "ppo dual, entropy", "grpo per rollout", "gspo", "cispo", "turns, cispo", "bucket"
+)
 @pytest.mark.parametrize("objective", ALL.values(), ids=ALL.keys())
 def test_a_step_may_be_spread_over_calls(objective: Objective) -> None:
     """Rollouts stay together, as they must for ratios of whole sequences."""
@@ -202,6 +205,7 @@ def test_parts_of_a_rollout_are_refused_where_all_of_it_is_needed() -> None:
         objective.terms(Forest.from_trajectories(items))
 
 
+@pytest.mark.representatives("grpo", "gspo with all", "turns")
 @settings(max_examples=5)
 @given(items=rollout_lists(), seed=st.integers(0, MAX_SEED))
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "gspo with all", "reinforce truncated", "turns"])

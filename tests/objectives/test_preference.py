@@ -98,6 +98,7 @@ def items_for(objective):
     return [replace(item, ref_logprobs=-5 + rng.normal(0, 1, len(item))) for item in tree]
 
 
+@pytest.mark.representatives("dpo-9", "conservative-25", "hinge-None", "ipo-9", "kto-25", "kto zero-9")
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_step_equals_the_formula_on_flat_logprobs(name, budget):
@@ -113,6 +114,7 @@ def test_a_step_equals_the_formula_on_flat_logprobs(name, budget):
     assert engine.evaluate(forest, objective).loss == pytest.approx(ours, rel=1e-5)
 
 
+@pytest.mark.representatives("kto")
 @pytest.mark.parametrize("name", ["dpo", "ipo", "kto"])
 def test_trees_equal_flat_training(name):
     objective = OBJECTIVES[name]

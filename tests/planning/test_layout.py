@@ -1,6 +1,7 @@
 """Layouts and edges: each micro-batch's intervals against the ancestor matrix, every edge once."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +47,7 @@ def test_intervals_are_the_ancestor_matrix_and_edges_appear_once(forest_and_budg
     check_layouts(plan(forest, budget, hold=hold))
 
 
+@pytest.mark.slow
 def test_layouts_of_many_random_trees():
     rng = np.random.default_rng(0)
     for _ in range(25):

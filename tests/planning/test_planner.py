@@ -102,6 +102,7 @@ def test_any_plan_holds_what_it_promises(forest_and_budget, hold):
     check(plan(forest, budget, hold=hold), budget, hold)
 
 
+@pytest.mark.representatives("0")
 @pytest.mark.parametrize("seed", range(3))
 def test_plans_of_many_random_trees(seed):
     rng = np.random.default_rng(seed)
@@ -139,6 +140,7 @@ def test_closed_micro_batches_are_within_one_of_the_fewest(forest_and_budget):
         assert len(sizes) > 12 or made.num_closed_micro_batches <= fewest_bins(sizes, budget) + 1
 
 
+@pytest.mark.slow
 def test_packing_in_order_costs_next_to_nothing():
     rng = np.random.default_rng(5)
     for _ in range(20):
@@ -152,6 +154,7 @@ def test_packing_in_order_costs_next_to_nothing():
         assert made.num_closed_micro_batches <= fewest + 1
 
 
+@pytest.mark.slow
 def test_gateways_stay_near_one_path_on_a_large_tree():
     rng = np.random.default_rng(0)
     parents = [-1] + [int(max(0, node - 1 - rng.integers(0, 200))) for node in range(1, 20_000)]
@@ -206,6 +209,7 @@ def test_the_cost_of_a_plan_is_that_of_its_passes(forest_and_budget):
     assert made.relative_cost == pytest.approx(with_graph + without)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hold", ["auto", "never"])
 def test_one_long_path_is_cut_into_pieces(hold):
     length, budget = 1003, 100
@@ -235,6 +239,7 @@ def test_ancestors_of_a_long_path_are_one_span():
     assert len(made.ancestors) == 10_000
 
 
+@pytest.mark.slow
 def test_a_comb_of_100_000_forks():
     depth = 100_000
     parents = np.array([-1, *range(depth - 1), *range(depth)])

@@ -71,6 +71,7 @@ def train(trainer):
     return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
 
 
+@pytest.mark.representatives("entropy-None")
 @pytest.mark.parametrize(("branching", "advantages"), [("random", "tree_path_mean"), ("entropy", None)])
 def test_the_updates_are_those_of_trl_on_the_same_completions(build, prompts, branching, advantages):  # noqa: F811
     trainer = new_trainer(build, prompts, SmallIds())

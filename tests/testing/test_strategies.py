@@ -16,6 +16,7 @@ testing.trajectories
 """
 
 
+@pytest.mark.exhaustive
 def test_hypothesis_is_missing() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].endswith(

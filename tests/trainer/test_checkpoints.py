@@ -34,6 +34,7 @@ def assert_same_state(one, other):
 
 
 # 7 trees in batches of 2 are 4 steps an epoch (2 with two accumulations): mid-epoch, at an epoch's end, after it.
+@pytest.mark.representatives("2-3")
 @pytest.mark.parametrize("stop_at", [3, 4, 5])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make_trainer, stop_at, accumulation):
@@ -112,6 +113,7 @@ def damage(folder, how):
         weights.write_bytes(content)
 
 
+@pytest.mark.representatives("unsealed", "flipped")
 @pytest.mark.parametrize("how", ["unsealed", "missing", "short", "flipped"])
 def test_a_damaged_checkpoint_is_named_and_an_earlier_one_is_taken(make_trainer, trees, how):
     *_, before, last = saved_run(make_trainer, trees)
@@ -249,6 +251,7 @@ def test_an_optimizer_of_other_parameters_is_refused(make_trainer, trees):
         trainer.train(resume_from_checkpoint=str(last))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor", "adagrad", "rmsprop"])
 def test_every_optimizer_resumes_bit_for_bit(make_trainer, optim):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": optim}
@@ -262,6 +265,7 @@ def test_every_optimizer_resumes_bit_for_bit(make_trainer, optim):
 
 
 # Experts are saved one by one and held as one tensor: transformers' own resume would leave them as they are.
+@pytest.mark.representatives("mixtral")
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma"])
 def test_models_that_are_saved_under_other_names_resume_bit_for_bit(make_trainer, family):
     settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
@@ -276,6 +280,7 @@ def test_models_that_are_saved_under_other_names_resume_bit_for_bit(make_trainer
         assert torch.equal(left, right)
 
 
+@pytest.mark.representatives("full")
 @pytest.mark.parametrize("failing", ["mkdir", "full", "read back"])
 def test_a_disk_that_refuses_is_a_clear_error_and_harms_nothing(make_trainer, trees, monkeypatch, failing):
     *_, last = saved_run(make_trainer, trees, max_steps=2)

@@ -59,6 +59,7 @@ def test_an_epoch_is_cut_into_exactly_so_many_batches(num_ranks, num_batches):
     assert sorted(tree for batch in batches for tree in batch) == list(range(11))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_an_epoch_of_seven_trees_in_six_steps(make_trainer, trees, accumulation):
     settings = {"steps_per_epoch": 6, "gradient_accumulation_steps": accumulation, "num_train_epochs": 2}

@@ -42,6 +42,7 @@ def assert_same(found, expected):
         assert torch.allclose(found["model"][name], value, rtol=0, atol=1e-6), name
 
 
+@pytest.mark.exhaustive
 def test_four_processes_in_two_copies_train_like_one_which_goes_on_from_their_checkpoint(tmp_path):
     expected = run(1, tmp_path / "one")
     hybrid = run(4, tmp_path / "four", **HYBRID, **SAVED, async_checkpoints=True)

@@ -9,6 +9,8 @@ import torch
 
 from tests.trainer.ranks import launch, outcome, train
 
+pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("trainer/test_idle_ranks")]
+
 OBJECTIVES = {
     "sft": None,
     "token ratios": {},
@@ -52,6 +54,7 @@ def test_idle_ranks_change_nothing(of_ranks, tmp_path, objective, budget):
         assert torch.allclose(found["model"][name], value, rtol=0, atol=1e-6), name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("objective", ["sft", "sequence ratios"])
 def test_micro_batches_with_router_losses_alone_train_sharded(tmp_path, objective):
     """Where no token of a micro-batch is trained, its loss is that of the routers, which no layer's output feeds."""

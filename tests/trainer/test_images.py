@@ -67,6 +67,7 @@ def assert_same_bits(found, expected):
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.representatives("12")
 @pytest.mark.parametrize("max_tokens", [None, 12])
 def test_a_step_is_that_of_flat_training(trees, tmp_path, max_tokens):
     model, rate = seeing_model(FAMILY), 0.1
@@ -81,6 +82,7 @@ def test_a_step_is_that_of_flat_training(trees, tmp_path, max_tokens):
     assert gradient_error(found, gradients) < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_and_a_killed_one_end_like_an_undisturbed_one(trees, tmp_path):
     whole = trainer_of(trees, tmp_path / "whole", **SAVED)
     whole.train()
@@ -116,6 +118,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("trained", ["", *PARTS])
 def test_two_processes_train_like_one(trees, tmp_path, trained):
     settings = {"optim": "sgd", "learning_rate": 0.1, "trained": trained}

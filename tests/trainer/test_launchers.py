@@ -14,6 +14,8 @@ from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.main import main
 from treewise.trainer.checkpoint.manifest import read_manifest
 
+pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("trainer/test_launchers")]
+
 ROWS = [
     {"token_ids": [1, 2, 3, 4 + tree, *range(20 + end, 25)], "group": f"g{tree}"}
     for tree in range(5)

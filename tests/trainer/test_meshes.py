@@ -138,6 +138,7 @@ def two(tmp_path_factory):
     return launched(2, TWO, tmp_path_factory.mktemp("two"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TWO)
 def test_two_processes_train_like_one_and_resume(two, name):
     check(two[1], two[0], name, TWO[name][0])
@@ -148,6 +149,7 @@ def four(tmp_path_factory):
     return launched(4, FOUR, tmp_path_factory.mktemp("four"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FOUR)
 def test_four_processes_train_like_one_and_resume(four, name):
     check(four[1], four[0], name, FOUR[name][0])
@@ -185,6 +187,7 @@ def lose(folder, name, victim, how):
         os._exit(error.exit_code)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "victim", "how"), FAULTS)
 def test_a_lost_process_ends_the_run_which_then_goes_on_to_the_same_bits(tmp_path, name, victim, how):
     family, settings = ALL[name]

@@ -17,7 +17,8 @@ from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.manifest import read_manifest
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft asks for it
+    pytest.mark.xdist_group("trainer/test_ranks"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
 ]
 
 SGD = {"optim": "sgd", "learning_rate": 0.5}
@@ -94,7 +95,7 @@ MEASURED = {
     "measured sharded": ({**FITTED, "max_steps": FIT_STEPS + 4}, {"sharded": True}, {}),
 }
 
-# What `make test` runs of these; tests/conftest.py lists the same as representatives.
+# What `make test` runs of these: the representatives of the tests below.
 COMMON = ("ddp", "sharded", "routers sharded", "full sharded")
 
 
@@ -141,6 +142,7 @@ def assert_same(found, expected, atol=1e-6):
         assert torch.allclose(found["model"][name], value, rtol=0, atol=atol), name
 
 
+@pytest.mark.representatives("ddp", "sharded", "routers sharded")
 @pytest.mark.parametrize("name", TWO)
 def test_two_processes_train_like_one(of_two, of_one, name):
     first, second = (outcomes[name] for outcomes in of_two[1])
@@ -167,6 +169,7 @@ def deviation(found, expected):
     return float(torch.cat(off).norm() / torch.cat(moved).norm())
 
 
+@pytest.mark.exhaustive
 def test_sharded_bfloat16_is_as_near_to_float32_as_bfloat16_of_one_process(of_two, of_one):
     exact = of_one({**SGD, **CUT, **batch_of(4, 1, {}), "save_strategy": "no"})
     alone = deviation(of_one({**TWO["bfloat16"][0], **batch_of(4, 1, {}), "save_strategy": "no"}), exact)
@@ -193,6 +196,7 @@ def of_four(of_two, tmp_path_factory):
     return folder, launch(4, folder, runs)[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FOUR)
 def test_four_processes_train_like_one(of_four, of_one, name):
     both, several, _ = FOUR[name]
@@ -200,6 +204,7 @@ def test_four_processes_train_like_one(of_four, of_one, name):
     assert of_four[1][name]["kinds"] == (["DTensor"] if several else ["Tensor"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["ddp", "sharded", "to ddp", "to shards"])
 def test_four_processes_go_on_where_two_stopped(of_four, of_one, name):
     both = TWO["ddp"][0]
@@ -208,6 +213,7 @@ def test_four_processes_go_on_where_two_stopped(of_four, of_one, name):
     assert of_four[1][name]["kinds"] == (["Tensor"] if name in ("ddp", "to ddp") else ["DTensor"])
 
 
+@pytest.mark.representatives("sharded")
 @pytest.mark.parametrize("name", ["ddp", "sharded", "in threads", "sharded in threads", "adapters", "ordered"])
 def test_one_process_goes_on_where_two_stopped(of_two, of_one, tmp_path, name):
     both = TWO[name][0]
@@ -217,6 +223,7 @@ def test_one_process_goes_on_where_two_stopped(of_two, of_one, tmp_path, name):
     assert_same(found, expected)
 
 
+@pytest.mark.representatives("signalled-3")
 @pytest.mark.parametrize(("name", "step"), [("signalled", 3), ("signalled in save", 4)])
 def test_a_signal_to_one_process_ends_and_saves_all(of_two, name, step):
     for outcomes in of_two[1]:
@@ -244,6 +251,7 @@ def test_a_sharded_checkpoint_is_sealed_and_holds_nothing_pickled(of_two):
 # -- saves that fail on one rank --------------------------------------------------------------------------------------
 
 
+@pytest.mark.representatives("full sharded")
 @pytest.mark.parametrize("name", DISKS)
 def test_a_disk_that_refuses_one_process_harms_neither_the_run_nor_other_checkpoints(of_two, of_one, name):
     both, _, _ = DISKS[name]
@@ -260,6 +268,7 @@ def test_a_disk_that_refuses_one_process_harms_neither_the_run_nor_other_checkpo
 # -- costs of placements ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["measured", "measured sharded"])
 def test_measured_costs_are_fitted_the_same_on_all_ranks_and_change_no_step(of_two, of_one, name):
     first, second = (outcomes[name] for outcomes in of_two[1])
@@ -269,6 +278,7 @@ def test_measured_costs_are_fitted_the_same_on_all_ranks_and_change_no_step(of_t
     assert_same(first, of_one({**both, "balance_costs": "auto", "save_strategy": "no", **batch_of(4, 1, both)}))
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumed_after_the_fit_places_as_the_uninterrupted_one(of_two):
     for outcomes in of_two[1]:
         resumed, whole = outcomes["measured again"], outcomes["measured"]

@@ -10,7 +10,11 @@ import pytest
 from tests.trainer import forked_ranks
 from tests.trainer.forked_ranks import FAULT_STEP, NUM_KILLS
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.xdist_group("trainer/test_ranks_that_end"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+]
 
 COMMON = {
     "max_steps": 8,

@@ -46,6 +46,7 @@ def test_a_batch_has_the_flat_loss_and_gradients(make_runner, trees, forests):
     assert not runner.is_sharded
 
 
+@pytest.mark.representatives("gspo-14-4")
 @pytest.mark.parametrize("num_parts", [1, 2, 4])
 @pytest.mark.parametrize("max_tokens", [None, 14])
 @pytest.mark.parametrize("objective", ["sft", "gspo"])
@@ -124,6 +125,7 @@ def adapted():
     return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
 
 
+@pytest.mark.exhaustive
 @DYNAMO
 @pytest.mark.parametrize(
     "settings",

@@ -44,6 +44,7 @@ CUTS = {
 }
 
 
+@pytest.mark.representatives("two accumulations", "small budget")
 @pytest.mark.parametrize("settings", CUTS.values(), ids=CUTS.keys())
 def test_a_step_has_flat_loss_and_gradients_however_it_is_cut(make_trainer, trees, reference, settings):
     gradients, loss = gradients_of_step(make_trainer, trees, **settings)
@@ -52,6 +53,7 @@ def test_a_step_has_flat_loss_and_gradients_however_it_is_cut(make_trainer, tree
     assert float((gradients - expected).norm() / expected.norm()) < 2e-6
 
 
+@pytest.mark.representatives("once")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -69,6 +71,7 @@ def test_accumulation_changes_no_gradient_under_any_normalization(make_trainer, 
     assert float((parts - whole).norm() / whole.norm()) < 1e-6
 
 
+@pytest.mark.representatives("2")
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_an_epoch_trains_every_tree_once(make_trainer, trees, accumulation):
     trainer = make_trainer(
@@ -82,6 +85,7 @@ def test_an_epoch_trains_every_tree_once(make_trainer, trees, accumulation):
     assert sorted(names[:7]) == sorted(names[7:]) == [f"rows.jsonl:{tree}" for tree in range(7)]
 
 
+@pytest.mark.representatives("3")
 @pytest.mark.parametrize("batch_size", [1, 3, 7])
 def test_evaluation_is_the_token_mean_of_the_set_at_any_batch_size(make_trainer, trees, reference, batch_size):
     trainer = make_trainer(trees, eval_dataset=trees, per_device_eval_batch_size=batch_size)

@@ -38,6 +38,7 @@ def state_of(run_dir):
     return {store.step_of(folder): (folder / "model.json").read_text() for folder in sealed}
 
 
+@pytest.mark.representatives("replaced")
 @pytest.mark.parametrize(
     ("step", "before", "after"),
     [
@@ -66,6 +67,7 @@ def test_a_save_that_is_killed_at_any_call_leaves_the_old_state_or_the_new_one(t
     assert found == after
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(make_trainer, tmp_path, in_thread):
     settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}

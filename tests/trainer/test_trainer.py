@@ -74,6 +74,7 @@ def signal_in_backward(trainer, number, step):
     trainer.model.model.layers[0].mlp.up_proj.weight.register_hook(send)
 
 
+@pytest.mark.representatives("backward-2")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("moment", ["begin", "end", "optimizer", "updated", "save", "backward"])
 def test_a_signal_saves_the_run_which_then_ends_like_an_undisturbed_one(make_trainer, trees, number, moment):

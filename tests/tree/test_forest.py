@@ -317,6 +317,7 @@ def test_its_repr_says_its_sizes():
 # -- extremes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_comb_of_100_000_forks():
     depth = 100_000
     spine = [-1, *range(depth - 1)]  # one token each; from every one hangs a leaf
@@ -342,6 +343,7 @@ def test_a_comb_of_100_000_forks():
         _ = forest.path_index
 
 
+@pytest.mark.exhaustive
 def test_100_000_leaves_of_one_fork():
     leaves = 100_000
     forest = Forest.from_nodes([-1] + [0] * leaves, [[1, 2], *np.arange(leaves)[:, None]])
@@ -362,6 +364,7 @@ def test_one_path_of_a_million_tokens():
     np.testing.assert_array_equal(forest.paths[1], np.arange(length // 2))
 
 
+@pytest.mark.exhaustive
 def test_100_000_short_trajectories():
     rng = random.Random(0)
     sequences = [[7, *(rng.randrange(9) for _ in range(rng.randrange(1, 8)))] for _ in range(100_000)]

@@ -55,6 +55,7 @@ for bad, message in (
 """
 
 
+@pytest.mark.slow
 def test_a_stream_is_one_line(tmp_path):
     package = Path(treewise.__file__).parent
     shutil.copytree(package, tmp_path / "treewise", ignore=shutil.ignore_patterns("__pycache__", "static"))

@@ -35,6 +35,7 @@ def branching() -> list[Trajectory]:
     return [*items, Trajectory(trunk, loss_weights=weights), Trajectory(trunk), Trajectory(rng.integers(0, 97, 6))]
 
 
+@pytest.mark.representatives("None-dtype2", "10-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("max_tokens", [None, 10])
 def test_a_right_engine_passes(dtype: torch.dtype, max_tokens: int | None) -> None:
@@ -43,6 +44,7 @@ def test_a_right_engine_passes(dtype: torch.dtype, max_tokens: int | None) -> No
     assert (report.num_micro_batches > 1) == (max_tokens is not None)
 
 
+@pytest.mark.representatives("trajectory_mean-once", "rollout_sum-per_trajectory")
 @pytest.mark.parametrize("weighting", ["per_trajectory", "once"])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_every_form_of_sft_passes(weighting: str, normalization: str) -> None:
@@ -213,6 +215,7 @@ OBJECTIVES = [
 ]
 
 
+@pytest.mark.representatives("PolicyGradient2", "function")
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda each: type(each).__name__)
 def test_other_objectives_pass(objective) -> None:
     for max_tokens in (None, 10):

@@ -14,6 +14,7 @@ pytest.importorskip("trl")
 TINY = ["bench", "--model", "qwen3-tiny", "--size", "tiny", "--device", "cpu", "--repetitions", "1"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_printed_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     words = [*TINY, "--workload", "grpo", "--against", "flat", "--max-tokens", "30"]

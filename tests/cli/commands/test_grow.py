@@ -23,6 +23,7 @@ def treewise(tmp_path, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.exhaustive
 def test_training_goes_on_with_the_grown_optimizer(treewise, tmp_path):
     train = ["--data", "rows.jsonl", "--use_cpu", "true", "--per_device_train_batch_size", 1, "--learning_rate", 1e-3]
     code, _, err = treewise("train", "--model", "model", "--output_dir", "small", "--save_strategy", "epoch", *train)

@@ -14,6 +14,8 @@ from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.main import main
 from treewise.rl import rollout_batch
 
+pytestmark = pytest.mark.xdist_group("cli/commands/test_rl")
+
 LEARNING_RATE = 0.5
 FAST = ["--learning_rate", LEARNING_RATE, "--optim", "sgd", "--save_strategy", "no", "--max_grad_norm", 1e9]
 ORDERED = ["--train_sampling_strategy", "sequential"]
@@ -129,6 +131,7 @@ def test_updates_equal_flat_ones(rl, model_folder):
     assert out.count("clip_fraction") == 2  # one an epoch
 
 
+@pytest.mark.exhaustive
 def test_log_probs_come_from_where_they_are_said_to(rl, folder, model_folder):
     rows = make_rows()
     flags = ["--objective", "grpo", "--epochs", 2, *FAST, *ORDERED]
@@ -151,6 +154,7 @@ def test_log_probs_come_from_where_they_are_said_to(rl, folder, model_folder):
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.representatives("gspo")
 @pytest.mark.parametrize("objective", ["grpo", "dapo", "gspo", "reinforce"])
 def test_a_rollout_counts_once_however_its_rows_are_cut(rl, objective):
     random = np.random.default_rng(3)
@@ -183,6 +187,7 @@ def test_one_update_needs_no_old_log_probs_and_is_the_same_with_them(rl):
         assert torch.allclose(value, second[name], atol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 def test_the_reference_is_another_model_or_the_one_without_adapters(rl, tmp_path_factory):
     other = save_tiny_model(tmp_path_factory.mktemp("other"), seed=5)

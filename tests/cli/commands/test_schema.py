@@ -39,6 +39,7 @@ def test_the_files_are_what_the_command_prints(name, capsys):
         assert printed["properties"].get(key) == written["properties"].get(key), f"treewise schema {name} > its file"
 
 
+@pytest.mark.representatives("mistake1", "mistake4")
 @pytest.mark.parametrize(
     "mistake",
     [{"learning_rat": 1}, {"max_steps": "x"}, {"lora": {"r0": 1}}, {"thinking": "kep"}, {"lora": {"lora_dropout": 1}}],

@@ -100,6 +100,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(folder, capsys):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.exhaustive
 def test_a_finished_run_is_extended_and_the_schedule_goes_on(folder):
     constant = ["--lr_scheduler_type", "constant"]
     assert main(["train", "run.yaml", "--max_steps", "6", "--out", "whole", *constant]) == 0
@@ -124,6 +125,7 @@ def test_the_log_file_holds_numbers_once_for_each_step(folder):
     assert [entry["loss"] for entry in steps] == losses(folder)
 
 
+@pytest.mark.exhaustive
 def test_a_closed_pipe_does_not_end_training(folder):
     command = f"{sys.executable} -m treewise.cli.main train run.yaml --max_steps 20; echo code $? >&2"
     result = subprocess.run(f"({command}) | head -n 1", shell=True, capture_output=True, text=True, check=False)

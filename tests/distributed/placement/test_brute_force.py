@@ -76,6 +76,7 @@ def made_tree(rng):
     return random_tree(rng, int(rng.integers(1, 30)), 40)
 
 
+@pytest.mark.representatives("0-made", "1-real", "4-made", "6-real")
 @pytest.mark.parametrize("kind", ["real", "made"])
 @pytest.mark.parametrize("seed", range(10))
 def test_small_steps_are_within_two_hundredths_of_the_best(seed, kind):
@@ -97,6 +98,7 @@ def test_small_steps_are_within_two_hundredths_of_the_best(seed, kind):
     assert found.bound_seconds <= 1.0001 * best
 
 
+@pytest.mark.representatives("4096-16", "16384-4", "16384-32")
 @pytest.mark.parametrize("num_ranks", [4, 8, 16, 32])
 @pytest.mark.parametrize("max_tokens", [4096, 16_384])
 def test_steps_of_real_trees_are_even_and_predicted(num_ranks, max_tokens):

@@ -62,6 +62,7 @@ WINDOWS = [
 ]
 
 
+@pytest.mark.representatives("1-1000", "2-None")
 @pytest.mark.parametrize("max_tokens", [None, 1000])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_predicted_seconds_count_each_image_of_a_rank_once(num_ranks: int, max_tokens: int | None) -> None:

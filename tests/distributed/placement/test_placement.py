@@ -93,6 +93,7 @@ def _ends(some):
     return np.cumsum([forest.num_trajectories for forest in some])[:-1]
 
 
+@pytest.mark.representatives("8", "16")
 @pytest.mark.parametrize("num_ranks", [4, 8, 16, 32, 64])
 def test_steps_of_many_trees_are_even(num_ranks):
     rng = np.random.default_rng(num_ranks)

@@ -108,6 +108,7 @@ def test_large_declared_trees_are_cut_too(monkeypatch):
     assert sum(part.token_weights().sum() for part in once) == tree.token_weights("once").sum()
 
 
+@pytest.mark.representatives("per_trajectory")
 @pytest.mark.parametrize("weighting", ["per_trajectory", "once"])
 def test_gradients_of_all_ranks_add_up_to_those_of_one_process(weighting):
     from treewise.engine.engine import TreeEngine

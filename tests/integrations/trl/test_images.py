@@ -52,6 +52,7 @@ def screens() -> Dataset:
     return Dataset.from_list(rows)
 
 
+@pytest.mark.representatives("12")
 @pytest.mark.parametrize("max_tokens", [None, 12])
 def test_sft_on_screenshots(tmp_path, max_tokens):
     def make():
@@ -107,6 +108,7 @@ def batch_of_grids(images):
     }
 
 
+@pytest.mark.representatives("12")
 @pytest.mark.parametrize("max_tokens", [None, 12])
 def test_positions_and_images_of_qwen(max_tokens):
     batch, found = batch_of_grids(FAMILIES["qwen2_5_vl"].images()), []

@@ -15,7 +15,10 @@ from treewise import share_prefixes
 from treewise.errors import DataError
 
 # PEFT and TRL still use names that transformers deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.*(gradient_checkpointing|set_gradient).*:FutureWarning")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore:.*(gradient_checkpointing|set_gradient).*:FutureWarning"),
+]
 # Of a gradient's own norm. One process with the line is as far from one without it: 1.7e-6 at most in these runs.
 TOLERANCE = 5e-6
 SFT = {"shuffle_dataset": False, "train_sampling_strategy": "sequential", "per_device_train_batch_size": 6}

@@ -25,7 +25,10 @@ DPO_LOSSES = [
 ]
 
 # PEFT and TRL still use names that transformers deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
 
 
 def lora():

@@ -68,6 +68,7 @@ def assert_served(model, inputs, **options):
     return sharing
 
 
+@pytest.mark.representatives("plain-left-6", "plain-right-None", "tempered-right-6")
 @pytest.mark.parametrize("max_tokens", [None, 6])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("head", [{}, {"temperature": 0.6, "cast_lm_head_to_fp32": True}], ids=["plain", "tempered"])

@@ -32,12 +32,14 @@ ROLLOUTS = {
 }
 
 
+@pytest.mark.representatives("20")
 @pytest.mark.parametrize("max_tokens", [None, 20])
 def test_grpo_ten_steps(build, prompts, max_tokens):
     run = assert_same_training(build(GRPOTrainer, GRPOConfig, prompts, **ROLLOUTS, max_steps=10), max_tokens=max_tokens)
     assert run.sharings[0].counts.share_ratio > 1.4
 
 
+@pytest.mark.representatives("dapo-20")
 @pytest.mark.parametrize(("loss_type", "max_tokens"), [*zip(GRPO_LOSSES, [None, 20] * 4, strict=True)])
 def test_grpo_losses_over_several_updates_of_the_same_rollouts(build, prompts, loss_type, max_tokens):
     level = "sequence" if loss_type == "luspo" else "token"
@@ -45,6 +47,7 @@ def test_grpo_losses_over_several_updates_of_the_same_rollouts(build, prompts, l
     assert_same_training(build(GRPOTrainer, GRPOConfig, prompts, **ROLLOUTS, **changes), max_tokens=max_tokens)
 
 
+@pytest.mark.representatives("temperature", "steps_per_generation", "importance_sampling_level")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -63,6 +66,7 @@ def test_grpo_settings(build, prompts, changes):
     assert_same_training(build(GRPOTrainer, GRPOConfig, prompts, **changes))
 
 
+@pytest.mark.representatives("False-20")
 @pytest.mark.parametrize(("checkpointing", "max_tokens"), [(True, None), (False, 20)])
 def test_grpo_with_kl_to_the_model_without_its_adapter(build, prompts, checkpointing, max_tokens):
     changes = {"beta": 0.1, CHECKPOINTING: checkpointing, "num_iterations": 2}
@@ -71,18 +75,21 @@ def test_grpo_with_kl_to_the_model_without_its_adapter(build, prompts, checkpoin
     assert any(abs(entry.get("kl", 0.0)) > 1e-4 for entry in run.logs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("max_tokens", [None, 20])
 def test_rloo_ten_steps(build, prompts, max_tokens):
     make = build(RLOOTrainer, RLOOConfig, prompts, **ROLLOUTS, max_steps=10, beta=0.0)
     assert_same_training(make, max_tokens=max_tokens)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_rloo_with_kl_to_the_model_without_its_adapter(build, prompts, checkpointing):
     changes = {"beta": 0.1, CHECKPOINTING: checkpointing, "num_iterations": 2}
     assert_same_training(build(RLOOTrainer, RLOOConfig, prompts, peft=lora, **ROLLOUTS, **changes))
 
 
+@pytest.mark.representatives("GRPOTrainer-GRPOConfig")
 @pytest.mark.parametrize(("trainer", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
 def test_kl_to_a_reference_model(build, prompts, tmp_path, trainer, config):
     """The trainer loads the reference model from where the trained one came from."""

@@ -27,11 +27,13 @@ def test_ten_steps_on_conversations(build, conversations):
     assert counts.num_computed_tokens == counts.num_tree_tokens
 
 
+@pytest.mark.exhaustive
 def test_a_budget_far_below_one_row(build, conversations):
     run = assert_same_training(build(SFTTrainer, SFTConfig, conversations, max_steps=2, **ORDERED), max_tokens=4)
     assert run.sharings[0].counts.num_computed_tokens > run.sharings[0].counts.num_tree_tokens
 
 
+@pytest.mark.representatives("lora-False-12")
 @pytest.mark.parametrize(
     ("peft", "checkpointing", "max_tokens"),
     [(None, False, None), (None, True, 12), (lora, True, None), (lora, False, 12)],
@@ -41,6 +43,7 @@ def test_assistant_only_loss(build, conversations, peft, checkpointing, max_toke
     assert_same_training(build(SFTTrainer, SFTConfig, conversations, peft=peft, **changes), max_tokens=max_tokens)
 
 
+@pytest.mark.representatives("loss_type", "gradient_accumulation_steps")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -80,6 +83,7 @@ def test_tool_calls(build):
     assert run.sharings[0].counts.share_ratio > 1.5
 
 
+@pytest.mark.representatives("12")
 @pytest.mark.parametrize("max_tokens", [None, 12])
 def test_rows_without_padding(build, conversations, max_tokens):
     """`padding_free` flattens the batch into one row; its sequences share prefixes like rows do."""
@@ -94,6 +98,7 @@ def test_packed_rows(build, conversations):
     assert_same_training(make, min_ratio=0)
 
 
+@pytest.mark.representatives("24")
 @pytest.mark.parametrize("max_tokens", [None, 24])
 def test_routing_loss_of_a_mixture_of_experts(build, conversations, max_tokens):
     make = build(
@@ -108,6 +113,7 @@ def test_routing_loss_of_a_mixture_of_experts(build, conversations, max_tokens):
     assert run.logs[0]["aux_loss"] > 0.5
 
 
+@pytest.mark.exhaustive
 def test_evaluation_is_shared_too(build, conversations):
     make = build(
         SFTTrainer,

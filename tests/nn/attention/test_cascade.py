@@ -132,6 +132,7 @@ def _block_constants(request, monkeypatch):
         monkeypatch.setattr(row_blocks, name, value)
 
 
+@pytest.mark.representatives("(4096, 48, 256)-both", "(24, 4, 9)-chunk", "(24, 4, 9)-cap")
 @pytest.mark.usefixtures("_block_constants")
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @given(
@@ -146,6 +147,9 @@ def test_float64_output_and_gradients_are_the_references(rule, forest_and_budget
     check_float64(plan(forest, budget), heads, rule, with_sinks, rows_as, seed)
 
 
+@pytest.mark.representatives(
+    "whole-plain", "two fifths-both", "two fifths-chunk", "a tenth-window", "a tenth-cap", "a tenth-cap and window"
+)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("share", [1, 0.4, 0.1], ids=["whole", "two fifths", "a tenth"])
 def test_float64_on_large_trees(rule, share):
@@ -159,6 +163,17 @@ def error_of(found, oracle):
     return float((found.double() - oracle).norm())
 
 
+@pytest.mark.representatives(
+    "(4, 2, 8, 8)-whole-plain-bfloat16",
+    "(4, 2, 8, 8)-whole-cap and window-float32",
+    "(4, 2, 8, 8)-partitioned-both-bfloat16",
+    "(4, 2, 8, 8)-partitioned-chunk-float32",
+    "(4, 2, 8, 8)-partitioned-cap-bfloat16",
+    "(4, 2, 6, 16)-whole-window-bfloat16",
+    "(4, 2, 6, 16)-whole-cap-bfloat16",
+    "(4, 2, 6, 16)-partitioned-plain-bfloat16",
+    "(4, 2, 6, 16)-partitioned-cap and window-float32",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("share", [1, 0.3], ids=["whole", "partitioned"])

@@ -130,6 +130,7 @@ def with_gradients(attention, inputs: list[torch.Tensor], mask: TreeMask, rule: 
     return [out, *torch.autograd.grad(out, inputs, cotangent.to(out.dtype))]
 
 
+@pytest.mark.representatives("softcap-no_sinks", "all-sinks")
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no_sinks", "sinks"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @settings(max_examples=10)
@@ -181,6 +182,7 @@ def many_lengths() -> list[TreeMask]:
     return [mask for mask in whole + below if mask.num_queries > flex.BLOCK_SIZE]
 
 
+@pytest.mark.exhaustive
 def test_no_length_is_compiled_twice(monkeypatch):
     num_graphs = 0
 
@@ -205,6 +207,7 @@ def test_no_length_is_compiled_twice(monkeypatch):
     assert num_graphs == 2
 
 
+@pytest.mark.exhaustive
 def test_fifty_random_trees_take_four_kernels(monkeypatch):
     """One block of queries or more, one block of keys or more; beyond that no shape of a tree is compiled in."""
     num_graphs = 0

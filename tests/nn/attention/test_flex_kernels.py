@@ -16,7 +16,10 @@ from treewise.nn.attention.kernel_cases import CASES, is_within
 
 ROOT = Path(__file__).parents[3]
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
+pytestmark = [
+    pytest.mark.xdist_group("nn/attention/test_flex_kernels"),
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,7 @@ def results(request, tmp_path_factory) -> dict[str, dict[str, tuple[float, float
     return json.loads(file.read_text())
 
 
+@pytest.mark.representatives("whole", "all", "gateway", "broken")
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_give_outputs_and_gradients_of_the_reference(results, name):
     """Those of cases with a deliberately wrong mask do not."""

@@ -72,6 +72,7 @@ def check(made, window, chunk, constants, rng=None):
             assert all(block.tile is None or block.end - block.start <= largest for block in found)
 
 
+@pytest.mark.representatives("(4096, 48, 256)", "(0, 1, 1)", "(16, 4, 7)")
 @pytest.mark.parametrize("constants", CONSTANTS, ids=str)
 @given(forests_and_budgets(), rules)
 def test_every_visible_pair_is_covered_once(constants, forest_and_budget, rule):
@@ -79,6 +80,7 @@ def test_every_visible_pair_is_covered_once(constants, forest_and_budget, rule):
     check(plan(forest, budget), *rule, constants)
 
 
+@pytest.mark.representatives("None-None", "6-5")
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (5, None), (None, 4), (6, 5), (1, None), (None, 1)])
 def test_large_random_trees_are_covered_once(window, chunk):
     rng = np.random.default_rng(0)

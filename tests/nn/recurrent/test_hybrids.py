@@ -58,6 +58,7 @@ def tree_gradients(model, items, max_tokens=None, **options):
 
 
 # Flat training alone is 1e-4 from float64 in Bailing: it is compared in float64 only.
+@pytest.mark.representatives("qwen3_next", "jamba")
 @pytest.mark.parametrize("family", [each for each in HYBRIDS if each != "bailing_hybrid"])
 def test_every_hybrid_equals_flat_training(family: str) -> None:
     model, items = hybrid(family), conversations(90 if family in LONG else 30)
@@ -73,6 +74,7 @@ def test_every_hybrid_equals_flat_training(family: str) -> None:
         np.testing.assert_allclose(one.detach(), other, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ONE_OF_EACH_KIND)
 def test_against_a_float64_oracle(family: str) -> None:
     """In float64 nothing but the last bits differs; in float32 the tree is no farther from float64 than flat training.
@@ -108,6 +110,7 @@ SMALL = {
 }
 
 
+@pytest.mark.representatives("nemotron_h")
 @pytest.mark.parametrize("family", SMALL)
 @settings(max_examples=10)
 @given(data=st.data(), items=trajectories(vocab_size=5, max_sequences=5))
@@ -180,6 +183,7 @@ def test_a_mixer_sees_each_token_of_a_micro_batch_once() -> None:
     assert sum(rows) == out.num_computed_tokens
 
 
+@pytest.mark.representatives("jamba-True")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "jamba", "falcon_mamba"])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
@@ -194,6 +198,7 @@ def test_gradient_checkpointing(family: str, use_reentrant: bool) -> None:
         assert gradient_error(found, expected) < expected.tolerance
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("targets", ["all-linear", ["out_proj"]], ids=["all", "out"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_on_mixers(targets) -> None:
@@ -209,6 +214,7 @@ def test_adapters_on_mixers(targets) -> None:
         assert gradient_error(found, expected) < expected.tolerance
 
 
+@pytest.mark.representatives("lfm2")
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "bamba"])
 def test_bfloat16_deviates_no_more_than_flat_bfloat16(family: str) -> None:
     items = conversations(30)
@@ -220,6 +226,7 @@ def test_bfloat16_deviates_no_more_than_flat_bfloat16(family: str) -> None:
         assert gradient_error(found, exact) < 1.25 * gradient_error(flat, exact)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("hold", ["never", "always"])
 def test_states_may_wait_in_host_memory(hold: str) -> None:
     model, items = hybrid("qwen3_next"), conversations(30)
@@ -260,6 +267,7 @@ def test_a_copy_and_a_saved_model_follow_trees_with_their_own_weights() -> None:
     assert gradient_error(tree_gradients(loaded, items)[1], expected) < expected.tolerance
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
 def test_compiled_layers() -> None:
     model, items = hybrid("lfm2"), conversations(30)
@@ -270,6 +278,7 @@ def test_compiled_layers() -> None:
         assert gradient_error(tree_gradients(model, items, max_tokens)[1], expected) < expected.tolerance
 
 
+@pytest.mark.exhaustive
 def test_layers_that_run_several_times() -> None:
     """As in looped models: each pass has states of its own in the gateways."""
     model, items = hybrid("qwen3_5_text"), conversations(30)

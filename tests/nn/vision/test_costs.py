@@ -31,6 +31,7 @@ def forest():
     return Forest.from_trajectories([trajectory(each, ROWS) for each in HISTORIES])
 
 
+@pytest.mark.representatives("qwen2_5_vl", "llava")
 @pytest.mark.parametrize(
     "family",
     [pytest.param(each, marks=[] if each in TRIED else pytest.mark.exhaustive) for each in own_table().with_images()],

@@ -28,7 +28,10 @@ from treewise.tree.trajectory import Trajectory
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the playwright package")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
+pytestmark = [
+    pytest.mark.xdist_group("report/html/test_browser"),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)"),
+]
 
 DESKTOP, PHONE = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
 # Two samples of a question, and one that goes on: segments 0 (root), 1 (heavier), 2.
@@ -215,6 +218,7 @@ def test_the_picture_shows_the_tree_to_scale(open_page: Any) -> None:
     np.testing.assert_array_equal(at(81, 0), paper)
 
 
+@pytest.mark.exhaustive
 def test_a_screenshot_is_the_same_twice_and_another_after_folding(open_page: Any) -> None:
     from PIL import Image
 
@@ -247,6 +251,7 @@ def test_folding_a_segment_hides_what_is_below_it(open_page: Any) -> None:
     assert state(page)["shown"] == "3"  # both children are leaves
 
 
+@pytest.mark.exhaustive
 def test_a_trajectory_lights_up_and_the_rest_fades(open_page: Any) -> None:
     page = open_page("simple")
     plain = pixels(page)
@@ -268,6 +273,7 @@ def test_a_trajectory_lights_up_and_the_rest_fades(open_page: Any) -> None:
     assert state(page)["path"] == ""
 
 
+@pytest.mark.exhaustive
 def test_a_trajectory_outside_of_the_view_is_brought_into_it(open_page: Any) -> None:
     page = open_page("simple")
     canvas = page.locator("#canvas")
@@ -285,6 +291,7 @@ def test_a_trajectory_outside_of_the_view_is_brought_into_it(open_page: Any) -> 
     assert moved_high - moved_low == pytest.approx(high - low, abs=0.02)
 
 
+@pytest.mark.exhaustive
 def test_keys_move_between_segments_in_the_order_of_the_tree(open_page: Any) -> None:
     page = open_page("simple")
     page.locator("#canvas").focus()
@@ -298,6 +305,7 @@ def test_keys_move_between_segments_in_the_order_of_the_tree(open_page: Any) -> 
     assert state(page)["path"] == "0 1"
 
 
+@pytest.mark.exhaustive
 def test_every_control_is_reached_by_the_tab_key(open_page: Any) -> None:
     page = open_page("simple")
     seen = []
@@ -313,6 +321,7 @@ def test_every_control_is_reached_by_the_tab_key(open_page: Any) -> None:
     assert page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
+@pytest.mark.exhaustive
 def test_zooming_by_wheel_button_and_key(open_page: Any) -> None:
     def span() -> float:
         low, high = map(float, state(page)["x"].split())
@@ -373,6 +382,7 @@ def test_two_fingers_zoom(open_page: Any) -> None:
     assert high - low < 0.5 * 81.6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_theme_follows_the_system_and_can_be_switched(open_page: Any, scheme: str) -> None:
     page = open_page("simple", color_scheme=scheme)

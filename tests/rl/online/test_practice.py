@@ -28,6 +28,7 @@ def draws_of(trainer):
     return [json.loads(path.read_text())["draws"] for path in paths]
 
 
+@pytest.mark.representatives("dynamic")
 @pytest.mark.parametrize("name", CURRICULA)
 def test_a_killed_run_draws_as_an_undisturbed_one(name, tmp_path):
     run = {**RUN, "curriculum": name}

@@ -10,6 +10,8 @@ import torch
 from tests.rl.online.ranks import CASES, trainer_of
 from treewise.rl.online.records import rollouts_file
 
+pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("rl/online/test_ranks")]
+
 COUNTED = (
     "reward",
     "num_rollouts",

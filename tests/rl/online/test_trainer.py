@@ -25,6 +25,8 @@ from treewise.rl.tasks import ReasoningGymTask
 from treewise.rl.tasks.single_turn import extracted_answer
 from treewise.trainer.checkpoint import contents, store
 
+pytestmark = pytest.mark.xdist_group("rl/online/test_trainer")
+
 
 class Killed(BaseException):
     """The end of the process, as far as the run can tell."""
@@ -93,6 +95,7 @@ KILLS = {
 }
 
 
+@pytest.mark.representatives("reward")
 @pytest.mark.parametrize("stage", KILLS)
 def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(stage, undisturbed, tmp_path, monkeypatch):
     weights, num_tokens, rows = undisturbed
@@ -110,6 +113,7 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(stage, undistu
     assert [rollouts_file(second.folder, iteration).read_bytes() for iteration in (1, 2)] == rows
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("call", [1, 4])
 def test_a_run_killed_while_it_samples_loses_one_batch_at_most(call, undisturbed, tmp_path):
     weights, num_tokens, _ = undisturbed
@@ -144,6 +148,7 @@ def test_a_process_that_ends_at_once_is_resumed(undisturbed, tmp_path, monkeypat
     assert digest(second.model) == undisturbed[0]
 
 
+@pytest.mark.exhaustive
 def test_a_run_killed_at_random_moments_again_and_again(undisturbed, tmp_path):
     draw = random.Random(0)
     for _ in range(40):
@@ -171,6 +176,7 @@ def test_a_run_killed_at_random_moments_again_and_again(undisturbed, tmp_path):
 SIGNALLED = {"reward": ("judge", sampling, 5), "update": ("_step", update.Updater, 2), "saving": ("save", contents, 1)}
 
 
+@pytest.mark.representatives("update")
 @pytest.mark.parametrize("stage", SIGNALLED)
 def test_a_signal_ends_a_run_that_can_be_resumed(stage, undisturbed, tmp_path, monkeypatch):
     weights, num_tokens, rows = undisturbed
@@ -208,6 +214,7 @@ def test_a_run_of_other_settings_is_not_resumed(tmp_path):
         new_trainer(tmp_path / "run").train()
 
 
+@pytest.mark.exhaustive
 def test_changed_settings_of_training_apply_and_are_printed_or_are_errors(tmp_path, capsys):
     new_trainer(tmp_path / "run", iterations=1, eval_every=0).train()
     again = new_trainer(tmp_path / "run", iterations=2, eval_every=0, arguments_={"learning_rate": 0.02})
@@ -257,6 +264,7 @@ def flat_gradients(model, rows):
     return {name: each.grad.clone() for name, each in model.named_parameters()}
 
 
+@pytest.mark.representatives("segments")
 @pytest.mark.parametrize("branching", ["none", "random", "segments"])
 def test_an_update_has_the_gradients_of_flat_training_of_the_recorded_rows(branching, tmp_path, monkeypatch):
     own = {"none": {"roots": 4}, "random": {"variations": 4}, "segments": {"segment_tokens": 4, "width": 6, "first": 2}}
@@ -319,6 +327,7 @@ def test_a_token_that_is_lost_is_an_error(tmp_path, monkeypatch):
         trainer.train()
 
 
+@pytest.mark.representatives("gspo-changes2")
 @pytest.mark.parametrize(
     ("objective", "changes"),
     [
@@ -440,6 +449,7 @@ def test_a_kl_is_measured_against_the_reference(tmp_path):
 # -- adapters, tasks of a package -------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")  # peft asks by the old name
 def test_adapters_train_alone_against_the_model_without_them_and_resume(tmp_path, monkeypatch):
     peft = pytest.importorskip("peft")
@@ -469,6 +479,7 @@ def test_adapters_train_alone_against_the_model_without_them_and_resume(tmp_path
     assert digest(second.model) == digest(whole.model)
 
 
+@pytest.mark.exhaustive
 def test_recorded_rewards_of_reasoning_gym_are_those_of_its_verifier(tmp_path):
     reasoning_gym = pytest.importorskip("reasoning_gym")
     settings_of_task = {"min_terms": 2, "max_terms": 2, "max_digits": 1}

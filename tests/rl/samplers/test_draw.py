@@ -21,6 +21,7 @@ def _frequencies(rule: RowRule, logits: torch.Tensor, num: int = 20_000) -> np.n
     return np.bincount(ids.numpy(), minlength=logits.shape[1]) / num
 
 
+@pytest.mark.representatives("rule2")
 @pytest.mark.parametrize("rule", [PLAIN, RowRule(0.5, 1.0, 0), RowRule(1.3, 1.0, 3), RowRule(1.0, 0.8, 0)])
 def test_frequencies_are_the_probabilities_of_what_is_kept(rule: RowRule) -> None:
     logits = _logits()

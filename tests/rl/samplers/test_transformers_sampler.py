@@ -112,6 +112,7 @@ def test_first_logits_of_random_prefixes_are_those_of_a_plain_forward(forward_to
         torch.testing.assert_close(later[0], later[1], rtol=0, atol=1e-4)
 
 
+@pytest.mark.representatives("lfm2")
 @pytest.mark.parametrize("family", ["gemma3_text", "lfm2"])
 def test_a_rollout_does_not_depend_on_its_batch(family: str) -> None:
     model = tiny_model(family)

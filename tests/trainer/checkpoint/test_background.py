@@ -45,6 +45,7 @@ class OneStepLater(TrainerCallback):
         self.is_changed[state.global_step].set()
 
 
+@pytest.mark.representatives("adapters")
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS)
 def test_files_are_those_of_a_save_that_training_waits_for(make_trainer, trees, monkeypatch, make_model, tmp_path):

@@ -58,6 +58,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.representatives("optimizer", "schedule")
 @pytest.mark.parametrize(("then", "now", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_cannot_change_is_an_error_by_name(make_trainer, trees, then, now, message):
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_dataset": trees[:1]}
