@@ -1,22 +1,21 @@
 """`share_prefixes`: chooses the integration, TRL's or verl's, by its argument."""
 
-from typing import Any
-
 from torch import nn
 
 from treewise.errors import ConfigError
 from treewise.integrations import trl
-from treewise.integrations.verl_engine import share_engine
+from treewise.integrations.trl import Sharing
+from treewise.integrations.verl_engine import EngineSharing, share_engine
 
 
 def share_prefixes(
-    model: Any, max_tokens: int | str | None = None, *, attention: str = "auto", min_ratio: float = 1.1
-) -> Any:
+    model: object, max_tokens: int | str | None = None, *, attention: str = "auto", min_ratio: float = 1.1
+) -> Sharing | EngineSharing:
     """Makes a trainer of TRL, or an engine of verl, compute the shared prefixes of each batch once.
 
-    Losses and gradients stay the same. Of TRL give the trainer's model, or its reference model, before or after the
-    trainer is built, once for each trainer; of verl an engine or a worker that is initialized. Returns
-    `integrations.trl.Sharing` or `integrations.verl_engine.EngineSharing`, with `counts` and `remove()`.
+    Losses and gradients stay the same. Of TRL give a trainer's model, or its reference model, once for each trainer; of
+    a PEFT model, passes with and without the adapter are shared. Of verl give an engine or a worker that is
+    initialized. What is returned has `counts` and `remove()`.
 
     Parameters:
         model: a transformers causal language model, with PEFT, DDP, `torch.compile` and accelerate around it or not; or
@@ -31,11 +30,11 @@ def share_prefixes(
         UnsupportedModelError: the model cannot follow a tree (docs/models.md), learns a prompt, or has a head that is
             not TRL's fused one.
         ConfigError: TRL is not installed or older than 1.15, an invalid setting, a setting of verl that trees cannot
-            follow, or not a model.
+            follow, not a model, or one that no trainer was built with yet.
     """
     inner = getattr(model, "engine", model)
     if isinstance(model, nn.Module) or not any(each.__module__.startswith("verl.") for each in type(inner).__mro__):
-        return trl.share_prefixes(model, max_tokens, attention=attention, min_ratio=min_ratio)
+        return trl.share_prefixes(model, max_tokens, attention=attention, min_ratio=min_ratio)  # type: ignore[arg-type]
     if max_tokens is not None:
         raise ConfigError(
             f"max_tokens={max_tokens} belongs to trainers of TRL; verl cuts micro-batches itself: set "

@@ -7,23 +7,40 @@ last scored label and sequences without one are not computed: no result depends 
 Letters: B rows of the batch, L tokens of a row, F real tokens, P scored labels, E edges.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from treewise.nn.vision import PixelInputs
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from treewise.integrations.trl.images import BatchImages
 
 IGNORED = -100
 
 
 class NotShareable(Exception):
     """A batch that has to be computed by the model's own forward; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchImages:
+    """The images of a batch of I images.
+
+    row, start, end: [I] int64, the tokens [start, end) of each in its row. digests: of each. pixels: the tensors of
+    each distinct image, by digest.
+    """
+
+    row: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    digests: tuple[str, ...]
+    pixels: Mapping[str, PixelInputs]
+
+    def pixels_of(self, image: ImageSpan) -> PixelInputs:
+        """The tensors of an image of the batch's forest."""
+        return self.pixels[image.digest]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +58,7 @@ class Rows:
     cell: np.ndarray
     edge: np.ndarray
     num_real: int
-    images: "BatchImages | None" = None
+    images: BatchImages | None = None
 
 
 def rows_to_forest(
@@ -52,7 +69,7 @@ def rows_to_forest(
     *,
     is_relative: bool = True,
     keeps_all: bool = False,
-    images: "BatchImages | None" = None,
+    images: BatchImages | None = None,
 ) -> Rows | None:
     """Merges the rows' shared prefixes. None where no label is scored.
 
@@ -112,7 +129,7 @@ def rows_to_forest(
 
 
 def _spans_of_sequences(
-    images: "BatchImages", flat_of: np.ndarray, first: np.ndarray, lengths: np.ndarray
+    images: BatchImages, flat_of: np.ndarray, first: np.ndarray, lengths: np.ndarray
 ) -> tuple[list[tuple[ImageSpan, ...]], np.ndarray]:
     """The images of each sequence, and its length ([sequences] int64), so that none ends inside an image.
 

@@ -213,30 +213,12 @@ def test_remove():
 # -- before the trainer, and with wrappers ---------------------------------------------------------------------------
 
 
-def test_before_the_trainer_gives_the_model_its_head(tmp_path):
+def test_before_the_trainer_gives_the_model_its_head_is_an_error():
     model = model_for_trl()
-    kind = type(model)
-    sharing = treewise.share_prefixes(model)
-    assert sharing.is_waiting
-    assert isinstance(model, kind)
-    assert type(model).__name__ == kind.__name__
-    model.save_pretrained(tmp_path)
-    add_fused_lm_head(model, outputs=FIELDS)
-    assert not sharing.is_waiting
-    assert type(model) is kind
-    expected = fused()(**batch(), fused_lm_head=True)
-    found = model(**batch(), fused_lm_head=True)
-    assert sharing.counts.num_calls == 1
-    torch.testing.assert_close(found.log_probs, expected.log_probs)
-
-
-def test_removed_while_waiting():
-    model = model_for_trl()
-    kind = type(model)
-    treewise.share_prefixes(model).remove()
-    assert type(model) is kind
+    with pytest.raises(treewise.ConfigError, match=r"no trainer of TRL was built.*share_prefixes\(trainer\.model\)"):
+        treewise.share_prefixes(model)
     add_fused_lm_head(model)
-    assert "tree_forward" not in repr(model.forward)
+    assert treewise.share_prefixes(model).model is model
 
 
 def test_adapters_on_and_off():

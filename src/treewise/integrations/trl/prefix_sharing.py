@@ -4,18 +4,26 @@ From TRL 1.15 on, every trainer scores its batch through one call: `model(input_
 fused_lm_head=True)` returns log-probs, entropies and masks in the shape of the labels. Only the forward of this one
 model is patched, and only calls with `fused_lm_head=True` change: the rows become a forest, each shared token is
 computed once, and the fields are restored to the rows' shape. All losses and metrics are TRL's own and run unchanged.
+
+TRL's forward keeps its settings (temperature, float32 head, fields) to itself. Instead of reading them out of its
+closure, treewise calls it with a stand-in for the model, whose backbone returns hidden rows that exist already. So
+TRL's own code computes every number that a trainer reads; only the rows are those of the tree's edges.
+
+Letters: E edges, M model width.
 """
 
 import functools
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_outputs import BaseModelOutput
 
 from treewise.distributed import ranks
 from treewise.distributed.mesh import check_same_rows, mesh_of
@@ -24,50 +32,113 @@ from treewise.errors import ConfigError, UnsupportedModelError, pip_install
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows
 from treewise.integrations.tree_batches import Fields, TreeBatches, fields_in_rows, require_no_dropout
 from treewise.integrations.trl.call import rows_of_call
-from treewise.integrations.trl.fused_head import FusedHead, has_fused_head
+from treewise.nn.device import Autocast
 from treewise.nn.model import is_peft, unwrap_model
 from treewise.nn.router_loss import RouterLossRule, router_loss_rule
 from treewise.planning.planner import Plan
 
-logger = logging.getLogger("treewise")
+# Fields of TRL's output that are not one value per label computed from hidden rows.
+_NOT_PER_LABEL = ("loss", "label_mask", "aux_loss")
+
+
+class FusedHead:
+    """The fused head that TRL installed on a model.
+
+    forward: the model's forward, TRL's or one that wraps it (accelerate's mixed precision).
+
+    Attributes:
+        names: the fields that the trainer asked for.
+        without_gradient: those of them that TRL computes without a gradient.
+        autocast: the autocast that a wrapper enables; None if there is none.
+
+    Raises:
+        UnsupportedModelError: this forward does not behave as the fused head of TRL 1.15 and later does.
+    """
+
+    def __init__(self, model: nn.Module, forward: MethodType) -> None:
+        self._model, self._forward = model, forward
+        self.names, self.without_gradient, self.autocast = self._try_out()
+
+    def __call__(self, hidden_EM: torch.Tensor, labels_E: torch.Tensor) -> Fields:
+        """The fields, [E] each, differentiable if TRL's are. hidden_EM: of the model's dtype. labels_E: int64."""
+        output = self._output(hidden_EM, labels_E)
+        return {name: output[name][0] for name in self.names}
+
+    def _output(self, hidden_EM: torch.Tensor, labels_E: torch.Tensor, seen: Callable[[], None] | None = None) -> Any:
+        stand_in = _StandIn(self._model, hidden_EM[None], seen)
+        inputs = {"shift_labels": labels_E[None], "output_router_logits": False}
+        return self._forward.__func__(stand_in, fused_lm_head=True, **inputs)
+
+    @torch.enable_grad()
+    def _try_out(self) -> tuple[tuple[str, ...], tuple[str, ...], Autocast | None]:
+        """Runs one row through the head: its fields, those without a gradient, and the autocast of a wrapper."""
+        weight = self._model.get_output_embeddings().weight  # type: ignore[operator]
+        device_type = weight.device.type
+        inside: list[Autocast] = []
+        row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
+        label = torch.zeros(1, dtype=torch.long, device=weight.device)
+        problem = "it does not take hidden rows from the backbone"
+        with torch.autocast(device_type, enabled=False):
+            try:
+                output = self._output(row, label, lambda: inside.append(Autocast.now(device_type)))
+                is_supported = len(inside) == 1 and output.log_probs.shape == (1, 1)
+            except (AttributeError, TypeError) as error:
+                is_supported, problem = False, str(error)
+        if not is_supported:
+            raise UnsupportedModelError(
+                f"TRL {version('trl')} gave this model a head that treewise does not support ({problem}). "
+                "share_prefixes works with TRL 1.15 and later; please report this version."
+            )
+        names = tuple(name for name, value in output.items() if value is not None and name not in _NOT_PER_LABEL)
+        constants = tuple(name for name in names if not output[name].requires_grad)
+        return names, constants, inside[0] if inside[0].is_enabled else None
+
+
+class _StandIn:
+    """Takes the model's place in TRL's head: every attribute is the model's, but the backbone returns given rows."""
+
+    def __init__(self, model: nn.Module, hidden: torch.Tensor, seen: Callable[[], None] | None) -> None:
+        self._model, self._hidden, self._seen = model, hidden, seen
+
+    def base_model(self, *_: object, **__: object) -> BaseModelOutput:
+        if self._seen is not None:
+            self._seen()
+        return BaseModelOutput(last_hidden_state=self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def has_fused_head(forward: object) -> bool:
+    """Whether a forward is TRL's fused one, or wraps it."""
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        code = getattr(function, "__code__", None)
+        if code is not None and "fused_lm_head" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            return True
+        forward = getattr(function, "__wrapped__", None)
+    return False
 
 
 class Sharing:
-    """The patch that `share_prefixes` returns: `counts` are its statistics, `remove()` undoes it."""
+    """What `share_prefixes` does to one model of TRL: `counts` are its statistics, `remove()` undoes it.
+
+    model: whose forward has TRL's fused head.
+    """
 
     def __init__(self, model: nn.Module, engine: TreeEngine, min_ratio: float) -> None:
         self.model, self.engine = model, engine
         self._mesh = mesh_of(model)
         self._batches = TreeBatches(engine, min_ratio)
         self.counts = self._batches.counts
-        self._head: FusedHead | None = None
-        self._before: MethodType | None = None
-        self._installed: MethodType | None = None
         self._is_active = True
-        self._class: type[nn.Module] | None = None
+        self._before: MethodType = model.forward  # type: ignore[assignment]
+        self._head = FusedHead(model, self._before)
+        engine.stand_in_for(model)
+        model.forward = self._installed = self._tree_forward()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the model has no fused head yet, because no trainer was built; until then nothing changes."""
-        return self._class is not None
-
-    def remove(self) -> None:
-        """Computes every batch by the model's own forward again, and removes the wrapper if it is the outermost one."""
-        self._stop_waiting()
-        self._is_active = False
-        if self._before is not None and self.model.forward == self._installed:
-            self.model.forward = self._before
-
-    def __repr__(self) -> str:
-        return f"Sharing({'waiting for a trainer, ' if self.is_waiting else ''}{self.counts})"
-
-    # -- installation -----------------------------------------------------------------------------------------------
-
-    def install(self, forward: MethodType) -> MethodType:
-        """Wraps `forward`, which has TRL's fused head, and returns the method to call instead."""
-        self._head = FusedHead(self.model, forward)
-        self._before = forward
-        self.engine.stand_in_for(self.model)
+    def _tree_forward(self) -> MethodType:
+        forward = self._before
 
         # `generate` and the Trainer read the signature of a model's forward.
         @functools.wraps(forward.__func__)
@@ -78,40 +149,27 @@ class Sharing:
                 return forward(*args, **kwargs)
             return self._serve(*args, **kwargs)
 
-        self._installed = MethodType(tree_forward, self.model)
-        return self._installed
+        return MethodType(tree_forward, self.model)
 
-    def wait(self) -> None:
-        """Calls `install` when a trainer sets the model's forward to one with a fused head.
+    def remove(self) -> None:
+        """Computes every batch by the model's own forward again, and removes the wrapper if it is the outermost one."""
+        self._is_active = False
+        if self.model.forward == self._installed:
+            self.model.forward = self._before
 
-        Until then the model's class is a subclass of the same name whose `__setattr__` handles this one attribute.
-        """
-        original = type(self.model)
-
-        def watch(model: nn.Module, name: str, value: Any) -> None:
-            if name == "forward" and model is self.model and has_fused_head(value):
-                self._stop_waiting()
-                value = self.install(value)
-            original.__setattr__(model, name, value)
-
-        body = {"__setattr__": watch, "__module__": original.__module__, "__qualname__": original.__qualname__}
-        self._class = original
-        self.model.__class__ = type(original.__name__, (original,), body)
-
-    def _stop_waiting(self) -> None:
-        if self._class is not None:
-            self.model.__class__ = self._class
-            self._class = None
-
-    # -- serving ----------------------------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        return f"Sharing({self.counts})"
 
     @torch.compiler.disable  # inside a model that a trainer compiled; layers that are compiled in place stay compiled
     def _serve(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._before is not None
         self._check_same_rows(args, kwargs)
         try:
             rule = self._router_loss_rule(kwargs)
-            rows, labels = self._rows(args, kwargs, keeps_all=rule is not None)
+            require_no_dropout(self.model)
+            config, is_relative = self.model.config, self._batches.is_relative
+            rows, labels = rows_of_call(
+                args, kwargs, config=config, is_relative=is_relative, keeps_all=rule is not None
+            )
         except NotShareable as reason:
             self._batches.log_left(reason)
             rows = None
@@ -146,25 +204,18 @@ class Sharing:
         return replace(rule, aux_coefficient=1.0)
 
     @property
-    def _text_config(self) -> Any:
-        return self.model.config.get_text_config()  # type: ignore[operator, union-attr]
-
-    def _rows(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps_all: bool
-    ) -> tuple[Rows | None, torch.Tensor]:
-        require_no_dropout(self.model)
-        config, is_relative = self.model.config, self._batches.is_relative
-        return rows_of_call(args, kwargs, config=config, is_relative=is_relative, keeps_all=keeps_all)
+    def _text_config(self) -> PretrainedConfig:
+        config: PretrainedConfig = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
+        return config
 
     def _fields(self, rows: Rows, rule: RouterLossRule | None) -> tuple[Fields, torch.Tensor | None, Plan]:
         """`TreeBatches.fields`, under the autocast that the model's own forward enters."""
-        assert self._head is not None
-        head, autocast = self._head, self._head.autocast
+        autocast = self._head.autocast
 
         def compute() -> tuple[Fields, torch.Tensor | None, Plan]:
             # The model's own forward: for the probe, of a first step and after a change of the model.
             with nullcontext() if autocast is None else autocast.again(), self._own_forward():
-                return self._batches.fields(rows, head, rule)
+                return self._batches.fields(rows, self._head, rule)
 
         # The forward adds to no gradient, so it may run again with a smaller budget.
         return self.engine.budget.run(compute, rows.forest.num_tokens)
@@ -175,7 +226,7 @@ class Sharing:
 
         accelerate enters one autocast object around every call; a call inside a call would leave autocast enabled.
         """
-        outermost, self.model.forward = self.model.forward, self._before  # type: ignore[assignment]
+        outermost, self.model.forward = self.model.forward, self._before
         try:
             yield
         finally:
@@ -183,33 +234,18 @@ class Sharing:
 
 
 def share_prefixes(
-    model: nn.Module,
-    max_tokens: int | str | None = None,
-    *,
-    attention: str = "auto",
-    min_ratio: float = 1.1,
+    model: nn.Module, max_tokens: int | str | None = None, *, attention: str = "auto", min_ratio: float = 1.1
 ) -> Sharing:
-    """Makes TRL's trainers compute the shared prefixes of each batch once, with the same losses and gradients.
-
-    Call it with a trainer's model, or with its reference model, before or after the trainer is built; once for each
-    trainer. Of a PEFT model, passes with and without the adapter are shared.
-
-    Parameters:
-        model: a transformers causal language model; PEFT, DDP, `torch.compile` and accelerate may be around it.
-        max_tokens: tokens that hold activations at a time, as in `TreeEngine`: None for one micro-batch, `auto` to
-            measure.
-        attention: as in `TreeEngine`.
-        min_ratio: batches with fewer tokens than this (padding included) for each tree token are left to the model's
-            own forward, unless they would exceed `max_tokens`.
+    """`treewise.share_prefixes` for a model of TRL's trainers, which says what the parameters are.
 
     Raises:
         UnsupportedModelError: the model cannot follow a tree (docs/models.md), learns a prompt, or has a head that is
             not TRL's fused one.
-        ConfigError: TRL is not installed or older than 1.15, an invalid setting, not a model, or one on a
-            mesh with several batches.
+        ConfigError: TRL is not installed or older than 1.15, an invalid setting, not a model, one that no trainer was
+            built with yet, or one on a mesh with several batches.
     """
     _require_trl()
-    argument: Any = model
+    argument: object = model
     if not isinstance(argument, nn.Module):
         is_trainer = hasattr(argument, "train_dataset")
         hint = " Give it the trainer's model: share_prefixes(trainer.model)." if is_trainer else ""
@@ -219,16 +255,15 @@ def share_prefixes(
     # Raises for adapters around the base model that cannot follow a tree. TRL asks for a router loss call by call.
     TreeEngine(outer, max_tokens, attention, check=False, router_aux_loss=False)
     base: nn.Module = outer.get_base_model() if is_peft(outer) else outer
-    sharing = Sharing(base, TreeEngine(base, max_tokens, attention, router_aux_loss=False), min_ratio)
-    if has_fused_head(base.forward):
-        base.forward = sharing.install(base.forward)  # type: ignore[arg-type]
-    else:
-        sharing.wait()
-        logger.info("share_prefixes takes effect once a trainer of TRL is built with this model.")
-    return sharing
+    if not has_fused_head(base.forward):
+        raise ConfigError(
+            f"this {type(base).__name__} has no fused head: no trainer of TRL was built with it. Build the trainer "
+            "first, then share_prefixes(trainer.model)."
+        )
+    return Sharing(base, TreeEngine(base, max_tokens, attention, router_aux_loss=False), min_ratio)
 
 
-def _output(fields: Fields, rows: Rows, labels: torch.Tensor, num_items_in_batch: Any) -> Any:
+def _output(fields: Fields, rows: Rows, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> Any:
     """TRL's output, every field in the shape of the labels, zero where there is no label."""
     from trl.trainer.utils import FusedCausalLMOutput
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.test_mesh import fork_ranks
-from tests.integrations.verl_engine import verl_runs
+from tests.integrations import verl_runs
 from treewise import share_prefixes
 from treewise.errors import ConfigError, UnsupportedModelError
 

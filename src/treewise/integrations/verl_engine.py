@@ -3,6 +3,12 @@
 With `use_fused_kernels`, verl's engine calls its model once for each micro-batch and reads log-probs and entropies.
 Only the forward of that model is replaced: the sequences of the micro-batch become a forest, each shared token is
 computed once, and both fields come back in verl's layout. Losses, metrics, clipping and the optimizer are verl's own.
+
+verl's fused forward runs the decoder and returns log-probs and entropies of its rows. treewise calls this very function
+with a stand-in for the model whose decoder returns rows that exist already, so that verl's own kernels compute every
+number.
+
+Letters: E edges, M model width.
 """
 
 import functools
@@ -14,14 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treewise.distributed import ranks
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.integrations.batch_forest import NotShareable, Rows
-from treewise.integrations.tree_batches import Fields, TreeBatches, fields_in_rows, require_no_dropout
-from treewise.integrations.verl_engine.call import rows_of_call
-from treewise.integrations.verl_engine.fused_head import VerlHead
+from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows, rows_to_forest
+from treewise.integrations.tree_batches import Fields, TreeBatches, as_numpy, fields_in_rows, require_no_dropout
 from treewise.nn.model import base_model
 
 logger = logging.getLogger("treewise")
@@ -30,6 +35,71 @@ logger = logging.getLogger("treewise")
 # precision the median one, because it may route single tokens elsewhere.
 _MAX_GAP, _MAX_MEDIAN_GAP = 1e-2, 0.1
 _BEFORE = "before_treewise"  # the attribute of the method that `install` sets, with the one that it replaces
+# Arguments that define the rows, and those that belong to the head or change nothing.
+_OF_THE_ROWS = ("input_ids", "attention_mask", "position_ids", "shift_labels")
+_OTHERS = ("use_cache", "return_dict", "temperature", "cu_seqlens", "cu_seqlens_cpu")
+
+
+def rows_of_call(kwargs: dict[str, Any], *, is_relative: bool) -> Rows | None:
+    """A micro-batch as a forest; None if it has no token with a label.
+
+    Packed (`use_remove_padding`): one row of all sequences, which begin where positions start anew, with the label of
+    each token. Padded: a mask, and the next token of each row is the label. The last token of a sequence has a label,
+    too (what stands next in memory), because verl computes it and drops it later.
+
+    Raises:
+        NotShareable: the micro-batch has to be computed by verl's own forward.
+    """
+    for name, value in kwargs.items():
+        if value is not None and name not in (*_OF_THE_ROWS, *_OTHERS):
+            raise NotShareable(f"the argument {name!r} is not supported")
+    token_ids, mask, positions, labels = (kwargs.get(name) for name in _OF_THE_ROWS)
+    if token_ids is None:
+        raise NotShareable("it has no input_ids")
+    if positions is not None and positions.shape != token_ids.shape:
+        raise NotShareable(f"position_ids of shape {tuple(positions.shape)} do not fit {tuple(token_ids.shape)} tokens")
+    if mask is not None and mask.shape != token_ids.shape:
+        raise NotShareable(f"attention_mask of shape {tuple(mask.shape)} does not fit {tuple(token_ids.shape)} tokens")
+    if labels is None:
+        labels = torch.roll(token_ids, shifts=-1, dims=-1)
+    if mask is not None:
+        labels = labels.masked_fill(mask == 0, IGNORED)
+        positions = None  # of padding they are zero; tokens of a row count on from its first
+    return rows_to_forest(
+        as_numpy(token_ids), as_numpy(labels), as_numpy(mask), as_numpy(positions), is_relative=is_relative
+    )
+
+
+class VerlHead:
+    """verl's head at one temperature, which divides the logits; a `RowHead`."""
+
+    names: tuple[str, ...] = ("log_probs", "entropy")
+    without_gradient: tuple[str, ...] = ()
+
+    def __init__(self, model: nn.Module, decoder: nn.Module, forward: Callable[..., Any], temperature: float) -> None:
+        self._model, self._decoder, self._forward, self._temperature = model, decoder, forward, temperature
+
+    def __call__(self, hidden_EM: torch.Tensor, labels_E: torch.Tensor) -> Fields:
+        """[E] log-probs of the labels (float32) and entropies (the model's dtype), differentiable."""
+        stand_in = _StandIn(self._model, self._decoder, hidden_EM[None])
+        output = self._forward(
+            stand_in, shift_labels=labels_E[None], temperature=self._temperature, return_dict=True, use_cache=False
+        )
+        return {name: getattr(output, name).reshape(-1) for name in self.names}
+
+
+class _StandIn:
+    """Takes the model's place in verl's forward: every attribute is the model's, but its decoder returns given rows."""
+
+    def __init__(self, model: nn.Module, decoder: nn.Module, hidden: torch.Tensor) -> None:
+        self._model, self._decoder, self._hidden = model, decoder, hidden
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._model, name)
+        return self._rows if value is self._decoder else value
+
+    def _rows(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self._hidden)
 
 
 class EngineSharing:
@@ -64,10 +134,18 @@ class EngineSharing:
         return tree_forward
 
     def _serve(self, kwargs: dict[str, Any]) -> Any:
-        expected = None if self._is_compared else self._own_logprobs(kwargs)
+        expected = None
+        if not self._is_compared:
+            with torch.no_grad():
+                expected = self._own(self.model, **kwargs).log_probs
         # Of several ranks all compare their first micro-batch, whatever it is, because layers are gathered by all.
         self._is_compared = ranks.count() > 1
-        rows = self._rows(kwargs)
+        try:
+            require_no_dropout(self.model)
+            rows = rows_of_call(kwargs, is_relative=self._batches.is_relative)
+        except NotShareable as reason:
+            self._batches.log_left(reason)
+            rows = None
         shape = kwargs["input_ids"].shape
         if rows is None or (expected is None and not self._batches.is_worth_it(rows, shape.numel())):
             self.counts.num_left += 1
@@ -78,19 +156,9 @@ class EngineSharing:
         fields = fields_in_rows(fields, rows, shape)
         if expected is not None:
             self._compare(fields["log_probs"], expected, rows)
-        return _output(fields)
+        from verl.models.transformers.dense_common import CausalLMOutputForPPO
 
-    def _rows(self, kwargs: dict[str, Any]) -> Rows | None:
-        try:
-            require_no_dropout(self.model)
-            return rows_of_call(kwargs, is_relative=self._batches.is_relative)
-        except NotShareable as reason:
-            self._batches.log_left(reason)
-            return None
-
-    @torch.no_grad()
-    def _own_logprobs(self, kwargs: dict[str, Any]) -> torch.Tensor:
-        return self._own(self.model, **kwargs).log_probs
+        return CausalLMOutputForPPO(log_probs=fields["log_probs"], entropy=fields["entropy"])
 
     def _compare(self, found: torch.Tensor, expected: torch.Tensor, rows: Rows) -> None:
         """Raises `UnsupportedModelError` where the tree's log-probs are not verl's."""
@@ -224,9 +292,3 @@ def _refuse_head(base: nn.Module) -> None:
             "kernels read the weight outside of that unit, which fails without treewise, too: set "
             "actor_rollout_ref.actor.strategy=fsdp (and ref), or use a model with tied embeddings."
         )
-
-
-def _output(fields: Fields) -> Any:
-    from verl.models.transformers.dense_common import CausalLMOutputForPPO
-
-    return CausalLMOutputForPPO(log_probs=fields["log_probs"], entropy=fields["entropy"])
