@@ -70,7 +70,7 @@ def drawn_trees(draw: st.DrawFn) -> list[Trajectory]:
         ids = [*rng.integers(0, 2, rng.integers(1, 4)), 9]
         index = tree.add(RolloutNode(ids, -rng.exponential(size=len(ids)), parent, position, finish="stop"))
         tree.judge(index, float(rng.choice([0.0, 0.5, 1.0])))
-    return tree.trajectories(with_old_logprobs=True)
+    return [replace(each, old_logprobs=each.sampler_logprobs) for each in tree.trajectories()]
 
 
 def cut(items: list[Trajectory], rng: np.random.Generator) -> tuple[list[Trajectory], list[int]]:

@@ -10,8 +10,7 @@ policy branches because outcomes are mixed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treewise.rl.branching.rollout_node import PROMPT
-from treewise.rl.branching.rollout_tree import RolloutTree
+from treewise.rl.branching.rollout_tree import PROMPT, RolloutTree
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from treewise.errors import ConfigError, DataError, check_choice
-from treewise.rl.branching.points import KINDS, points_of
-from treewise.rl.branching.protocol import Signals
+from treewise.rl.branching.protocol import KINDS, Signals, points_of
 from treewise.rl.branching.rollout_tree import RolloutTree
 from treewise.rl.node_values import node_values
 
@@ -94,11 +93,6 @@ class SuccessBook:
         """The posterior mean, in 0..1."""
         a, b = self.counts(task)
         return a / (a + b)
-
-    def deviation(self, task: str) -> float:
-        """The standard deviation of the posterior."""
-        a, b = self.counts(task)
-        return float(np.sqrt(a * b / ((a + b) ** 2 * (a + b + 1))))
 
     def learnability(self, task: str) -> float:
         """`p (1 - p)` at the posterior mean: the variance of an outcome, 0.25 at most."""

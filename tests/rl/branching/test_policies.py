@@ -9,7 +9,7 @@ from tests.rl.growing_trees import ToySampler, grow
 from treewise import ConfigError, DataError
 from treewise.rl.branching import BRANCHINGS, PROMPT, Branch, RolloutNode, RolloutTree, Signals, branching_named
 from treewise.rl.branching.lcr import LcrBranching, change_rates, label_change_rate
-from treewise.rl.branching.points import points_of
+from treewise.rl.branching.protocol import points_of
 from treewise.testing.strategies import MAX_SEED
 
 seeds = st.integers(0, MAX_SEED)

@@ -30,7 +30,7 @@ def test_paths_by_hand() -> None:
     assert tree.prefix_ids(PROMPT).tolist() == [1, 2]
     assert tree.path(1, "logprobs").tolist() == [-1, -2, 0, -4]
     assert (tree.num_sampled_tokens, tree.num_sampled_before(1, 0), tree.num_sampled_before(1, 1)) == (5, 2, 3)
-    assert (list(tree.roots), tree.below(0), tree.root_of(1), tree.leaves) == ([0, 2], [0, 1], 0, [0, 1, 2])
+    assert (list(tree.roots), tree.below(0), tree.leaves) == ([0, 2], [0, 1], [0, 1, 2])
 
 
 def test_rows_by_hand() -> None:
@@ -38,10 +38,10 @@ def test_rows_by_hand() -> None:
     tree.judge(0, reward=1.0)
     tree.judge(1, reward=0.0)
     tree.judge(2, error="the reward function raised")
-    rows = tree.trajectories(with_old_logprobs=True)
+    rows = tree.trajectories()
     assert [row.token_ids.tolist() for row in rows] == [[1, 2, 3, 4, 99, 5], [1, 2, 3, 4, 99, 6]]
     assert [row.loss_weights.tolist() for row in rows] == [[0, 0, 1, 1, 0, 1]] * 2
-    assert rows[1].sampler_logprobs.tolist() == rows[1].old_logprobs.tolist() == [0, 0, -1, -2, 0, -4]
+    assert rows[1].sampler_logprobs.tolist() == [0, 0, -1, -2, 0, -4]
     assert [(row.group, row.rollout, row.reward) for row in rows] == [("g", 0, 1.0), ("g", 1, 0.0)]
     account = tree.account(rows)
     assert (account.generated, account.recorded, account.trained, account.failed, account.unfinished) == (5, 4, 4, 1, 0)

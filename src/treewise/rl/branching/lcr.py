@@ -5,9 +5,9 @@ rate of a state is the probability that two independent rollouts from it end dif
 probability of success v. With a Beta prior of that mean and strength k, and s differing ones among m disjoint pairs of
 outcomes below the state, its posterior mean is `(k 2v(1 - v) + s) / (k + m)`.
 
-What differs from the paper: a state is a branch point of the rollout tree; v is a prediction (`Signals.success_at`),
-not a search value. Backtracking stays among points beyond the threshold. Where no root can be varied, or all have V
-variations, the next roots start. Sampling more where outcomes are mixed biases means over leaves (`rl/node_values.py`).
+What differs from the paper: a state is a branch point of the rollout tree; v is a prediction (`Signals`), not a search
+value. Backtracking stays among points beyond the threshold. Where no root can be varied, or all have V variations, the
+next roots start. Sampling more where outcomes are mixed biases means over leaves (`rl/node_values.py`).
 
 A move is the sampler's own, or is drawn from the candidates that the sampler recorded at the point, which are those
 that top-k and top-p left. A candidate that was taken there is passed over, so the draw that is made is one of the
@@ -20,10 +20,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from treewise.errors import check_choice
-from treewise.rl.branching.points import KINDS, Point, actions_at, disagreements, outcomes_below, points_of
-from treewise.rl.branching.protocol import Branch, Signals, require
-from treewise.rl.branching.rollout_tree import RolloutTree
-from treewise.rl.branching.variations import next_variations
+from treewise.rl.branching.protocol import (
+    KINDS,
+    Branch,
+    Point,
+    Signals,
+    children_at,
+    next_variations,
+    points_of,
+    require,
+    require_counts,
+)
+from treewise.rl.branching.rollout_tree import RolloutNode, RolloutTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +55,75 @@ class LcrBranching:
     points: str = "tokens"
 
     def __post_init__(self) -> None:
-        for name in ("roots", "variations", "per_round"):
-            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
+        require_counts(self, "roots", "variations", "per_round")
         require(0 <= self.threshold <= 1, f"threshold={self.threshold} must lie in 0..1; above 0.5 takes many pairs.")
         require(self.strength >= 0, f"strength={self.strength} must not be negative.")
         check_choice("points", self.points, KINDS)
+
+    def ask(self, tree: RolloutTree, signals: Signals, rng: np.random.Generator) -> list[Branch]:
+        """Branches at points beyond the threshold, drawn in proportion to their depth; an action that was taken already
+        moves the branch to an earlier point.
+        """
+
+        def pick(root: int, room: int) -> list[Branch]:
+            points = points_of(tree, root, self.points)
+            rates = change_rates(tree, points, signals, self)
+            weights = np.array([point.depth if self.weight_by_depth else 1.0 for point in points], dtype=np.float64)
+            weights[rates <= self.threshold] = 0.0
+            allowed = [points[index] for index in np.flatnonzero(weights)]
+            branches: list[Branch] = []
+            for _ in range(room if allowed else 0):
+                start = points[int(rng.choice(len(points), p=weights / weights.sum()))]
+                branch = self._unexplored(tree, allowed, start, branches, rng)
+                if branch is None:
+                    break
+                branches.append(branch)
+            return branches
+
+        return next_variations(tree, self.roots, self.variations, self.per_round, pick)
+
+    def _unexplored(
+        self,
+        tree: RolloutTree,
+        allowed: Sequence[Point],
+        start: Point,
+        asked: Sequence[Branch],
+        rng: np.random.Generator,
+    ) -> Branch | None:
+        """The branch at a point, or at the nearest earlier allowed one of its path whose action is new; None where
+        there is none.
+
+        With recorded candidates the action is drawn from them here; a point where one comes that was taken is passed
+        over. Without, it is the sampler's, and a point at which an action has been repeated already counts as explored.
+
+        asked: the branches of this round.
+        """
+        ends = {node: end for node, _, end in tree.pieces(start.node, start.position)}
+        path = [point for point in allowed if point.position <= ends.get(point.node, 0)]
+        for point in sorted(path, key=lambda each: (each.node, each.position), reverse=True):
+            taken = [each.first_token for each in asked if (each.node, each.position) == (point.node, point.position)]
+            explored = self._actions_at(tree, point)
+            candidates = _candidates(tree[point.node], point.position) if self.points == "tokens" else None
+            if candidates is None:
+                if len(set(explored)) == len(explored) and not taken:
+                    return Branch(point.node, point.position)
+                continue
+            ids, probabilities = candidates
+            is_new = np.array([(token,) not in explored and token not in taken for token in ids])
+            index = int(rng.choice(len(ids), p=probabilities))
+            if is_new[index]:
+                logprob = float(np.log(probabilities[index]) - np.log(probabilities[is_new].sum()))
+                return Branch(point.node, point.position, first_token=ids[index], first_logprob=logprob)
+        return None
+
+    def _actions_at(self, tree: RolloutTree, point: Point) -> list[tuple[int, ...]]:
+        """What was done at a point so far: the next token of every continuation, or its next turn; with repeats."""
+        actions = []
+        for node, start in [(tree[point.node], point.position), *((tree[n], 0) for n in children_at(tree, point))]:
+            after = node.turn_ends[node.turn_ends > start]
+            end = start + 1 if self.points == "tokens" else int(after[0]) if len(after) else len(node)
+            actions.append(tuple(node.token_ids[start:end].tolist()))
+        return [action for action in actions if action]
 
 
 def label_change_rate(success: float, num_changes: int, num_pairs: int, strength: float = 10.0) -> float:
@@ -62,34 +134,6 @@ def label_change_rate(success: float, num_changes: int, num_pairs: int, strength
     return (strength * prior + num_changes) / (strength + num_pairs)
 
 
-def open_outcomes(
-    tree: RolloutTree, signals: Signals, settings: LcrBranching, rng: np.random.Generator
-) -> list[Branch]:
-    """Branches at points beyond the threshold, drawn in proportion to their depth; an action that was taken already
-    moves the branch to an earlier point.
-    """
-
-    def pick(root: int, room: int) -> list[Branch]:
-        points = points_of(tree, root, settings.points)
-        rates = change_rates(tree, points, signals, settings)
-        weights = np.array([point.depth if settings.weight_by_depth else 1.0 for point in points], dtype=np.float64)
-        weights[rates <= settings.threshold] = 0.0
-        branches: list[Branch] = []
-        taken: set[tuple[int, int, int | None]] = set()
-        for _ in range(room):
-            if not weights.sum():
-                break
-            start = int(rng.choice(len(points), p=weights / weights.sum()))
-            branch = _unexplored(tree, points, np.flatnonzero(weights), start, settings.points, taken, rng)
-            if branch is None:
-                break
-            taken.add((branch.node, branch.position, branch.first_token))
-            branches.append(branch)
-        return branches
-
-    return next_variations(tree, settings.roots, settings.variations, settings.per_round, pick)
-
-
 def change_rates(tree: RolloutTree, points: Sequence[Point], signals: Signals, settings: LcrBranching) -> np.ndarray:
     """[P] float64, the label change rate of each point."""
     counts: dict[tuple[int, int], tuple[int, int]] = {}
@@ -98,54 +142,32 @@ def change_rates(tree: RolloutTree, points: Sequence[Point], signals: Signals, s
         # What lies below changes along a node only where a child branches off.
         key = (point.node, sum(tree[child].cut >= point.position for child in tree.children(point.node)))
         if key not in counts:
-            counts[key] = disagreements(outcomes_below(tree, point, settings.success_at))
-        success = signals.success_at(point.node, point.position)
+            counts[key] = _disagreements(tree, point, settings.success_at)
+        success = signals.node_success.get((point.node, point.position), signals.success)
         rates[number] = label_change_rate(success, *counts[key], settings.strength)
     return rates
 
 
-def _unexplored(
-    tree: RolloutTree,
-    points: Sequence[Point],
-    allowed: np.ndarray,
-    start: int,
-    kind: str,
-    taken: set[tuple[int, int, int | None]],
-    rng: np.random.Generator,
-) -> Branch | None:
-    """The branch at a point, or at the nearest earlier allowed one of its path whose action is new; None where there is
-    none.
-
-    With recorded candidates the action is drawn from them here; a point where one comes that was taken is passed over.
-    Without, it is the sampler's, and a point at which an action has been repeated already counts as explored.
-    """
-    by_place = {(points[index].node, points[index].position): points[index] for index in allowed}
-    ends = {node: end for node, _, end in tree.pieces(points[start].node, points[start].position)}
-    path = [point for point in by_place.values() if point.position <= ends.get(point.node, 0)]
-    for point in sorted(path, key=lambda each: (each.node, each.position), reverse=True):
-        explored = actions_at(tree, point, kind)
-        candidates = _candidates(tree, point, kind)
-        if candidates is None:
-            if len(set(explored)) == len(explored) and (point.node, point.position, None) not in taken:
-                return Branch(point.node, point.position)
-            continue
-        ids, probabilities = candidates
-        is_new = np.array([(t,) not in explored and (point.node, point.position, t) not in taken for t in ids])
-        index = int(rng.choice(len(ids), p=probabilities))
-        if is_new[index]:
-            logprob = float(np.log(probabilities[index]) - np.log(probabilities[is_new].sum()))
-            return Branch(point.node, point.position, first_token=ids[index], first_logprob=logprob)
-    return None
+def _disagreements(tree: RolloutTree, point: Point, success_at: float) -> tuple[int, int]:
+    """Of the outcomes (`reward >= success_at`) of all judged rollouts through a point, in the order of their nodes, how
+    many disjoint pairs differ, and how many pairs there are: (0, 1), (2, 3), ..."""
+    through = [point.node]
+    for child in tree.children(point.node):
+        if tree[child].cut >= point.position:
+            through += tree.below(child)
+    rewards = [tree[index].reward for index in sorted(through)]
+    outcomes = [reward >= success_at for reward in rewards if reward is not None]
+    pairs = list(zip(outcomes[::2], outcomes[1::2], strict=False))
+    return sum(one != other for one, other in pairs), len(pairs)
 
 
-def _candidates(tree: RolloutTree, point: Point, kind: str) -> tuple[list[int], np.ndarray] | None:
-    """The candidates that the sampler recorded at a point, with their probabilities, which sum to 1; None without."""
-    node = tree[point.node]
-    if kind != "tokens" or node.top_ids is None or node.top_logprobs is None:
+def _candidates(node: RolloutNode, position: int) -> tuple[list[int], np.ndarray] | None:
+    """The candidates that the sampler recorded at a place, with their probabilities, which sum to 1; None without."""
+    if node.top_ids is None or node.top_logprobs is None:
         return None
-    logprobs = node.top_logprobs[point.position].astype(np.float64)
+    logprobs = node.top_logprobs[position].astype(np.float64)
     is_there = np.isfinite(logprobs)
     if not is_there.any():
         return None
     probabilities = np.exp(logprobs[is_there] - logprobs[is_there].max())
-    return node.top_ids[point.position][is_there].tolist(), probabilities / probabilities.sum()
+    return node.top_ids[position][is_there].tolist(), probabilities / probabilities.sum()

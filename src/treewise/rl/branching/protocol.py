@@ -1,17 +1,22 @@
-"""What a branching policy is given and what it asks for."""
+"""What a branching policy sees and asks for, where a tree may branch, and the rounds that most policies share.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+A policy is a frozen dataclass of settings with a method `ask(tree, signals, rng)`: a pure function of the tree so
+far, which `policies.py` finds by name.
+
+A point (node, position) stands after the first `position` own tokens of a node, 1 or more, so that each place of the
+tree has one name: what a node shares with its parent is a point of the parent.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from treewise.errors import ConfigError
-from treewise.rl.branching.rollout_node import PROMPT
-from treewise.rl.branching.rollout_tree import RolloutTree
+from treewise.rl.branching.rollout_tree import PROMPT, RolloutTree
 
-# A policy: tree so far, signals, its settings, a random generator -> requests of the next round.
-Rule = Callable[[RolloutTree, "Signals", Any, np.random.Generator], list["Branch"]]
+KINDS = ("tokens", "turns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +59,13 @@ class Signals:
             if not 0 <= value <= 1:
                 raise ConfigError(f"a probability of success is {value}; it must lie in 0..1.")
 
-    def success_at(self, node: int, position: int) -> float:
-        """The prediction at a branch point; the task's where the point is not known."""
-        return self.node_success.get((node, position), self.success)
+
+class Policy(Protocol):
+    """Where a tree branches next."""
+
+    def ask(self, tree: RolloutTree, signals: Signals, rng: np.random.Generator, /) -> list[Branch]:
+        """The requests of the next round, however long they may get."""
+        ...
 
 
 def require(condition: bool, message: str) -> None:
@@ -65,34 +74,65 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def within_budget(branches: Sequence[Branch], tree: RolloutTree, signals: Signals, budget_left: int) -> list[Branch]:
-    """The first branches whose expected tokens fit what is left, at least one continuation; a path that was begun and
-    has not ended goes on in any case, where its longest end is known.
+def require_counts(policy: Policy, *names: str) -> None:
+    """Raises `ConfigError` where one of these settings is below 1."""
+    for name in names:
+        require(getattr(policy, name) >= 1, f"{name}={getattr(policy, name)} must be at least 1.")
 
-    A continuation is expected to generate the mean length of the rollouts that ended so far, less what is generated
-    before its position. So all policies spend a budget alike: rounds go on while any of it is left, and the last one
-    passes it by about one rollout at most.
+
+class Point(NamedTuple):
+    """After the first `position` own tokens of `node`. depth: generated tokens before it, or turns before it."""
+
+    node: int
+    position: int
+    depth: int
+
+
+def points_of(tree: RolloutTree, root: int, kind: str) -> list[Point]:
+    """All branch points below one root, by node and position.
+
+    `tokens`: before every generated token but a node's first. `turns`: at the ends of turns that were answered by
+    another turn.
     """
-    lengths = [tree.num_sampled_before(leaf, len(tree[leaf])) for leaf in tree.leaves]
-    typical = float(np.mean(lengths)) if lengths else signals.expected_tokens
-    affordable: list[Branch] = []
-    left, is_full = float(budget_left), budget_left <= 0
-    for branch in branches:
-        goes_on = signals.longest_tokens is not None and branch.node in open_ends(tree)
-        least = int(goes_on or not (affordable or is_full))
-        if typical is None or is_full:
-            count = least if is_full else branch.count
-            affordable += [replace(branch, count=count)] if count else []
+    points = []
+    for index in tree.below(root):
+        node = tree[index]
+        if kind == "turns":
+            path = tree.pieces(index)[:-1]
+            before = sum(int((tree[other].turn_ends <= end).sum()) for other, _, end in path)
+            ends = node.turn_ends[node.turn_ends < len(node)]
+            points += [Point(index, int(end), before + number + 1) for number, end in enumerate(ends)]
             continue
-        cost = max(1.0, typical - tree.num_sampled_before(branch.node, branch.position))
-        if branch.max_tokens is not None:
-            cost = min(cost, branch.max_tokens)
-        count = min(branch.count, max(int(left // cost), least))
-        if count:
-            affordable.append(replace(branch, count=count))
-        left -= cost * count
-        is_full = count < branch.count
-    return affordable
+        depths = np.cumsum(node.is_sampled) - node.is_sampled + tree.num_sampled_before(index, 0)
+        points += [Point(index, int(at), int(depths[at])) for at in np.flatnonzero(node.is_sampled) if at > 0]
+    return points
+
+
+def children_at(tree: RolloutTree, point: Point) -> list[int]:
+    """The nodes that continue a node at a point."""
+    return [child for child in tree.children(point.node) if tree[child].cut == point.position]
+
+
+def next_variations(
+    tree: RolloutTree, roots: int, variations: int, per_round: int, pick: Callable[[int, int], list[Branch]]
+) -> list[Branch]:
+    """The next round: first rollouts from the prompt, then variations of each, then the next rollouts.
+
+    A root and all that continues it are the variations of one rollout. Where no root may or can be varied, new roots
+    start: with one variation a policy is `none`.
+
+    Parameters:
+        roots: rollouts that start at the prompt at a time.
+        variations: the most rollouts below one root, itself included.
+        per_round: the most branches below one root in one round.
+        pick: chooses at most so many branches below a root; none where it has no reason to branch.
+    """
+    branches: list[Branch] = []
+    for root in tree.roots:
+        room = min(variations - len(tree.below(root)), per_round)
+        if room > 0:
+            branches += pick(root, room)
+    return branches or [Branch(count=roots)]
 
 
 def open_ends(tree: RolloutTree) -> list[int]:

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treewise.rl.branching.protocol import Branch, Signals, open_ends, require
-from treewise.rl.branching.rollout_node import PROMPT
-from treewise.rl.branching.rollout_tree import RolloutTree
+from treewise.rl.branching.protocol import Branch, Signals, open_ends, require_counts
+from treewise.rl.branching.rollout_tree import PROMPT, RolloutTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,41 +31,34 @@ class SegmentBranching:
     fallback: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("segment_tokens", "width", "first", "branches"):
-            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
+        require_counts(self, "segment_tokens", "width", "first", "branches")
 
+    def ask(self, tree: RolloutTree, signals: Signals, rng: np.random.Generator) -> list[Branch]:
+        """Continues every segment that has not ended; once `width` rollouts ended, starts anew at the prompt.
 
-def fixed_segments(
-    tree: RolloutTree,
-    signals: Signals,
-    settings: SegmentBranching,
-    rng: np.random.Generator,
-) -> list[Branch]:
-    """Continues every segment that has not ended; once `width` rollouts ended, starts anew at the prompt.
-
-    The nodes of the tree must be left unfinished where they reached `Branch.max_tokens`.
-    """
-    size, first = settings.segment_tokens, min(settings.first, settings.width)
-    growing = open_ends(tree)
-    free = _Free(tree, signals, growing)
-    num_trees = -(-len(tree.roots) // first)
-    room = settings.width * num_trees - len(tree.leaves)
-    share, more = divmod(max(room, len(growing)), max(len(growing), 1))
-    branches = []
-    for number, index in enumerate(growing):
-        forks = min(share + (number < more), settings.branches) - 1
-        branches.append(Branch(index, len(tree[index]), 1 + free.take(index, forks), max_tokens=size))
-    missing = -len(tree.roots) % first  # of the last tree, where the budget did not reach for all
-    if missing and (count := free.take(PROMPT, missing)):
-        branches.append(Branch(PROMPT, 0, count, max_tokens=size))
-    if branches:
-        return branches
-    ends = [index for index in range(len(tree)) if not tree[index].has_ended]
-    if room > 0 and settings.fallback and ends:
-        index = int(rng.choice(ends))
-        count = max(free.take(index, min(room, settings.branches)), 1)
-        return [Branch(index, len(tree[index]), count, max_tokens=size)]
-    return [Branch(PROMPT, 0, max(free.take(PROMPT, first), 1), max_tokens=size)]
+        The nodes of the tree must be left unfinished where they reached `Branch.max_tokens`.
+        """
+        size, first = self.segment_tokens, min(self.first, self.width)
+        growing = open_ends(tree)
+        free = _Free(tree, signals, growing)
+        num_trees = -(-len(tree.roots) // first)
+        room = self.width * num_trees - len(tree.leaves)
+        share, more = divmod(max(room, len(growing)), max(len(growing), 1))
+        branches = []
+        for number, index in enumerate(growing):
+            forks = min(share + (number < more), self.branches) - 1
+            branches.append(Branch(index, len(tree[index]), 1 + free.take(index, forks), max_tokens=size))
+        missing = -len(tree.roots) % first  # of the last tree, where the budget did not reach for all
+        if missing and (count := free.take(PROMPT, missing)):
+            branches.append(Branch(PROMPT, 0, count, max_tokens=size))
+        if branches:
+            return branches
+        ends = [index for index in range(len(tree)) if not tree[index].has_ended]
+        if room > 0 and self.fallback and ends:
+            index = int(rng.choice(ends))
+            count = max(free.take(index, min(room, self.branches)), 1)
+            return [Branch(index, len(tree[index]), count, max_tokens=size)]
+        return [Branch(PROMPT, 0, max(free.take(PROMPT, first), 1), max_tokens=size)]
 
 
 class _Free:

@@ -1,0 +1,259 @@
+"""Every branching policy by its name in a configuration: `none`, `random`, `entropy` and `turns` of this file, `lcr`
+and `segments` of theirs; and the budget that all of them spend alike.
+
+`none` samples independent rollouts, as flat RL does. `random` is the control that a rule has to beat.
+
+`entropy` branches before the tokens whose distribution was the most uncertain. Two definitions are in use under this
+name. `shannon`, which the papers' texts speak of, is the entropy `-sum p log p` of the distribution that a token was
+drawn from. `surprisal`, `-log p` of the token that was drawn, is what TreeRL's EPTree computes (arXiv 2506.11902;
+`tree_node.py`): one draw's estimate of the former.
+
+`turns` branches at the ends of turns: drawn uniformly (Tree-GRPO, arXiv 2509.21240), or where the mean `-log p` of what
+the policy wrote is the highest, less a penalty for each further branch (AT2PO, arXiv 2601.04767).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from treewise.errors import ConfigError, DataError, check_choice, check_setting_types, did_you_mean
+from treewise.rl.branching.lcr import LcrBranching
+from treewise.rl.branching.protocol import (
+    KINDS,
+    Branch,
+    Point,
+    Policy,
+    Signals,
+    children_at,
+    next_variations,
+    open_ends,
+    points_of,
+    require,
+    require_counts,
+)
+from treewise.rl.branching.rollout_tree import RolloutTree
+from treewise.rl.branching.segments import SegmentBranching
+
+DEFINITIONS = ("shannon", "surprisal")
+ORDERS = ("random", "uncertain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoBranching:
+    """roots: rollouts that start at the prompt in one round."""
+
+    roots: int = 8
+
+    def __post_init__(self) -> None:
+        require_counts(self, "roots")
+
+    def ask(self, _tree: RolloutTree, _signals: Signals, _rng: np.random.Generator) -> list[Branch]:
+        """Always `roots` more rollouts from the prompt."""
+        return [Branch(count=self.roots)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomBranching:
+    """roots: rollouts that start at the prompt at a time. variations: the most rollouts below one root. per_round: the
+    most branches below one root in one round. points: `tokens` or `turns` (their ends).
+    """
+
+    roots: int = 1
+    variations: int = 10
+    per_round: int = 1
+    points: str = "tokens"
+
+    def __post_init__(self) -> None:
+        require_counts(self, "roots", "variations", "per_round")
+        check_choice("points", self.points, KINDS)
+
+    def ask(self, tree: RolloutTree, _signals: Signals, rng: np.random.Generator) -> list[Branch]:
+        """Branches at points of all variations so far, each as likely as another; without replacement in a round."""
+
+        def pick(root: int, room: int) -> list[Branch]:
+            return _uniform(points_of(tree, root, self.points), room, rng)
+
+        return next_variations(tree, self.roots, self.variations, self.per_round, pick)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyBranching:
+    """roots, variations, per_round: as of `random`. definition: `shannon` (needs the sampler's entropies) or
+    `surprisal`. EPTree's (M, N, T) = (6, 2, 2) is `roots=6, per_round=4, repeats=2, variations=5` by surprisal.
+
+    repeats: branches at one point, in one round.
+    """
+
+    roots: int = 1
+    variations: int = 10
+    per_round: int = 1
+    repeats: int = 1
+    definition: str = "shannon"
+
+    def __post_init__(self) -> None:
+        require_counts(self, "roots", "variations", "per_round", "repeats")
+        check_choice("definition", self.definition, DEFINITIONS)
+
+    def ask(self, tree: RolloutTree, _signals: Signals, _rng: np.random.Generator) -> list[Branch]:
+        """Branches before the tokens of the highest entropy, at points that have none yet; of equal ones the first.
+
+        Raises:
+            DataError: `shannon` without entropies.
+        """
+
+        def pick(root: int, room: int) -> list[Branch]:
+            points = [point for point in points_of(tree, root, "tokens") if not children_at(tree, point)]
+            scores = np.array([self._uncertainty(tree, point) for point in points])
+            chosen = np.argsort(-scores, kind="stable")[: -(-room // self.repeats)]
+            counts = [min(self.repeats, room - rank * self.repeats) for rank in range(len(chosen))]
+            return [
+                Branch(points[index].node, points[index].position, count)
+                for index, count in zip(chosen, counts, strict=True)
+            ]
+
+        return next_variations(tree, self.roots, self.variations, self.per_round, pick)
+
+    def _uncertainty(self, tree: RolloutTree, point: Point) -> float:
+        node = tree[point.node]
+        if self.definition == "surprisal":
+            return -float(node.logprobs[point.position])
+        if node.entropies is None:
+            raise DataError(
+                f"node {point.node} has no entropies; ask the sampler for them, or branch by definition='surprisal'."
+            )
+        return float(node.entropies[point.position])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnBranching:
+    """roots, variations, per_round: as of `random`. order: `random` (Tree-GRPO) or `uncertain` (AT2PO). penalty: of
+    `uncertain`, for each branch that a turn has besides the first continuation, in nats.
+    """
+
+    roots: int = 2
+    variations: int = 5
+    per_round: int = 2
+    order: str = "random"
+    penalty: float = 0.05
+
+    def __post_init__(self) -> None:
+        require_counts(self, "roots", "variations", "per_round")
+        check_choice("order", self.order, ORDERS)
+        require(self.penalty >= 0, f"penalty={self.penalty} must not be negative.")
+
+    def ask(self, tree: RolloutTree, _signals: Signals, rng: np.random.Generator) -> list[Branch]:
+        """One branch at each chosen turn, which then goes on differently; turns that end a rollout are left out."""
+
+        def pick(root: int, room: int) -> list[Branch]:
+            points = points_of(tree, root, "turns")
+            if self.order == "random":
+                return _uniform(points, room, rng)
+            penalties = [self.penalty * len(children_at(tree, point)) for point in points]
+            scores = np.array([turn_surprisal(tree, point) for point in points]) - np.array(penalties)
+            return [Branch(*points[index][:2]) for index in np.argsort(-scores, kind="stable")[:room]]
+
+        return next_variations(tree, self.roots, self.variations, self.per_round, pick)
+
+
+def turn_surprisal(tree: RolloutTree, point: Point) -> float:
+    """Mean `-log p` of the tokens that the policy wrote in the turn that ends at a point, of the node's own."""
+    node = tree[point.node]
+    earlier = node.turn_ends[node.turn_ends < point.position]
+    turn = slice(int(earlier[-1]) if len(earlier) else 0, point.position)
+    own = node.is_sampled[turn]
+    return -float(node.logprobs[turn][own].mean(dtype=np.float64)) if own.any() else 0.0
+
+
+def _uniform(points: Sequence[Point], room: int, rng: np.random.Generator) -> list[Branch]:
+    if not points:
+        return []
+    chosen = rng.choice(len(points), size=min(room, len(points)), replace=False)
+    return [Branch(*points[index][:2]) for index in chosen]
+
+
+BRANCHINGS: Mapping[str, type] = {
+    "none": NoBranching,
+    "random": RandomBranching,
+    "entropy": EntropyBranching,
+    "segments": SegmentBranching,
+    "turns": TurnBranching,
+    "lcr": LcrBranching,
+}
+# Names of earlier versions, and what to use in their place.
+GONE: Mapping[str, str] = {"arpo": "turns, with branching_settings.order=uncertain"}
+
+
+@dataclass(frozen=True, slots=True)
+class Branching:
+    """A policy by its name; make one with `branching_named`."""
+
+    name: str
+    settings: Policy
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """What the sampler must record besides tokens and their log-probs: `entropies` or nothing."""
+        return ("entropies",) if getattr(self.settings, "definition", None) == "shannon" else ()
+
+    def next_requests(
+        self, tree: RolloutTree, signals: Signals, budget_left: int, rng: np.random.Generator
+    ) -> list[Branch]:
+        """The requests of the next round, which may be sampled as one batch; empty where the budget is spent and every
+        path has ended (or nothing tells how long one may get: `Signals.longest_tokens`).
+
+        Parameters:
+            tree: so far; a rollout without a reward has no outcome.
+            budget_left: generated tokens (`RolloutTree.num_sampled_tokens` counts those spent).
+        """
+        if budget_left <= 0 and (signals.longest_tokens is None or not open_ends(tree)):
+            return []
+        signals = replace(signals, budget_left=budget_left)
+        return _within_budget(self.settings.ask(tree, signals, rng), tree, signals, budget_left)
+
+
+def branching_named(name: str, **settings: Any) -> Branching:
+    """The policy of a configuration: `branching_named("lcr", variations=5)`.
+
+    Raises:
+        ConfigError: an unknown name or setting, or a value that is out of range or of another type.
+    """
+    if name in GONE:
+        raise ConfigError(f"branching {name!r} is gone; use {GONE[name]}.")
+    if name not in BRANCHINGS:
+        hint = did_you_mean(name, BRANCHINGS)
+        raise ConfigError(f"unknown branching {name!r}.{hint} Known: {', '.join(BRANCHINGS)}.")
+    make = BRANCHINGS[name]
+    check_setting_types(f"branching {name!r}", settings, {each.name: each.type for each in fields(make)})
+    return Branching(name, make(**settings))
+
+
+def _within_budget(branches: Sequence[Branch], tree: RolloutTree, signals: Signals, budget_left: int) -> list[Branch]:
+    """The first branches whose expected tokens fit what is left, at least one continuation; a path that was begun and
+    has not ended goes on in any case, where its longest end is known.
+
+    A continuation is expected to generate the mean length of the rollouts that ended so far, less what is generated
+    before its position. So all policies spend a budget alike: rounds go on while any of it is left, and the last one
+    passes it by about one rollout at most.
+    """
+    lengths = [tree.num_sampled_before(leaf, len(tree[leaf])) for leaf in tree.leaves]
+    typical = float(np.mean(lengths)) if lengths else signals.expected_tokens
+    affordable: list[Branch] = []
+    left, is_full = float(budget_left), budget_left <= 0
+    for branch in branches:
+        goes_on = signals.longest_tokens is not None and branch.node in open_ends(tree)
+        least = int(goes_on or not (affordable or is_full))
+        if typical is None or is_full:
+            count = least if is_full else branch.count
+            affordable += [replace(branch, count=count)] if count else []
+            continue
+        cost = max(1.0, typical - tree.num_sampled_before(branch.node, branch.position))
+        if branch.max_tokens is not None:
+            cost = min(cost, branch.max_tokens)
+        count = min(branch.count, max(int(left // cost), least))
+        if count:
+            affordable.append(replace(branch, count=count))
+        left -= cost * count
+        is_full = count < branch.count
+    return affordable
