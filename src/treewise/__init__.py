@@ -1,35 +1,20 @@
 """treewise: train language models on trees of tokens, with exactly the gradients of training each trajectory alone.
 
-The imports of `__init__.pyi` are the one list of public names, which type checkers and editors read, too. Names of
-packages that need NumPy only are imported at once; others when they are first used, because these need torch.
+`__init__.pyi` is the one list of public names, which type checkers, editors and `lazy_loader` read: each is imported
+when it is first used, so that `import treewise` loads neither NumPy nor torch.
 """
 
-import ast
-import pkgutil
-from importlib import import_module
-from typing import Any
-
-from treewise import advantages, errors, planning, tree  # noqa: F401
+import lazy_loader
 
 __version__ = "0.1.0"
 
-
-def _modules() -> dict[str, str]:
-    """The module of each public name."""
-    stub = ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"")
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
+_public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
-_MODULE_OF = _modules()
-__all__ = sorted(_MODULE_OF)
+def __getattr__(name: str) -> object:
+    """A public name. Exceptions stand in `treewise.errors`; code from before 0.1.0 finds them here, too."""
+    if name.endswith("Error"):
+        from treewise import errors
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        return getattr(import_module(_MODULE_OF[name]), name)
-    raise AttributeError(f"module 'treewise' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+        return getattr(errors, name)
+    return _public(name)

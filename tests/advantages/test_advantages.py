@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise import ConfigError, DataError, Trajectory
+from treewise import Trajectory
 from treewise.advantages import (
     group_normalized,
     leave_one_out,
@@ -20,6 +20,7 @@ from treewise.advantages import (
     turns_of,
     with_rollout_weights,
 )
+from treewise.errors import ConfigError, DataError
 from treewise.testing.strategies import MAX_SEED, token_lists
 
 METHODS = {

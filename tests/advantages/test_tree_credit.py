@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise import ConfigError, DataError, Trajectory
+from treewise import Trajectory
 from treewise.advantages import inter_intra, node_value, segment_values, tree_path_mean, treerl, value_steps
 from treewise.advantages.turns import turns_of
+from treewise.errors import ConfigError, DataError
 from treewise.rl.branching import PROMPT, RolloutNode, RolloutTree
 from treewise.rl.node_values import node_values
 from treewise.testing.strategies import MAX_SEED, token_lists

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from treewise import ConfigError, Forest, OutOfMemoryError, Trajectory, TreeEngine
+from treewise import Forest, Trajectory, TreeEngine
 from treewise.engine import step_checks, walk
 from treewise.engine.calibration import MAX_TOKENS, TokenBytes, choose_budget, measure_token_bytes
+from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 

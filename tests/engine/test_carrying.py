@@ -351,7 +351,7 @@ def test_an_adapter_that_is_not_in_use_is_still_an_error() -> None:
             for each in model.parameters():
                 each.requires_grad_(each.ndim > 1)
             train_only(model, "lora")
-            with pytest.raises(tw.UnsupportedModelError, match=r"nothing that .* requires a gradient"):
+            with pytest.raises(tw.errors.UnsupportedModelError, match=r"nothing that .* requires a gradient"):
                 engine.step(conversations())
     assert ANCHOR.grad is None
 

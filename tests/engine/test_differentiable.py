@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise import ConfigError, Forest, Trajectory, TreeEngine
+from treewise import Forest, Trajectory, TreeEngine
 from treewise.engine.scoring import ScoredTokens, edge_reader, token_reader
+from treewise.errors import ConfigError
 from treewise.nn.lm_head import OUTPUTS
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from treewise import SFT, ConfigError, DataError, Forest, Trajectory, TreeEngine, UnsupportedModelError, plan
+from treewise import SFT, Forest, Trajectory, TreeEngine, plan
+from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.objectives import NORMALIZATIONS, WEIGHTINGS
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_loss, flat_sft, gradient_error, gradients_of

@@ -117,7 +117,7 @@ def test_images_that_attend_both_ways_in_every_implementation(attention):
 def test_two_images_that_touch_are_refused_where_the_model_takes_them_for_one():
     model, images = seeing_model("gemma3"), FAMILIES["gemma3"].images()
     items = trajectories(model, images, [[(1, 5), A, B, (3, 3)]])
-    with pytest.raises(tw.DataError, match="two images touch at tree position 21"):
+    with pytest.raises(tw.errors.DataError, match="two images touch at tree position 21"):
         tw.TreeEngine(model, processor=images).step(items)
     touching = trajectories(seeing_model("llava"), FAMILIES["llava"].images(), [[(1, 5), A, B, (3, 3)]])
     assert tw.TreeEngine(seeing_model("llava"), processor=FAMILIES["llava"].images()).step(touching).loss > 0
@@ -248,18 +248,18 @@ def test_adapters_on_either_side():
 def test_what_cannot_be_computed_is_named():
     model, images = seeing_model("llava"), FAMILIES["llava"].images()
     items = trajectories(model, images, HISTORIES[:1])
-    with pytest.raises(tw.ConfigError, match="processor"):
+    with pytest.raises(tw.errors.ConfigError, match="processor"):
         tw.TreeEngine(model).step(items)
-    with pytest.raises(tw.PlanError, match="an image has 4 tokens"):
+    with pytest.raises(tw.errors.PlanError, match="an image has 4 tokens"):
         tw.TreeEngine(model, 3, processor=images).step(items)
-    with pytest.raises(tw.UnsupportedModelError, match="holds token 60"):
+    with pytest.raises(tw.errors.UnsupportedModelError, match="holds token 60"):
         tw.TreeEngine(model, processor=images).step([*items, Trajectory([5, IMAGE_TOKEN, 6])])
     wrong = Trajectory([5, *[IMAGE_TOKEN] * 3, 6], images=(ImageSpan(A, 1, 4),))
-    with pytest.raises(tw.UnsupportedModelError, match="Image features and image tokens do not match"):
+    with pytest.raises(tw.errors.UnsupportedModelError, match="Image features and image tokens do not match"):
         tw.TreeEngine(model, processor=images).step([wrong])
-    with pytest.raises(tw.UnsupportedModelError, match=r"4 feature rows .* are 3"):
+    with pytest.raises(tw.errors.UnsupportedModelError, match=r"4 feature rows .* are 3"):
         tw.TreeEngine(model, processor=images, check=False).step([wrong])
-    with pytest.raises(tw.UnsupportedModelError, match="takes no images"):
+    with pytest.raises(tw.errors.UnsupportedModelError, match="takes no images"):
         tw.TreeEngine(tiny_model("llama"), processor=images).step([wrong])
 
 
@@ -268,7 +268,7 @@ def test_models_on_meshes_refuse_images(monkeypatch):
     one = SimpleNamespace(tensor=SimpleNamespace(size=lambda: 1), needs_lockstep=False)
     monkeypatch.setattr(engine_module, "mesh_of", lambda model: one)
     monkeypatch.setattr(engine_module, "check_same_plan", lambda mesh, plan: None)
-    with pytest.raises(tw.UnsupportedModelError, match="tp_size or ep_size"):
+    with pytest.raises(tw.errors.UnsupportedModelError, match="tp_size or ep_size"):
         tw.TreeEngine(model, processor=images).step(trajectories(model, images, HISTORIES[:1]))
 
 
@@ -288,7 +288,7 @@ def test_the_probe_computes_images(family, monkeypatch):
         monkeypatch.setattr(
             VisionModel, "arguments", lambda self, rows: own(self, (rows[0], *(0 * x for x in rows[1:])))
         )
-    with pytest.raises(tw.UnsupportedModelError, match="computes something with images"):
+    with pytest.raises(tw.errors.UnsupportedModelError, match="computes something with images"):
         tw.TreeEngine(model, processor=images).evaluate(items)
     tw.TreeEngine(model, processor=images, check=False).evaluate(items)
 
@@ -305,5 +305,7 @@ def test_videos_and_sounds_are_refused_by_name():
     model.config.video_token_id, model.config.audio_token_id = 61, 62
     items = trajectories(model, images, HISTORIES[:1])
     for token, name in ((61, "video_token_id"), (62, "audio_token_id")):
-        with pytest.raises(tw.UnsupportedModelError, match=rf"holds token {token}, the {name} of .*videos and sounds"):
+        with pytest.raises(
+            tw.errors.UnsupportedModelError, match=rf"holds token {token}, the {name} of .*videos and sounds"
+        ):
             tw.TreeEngine(model, processor=images).step([*items, Trajectory([5, token, 6])])

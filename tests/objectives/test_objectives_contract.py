@@ -12,8 +12,9 @@ from peft import LoraConfig, get_peft_model
 import treewise as tw
 from tests.advantages.test_advantages import cut, rollout_lists
 from tests.objectives.test_objectives import DISTILLATION, MODEL, POLICY, rollout_rows, with_teacher
-from treewise import SFT, ConfigError, DataError, Forest, Trajectory, TreeEngine
+from treewise import SFT, Forest, Trajectory, TreeEngine
 from treewise.advantages import with_rollout_weights
+from treewise.errors import ConfigError, DataError
 from treewise.objectives import Objective, PolicyGradient, objective_named
 from treewise.objectives.normalization import fixed_denominator
 from treewise.testing.families import tiny_model

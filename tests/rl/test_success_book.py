@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl.growing_trees import ToySampler, grow
-from treewise import ConfigError, DataError
+from treewise.errors import ConfigError, DataError
 from treewise.rl.branching import RolloutNode, RolloutTree, branching_named
 from treewise.rl.success_book import BookSettings, SuccessBook
 from treewise.testing.strategies import MAX_SEED

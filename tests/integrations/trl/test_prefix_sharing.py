@@ -297,7 +297,7 @@ def test_prompt_learning_is_refused():
     model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     add_fused_lm_head(base)
     before = base.forward
-    with pytest.raises(treewise.UnsupportedModelError, match="learns a prompt"):
+    with pytest.raises(treewise.errors.UnsupportedModelError, match="learns a prompt"):
         treewise.share_prefixes(model)
     assert base.forward == before
 
@@ -309,14 +309,14 @@ def test_an_unknown_head_is_refused():
         return self.head_of_another_version(*args, **kwargs)
 
     model.forward = MethodType(forward, model)
-    with pytest.raises(treewise.UnsupportedModelError, match="a head that treewise does not support"):
+    with pytest.raises(treewise.errors.UnsupportedModelError, match="a head that treewise does not support"):
         treewise.share_prefixes(model)
 
 
 def test_a_call_without_labels_is_an_error():
     model = fused()
     treewise.share_prefixes(model)
-    with pytest.raises(treewise.ConfigError, match="labels"):
+    with pytest.raises(treewise.errors.ConfigError, match="labels"):
         model(input_ids=batch()["input_ids"], fused_lm_head=True)
 
 
@@ -324,5 +324,5 @@ def test_a_trainer_in_place_of_its_model_is_named() -> None:
     class Trainer:
         train_dataset = ()
 
-    with pytest.raises(treewise.ConfigError, match=r"found a Trainer\. Give it the trainer's model"):
+    with pytest.raises(treewise.errors.ConfigError, match=r"found a Trainer\. Give it the trainer's model"):
         treewise.share_prefixes(Trainer())  # type: ignore[arg-type]

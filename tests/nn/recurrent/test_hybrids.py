@@ -16,8 +16,9 @@ from peft import LoraConfig, get_peft_model
 import treewise.nn.recurrent.scan
 from tests.nn.recurrent.hybrids import HYBRIDS, hybrid
 from tests.nn.recurrent.wide import widened
-from treewise import Forest, Trajectory, TreeEngine, UnsupportedModelError
+from treewise import Forest, Trajectory, TreeEngine
 from treewise.engine import walk
+from treewise.errors import UnsupportedModelError
 from treewise.nn.recurrent import kinds_of
 from treewise.nn.recurrent.segments import row_segments
 from treewise.planning.layout import lay_out

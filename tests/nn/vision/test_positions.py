@@ -40,5 +40,7 @@ def test_positions_that_depend_on_what_comes_later_are_refused(qwen, monkeypatch
         return positions + input_ids.shape[1], deltas
 
     monkeypatch.setattr(type(model.model), "get_rope_index", from_the_end)
-    with pytest.raises(tw.UnsupportedModelError, match=r"gives token 0 another position than in a trajectory that"):
+    with pytest.raises(
+        tw.errors.UnsupportedModelError, match=r"gives token 0 another position than in a trajectory that"
+    ):
         tw.TreeEngine(model, processor=processor, check=False).step(items)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.rl.curriculum.test_self_check import report
-from treewise import ConfigError
+from treewise.errors import ConfigError
 from treewise.report import read_run
 from treewise.report.analysis.curriculum_log import read_curriculum
 from treewise.report.html.page import render_page

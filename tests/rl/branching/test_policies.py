@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl.growing_trees import ToySampler, grow
-from treewise import ConfigError, DataError
+from treewise.errors import ConfigError, DataError
 from treewise.rl.branching import BRANCHINGS, PROMPT, Branch, RolloutNode, RolloutTree, Signals, branching_named
 from treewise.rl.branching.lcr import LcrBranching, change_rates, label_change_rate
 from treewise.rl.branching.protocol import points_of

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl.growing_trees import ToySampler, grow
-from treewise import DataError
+from treewise.errors import DataError
 from treewise.rl.branching import PROMPT, RolloutNode, RolloutTree, branching_named
 from treewise.testing.strategies import MAX_SEED
 from treewise.tree.forest import Forest

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from treewise import DataError, TreeEngine
+from treewise import TreeEngine
+from treewise.errors import DataError
 from treewise.rl.curriculum.angles import angles_of, num_shared_tokens
 from treewise.testing import tiny_model
 

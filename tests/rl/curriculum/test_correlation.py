@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise import DataError
+from treewise.errors import DataError
 from treewise.rl.curriculum.correlation import correlation, ranks, spearman
 
 VALUES = st.lists(st.integers(0, 5), min_size=3, max_size=12)

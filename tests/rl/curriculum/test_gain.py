@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.rl.curriculum.test_rules import outcome, view
-from treewise import ConfigError, DataError
+from treewise.errors import ConfigError, DataError
 from treewise.rl.curriculum import Pool, TaskSampler, curriculum_named
 from treewise.rl.curriculum.gain import (
     GainSettings,

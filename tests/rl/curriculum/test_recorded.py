@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from treewise import DataError, TreeEngine
+from treewise import TreeEngine
+from treewise.errors import DataError
 from treewise.rl.curriculum.gradient_norms import gradient_norms
 from treewise.rl.curriculum.recorded import check_on_trees, learnabilities, outcomes_of, prompt_of
 from treewise.testing import tiny_model

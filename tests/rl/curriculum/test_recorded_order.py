@@ -6,8 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from treewise import ConfigError
-from treewise.errors import CheckpointError
+from treewise.errors import CheckpointError, ConfigError
 from treewise.rl.curriculum import curriculum_named
 from treewise.rl.curriculum.recorded_order import NEEDS, RecordedOrder, waiting_times
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from treewise import ConfigError
+from treewise.errors import ConfigError
 from treewise.rl.curriculum import CURRICULA, Outcome, curriculum_named
 from treewise.rl.curriculum.learnability import LearnabilitySettings, by_learnability
 from treewise.rl.curriculum.protocol import View, drawn_by_weight

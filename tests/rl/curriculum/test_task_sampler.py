@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.rl.curriculum.test_rules import outcome
-from treewise import ConfigError, DataError
+from treewise.errors import ConfigError, DataError
 from treewise.rl.curriculum import CURRICULA, Pool, TaskSampler, curriculum_named
 from treewise.rl.success_book import BookSettings, SuccessBook
 

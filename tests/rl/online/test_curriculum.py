@@ -8,7 +8,7 @@ import pytest
 from tests.rl.online.helpers import digest, new_trainer
 from tests.rl.online.test_practice import Odd, draws_of
 from tests.rl.online.test_trainer import Killed, counted
-from treewise import ConfigError, DataError
+from treewise.errors import ConfigError, DataError
 from treewise.rl.curriculum.self_check import CheckReport
 from treewise.rl.online.draw_log import CHECK, FOLDER
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.rl.online.helpers import EvenBytes, digest, new_trainer
 from tests.rl.online.test_trainer import Killed, counted
-from treewise import ConfigError
+from treewise.errors import ConfigError
 from treewise.rl.curriculum import CURRICULA
 from treewise.rl.online.draw_log import draws_file
 from treewise.rl.online.records import rollouts_file
