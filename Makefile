@@ -14,6 +14,7 @@
 #   make bench-all     every other script in benchmarks/
 #   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone; online runs against a plain loop
 #   make docs     the pages as a site, in build/site
+#   make release  the wheel and the sdist in build/dist, tried in an empty environment, and the tag of the version
 #   make models   the capability table again, for the transformers that is installed
 #   make format   mend what ruff can mend
 #   make clean    remove .venv, caches and builds (not runs/)
@@ -22,10 +23,10 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl test test-all quick check lint bench bench-check bench-real bench-gpu bench-all crossings docs models format clean
+.PHONY: help demo rl test test-all quick check lint bench bench-check bench-real bench-gpu bench-all crossings docs models release format clean
 
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # One more than cores: tests of several processes wait for one another.
 WORKERS ?= 3
@@ -132,6 +133,20 @@ docs: $(VENV)/.dev
 
 models: $(VENV)/.dev
 	$(BIN)/python -m tests.capability
+
+# A release is a commit whose version has a section in the CHANGELOG. Its wheel is tried where nothing else is installed.
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/treewise/__init__.py)
+EMPTY := build/release
+release: $(VENV)/.dev
+	@git diff --quiet HEAD || { echo "a release is a commit: commit first" >&2; exit 1; }
+	@grep -q '^## \[$(VERSION)\] - ' CHANGELOG.md || { echo "CHANGELOG.md has no section of $(VERSION)" >&2; exit 1; }
+	rm -rf build/dist $(EMPTY)
+	$(BIN)/python -m hatchling build -d build/dist
+	$(MAKE) VENV=$(EMPTY) $(EMPTY)/.torch
+	$(EMPTY)/bin/python -m pip install --quiet build/dist/*.whl
+	cp tests/wheel_smoke.py $(EMPTY) && cd $(EMPTY) && bin/python wheel_smoke.py "$$PWD" && bin/treewise --version
+	git tag -a v$(VERSION) -m "treewise $(VERSION)"
+	@echo "tagged v$(VERSION); publish it with: git push origin v$(VERSION)"
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix $(PATHS_TO_CHECK)

@@ -16,7 +16,8 @@ import treewise
 from treewise.errors import pip_install
 
 ROOT = Path(__file__).parents[1]
-HEAVY_MODULES = {"accelerate", "datasets", "jinja2", "numpy", "pandas", "peft", "pyarrow", "rich", "torch", "transformers"}
+HEAVY_MODULES = {"accelerate", "datasets", "jinja2", "numpy", "pandas", "peft", "pyarrow", "rich"}
+HEAVY_MODULES |= {"torch", "transformers"}
 
 
 def modules_loaded_by(statement: str) -> set[str]:

@@ -12,21 +12,6 @@ import pytest
 pytestmark = pytest.mark.xdist_group("test_wheel")
 
 ROOT = Path(__file__).parents[1]
-# Run outside of the repository: what is imported is the wheel's.
-SMOKE = """
-import sys, treewise as tw
-assert tw.__file__.startswith(sys.argv[1]), tw.__file__
-assert "torch" not in sys.modules
-from treewise.nn.support_table import CapabilityTable
-from treewise.cli.main import main
-items = [tw.Trajectory([1, 2, 3, 4]), tw.Trajectory([1, 2, 5])]
-from treewise.testing import assert_equals_flat, tiny_model
-assert_equals_flat(tiny_model("qwen3"), items, max_tokens=[None, 2])
-assert CapabilityTable.load().rows
-open("rows.jsonl", "w").write('{"token_ids": [1, 2, 3]}\\n{"token_ids": [1, 2, 4]}\\n')
-assert main(["inspect", "rows.jsonl", "--html", "report.html"]) == 0
-assert "<script" in open("report.html").read()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +42,7 @@ def test_the_wheel_works(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
-    command = [sys.executable, "-c", SMOKE, str(tmp_path / "site")]
+    command = [sys.executable, str(ROOT / "tests" / "wheel_smoke.py"), str(tmp_path / "site")]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
