@@ -35,6 +35,7 @@ WHOLE_PACKAGE = {
     "grow/test_families": "copied width and identity layers in every family",
     "nn/attention/test_flex_kernels": "generated Triton kernels, interpreted",
     "nn/test_adapters": "every adapter on head and layers against flat training",
+    "nn/test_private_names": "private names of other libraries",
     "nn/test_gateway_bytes": "predicted bytes of gateways against real ones",
     "cli/test_keys": "every key of every command, from flag or file to what computes",
     "cli/test_hostile": "files and flags that are wrong, through the commands",

@@ -1,9 +1,16 @@
-"""Each private name of another library that treewise relies on is there; a failure says which release broke it."""
+"""What treewise relies on that is not public: names of other libraries that may change without notice.
+
+Each is there in the installed release, or a failure says which release broke it; `# noqa: SLF001` is allowed only on
+lines that use a name of the list.
+"""
 
 import inspect
 import re
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,10 +19,22 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from treewise.nn.private_names import PRIVATE_NAMES, PrivateName
 from treewise.testing.families import tiny_model
 
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """library: the distribution that it belongs to. check: fails where the name is gone or means something else. why:
+    what has no public equivalent."""
+
+    library: str
+    name: str
+    check: Callable[[], object]
+    why: str
+
+
 PACKAGE = Path(__file__).parents[2] / "src" / "treewise"
+SOURCES = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
 
 
 def check_flash_attention() -> None:
@@ -212,44 +231,143 @@ def check_grouped_product() -> None:
     assert product(left.bfloat16(), right.bfloat16(), offsets).shape == (6, 8)
 
 
-CHECKS = {
-    "_grouped_mm": check_grouped_product,
-    "_scaled_dot_product_flash_attention_for_cpu": check_flash_attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": check_flash_attention_backward,
-    "torch.ops.higher_order.flex_attention": lambda: torch.ops.higher_order.flex_attention,
-    "_dynamo": check_dynamo,
-    "_orig_mod": check_compiled_model,
-    "_compiled_call_impl": check_layer_compiled_in_place,
-    "_version": check_version_counter,
-    "_base": check_base,
-    "_parameters": lambda: check_members("_parameters"),
-    "_buffers": lambda: check_members("_buffers"),
-    "_backward_hooks": check_backward_hooks,
-    "_post_accumulate_grad_hooks": check_post_accumulate_grad_hooks,
-    "_execution_engine": check_end_of_a_backward,
-    "_set_pg_timeout": check_group_timeouts,
-    "_unflatten": check_unflatten,
-    "_get_backend": check_group_timeouts,
-    "_timeout": check_group_timeouts,
-    "_DropoutNd": check_dropout,
-    "torch.utils._python_dispatch": check_dispatch_mode,
-    "torch.utils._pytree": check_pytree,
-    "_attn_implementation": check_attention_name,
-    "_attn_implementation_internal": check_attention_name,
-    "_can_set_attn_implementation": check_can_set_attention,
-    "_gradient_checkpointing_func": check_gradient_checkpointing,
-    "allow_is_causal_skip": check_causal_skip,
-    "_attn": check_legacy_attention,
-    "_rnn_scan": check_recurrent_gemma,
-    "_old_forward": check_accelerate_hooks,
-    "_flash_attn": check_trl_kernel,
-    "_generate_and_score_completions": lambda: check_grpo("_generate_and_score_completions", ["inputs"]),
-    "_calculate_rewards": lambda: check_grpo(
-        "_calculate_rewards", ["inputs", "prompts", "completions", "completion_ids_list"]
+PRIVATE_NAMES = (
+    PrivateName(
+        "torch",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        check_flash_attention,
+        "the only attention on the CPU that returns the log-sum-exp, without which partial results cannot be merged",
     ),
-    "_tokenize_prompts": lambda: check_grpo("_tokenize_prompts", ["prompts"]),
-    "_tokenizer": check_grpo_tokenizer,
-}
+    PrivateName(
+        "torch",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        check_flash_attention_backward,
+        "its backward, called with the output and log-sum-exp merged from several parts",
+    ),
+    PrivateName(
+        "torch",
+        "_grouped_mm",
+        check_grouped_product,
+        "the product of experts, which runs without data in bfloat16 alone",
+    ),
+    PrivateName(
+        "torch",
+        "torch.ops.higher_order.flex_attention",
+        lambda: torch.ops.higher_order.flex_attention,
+        "FlexAttention's operator, differentiable on the CPU, where the function around it is not",
+    ),
+    PrivateName(
+        "torch",
+        "_dynamo",
+        check_dynamo,
+        "maybe_mark_dynamic and config: one kernel for all lengths; config: the limit of graphs for one function",
+    ),
+    PrivateName("torch", "_orig_mod", check_compiled_model, "the model inside a compiled one"),
+    PrivateName(
+        "torch", "_compiled_call_impl", check_layer_compiled_in_place, "detects layers that are compiled in place"
+    ),
+    PrivateName(
+        "torch",
+        "_version",
+        check_version_counter,
+        "detects tensors changed in place: weights before a backward, what autograd saves twice",
+    ),
+    PrivateName("torch", "_base", check_base, "detects views of weights among what autograd saves"),
+    PrivateName(
+        "torch", "_parameters", lambda: check_members("_parameters"), "replaces parameters of a module in place"
+    ),
+    PrivateName("torch", "_buffers", lambda: check_members("_buffers"), "replaces buffers of a module in place"),
+    PrivateName(
+        "torch", "_backward_hooks", check_backward_hooks, "hooks on gradients, which run once a step; hooks of modules"
+    ),
+    PrivateName(
+        "torch",
+        "_post_accumulate_grad_hooks",
+        check_post_accumulate_grad_hooks,
+        "hooks on accumulated gradients, likewise; those of transformers' tensor parallelism are removed",
+    ),
+    PrivateName("torch", "_execution_engine", check_end_of_a_backward, "calls what ends with a backward"),
+    PrivateName("torch", "_set_pg_timeout", check_group_timeouts, "gives groups of a mesh the run's timeout"),
+    PrivateName("torch", "_unflatten", check_unflatten, "an axis of a mesh in two, for hybrid sharding"),
+    PrivateName("torch", "_get_backend", check_group_timeouts, "of the group of all ranks, for its options"),
+    PrivateName("torch", "_timeout", check_group_timeouts, "the timeout that a group was made with"),
+    PrivateName("torch", "_DropoutNd", check_dropout, "the base class of all dropout modules"),
+    PrivateName(
+        "torch",
+        "torch.utils._python_dispatch",
+        check_dispatch_mode,
+        "TorchDispatchMode: mask functions run on the CPU whatever tensors they index; shapes alone; allocations",
+    ),
+    PrivateName("torch", "torch.utils._pytree", check_pytree, "tree_map_only and tree_leaves, beside it"),
+    PrivateName(
+        "transformers",
+        "_attn_implementation",
+        check_attention_name,
+        "the implementation that a model had before; read through the module's configuration at every call",
+    ),
+    PrivateName(
+        "transformers",
+        "_attn_implementation_internal",
+        check_attention_name,
+        "sets a name that carries state; `set_attn_implementation` would replace it by a plain string",
+    ),
+    PrivateName(
+        "transformers",
+        "_can_set_attn_implementation",
+        check_can_set_attention,
+        "whether the layers of a model call the attention interface",
+    ),
+    PrivateName(
+        "transformers",
+        "_gradient_checkpointing_func",
+        check_gradient_checkpointing,
+        "what a layer recomputes, so that the recomputation gets the tree, too",
+    ),
+    PrivateName(
+        "transformers",
+        "allow_is_causal_skip",
+        check_causal_skip,
+        "an argument of mask functions: builds the mask also where attention would need none",
+    ),
+    PrivateName(
+        "transformers",
+        "_attn",
+        check_legacy_attention,
+        "the attention of GPT-J, CodeGen and GPT-Neo, which do not call the interface",
+    ),
+    PrivateName("transformers", "_rnn_scan", check_recurrent_gemma, "the scan of RecurrentGemma's unit"),
+    PrivateName(
+        "accelerate",
+        "_old_forward",
+        check_accelerate_hooks,
+        "where accelerate keeps a module's forward while it wraps it in hooks",
+    ),
+    PrivateName(
+        "trl",
+        "_flash_attn",
+        check_trl_kernel,
+        "the kernel of TRL's tree rows: benchmarks give all contestants the same one",
+    ),
+    PrivateName(
+        "trl",
+        "_generate_and_score_completions",
+        lambda: check_grpo("_generate_and_score_completions", ["inputs"]),
+        "returns the batch of an update, whose advantages are replaced by those of the tree",
+    ),
+    PrivateName(
+        "trl",
+        "_calculate_rewards",
+        lambda: check_grpo("_calculate_rewards", ["inputs", "prompts", "completions", "completion_ids_list"]),
+        "rewards completions while their tree grows",
+    ),
+    PrivateName(
+        "trl",
+        "_tokenize_prompts",
+        lambda: check_grpo("_tokenize_prompts", ["prompts"]),
+        "the token ids of prompts, as the trainer has them",
+    ),
+    PrivateName("trl", "_tokenizer", check_grpo_tokenizer, "the tokenizer below a processor"),
+)
 
 
 @pytest.mark.parametrize("each", PRIVATE_NAMES, ids=lambda each: f"{each.library}-{each.name}")
@@ -258,23 +376,28 @@ def test_the_installed_release_has_it(each: PrivateName) -> None:
     if each.library == "trl":
         pytest.importorskip("trl")
     try:
-        CHECKS[each.name]()
+        each.check()
     except (AttributeError, ImportError, AssertionError, TypeError, RuntimeError) as error:
         release = f"{each.library} {version(each.library)}"
-        pytest.fail(f"{release} broke {each.name}, which {', '.join(each.used_in)} needs ({each.why}): {error!r}")
+        pytest.fail(
+            f"{release} broke {each.name}, which {', '.join(modules_with(each.name))} needs ({each.why}): {error!r}"
+        )
 
 
-def test_each_name_is_used_where_the_list_says() -> None:
-    for each in PRIVATE_NAMES:
-        for path in each.used_in:
-            assert each.name in (PACKAGE / path).read_text(encoding="utf-8"), f"{each.name} is not used in {path}"
+@cache
+def modules_with(name: str) -> list[str]:
+    """The modules of the package that hold a name."""
+    return [str(path.relative_to(PACKAGE)) for path, text in SOURCES.items() if name in text]
 
 
-def test_private_members_are_used_only_where_the_list_says() -> None:
-    listed = {(path, each.name) for each in PRIVATE_NAMES for path in each.used_in}
-    for path in PACKAGE.rglob("*.py"):
-        for line in path.read_text(encoding="utf-8").splitlines():
+def test_each_name_is_used() -> None:
+    assert not [each.name for each in PRIVATE_NAMES if not modules_with(each.name)]
+
+
+def test_private_members_of_others_are_in_the_list() -> None:
+    listed = {each.name for each in PRIVATE_NAMES}
+    for path, text in SOURCES.items():
+        for line in text.splitlines():
             if "noqa: SLF001" in line:
-                names = set(re.findall(r"\.(_[A-Za-z]\w*)", line.partition("#")[0]))
-                missing = {name for name in names if (str(path.relative_to(PACKAGE)), name) not in listed}
-                assert not missing, f"{path.name}: add {missing} to nn/private_names.py"
+                missing = set(re.findall(r"\.(_[A-Za-z]\w*)", line.partition("#")[0])) - listed
+                assert not missing, f"{path.name}: add {missing} to PRIVATE_NAMES"
