@@ -24,7 +24,7 @@ from bench_bytes import Collectives, fork
 from common import save
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from treewise.bench.process_memory import peak_bytes
+from treewise.bench.measure import peak_bytes
 from treewise.distributed.context import context_group
 from treewise.engine.engine import TreeEngine
 from treewise.nn.flops import flop_model

@@ -29,11 +29,10 @@ from tiny_policy import interval
 from torch.utils.flop_counter import FlopCounterMode
 
 from treewise import SFT, Forest, Trajectory, TreeEngine, testing
-from treewise.grow import grow
+from treewise.grow import grow, operators
 from treewise.grow.configuration import Target
-from treewise.grow.function_check import load_whole
-from treewise.grow.growth import LEARNED, OPERATORS, plan_of
-from treewise.grow.operator_training import OperatorSettings, make_operator
+from treewise.grow.growth import LEARNED, OPERATORS, load_whole
+from treewise.grow.growth_plan import GrowthPlan, plan_of
 from treewise.nn.flops import flop_model
 
 VOCABULARY = 128  # ASCII; other characters become a question mark
@@ -126,9 +125,9 @@ class Run:
         return self
 
 
-def map_flops(name: str, small: Any, grown: Any, sources: list[int]) -> float:
+def map_flops(name: str, small: Any, grown: Any, plan: GrowthPlan) -> float:
     """FLOPs of making the large weights once, and of carrying their gradients back into the operator."""
-    operator = make_operator(name, small, grown, sources, 1, 0)
+    operator = operators.OPERATORS[name](small, grown, plan)
     with FlopCounterMode(display=False) as counter:
         made = [tensor for tensor in operator().values() if tensor.requires_grad]
         torch.autograd.backward(made, [torch.ones_like(tensor) for tensor in made])
@@ -141,7 +140,9 @@ def grown_run(
     """The large model that an operator makes, trained on; operator training is counted and takes the first batches."""
     num_fitted = args.operator_steps if name in LEARNED else 0
     used = [forest for batch in batches[:num_fitted] for forest in batch]
-    settings = OperatorSettings(steps=max(num_fitted, 1), learning_rate=args.operator_rate, trees_per_step=BATCH)
+    settings = operators.OperatorSettings(
+        steps=max(num_fitted, 1), learning_rate=args.operator_rate, trees_per_step=BATCH
+    )
     with tempfile.TemporaryDirectory() as place:
         output = Path(place) / name
         grow(
@@ -160,7 +161,7 @@ def grown_run(
     if num_fitted:
         small = load_whole(folder)
         plan = plan_of(small.config, Target(WIDTH, LAYERS), name, 0.0, 0)
-        per_step = BATCH * run.flops_per_window + map_flops(name, small, model, plan.layer_sources)
+        per_step = BATCH * run.flops_per_window + map_flops(name, small, model, plan)
         run.flops = num_fitted * per_step
     return run.train(batches[num_fitted : args.grown_steps], args.eval_every)
 

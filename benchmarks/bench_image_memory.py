@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from treewise.bench.images import random_png
-from treewise.bench.process_memory import peak_bytes
+from treewise.bench.measure import peak_bytes
 
 WIDTH, HEIGHT, IMAGE_TOKEN, DISTINCT = 320, 200, 60, 10
 MIB = 2**20

@@ -22,7 +22,7 @@ from common import bundled_trees, save, smollm2
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from treewise.bench.process_memory import peak_bytes
+from treewise.bench.measure import peak_bytes
 from treewise.engine.budget import gateway_token_bytes
 from treewise.engine.engine import TreeEngine
 from treewise.engine.step_memory import step_memory

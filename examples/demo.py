@@ -28,7 +28,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
 import treewise
-from treewise.bench.suite import measure_workload
+from treewise.bench import Settings, measure_workload
 from treewise.bench.terminal import efficiency
 from treewise.bench.workloads import Workload
 from treewise.data import RenderOptions, load_trees
@@ -263,14 +263,9 @@ def measure(model: torch.nn.Module, trees: Trees, started: float, console: Conso
     model.requires_grad_(True).train()
     workload = Workload(SMALL_TREES[0], trees[SMALL_TREES[0]][:NUM_TIMED])
     left = max(0.0, LAST_SECOND - (time.perf_counter() - started))
-    return measure_workload(
-        model,
-        workload,
-        against=("flat", "merged", "trl"),
-        max_tokens=(),
-        repetitions=MAX_REPETITIONS,
-        max_seconds=left,
-    )
+    against = ("flat", "merged", "trl")
+    settings = Settings(against=against, max_tokens=(), repetitions=MAX_REPETITIONS, max_seconds=left)
+    return measure_workload(model, workload, settings)
 
 
 def show_times(row: dict[str, Any], console: Console) -> None:

@@ -24,8 +24,8 @@ from treewise.data.images import decoded
 from treewise.nn.flops import flop_model
 from treewise.nn.model import base_model, split_model
 from treewise.nn.vision import tower, vision_model
-from treewise.nn.vision.pixel_forms import Form, pixel_forms
-from treewise.nn.vision.pixels import feature_rows
+from treewise.nn.vision.costs import Form, drawn, pixel_forms
+from treewise.nn.vision.tower import feature_rows
 from treewise.testing.families import tiny_model
 from treewise.testing.images import FAMILIES, IMAGE_TOKEN, png
 from treewise.testing.oracle import gradient_error, gradients_of
@@ -82,7 +82,7 @@ class RandomPixels:
         """The tensors of PIL images, joined."""
         assert return_tensors == "pt"
         seeds = [int.from_bytes(hashlib.sha256(each.tobytes()).digest()[:4], "big") for each in images]
-        parts = [self._form(partial(_random, np.random.default_rng(seed))) for seed in seeds]
+        parts = [drawn(self._form, partial(_random, np.random.default_rng(seed))) for seed in seeds]
         return {name: tower.join([part[name] for part in parts], name, parts[0].keys()) for name in parts[0]}
 
 
@@ -162,7 +162,7 @@ def random_pixels(model: nn.Module) -> tuple[RandomPixels, int]:
     known = inspect.signature(vision.module.get_image_features).parameters
     faults = []
     for form in pixel_forms(base_model(model).config, known, (SIDE, 2 * SIDE), merged_side=2):
-        tensors = form(partial(_random, np.random.default_rng(0)))
+        tensors = drawn(form, partial(_random, np.random.default_rng(0)))
         try:
             with torch.no_grad():
                 output = vision.module.get_image_features(
@@ -177,7 +177,7 @@ def random_pixels(model: nn.Module) -> tuple[RandomPixels, int]:
     raise NotImplementedError("its tower takes none of the forms of pixels that were tried: " + faults[0])
 
 
-def _random(rng: np.random.Generator, *shape: int) -> torch.Tensor:
+def _random(rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
 
 

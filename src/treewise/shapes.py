@@ -3,13 +3,23 @@
 The tests check them at every call (jaxtyping and beartype, by an import hook in tests/conftest.py): letters that stand
 in several annotations of one function mean one size. Elsewhere nothing is imported and nothing checked: the
 annotations are then the plain array types. A single letter has a space before it, `Float[Tensor, " T"]`, because type
-checkers take a lone word in quotes for the name of a class.
+checkers take a lone word in quotes for the name of a class. `Context` is the type of `ctx` in autograd functions.
 """
 
 import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.function import FunctionCtx
+
+    class Context(FunctionCtx):
+        """Of a `torch.autograd.Function`: what its forward keeps there for its backward."""
+
+        def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: object) -> None: ...
+
     from typing import Annotated as Bool
     from typing import Annotated as Float
     from typing import Annotated as Int
@@ -25,5 +35,7 @@ else:
             return item[0]
 
     Bool = Float = Int = Shaped = _ArrayType
+if not TYPE_CHECKING:
+    Context = object
 
-__all__ = ["Bool", "Float", "Int", "Shaped"]
+__all__ = ["Bool", "Context", "Float", "Int", "Shaped"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from treewise.bench import make, measure_workload, random_model
+from treewise.bench import Settings, make, measure_workload, random_model
 from treewise.bench.contestants import twin
 from treewise.bench.images import image_format
 
@@ -12,7 +12,7 @@ from treewise.bench.images import image_format
 def test_all_contestants_agree_on_screenshots() -> None:
     model = random_model("qwen2.5-vl-tiny", torch.float32, torch.device("cpu"))
     workload = make("screenshots", "tiny", 64, images=image_format(model))
-    row = measure_workload(twin(model), workload, repetitions=1)
+    row = measure_workload(twin(model), workload, Settings(repetitions=1))
     errors = {name: each["gradient_error"] for name, each in row["contestants"].items()}
     assert {"flat", "merged", "tree"} < set(errors)
     assert max(errors.values()) < 2e-6

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from treewise.bench import check, load, make, measure_workload, process_memory, random_model, record, run, save
+from treewise.bench import Settings, check, load, make, measure_workload, random_model, record, run, save
+from treewise.bench import measure as measuring
 from treewise.bench.contestants import twin
 from treewise.bench.measure import Measured, measure
-from treewise.bench.suite import _check_losses, speed_ups
+from treewise.bench.suite import check_losses, speed_ups
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("bench/test_results")]
@@ -31,7 +32,8 @@ def model() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def row(model: torch.nn.Module) -> dict:
-    found = measure_workload(twin(model), make("search", "tiny", 64), repetitions=2, reference="float64")
+    settings = Settings(repetitions=2, reference="float64")
+    found = measure_workload(twin(model), make("search", "tiny", 64), settings)
     return {"model": "qwen3-tiny", **found}
 
 
@@ -63,7 +65,7 @@ def test_a_wide_copy_that_does_not_fit_leaves_the_first_contestant_as_reference(
     workload = make("grpo", "tiny", 64)
     with monkeypatch.context() as patch:
         patch.setattr("treewise.bench.suite.FlatRows.step", step)
-        found = measure_workload(twin(model), workload, against=["trl"], repetitions=1, reference="float64")
+        found = measure_workload(twin(model), workload, Settings(["trl"], repetitions=1, reference="float64"))
     assert found["reference"] == "the first contestant (a float64 copy ran out of memory)"
     assert found["contestants"]["tree"]["gradient_error"] < 2e-6
 
@@ -77,13 +79,12 @@ def test_workloads_after_one_that_disagrees_are_measured_too(
         if found["flat"].loss == first_loss:
             raise VerificationError("not the same work")
 
-    first_loss = measure_workload(twin(model), workloads[0], against=["flat"], repetitions=1)["contestants"]["flat"][
-        "loss"
-    ]
-    monkeypatch.setattr("treewise.bench.suite._check_losses", refuse)
+    settings = Settings(["flat"], repetitions=1)
+    first_loss = measure_workload(twin(model), workloads[0], settings)["contestants"]["flat"]["loss"]
+    monkeypatch.setattr("treewise.bench.suite.check_losses", refuse)
     told: list[dict] = []
     with pytest.raises(VerificationError, match="not the same work"):
-        run(lambda: model, "tiny", lambda *_: workloads, told.append, against=["flat"], repetitions=1)
+        run(lambda: model, "tiny", lambda *_: workloads, told.append, settings)
     assert [(row["workload"], "skipped" in row) for row in told] == [("grpo", True), ("ratio-6.5", False)]
 
 
@@ -123,7 +124,7 @@ def test_who_needs_more_than_is_free_is_left_out_and_the_limit_goes_again(
 ) -> None:
     import resource
 
-    monkeypatch.setattr(process_memory, "free_bytes", lambda device: 2**28)
+    monkeypatch.setattr(measuring, "free_bytes", lambda device: 2**28)
 
     def takes(size: int) -> Callable[[], float]:
         return lambda: float(torch.ones(size // 4).sum())
@@ -151,16 +152,16 @@ def test_gradients_are_compared_with_the_first_that_ran(model: torch.nn.Module) 
 def test_different_losses_end_the_comparison() -> None:
     found = {"flat": Measured(loss=2.0), "gone": Measured(skipped="no room"), "tree": Measured(loss=2.05)}
     with pytest.raises(VerificationError, match=r"tree has loss 2.050000, flat 2.000000"):
-        _check_losses(found, torch.float32)
-    _check_losses(found, torch.bfloat16)
+        check_losses(found, torch.float32)
+    check_losses(found, torch.bfloat16)
     found["tree"].loss = math.nan
     with pytest.raises(VerificationError, match="nan"):
-        _check_losses(found, torch.bfloat16)
+        check_losses(found, torch.bfloat16)
 
 
 def test_rows_of_others_with_another_loss_are_left_out() -> None:
     found = {"flat": Measured(loss=2.0), "trl": Measured(loss=2.1), "tree": Measured(loss=2.0)}
-    _check_losses(found, torch.float32)
+    check_losses(found, torch.float32)
     assert found["trl"].skipped == "does not compute this model: loss 2.100000, flat 2.000000"
     assert found["tree"].skipped is None
 
@@ -170,20 +171,13 @@ def test_a_model_without_room_is_a_row_that_says_so() -> None:
         raise OutOfMemoryError("takes 55 GiB")
 
     rows: list[dict] = []
-    run(too_large, "qwen3-14b", lambda _: [], rows.append)
+    run(too_large, "qwen3-14b", lambda _: [], rows.append, Settings())
     assert rows == [{"model": "qwen3-14b", "skipped": "takes 55 GiB"}]
 
 
-def test_a_reference_without_room_is_the_first_contestant(
-    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("treewise.bench.suite.free_bytes", lambda _: 0)
-    how = {"repetitions": 1, "against": ["flat"], "max_tokens": [], "reference": "float64"}
-    found = measure_workload(twin(model), make("grpo", "tiny", 64), **how)
-    assert found["reference"].startswith("the first contestant (a float64 copy needs")
-    assert found["contestants"]["flat"]["gradient_error"] == 0
+def test_an_unknown_reference_is_refused(model: torch.nn.Module) -> None:
     with pytest.raises(ConfigError, match="'exact' is unknown"):
-        measure_workload(twin(model), make("grpo", "tiny", 64), reference="exact")
+        measure_workload(twin(model), make("grpo", "tiny", 64), Settings(reference="exact"))
 
 
 def test_files_collect_rows(row: dict, tmp_path: Path) -> None:

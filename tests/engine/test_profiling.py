@@ -46,7 +46,7 @@ def test_all_seconds_are_in_a_part() -> None:
     assert set(found.parts) <= set(profiling.PARTS)
     for part in (profiling.EMBEDDING, profiling.PROJECTIONS, profiling.HEAD, profiling.ADDING, profiling.HOST):
         assert found.parts[part].seconds > 0, part
-    assert found.to_dict()["parts"][profiling.HEAD]["calls"] > 0
+    assert found.parts[profiling.HEAD].calls > 0
 
 
 def test_pairs_of_attention_are_those_that_its_kernels_compute() -> None:

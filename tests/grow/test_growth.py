@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from tests.grow.test_families import save_random
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.grow import checkpoint, grow, widening
-from treewise.grow.function_check import largest_difference
-from treewise.grow.layer_map import identity_layers, layer_sources
+from treewise.grow.configuration import identity_layers, layer_sources
+from treewise.grow.growth import largest_difference
 
 
 def test_the_output_is_a_checkpoint_of_transformers(tmp_path: Path) -> None:

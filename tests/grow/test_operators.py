@@ -1,5 +1,6 @@
 """Learned operators: where they begin, that their einsums are the dense maps, that fitting lowers the loss."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,10 @@ from transformers import AutoModelForCausalLM
 from tests.grow.test_families import save_random
 from treewise.errors import ConfigError
 from treewise.grow import grow, operators
-from treewise.grow.configuration import Target, grown_configuration
-from treewise.grow.layer_map import layer_sources
-from treewise.grow.operator_training import OperatorSettings, make_operator, trained_operator
-from treewise.grow.operators import Mango, Operator
-from treewise.grow.tensor_roles import role_of
-from treewise.grow.widening import Widening, widened
+from treewise.grow.configuration import Target
+from treewise.grow.growth_plan import plan_of
+from treewise.grow.operators import Mango, Operator, OperatorSettings, trained_operator
+from treewise.grow.widening import Widening, role_of, widened
 from treewise.tree import Forest, Trajectory
 
 
@@ -22,9 +21,9 @@ def begin(
     name: str, folder: Path, family: str = "qwen2", rank: int = 1, layers: int = 3
 ) -> tuple[Operator, object, object]:
     model = save_random(folder, family)
-    sources = layer_sources(2, layers, "zero")
-    grown = AutoModelForCausalLM.from_config(grown_configuration(model.config, Target(2, layers), sources))
-    return make_operator(name, model, grown, sources, rank, seed=0), model, grown
+    plan = plan_of(model.config, Target(2, layers), name, noise=0.0, seed=0)
+    grown = AutoModelForCausalLM.from_config(plan.grown_config)
+    return operators.OPERATORS[name](model, grown, plan, rank), model, grown
 
 
 @pytest.mark.parametrize("name", ["ligo", "mango"])
@@ -92,10 +91,9 @@ def trees() -> list[Forest]:
 @pytest.mark.parametrize(("name", "rank"), [("ligo", 1), ("mango", 1), ("mango", 2)])
 def test_fitting_lowers_the_loss_and_moves_every_map(name: str, rank: int, tmp_path: Path) -> None:
     model = save_random(tmp_path, "qwen2")
-    sources = layer_sources(2, 3, "zero")
-    config = grown_configuration(model.config, Target(2, 3), sources)
+    plan = plan_of(model.config, Target(2, 3), name, noise=0.0, seed=0)
     settings = OperatorSettings(rank=rank, steps=12, learning_rate=3e-3)
-    fit = trained_operator(name, model, config, sources, trees(), settings, seed=0)
+    fit = trained_operator(name, model, plan, trees(), settings, seed=0)
     assert fit.losses[-1] < fit.losses[0] - 0.05
     assert fit.model.config.num_hidden_layers == 3
     assert len(fit.losses) == 12
@@ -143,19 +141,7 @@ def test_gradients_of_the_maps_are_those_of_autograd(tmp_path: Path) -> None:
 
     operator, _, grown = begin("mango", tmp_path, layers=2)
     operator, grown = operator.double(), grown.double()
-    operator.stacks = [
-        operators.Stack(
-            each.tail,
-            each.weights.double(),
-            each.output,
-            each.input,
-            each.grown,
-            each.blocks,
-            each.is_bias,
-            each.has_experts,
-        )
-        for each in operator.stacks
-    ]
+    operator.stacks = [replace(each, weights=each.weights.double()) for each in operator.stacks]
     tensors = {name: each.double() for name, each in operator().items()}
     forest = trees()[0]
     row = torch.tensor([[int(token) for token in forest.trajectories[0].token_ids]])
@@ -180,7 +166,6 @@ def test_gradients_of_the_maps_are_those_of_autograd(tmp_path: Path) -> None:
 
 def test_unequal_layers_are_an_error(tmp_path: Path) -> None:
     model = save_random(tmp_path, "qwen3_moe", mlp_only_layers=[0])
-    sources = layer_sources(2, 2, "zero")
-    grown = AutoModelForCausalLM.from_config(grown_configuration(model.config, Target(2), sources))
+    plan = plan_of(model.config, Target(2), "ligo", noise=0.0, seed=0)
     with pytest.raises(NotImplementedError, match="in 1 of 2 layers"):
-        make_operator("ligo", model, grown, sources, 1, 0)
+        operators.Ligo(model, AutoModelForCausalLM.from_config(plan.grown_config), plan)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from treewise.grow import widening
-from treewise.grow.tensor_roles import role_of
-from treewise.grow.widening import Widening, widened, widened_blocks
+from treewise.grow.widening import Widening, role_of, widened, widened_blocks
 
 CONFIG = SimpleNamespace(hidden_size=6, num_attention_heads=2, num_key_value_heads=1, head_dim=3)
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"

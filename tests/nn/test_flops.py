@@ -14,10 +14,8 @@ from transformers import (
 from treewise.nn.flops import (
     LayerReach,
     flat_head_rows,
-    flop_bound,
     flop_model,
     flop_model_of_config,
-    leaf_flop_bound,
     leaf_head_rows,
     tree_head_rows,
 )
@@ -68,8 +66,6 @@ def test_flat_and_tree_flops_of_a_step() -> None:
     assert flops.flat(tree) == 12 * token + 4 * row + (15 + 10 + 6) * pair
     assert flops.leaf(tree) == 9 * token + 5 * row + (15 + 10) * pair
     assert flops.tree(tree) == 6 * token + 3 * row + (15 + 4) * pair
-    assert flop_bound(flops, tree) == flops.flat(tree) / flops.tree(tree)
-    assert leaf_flop_bound(flops, tree) == flops.leaf(tree) / flops.tree(tree)
 
 
 def test_head_rows_count_forks_once_and_leaves_with_what_they_contain() -> None:

@@ -1,5 +1,6 @@
 """`treewise bench`: treewise against flat training and tree rows, paired in one process."""
 
+from treewise.bench.contestants import Settings
 from treewise.bench.model_shapes import SHAPES, random_model
 from treewise.bench.results import check, hardware, load, record, save
 from treewise.bench.suite import REFERENCES, measure_workload, run
@@ -10,6 +11,7 @@ __all__ = [
     "REFERENCES",
     "SHAPES",
     "SIZES",
+    "Settings",
     "Workload",
     "check",
     "hardware",

@@ -7,19 +7,19 @@ of N tokens, held or recomputed as the planner chooses), `held@N` and `recompute
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajectories
 from treewise.bench.results import COMPILED
 from treewise.bench.trl_rows import TrlRows, packing_module
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, OutOfMemoryError, TreewiseError
+from treewise.errors import ConfigError, TreewiseError
 from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
 from treewise.nn.compilation import check_compilation, compile_layers, is_compiled
 from treewise.nn.device import free_bytes
@@ -34,9 +34,30 @@ from treewise.tree.trajectory import Trajectory
 AGAINST = ("flat", "merged", "trl", "tree-recurrence")
 # Tokens of a packed row of flat training, where memory allows: more at a time is no faster.
 ROW_TOKENS = {"cpu": 2_048, "cuda": 16_384}
-# A contestant is left out on a CPU, where running out of memory ends the process, if the estimate of its activations is
-# beyond this fraction of the free memory.
-ACTIVATION_FRACTION = 0.8
+ACTIVATION_FRACTION = 0.8  # of the free memory, that the activations of a packed row may take by an estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is compared, and how it is measured.
+
+    against: out of `AGAINST`. max_tokens: budgets; None: the workload's own, or a quarter of the tree. row_tokens: of a
+    packed row of flat training; None: by the free memory. compile_backend: of torch.compile; each contestant without
+    checkpointing is then there a second time, on twins whose layers it compiles. repetitions: after one to warm up.
+    reference: of the gradient errors: `flat` is the first contestant, `float32` and `float64` a wide copy of the model
+    in flat training, `auto` a float32 copy for half precision and else the first. max_seconds: no repetition begins
+    after them.
+    """
+
+    against: Sequence[str] = AGAINST
+    max_tokens: Sequence[int] | None = None
+    attention: str = "auto"
+    with_checkpointing: bool = False
+    row_tokens: int | None = None
+    compile_backend: str | None = None
+    repetitions: int = 3
+    reference: str = "auto"
+    max_seconds: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,99 +83,163 @@ Builders = dict[str, Callable[[], Contestant]]
 
 
 def builders(
-    model: nn.Module,
+    model: PreTrainedModel,
     items: Sequence[Trajectory],
-    *,
-    against: Sequence[str] = AGAINST,
-    max_tokens: Sequence[int] = (),
-    attention: str = "auto",
-    with_checkpointing: bool = False,
-    row_tokens: int | None = None,
-    processor: Any = None,
-    compile_backend: str | None = None,
+    settings: Settings,
+    budgets: Sequence[int] = (),
+    processor: object = None,
 ) -> Builders:
     """The contestants by name, each built when called. Those without treewise run on a twin of the model, which
     shares its parameters and nothing else.
 
     A builder raises a `TreewiseError` if its contestant cannot run here. processor: of the items' images, which TRL's
-    tree rows take none of. compile_backend: of torch.compile; each contestant without checkpointing is then there a
-    second time, on twins whose layers it compiles.
+    tree rows take none of.
 
     Raises:
         ConfigError: an unknown name in `against`, or an unknown backend.
     """
-    unknown = [name for name in against if name not in AGAINST]
+    unknown = [name for name in settings.against if name not in AGAINST]
     if unknown:
         raise ConfigError(f"--against {unknown[0]!r} is unknown; choose one of {', '.join(AGAINST)}.")
-    options = _Options(items, against, max_tokens, attention, row_tokens, processor)
     twins = twin(model), plain_parts(model)  # of the model before treewise is installed on it
-    contestants = _builders(model, plain_parts(model), options, with_checkpointing=with_checkpointing)
-    if compile_backend is not None:
-        check_compilation(compile_backend, None)
-        for name, build in _builders(*twins, options, with_checkpointing=False).items():
-            contestants[name + COMPILED] = partial(_compiled, build, *twins, compile_backend)
+    makers = _Makers(model, plain_parts(model), items, settings, processor)
+    contestants = makers.all(budgets, (False, True) if settings.with_checkpointing else (False,))
+    if settings.compile_backend is not None:
+        check_compilation(settings.compile_backend, None)
+        makers = _Makers(*twins, items, settings, processor)
+        for name, build in makers.all(budgets, (False,)).items():
+            contestants[name + COMPILED] = partial(_compiled, build, makers, settings.compile_backend)
     return contestants
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
-    """See `builders`."""
+class _Makers:
+    """Makes contestants. model: of treewise's. plain: of the others'."""
 
+    model: PreTrainedModel
+    plain: DecoderAndHead
     items: Sequence[Trajectory]
-    against: Sequence[str]
-    max_tokens: Sequence[int]
-    attention: str
-    row_tokens: int | None
-    processor: Any
+    settings: Settings
+    processor: object
 
+    def all(self, budgets: Sequence[int], checkpointings: Sequence[bool]) -> Builders:
+        """Builders by name."""
+        forest, against = Forest.from_trajectories(self.items), self.settings.against
+        merged = merged_trajectories(forest)
+        is_recurrent, sees = bool(kinds_of(self.model)), bool(len(forest.images))
+        has_trl = "trl" in against and not is_recurrent and not sees
+        made: Builders = {}
+        for is_checkpointed in checkpointings:
+            suffix = "-ckpt" if is_checkpointed else ""
+            if "flat" in against:
+                made["flat" + suffix] = partial(self.flat, self.items, is_checkpointed)
+            if "merged" in against and len(merged) < len(self.items):
+                made["merged" + suffix] = partial(self.flat, merged, is_checkpointed)
+            if has_trl:
+                made["trl" + suffix] = partial(self.trl, is_checkpointed=is_checkpointed)
+            if "tree-recurrence" in against and is_recurrent:
+                made["tree-recurrence" + suffix] = partial(
+                    self.trl, is_checkpointed=is_checkpointed, follows_states=True
+                )
+            made["tree" + suffix] = partial(self.tree, None, "auto", is_checkpointed)
+        for budget in budgets:
+            made[f"tree@{budget}"] = partial(self.tree, budget, "auto")
+            if budget >= forest.num_tokens:
+                continue
+            held = {
+                hold: TreeEngine(self.model, budget, self.settings.attention, hold=hold, check=False)
+                .plan(forest)
+                .num_held_tokens
+                for hold in ("always", "auto")
+            }
+            if held["always"] != held["auto"]:
+                made[f"held@{budget}"] = partial(self.tree, budget, "always")
+            if held["auto"]:
+                made[f"recomputed@{budget}"] = partial(self.tree, budget, "never")
+            if has_trl and budget >= forest.path_lengths.max():
+                made[f"trl@{budget}"] = partial(self.trl, budget)
+        return made
 
-def _builders(model: nn.Module, plain: DecoderAndHead, options: _Options, *, with_checkpointing: bool) -> Builders:
-    """model: of treewise's contestants. plain: of the others."""
-    items, against, processor = options.items, options.against, options.processor
-    attention, row_tokens = options.attention, options.row_tokens
-    forest = Forest.from_trajectories(items)
-    merged = merged_trajectories(forest)
-    is_recurrent, sees = bool(kinds_of(model)), bool(len(forest.images))
-    contestants: Builders = {}
-    for suffix, is_checkpointed in (("", False), ("-ckpt", True)) if with_checkpointing else (("", False),):
-        if "flat" in against:
-            contestants["flat" + suffix] = partial(_flat, plain, items, row_tokens, is_checkpointed, processor)
-        if "merged" in against and len(merged) < len(items):
-            contestants["merged" + suffix] = partial(_flat, plain, merged, row_tokens, is_checkpointed, processor)
-        if "trl" in against and not is_recurrent and not sees:
-            contestants["trl" + suffix] = partial(_trl, plain, items, is_checkpointed=is_checkpointed)
-        if "tree-recurrence" in against and is_recurrent:
-            contestants["tree-recurrence" + suffix] = partial(
-                _trl, plain, items, is_checkpointed=is_checkpointed, follows_states=True
-            )
-        contestants["tree" + suffix] = partial(
-            _tree, model, items, None, attention, is_checkpointed=is_checkpointed, processor=processor
+    def flat(self, items: Sequence[Trajectory], is_checkpointed: bool) -> Contestant:
+        """Packed rows, of at most the tokens whose activations fit in the free memory."""
+        lm, limit = self.plain, self.settings.row_tokens
+        if limit is None:
+            token = max(1, _values_per_token(lm.model, is_checkpointed) * next(lm.model.parameters()).element_size())
+            room = int(ACTIVATION_FRACTION * free_bytes(lm.device) / token)
+            usual = ROW_TOKENS.get(lm.device.type, ROW_TOKENS["cpu"])
+            limit = max(*map(len, items), min(usual, room))
+        started = time.perf_counter()
+        rows = FlatRows(
+            lm,
+            items,
+            max_row_tokens=limit,
+            packs=can_pack(lm.model),
+            is_checkpointed=is_checkpointed,
+            processor=self.processor,
         )
-    for budget in options.max_tokens:
-        if budget >= forest.num_tokens:
-            contestants[f"tree@{budget}"] = partial(_as_whole, forest.num_tokens)
-        else:
-            contestants |= _at_budget(model, items, forest, budget, attention, processor)
-            if "trl" in against and not is_recurrent and not sees and budget >= forest.path_lengths.max():
-                contestants[f"trl@{budget}"] = partial(_trl, plain, items, budget)
-    return contestants
+        return Contestant(rows.step, rows.num_computed_tokens, time.perf_counter() - started, 1.0, len(rows.rows))
+
+    def trl(
+        self, max_tokens: int | None = None, *, is_checkpointed: bool = False, follows_states: bool = False
+    ) -> Contestant:
+        """TRL's rows, with its recurrent layers if `follows_states`."""
+        packing_module()  # the import is not timed
+        started = time.perf_counter()
+        rows = TrlRows(
+            self.plain, self.items, max_tokens, is_checkpointed=is_checkpointed, follows_states=follows_states
+        )
+        seconds, num_tokens = time.perf_counter() - started, rows.num_computed_tokens
+        return Contestant(rows.step, num_tokens, seconds, rows.num_key_rows / num_tokens, len(rows.rows))
+
+    def tree(self, max_tokens: int | None, hold: str, is_checkpointed: bool = False) -> Contestant:
+        """treewise, under a budget or whole."""
+        attention = self.settings.attention
+        engine = TreeEngine(
+            self.model, max_tokens, attention, hold=hold, router_aux_loss=False, processor=self.processor
+        )
+        engine.budget.recovers = False  # a smaller budget would be another contestant
+        started = time.perf_counter()
+        forest = Forest.from_trajectories(self.items)
+        if max_tokens is not None and max_tokens >= forest.num_tokens:
+            raise ConfigError(f"as tree: {forest.num_tokens:,} tokens fit the budget")
+        plan = engine.plan(forest)
+        key_rows = _key_rows(plan, engine)
+        seconds = time.perf_counter() - started
+        flops = flop_model(engine.lm.model)
+
+        def step() -> float:
+            if not is_checkpointed:
+                return engine.step(forest).loss
+            with checkpointing(engine.lm.model):
+                return engine.step(forest).loss
+
+        return Contestant(
+            step,
+            plan.num_computed_tokens,
+            seconds,
+            key_rows / plan.num_computed_tokens,
+            plan.num_micro_batches,
+            plan.num_held_tokens,
+            plan.num_recomputed_tokens,
+            None if max_tokens is None else flops.tree(forest) / flops.planned(plan),
+        )
 
 
-def _compiled(build: Callable[[], Contestant], model: nn.Module, plain: DecoderAndHead, backend: str) -> Contestant:
+def _compiled(build: Callable[[], Contestant], makers: _Makers, backend: str) -> Contestant:
     """A contestant whose layers are compiled, in its first step."""
-    for lm in (split_model(model), plain):
+    for lm in (split_model(makers.model), makers.plain):
         if not is_compiled(lm.model):
             compile_layers(lm, backend)
     return build()
 
 
-def twin(model: nn.Module) -> Any:
+def twin(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model with the same parameters and buffers, so that gradients accumulate in one place."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, memo={id(each): each for each in shared})
 
 
-def plain_parts(model: nn.Module) -> DecoderAndHead:
+def plain_parts(model: PreTrainedModel) -> DecoderAndHead:
     """Decoder and head of a twin on which nothing of treewise is installed."""
     touched, plain = twin(model), twin(model)
     lm = split_model(touched)
@@ -171,104 +256,6 @@ def prepare(build: Callable[[], Contestant]) -> Contestant | str:
         return str(error)
 
 
-# -- one function for each --------------------------------------------------------------------------------------------
-
-
-def _flat(
-    lm: DecoderAndHead,
-    items: Sequence[Trajectory],
-    row_tokens: int | None,
-    is_checkpointed: bool,
-    processor: Any = None,
-) -> Contestant:
-    longest = max(len(item) for item in items)
-    room = _room(lm, is_checkpointed)
-    limit = row_tokens or max(longest, min(ROW_TOKENS.get(lm.device.type, ROW_TOKENS["cpu"]), room))
-    _refuse_beyond(room, longest, lm)
-    started = time.perf_counter()
-    packs = can_pack(lm.model)
-    rows = FlatRows(lm, items, max_row_tokens=limit, packs=packs, is_checkpointed=is_checkpointed, processor=processor)
-    seconds = time.perf_counter() - started
-    return Contestant(rows.step, rows.num_computed_tokens, seconds, 1.0, len(rows.rows))
-
-
-def _trl(
-    lm: DecoderAndHead,
-    items: Sequence[Trajectory],
-    max_tokens: int | None = None,
-    *,
-    is_checkpointed: bool = False,
-    follows_states: bool = False,
-) -> Contestant:
-    packing_module()  # the import is not timed
-    started = time.perf_counter()
-    rows = TrlRows(lm, items, max_tokens, is_checkpointed=is_checkpointed, follows_states=follows_states)
-    seconds = time.perf_counter() - started
-    largest = max(len(row["input_ids"]) for row in rows.rows)
-    _refuse_beyond(_room(lm, is_checkpointed), largest, lm)
-    key_rows = rows.num_key_rows / rows.num_computed_tokens
-    return Contestant(rows.step, rows.num_computed_tokens, seconds, key_rows, len(rows.rows))
-
-
-def _tree(
-    model: nn.Module,
-    items: Sequence[Trajectory],
-    max_tokens: int | None,
-    attention: str,
-    hold: str = "auto",
-    is_checkpointed: bool = False,
-    processor: Any = None,
-) -> Contestant:
-    engine = TreeEngine(model, max_tokens, attention, hold=hold, router_aux_loss=False, processor=processor)
-    engine.budget.recovers = False  # a smaller budget would be another contestant
-    started = time.perf_counter()
-    forest = Forest.from_trajectories(items)
-    plan = engine.plan(forest)
-    key_rows = _key_rows(plan, engine)
-    seconds = time.perf_counter() - started
-    live = max(tokens for _, tokens in plan.timeline)
-    flops = flop_model(engine.lm.model)
-    _refuse_beyond(_room(engine.lm, is_checkpointed), live, engine.lm)
-
-    def step() -> float:
-        if not is_checkpointed:
-            return engine.step(forest).loss
-        with checkpointing(engine.lm.model):
-            return engine.step(forest).loss
-
-    return Contestant(
-        step,
-        plan.num_computed_tokens,
-        seconds,
-        key_rows / plan.num_computed_tokens,
-        plan.num_micro_batches,
-        plan.num_held_tokens,
-        plan.num_recomputed_tokens,
-        None if max_tokens is None else flops.tree(forest) / flops.planned(plan),
-    )
-
-
-def _as_whole(num_tokens: int) -> Contestant:
-    raise ConfigError(f"as tree: {num_tokens:,} tokens fit the budget")
-
-
-def _at_budget(
-    model: nn.Module, items: Sequence[Trajectory], forest: Forest, budget: int, attention: str, processor: Any
-) -> Builders:
-    def held(hold: str) -> int:
-        return TreeEngine(model, budget, attention, hold=hold, check=False).plan(forest).num_held_tokens
-
-    def build(hold: str) -> Callable[[], Contestant]:
-        return partial(_tree, model, items, budget, attention, hold, processor=processor)
-
-    contestants = {f"tree@{budget}": build("auto")}
-    if held("always") != held("auto"):
-        contestants[f"held@{budget}"] = build("always")
-    if held("auto"):
-        contestants[f"recomputed@{budget}"] = build("never")
-    return contestants
-
-
 def _key_rows(plan: Plan, engine: TreeEngine) -> int:
     """Key rows that one layer's attention reads in a step; recomputed micro-batches read twice."""
     implementation, total = IMPLEMENTATIONS[engine.implementation], 0
@@ -279,26 +266,9 @@ def _key_rows(plan: Plan, engine: TreeEngine) -> int:
     return total
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def values_per_token(model: nn.Module, is_checkpointed: bool) -> int:
+def _values_per_token(model: PreTrainedModel, is_checkpointed: bool) -> int:
     """Values that a token keeps for the backward, by an estimate; with checkpointing the inputs of all layers, and one
     layer's own."""
-    values = flop_model(model).activation_values
-    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    values, config = flop_model(model).activation_values, model.config.get_text_config()
     num_layers = config.num_hidden_layers
     return values // num_layers + num_layers * config.hidden_size if is_checkpointed else values
-
-
-def _room(lm: DecoderAndHead, is_checkpointed: bool) -> int:
-    """Tokens whose activations fit in the free memory."""
-    size = next(lm.model.parameters()).element_size()
-    token = max(1, values_per_token(lm.model, is_checkpointed) * size)
-    return int(ACTIVATION_FRACTION * free_bytes(lm.device) / token)
-
-
-def _refuse_beyond(room: int, num_tokens: int, lm: DecoderAndHead) -> None:
-    """Raises on a CPU; on a GPU the error of the allocator can be caught."""
-    if lm.device.type == "cpu" and num_tokens > room:
-        raise OutOfMemoryError(f"does not fit: activations of {num_tokens:,} tokens, room for about {room:,}")

@@ -2,18 +2,18 @@
 
 Trajectories are packed into rows; token-wise layers run over a whole row, attention over each trajectory by itself
 (`varlen`). Models whose layers carry a state, look through windows or cap their scores take one trajectory at a time,
-through the model's own attention. The head is treewise's chunked one, so that no contestant holds all logits.
+through the model's own attention. The head is treewise's chunked one, so that no contestant holds all logits; what
+flat training computes is specified by `engine.flat`, which keeps to the model's own forward and is the tests' oracle.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from treewise.bench.varlen import varlen_attention
 from treewise.engine.vision import flat_images
@@ -30,11 +30,15 @@ NAME = "treewise_bench_varlen"
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Where the sequences of a packed row begin and end ([sequences + 1] int32), and the longest one."""
+class _Row:
+    """Trajectories one after the other: tokens and depths ([T]), where each begins and ends, and of each trained token
+    the hidden row that predicts it, the token and its weight. seen: what the model's own forward takes for images."""
 
-    cu_seqlens: torch.Tensor
-    longest: int
+    token_ids: np.ndarray
+    depth: np.ndarray
+    bounds: np.ndarray
+    edges: tuple[np.ndarray, np.ndarray, np.ndarray]
+    seen: dict[str, torch.Tensor]
 
 
 class FlatRows:
@@ -53,14 +57,13 @@ class FlatRows:
         max_row_tokens: int,
         packs: bool,
         is_checkpointed: bool = False,
-        processor: Any = None,
+        processor: object = None,
     ) -> None:
         self.lm, self.is_checkpointed = lm, is_checkpointed
-        self.packs = packs = packs and not any(item.images for item in items)
-        self.denominator = sum(float(_weights(item).sum()) for item in items)
-        rows = _rows(items, max_row_tokens if packs else 1)
-        self.rows = [_pack([items[index] for index in row]) for row in rows]
-        self._seen = [self._arguments_of(items[row[0]], processor) for row in rows]
+        self.packs = packs and not any(item.images for item in items)
+        self.denominator = sum(float(item.loss_weights.sum()) for item in items)
+        rows = best_fit([len(item) for item in items], max_row_tokens if self.packs else 1)
+        self.rows = [self._packed([items[index] for index in row], processor) for row in rows]
 
     @property
     def num_computed_tokens(self) -> int:
@@ -72,42 +75,48 @@ class FlatRows:
         losses = []
         own_attention = attention(self.lm, NAME) if self.packs else nullcontext()
         with own_attention, checkpointing(self.lm.model) if self.is_checkpointed else nullcontext():
-            for row, seen in zip(self.rows, self._seen, strict=True):
-                hidden = self._hidden(row, seen)
+            for row in self.rows:
                 source, *streams = row.edges
                 target, weight = (to_device(each, device) for each in streams)
-                logprobs = edge_values(hidden, self.lm.head(), source, target)["log_probs"]
+                logprobs = edge_values(self._hidden(row), self.lm.head(), source, target)["log_probs"]
                 loss = -(logprobs * weight.to(logprobs.dtype)).sum() / self.denominator
                 loss.backward()
                 losses.append(loss.detach())
         return float(torch.stack(losses).double().sum())
 
-    def _arguments_of(self, item: Trajectory, processor: Any) -> dict[str, torch.Tensor]:
-        """What the model's own forward takes for the images of a row."""
-        return flat_images(self.lm.model, processor, item, to_device(item.token_ids, self.lm.device, torch.long))
+    def _packed(self, items: Sequence[Trajectory], processor: object) -> _Row:
+        lengths = [len(item) for item in items]
+        ids = np.concatenate([item.token_ids for item in items])
+        weights = np.concatenate([item.loss_weights for item in items])
+        trained = np.flatnonzero(weights)
+        first_ids = to_device(items[0].token_ids, self.lm.device, torch.long)
+        return _Row(
+            token_ids=ids,
+            depth=np.concatenate([np.arange(length) for length in lengths]),
+            bounds=np.cumsum([0, *lengths]),
+            edges=(trained - 1, ids[trained].astype(np.int64), weights[trained]),
+            seen=flat_images(self.lm.model, processor, items[0], first_ids),
+        )
 
-    def _hidden(self, row: "_Row", seen: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _hidden(self, row: _Row) -> torch.Tensor:
         device = self.lm.device
         ids = to_device(row.token_ids, device, torch.long)[None]
-        if seen:
-            sees: Any = base_model(self.lm.model).base_model
-            hidden: torch.Tensor = sees(input_ids=ids, use_cache=False, **seen).last_hidden_state[0]
-            return hidden
-        if not self.packs:
-            return self.lm.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
-        bounds = Bounds(to_device(row.bounds, device, torch.int32), row.longest)
-        depth = to_device(row.depth, device, torch.long)[None]
-        out = self.lm.decoder(input_ids=ids, position_ids=depth, use_cache=False, bench_bounds=bounds)
-        return out.last_hidden_state[0]
+        module: nn.Module = self.lm.decoder
+        more: dict[str, object] = dict(row.seen)
+        if row.seen:
+            module = base_model(self.lm.model).base_model  # type: ignore[assignment]
+        elif self.packs:
+            bounds = to_device(row.bounds, device, torch.int32), int(np.diff(row.bounds).max())
+            more = {"position_ids": to_device(row.depth, device, torch.long)[None], "bench_bounds": bounds}
+        hidden: torch.Tensor = module(input_ids=ids, use_cache=False, **more).last_hidden_state[0]
+        return hidden
 
 
-def can_pack(model: nn.Module) -> bool:
+def can_pack(model: PreTrainedModel) -> bool:
     """Whether tokens of a model influence one another by plain causal attention only, so that rows may be packed."""
-    if recurrent.kinds_of(model):
-        return False
-    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     reaches = {reach for reach, _ in flop_model(model).pair_forward}
-    return reaches == {LayerReach()} and getattr(config, "attn_logit_softcapping", None) is None
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    return not recurrent.kinds_of(model) and reaches == {LayerReach()} and softcap is None
 
 
 def merged_trajectories(forest: Forest) -> list[Trajectory]:
@@ -123,7 +132,7 @@ def merged_trajectories(forest: Forest) -> list[Trajectory]:
     owner = order[np.searchsorted(end[order], end)]
     weights = {leaf: np.zeros(len(forest.trajectories[leaf]), dtype=np.float32) for leaf in leaves.tolist()}
     for item, leaf in zip(forest.trajectories, owner.tolist(), strict=True):
-        weights[leaf][: len(item)] += _weights(item)
+        weights[leaf][: len(item)] += item.loss_weights
     return [replace(forest.trajectories[leaf], loss_weights=weight) for leaf, weight in weights.items()]
 
 
@@ -142,7 +151,7 @@ def attention(lm: DecoderAndHead, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def checkpointing(model: Any) -> Iterator[None]:
+def checkpointing(model: nn.Module) -> Iterator[None]:
     """transformers' checkpointing of every layer inside."""
     # Earlier versions have the older name only; later ones warn about it.
     word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
@@ -159,52 +168,14 @@ def _packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    _attention_mask: Any,
+    _attention_mask: torch.Tensor | None,
     *,
-    bench_bounds: Bounds,
+    bench_bounds: tuple[torch.Tensor, int],
     scaling: float | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention contract: [1, H, T, D] in, [1, T, H, D] out."""
     rows = [x.transpose(1, 2)[0] for x in (query, key, value)]
-    cu, longest = bench_bounds.cu_seqlens, bench_bounds.longest
+    cu, longest = bench_bounds
     out = varlen_attention(rows[0], rows[1], rows[2], cu, cu, longest, longest, softmax_scale=scaling)
     return out[None], None
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Trajectories one after the other. edges: hidden row, target token and weight of each trained token."""
-
-    token_ids: np.ndarray
-    depth: np.ndarray
-    bounds: np.ndarray
-    longest: int
-    edges: tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-def _rows(items: Sequence[Trajectory], limit: int) -> list[list[int]]:
-    lengths = [len(item) for item in items]
-    fits = [index for index, length in enumerate(lengths) if length <= limit]
-    alone = [[index] for index, length in enumerate(lengths) if length > limit]
-    return alone + [[fits[index] for index in row] for row in best_fit([lengths[index] for index in fits], limit)]
-
-
-def _pack(items: Sequence[Trajectory]) -> _Row:
-    lengths = [len(item) for item in items]
-    ids, weights = (
-        np.concatenate([item.token_ids for item in items]),
-        np.concatenate([_weights(each) for each in items]),
-    )
-    trained = np.flatnonzero(weights)
-    return _Row(
-        token_ids=ids,
-        depth=np.concatenate([np.arange(length) for length in lengths]),
-        bounds=np.concatenate([[0], np.cumsum(lengths)]),
-        longest=max(lengths),
-        edges=(trained - 1, ids[trained].astype(np.int64), weights[trained]),
-    )
-
-
-def _weights(item: Trajectory) -> np.ndarray:
-    return item.loss_weights

@@ -8,6 +8,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 import treewise
+from treewise.bench.contestants import Settings
 from treewise.bench.model_shapes import random_model
 from treewise.bench.suite import measure_workload
 from treewise.bench.workloads import make
@@ -16,7 +17,7 @@ from treewise.errors import TreewiseError, bytes_as_text
 from treewise.nn.attention.flex import flex_attention_tree
 from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, shown
 from treewise.nn.device import synchronized_clock
-from treewise.nn.releases import installed_version
+from treewise.nn.support_table import installed_version
 from treewise.planning.planner import plan as make_plan
 from treewise.tree.forest import Forest
 
@@ -93,22 +94,15 @@ def _step(device: torch.device, max_seconds: float) -> dict[str, Any]:
     shape, kind, size, dtype = STEPS[device.type]
     try:
         model = random_model(shape, dtype, device)
-        workload = make(kind, size, model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-        row = measure_workload(
-            model,
-            workload,
-            against=("flat",),
-            max_tokens=(),
-            repetitions=2,
-            attention="flex" if device.type == "cuda" else "auto",
-            reference="flat",
-            max_seconds=max_seconds,
-        )
+        workload = make(kind, size, model.get_input_embeddings().weight.shape[0])
+        attention = "flex" if device.type == "cuda" else "auto"
+        settings = Settings(("flat",), (), attention, repetitions=2, reference="flat", max_seconds=max_seconds)
+        row = measure_workload(model, workload, settings)
     except (TreewiseError, RuntimeError) as error:
         return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
-    tree = row["contestants"]["tree"]
-    if "skipped" in tree or "skipped" in row["contestants"]["flat"]:
-        return {"failed": tree.get("skipped") or row["contestants"]["flat"]["skipped"]}
+    flat, tree = row["contestants"]["flat"], row["contestants"]["tree"]
+    if "skipped" in tree or "skipped" in flat:
+        return {"failed": tree.get("skipped") or flat["skipped"]}
     whole = make_plan(Forest.from_trajectories(workload.trajectories))
     return {
         "what": f"{shape}, {workload.name}, {str(dtype).removeprefix('torch.')}",

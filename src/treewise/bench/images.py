@@ -1,13 +1,11 @@
 """What images cost on a model that sees: its processor, tokens of an image, and seconds of its tower."""
 
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from treewise.engine.vision import processed_by
 from treewise.nn.device import synchronized_clock
@@ -28,7 +26,7 @@ class ImageFormat:
     placeholder stands for.
     """
 
-    processor: Any
+    processor: object
     image_token: int
     first_special: int
     side: int
@@ -38,9 +36,9 @@ class ImageFormat:
         return np.full(width // self.side * (height // self.side), self.image_token, dtype=np.int64)
 
 
-def image_format(model: nn.Module) -> ImageFormat | None:
+def image_format(model: PreTrainedModel) -> ImageFormat | None:
     """The format of images of a model of the Qwen-VL families; None of any other."""
-    config: Any = model.config
+    config = model.config
     if config.model_type not in KINDS:
         return None
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -69,23 +67,20 @@ def random_png(rng: np.random.Generator, width: int, height: int) -> bytes:
     return stream.getvalue()
 
 
-def tower_seconds(model: nn.Module, forest: Forest, processor: Any, repetitions: int) -> list[float]:
+def tower_seconds(model: PreTrainedModel, forest: Forest, processor: object, repetitions: int) -> list[float]:
     """Seconds of one forward and backward of the tower over the distinct images of a forest, after one to warm up."""
     vision = vision_model(split_model(model))
-    spans = forest.images.sources
-    pixels_of = processed_by(processor, "")
-    pixels = [pixels_of(each) for each in spans]
-    ids = [item.token_ids[each.start : each.end] for item in forest.trajectories for each in item.images]
-    digests = [each.digest for item in forest.trajectories for each in item.images]
-    rows_of = {digest: int((own == vision.image_token).sum()) for digest, own in zip(digests, ids, strict=True)}
-    num_rows: Sequence[int] = [rows_of[each.digest] for each in spans]
+    sources = forest.images.sources
+    pixels = [processed_by(processor, "")(each) for each in sources]
+    spans = {each.digest: item.token_ids[each.start : each.end] for item in forest.trajectories for each in item.images}
+    num_rows = [int((spans[each.digest] == vision.image_token).sum()) for each in sources]
     seconds = []
     for _ in range(repetitions + 1):
         zero_gradients(model)
-        started = synchronized_clock(vision.module.device)
-        features = vision.encode(pixels, num_rows, [each.name for each in spans])
+        started = synchronized_clock(model.device)
+        features = vision.encode(pixels, num_rows, [each.name for each in sources])
         if vision.is_trained:
             torch.autograd.backward(features, [torch.ones_like(each) for each in features])
-        seconds.append(synchronized_clock(vision.module.device) - started)
+        seconds.append(synchronized_clock(model.device) - started)
     zero_gradients(model)
     return seconds[1:]

@@ -1,22 +1,26 @@
 """Seconds, peak memory and gradients of contestants that take turns in one process."""
 
+import ctypes
 import gc
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import nn
 
-from treewise.bench.process_memory import limited_to_free, peak_bytes
-from treewise.nn.device import is_out_of_memory, synchronized_clock
+from treewise.nn.device import free_bytes, is_out_of_memory, synchronized_clock
 from treewise.nn.gradients import zero_gradients
 
 Gradients = dict[str, torch.Tensor]
 Contestants = dict[str, Callable[[], float]]
+# Fraction of the free memory that may be allocated. Beyond all of it Linux kills the process without an error.
+ALLOCATABLE_FRACTION = 0.9
 
 
 @dataclass(slots=True)
@@ -47,72 +51,50 @@ def measure(
     gradients of the first contestant that ran. One that runs out of memory is left out from then on. No round begins
     after `max_seconds`, except for the first.
     """
-    started = time.perf_counter()
+    begun, device = time.perf_counter(), next(model.parameters()).device
     measured = {name: Measured() for name in contestants}
-    zero_gradients(model)
-    with limited_to_free(_device(model)):
+    with limited_to_free(device):
         for name, step in contestants.items():
-            reference = _warm_up(model, step, measured[name], reference)
+            found = measured[name]
+            zero_gradients(model)
+            _release_memory()  # graphs of a contestant that was interrupted by an error
+            before = peak_bytes(device, reset=True)
+            found.first_seconds = _timed(step, found, device)
+            after = peak_bytes(device)
+            if found.skipped is None:
+                found.peak_bytes = None if before is None or after is None else max(0, after - before)
+                found.gradient_error = 0.0 if reference is None else gradient_error(model, reference)
+                reference = gradients(model) if reference is None else reference
         for repetition in range(repetitions):
-            if repetition and time.perf_counter() - started > max_seconds:
+            if repetition and time.perf_counter() - begun > max_seconds:
                 break
             for name, step in contestants.items():
                 if measured[name].skipped is None:
                     zero_gradients(model)
-                    _unless_out_of_memory(partial(_time, step, measured[name], _device(model)), measured[name])
+                    gc.collect()
+                    measured[name].seconds.append(_timed(step, measured[name], device))
     zero_gradients(model)
     return measured
 
 
-def _warm_up(
-    model: nn.Module, step: Callable[[], float], out: Measured, reference: Gradients | None
-) -> Gradients | None:
-    zero_gradients(model)
-    _release_memory()  # graphs of a contestant that was interrupted by an error
-    before = peak_bytes(_device(model), reset=True)
-
-    def run() -> None:
-        out.loss = step()
-
-    started = synchronized_clock(_device(model))
-    _unless_out_of_memory(run, out)
-    if out.skipped is not None:
-        return reference
-    out.first_seconds = synchronized_clock(_device(model)) - started
-    after = peak_bytes(_device(model))
-    out.peak_bytes = None if before is None or after is None else max(0, after - before)
-    if reference is None:
-        out.gradient_error = 0.0
-        return gradients(model)
-    out.gradient_error = gradient_error(model, reference)
-    return reference
-
-
-def _unless_out_of_memory(run: Callable[[], object], out: Measured) -> None:
-    """Runs; `out.skipped` is set if memory did not suffice."""
+def _timed(step: Callable[[], float], found: Measured, device: torch.device) -> float:
+    """Seconds of a step; `found.skipped` is set if memory did not suffice."""
+    started = synchronized_clock(device)
     try:
-        run()
+        found.loss = step()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        out.skipped = f"out of memory: {str(error).splitlines()[0][:120]}"
-    if out.skipped is not None:
+        found.skipped = f"out of memory: {str(error).splitlines()[0][:120]}"
+    if found.skipped is not None:
         _release_memory()
-
-
-def _time(step: Callable[[], float], out: Measured, device: torch.device) -> None:
-    gc.collect()
-    started = synchronized_clock(device)
-    step()
-    out.seconds.append(synchronized_clock(device) - started)
+        return math.nan
+    return synchronized_clock(device) - started
 
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median and extremes."""
     return {"median": median(values), "min": min(values), "max": max(values)}
-
-
-# -- gradients --------------------------------------------------------------------------------------------------------
 
 
 def gradients(model: nn.Module) -> Gradients:
@@ -135,7 +117,61 @@ def gradient_error(model: nn.Module, reference: Gradients) -> float:
     return float((difference / norm) ** 0.5)
 
 
-# -- devices ---------------------------------------------------------------------------------------------------------
+# -- memory of this process -------------------------------------------------------------------------------------------
+
+
+def peak_bytes(device: torch.device, *, reset: bool = False) -> int | None:
+    """Bytes of the peak so far; `reset` begins a new peak and returns the bytes in use now.
+
+    On CUDA that of torch's allocator; on Linux the resident set, after freed memory is returned; else None.
+    """
+    if device.type == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+            return int(torch.cuda.memory_allocated(device))
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        if reset:
+            gc.collect()
+            _trim()
+            Path("/proc/self/clear_refs").write_text("5")  # the kernel's own reset of the peak
+        return _status("VmRSS" if reset else "VmHWM")
+    except OSError:
+        return None
+
+
+@contextmanager
+def limited_to_free(device: torch.device) -> Iterator[None]:
+    """Inside, an allocation beyond the free memory fails with an error. On Linux and a CPU; elsewhere nothing happens.
+
+    What counts is the private memory that a process may write to (RLIMIT_DATA), touched or not.
+    """
+    if device.type != "cpu" or sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = _status("VmData") + int(ALLOCATABLE_FRACTION * free_bytes(device))
+    known = [each for each in (limit, soft, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(known), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _status(name: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[name].split()[0]) * 1024
+
+
+def _trim() -> None:
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):  # another C library than GNU's
+        return
 
 
 def _release_memory() -> None:
@@ -143,7 +179,3 @@ def _release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

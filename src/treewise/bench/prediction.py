@@ -6,7 +6,6 @@ once per key head; linear layers read their weights three times (forward and bot
 write and read the activations that are kept. Launches, norms, the optimizer and exchanges between GPUs are left out.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,30 +54,16 @@ def bound_seconds(flops: FlopModel, forest: Forest, gpu: Gpu) -> dict[str, float
     """
     lengths = -(-forest.path_lengths.astype(np.int64) // BLOCK_SIZE)
     mask = TreeMask.from_layout(lay_out(plan(forest), 0))
-    blocks = {
-        "flat": float((lengths * (lengths + 1) // 2).sum()),
-        "tree": num_key_rows(mask, torch.device("cpu")) / BLOCK_SIZE,
-    }
-    tokens = {"flat": forest.num_flat_tokens, "tree": forest.num_tokens}
-    rows: dict[str, Callable[[Forest], int]] = {"flat": flat_head_rows, "tree": tree_head_rows}
-    return {
-        name: _linear(flops, tokens[name], gpu)
-        + gpu.seconds((flops.head + flops.head_backward) * rows[name](forest), 2 * flops.head * ITEM_BYTES)
-        + _attention(flops, blocks[name], tokens[name], gpu)
-        for name in blocks
-    }
+    # Tokens, projected rows, and blocks of attention.
+    flat = forest.num_flat_tokens, flat_head_rows(forest), float((lengths * (lengths + 1) // 2).sum())
+    tree = forest.num_tokens, tree_head_rows(forest), num_key_rows(mask, torch.device("cpu")) / BLOCK_SIZE
+    return {"flat": _seconds(flops, gpu, *flat), "tree": _seconds(flops, gpu, *tree)}
 
 
-def _linear(flops: FlopModel, num_tokens: int, gpu: Gpu) -> float:
-    weights = flops.linear / 2 * 4
-    activations = 2 * flops.activation_values * num_tokens
-    work = (flops.linear + flops.linear_backward) * num_tokens
-    return gpu.seconds(work, (weights + activations) * ITEM_BYTES)
-
-
-def _attention(flops: FlopModel, num_blocks: float, num_tokens: int, gpu: Gpu) -> float:
-    cost = sum(pair for reach, pair in flops.pair_forward if reach == LayerReach())
+def _seconds(flops: FlopModel, gpu: Gpu, num_tokens: int, num_rows: int, num_blocks: float) -> float:
+    weights, activations = flops.linear / 2 * 4, 2 * flops.activation_values * num_tokens
+    linear = gpu.seconds((flops.linear + flops.linear_backward) * num_tokens, (weights + activations) * ITEM_BYTES)
+    head = gpu.seconds((flops.head + flops.head_backward) * num_rows, 2 * flops.head * ITEM_BYTES)
+    pairs = num_blocks * BLOCK_SIZE**2 * sum(pair for reach, pair in flops.pair_forward if reach == LayerReach())
     moved = flops.gateway_values * (num_blocks * BLOCK_SIZE + num_tokens) * ITEM_BYTES  # keys and values, all layers
-    forward = gpu.seconds(cost * num_blocks * BLOCK_SIZE**2, moved)
-    backward = gpu.seconds(ATTENTION_BACKWARD * cost * num_blocks * BLOCK_SIZE**2, 2 * moved)
-    return forward + backward
+    return linear + head + gpu.seconds(pairs, moved) + gpu.seconds(ATTENTION_BACKWARD * pairs, 2 * moved)

@@ -24,6 +24,7 @@ from treewise.nn.lm_head import edge_values
 from treewise.nn.model import DecoderAndHead
 from treewise.tree.trajectory import Trajectory
 
+Sample = dict[str, Any]
 _STREAMS = ("input_ids", "completion_mask", "old_log_probs")
 
 
@@ -69,24 +70,22 @@ class TrlRows:
     def step(self) -> float:
         """Forward and backward of every row; returns the loss."""
         losses = []
-        memory = checkpointing(self.lm.model) if self.is_checkpointed else nullcontext()
-        with self._states(), attention(self.lm, self.packing.TREE_ATTENTION), memory:
+        with self._running(), checkpointing(self.lm.model) if self.is_checkpointed else nullcontext():
             for row in self.rows:
                 loss = self._loss({name: value.to(self.lm.device) for name, value in row.items()})
                 loss.backward()
                 losses.append(loss.detach())
         return float(torch.stack(losses).double().sum())
 
-    def _require_support(self, sample: dict[str, Any]) -> None:
+    def _require_support(self, sample: Sample) -> None:
         """Two tokens through the decoder, so that errors of others are raised now and not in the first step.
 
         Uncompiled: graphs without gradients are used nowhere else.
         """
-        own_attention = attention(self.lm, self.packing.TREE_ATTENTION)
         row = self.packing.TreeRow()
         row.add({name: value[:2] if name in _STREAMS else value for name, value in sample.items()})
         try:
-            with torch.no_grad(), uncompiled(self.lm.model), self._states(), own_attention:
+            with torch.no_grad(), uncompiled(self.lm.model), self._running():
                 self._hidden({name: value.to(self.lm.device) for name, value in row.pack().items()})
         except (StopIteration, AttributeError, KeyError, TypeError) as error:
             raise UnsupportedModelError(
@@ -108,22 +107,19 @@ class TrlRows:
             input_ids=row["input_ids"][None],
             position_ids=row["position_ids"][None],
             use_cache=False,
-            tree_kv_index=row["tree_kv_index"],
-            tree_cu_seqlens_q=row["tree_cu_seqlens_q"],
-            tree_cu_seqlens_k=row["tree_cu_seqlens_k"],
+            **{name: row[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")},
             tree_max_seqlen_q=longest_q,
             tree_max_seqlen_k=longest_k,
         ).last_hidden_state[0]
         return hidden
 
-    def _rows(self, samples: Sequence[dict[str, Any]], max_tokens: int | None) -> list[Any]:
+    def _rows(self, samples: Sequence[Sample], max_tokens: int | None) -> list[Any]:
         rows: list[Any] = []
         for sample in samples:
             length = len(sample["input_ids"])
             if max_tokens is not None and length > max_tokens:
                 raise ConfigError(f"a trajectory of {length:,} tokens is longer than a row of {max_tokens:,}.")
-            fitting = (row for row in rows if max_tokens is None or row.fits(sample, max_tokens))
-            chosen = next(fitting, None)
+            chosen = next((row for row in rows if max_tokens is None or row.fits(sample, max_tokens)), None)
             if chosen is None:
                 chosen = self.packing.TreeRow()
                 rows.append(chosen)
@@ -131,10 +127,11 @@ class TrlRows:
         return rows
 
     @contextmanager
-    def _states(self) -> Iterator[None]:
-        """Inside, recurrent layers follow the row; the hooks on transformers' modules are removed afterwards."""
+    def _running(self) -> Iterator[None]:
+        """Inside, attention and recurrent layers follow the row; hooks on transformers' modules are removed after."""
         if not self.follows_states:
-            yield
+            with attention(self.lm, self.packing.TREE_ATTENTION):
+                yield
             return
         if find_spec("tree_recurrence") is None:
             raise ConfigError(f"tree-recurrence is not installed: {pip_install('tree-recurrence')}")
@@ -147,7 +144,8 @@ class TrlRows:
         try:
             if not support.shares_prefixes:
                 raise UnsupportedModelError(f"tree-recurrence does not support this model: {support.reason}")
-            yield
+            with attention(self.lm, self.packing.TREE_ATTENTION):
+                yield
         finally:
             tree_recurrence.uninstall(self.lm.model)
             logger.setLevel(level)
@@ -170,7 +168,7 @@ def packing_module() -> Any:
     return packing
 
 
-def _sample(item: Trajectory) -> dict[str, Any]:
+def _sample(item: Trajectory) -> Sample:
     """A sample as TRL has it. Its old log-probs are not used here, so that stream carries the loss weights."""
     mask = (item.loss_weights > 0).astype(np.int64)
     streams = {"input_ids": item.token_ids, "completion_mask": mask, "old_log_probs": item.loss_weights}

@@ -5,8 +5,8 @@ workload exists in three sizes: `tiny` for tests, `cpu` for a small model on two
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,6 @@ from treewise.tree.trajectory import Trajectory
 
 SIZES = ("tiny", "cpu", "full")
 FIRST_TOKEN = 3  # below are padding and the like in most vocabularies
-
-Build = Callable[..., list[Trajectory]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +29,26 @@ class Workload:
     name: str
     trajectories: Sequence[Trajectory]
     max_tokens: tuple[int, ...] = ()
-    processor: Any = None
+    processor: object = None
+
+
+class Sized(NamedTuple):
+    """A value for each of `SIZES`."""
+
+    tiny: object
+    cpu: object
+    full: object
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A generator with its arguments in each size. budgets: those of each size, where they are part of the kind.
+    """A generator with its arguments, where they differ one for each size. budgets: where they are part of the kind.
     has_images: whether its trajectories hold images.
     """
 
-    summary: str
-    build: Build
-    sizes: dict[str, dict[str, Any]]
-    budgets: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    build: Callable[..., list[Trajectory]]
+    arguments: dict[str, object]
+    budgets: Sized | None = None
     has_images: bool = False
 
 
@@ -53,15 +58,16 @@ def make(name: str, size: str, vocabulary: int, seed: int = 0, images: ImageForm
     Raises:
         ConfigError: an unknown name or size, or a workload with images for a model that takes none.
     """
-    if name not in KINDS:
-        raise ConfigError(f"workload {name!r} is unknown; choose one of {', '.join(KINDS)}.")
-    if size not in SIZES:
-        raise ConfigError(f"size {size!r} is unknown; choose one of {', '.join(SIZES)}.")
+    for what, given, known in (("workload", name, KINDS), ("size", size, SIZES)):
+        if given not in known:
+            raise ConfigError(f"{what} {given!r} is unknown; choose one of {', '.join(known)}.")
     kind = KINDS[name]
     if kind.has_images and images is None:
         raise ConfigError(f"workload {name!r} holds images; choose a model of the Qwen-VL families, or its shape.")
-    items = kind.build(Tokens(vocabulary, seed, images if kind.has_images else None), **kind.sizes[size])
-    return Workload(name, items, kind.budgets.get(size, ()), images.processor if images and kind.has_images else None)
+    own = images if kind.has_images else None
+    arguments = {key: getattr(each, size) if isinstance(each, Sized) else each for key, each in kind.arguments.items()}
+    items = kind.build(Tokens(vocabulary, seed, own), **arguments)
+    return Workload(name, items, getattr(kind.budgets, size, ()), None if own is None else own.processor)
 
 
 class Tokens:
@@ -95,32 +101,26 @@ def caterpillar(
     think: int,
     answer: int,
     feedback: int,
-    num_samples: int = 1,
     thinks: float = 1.0,
 ) -> list[Trajectory]:
-    """Agents whose thinking is dropped from later context: one trajectory a turn, which trains thinking and answer.
+    """An agent whose thinking is dropped from later context: one trajectory a turn, which trains thinking and answer.
 
     A long spine of answers and feedback, and at each turn a branch with the thinking of that turn. thinks: the
     probability that a turn has thinking; a turn without is contained in the next one.
     """
-    prompt, items = tokens(system), []
-    for _ in range(num_samples):
-        context = prompt
-        for _ in range(num_turns):
-            text = tokens(answer)
-            thought = tokens(think if tokens.rng.random() < thinks else 0)
-            items.append(_trained_end(context, np.concatenate([thought, text])))
-            context = np.concatenate([context, text, tokens(feedback)])
+    context, items = tokens(system), []
+    for _ in range(num_turns):
+        text = tokens(answer)
+        thought = tokens(think if tokens.rng.random() < thinks else 0)
+        items.append(_trained_end(context, np.concatenate([thought, text])))
+        context = np.concatenate([context, text, tokens(feedback)])
     return items
 
 
 def search(tokens: Tokens, prompt: int, num_states: int, state: int, max_depth: int) -> list[Trajectory]:
     """A depth-first search: every state that it visits is a trajectory, so most are contained in another."""
-    paths = [tokens(prompt)]
-    depth = [0]
-    items: list[Trajectory] = []
+    paths, depth, above = [tokens(prompt)], [0], [-1]
     at = 0
-    above = [-1]
     for _ in range(num_states):
         while depth[at] >= max_depth or (at > 0 and tokens.rng.random() < 0.35):
             at = above[at]  # a dead end: back up
@@ -128,8 +128,7 @@ def search(tokens: Tokens, prompt: int, num_states: int, state: int, max_depth: 
         depth.append(depth[at] + 1)
         above.append(at)
         at = len(paths) - 1
-        items.append(_trained_end(paths[0], paths[at][len(paths[0]) :]))
-    return items
+    return [_trained_end(paths[0], path[len(paths[0]) :]) for path in paths[1:]]
 
 
 def nested(tokens: Tokens, lengths: Sequence[int], forks: Sequence[int]) -> list[Trajectory]:
@@ -154,8 +153,7 @@ def browser(
     system: int,
     note: int,
     action: int,
-    width: int,
-    height: int,
+    screen: tuple[int, int],
 ) -> list[Trajectory]:
     """An agent in a browser: each call sees the last `window` screenshots, and trains the action that it answers with.
 
@@ -168,16 +166,15 @@ def browser(
         first = 0 if index == 0 else int(tokens.rng.integers(0, num_turns - 1))
         turns = list(tries[int(tokens.rng.integers(0, index))][: first + 1]) if index else []
         if turns:  # the same page, another action
-            turns[-1] = _Turn(turns[-1].note, *turns[-1].screen, tokens(action))
+            turns[-1] = turns[-1]._replace(action=tokens(action))
         while len(turns) < num_turns:
-            turns.append(_Turn(tokens(note), *tokens.screen(width, height), tokens(action)))
+            turns.append(_Turn(tokens(note), *tokens.screen(*screen), tokens(action)))
         items += [_call(prompt, turns[: last + 1], window, dropped) for last in range(first, num_turns)]
         tries.append(turns)
     return items
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
+class _Turn(NamedTuple):
     """Tokens of a turn's text, placeholders of its screenshot, the screenshot's file, tokens of the action."""
 
     note: np.ndarray
@@ -185,25 +182,20 @@ class _Turn:
     shot: bytes
     action: np.ndarray
 
-    @property
-    def screen(self) -> tuple[np.ndarray, bytes]:
-        return self.placeholders, self.shot
-
 
 def _call(prompt: np.ndarray, turns: Sequence[_Turn], window: int, dropped: np.ndarray) -> Trajectory:
     """The last of some turns, with what it saw."""
-    parts, spans, length = [prompt], [], len(prompt)
+    parts, spans = [prompt], []
     for index, turn in enumerate(turns):
-        is_seen = index >= len(turns) - window
-        own = [turn.note, turn.placeholders if is_seen else dropped]
-        length += len(turn.note)
-        if is_seen:
-            spans.append(ImageSpan(turn.shot, length, length + len(turn.placeholders)))
-        own += [turn.action] if index < len(turns) - 1 else []
-        parts += own
-        length += sum(map(len, own[1:]))
-    context, answer = np.concatenate(parts), turns[-1].action
-    return replace(_trained_end(context, answer), images=tuple(spans))
+        parts.append(turn.note)
+        if index >= len(turns) - window:
+            start = sum(map(len, parts))
+            spans.append(ImageSpan(turn.shot, start, start + len(turn.placeholders)))
+            parts.append(turn.placeholders)
+        else:
+            parts.append(dropped)
+        parts.append(turn.action)
+    return replace(_trained_end(np.concatenate(parts[:-1]), parts[-1]), images=tuple(spans))
 
 
 def _trained_end(context: np.ndarray, trained: np.ndarray) -> Trajectory:
@@ -211,96 +203,64 @@ def _trained_end(context: np.ndarray, trained: np.ndarray) -> Trajectory:
     return Trajectory(np.concatenate([context, trained]), weights)
 
 
-def _sizes(tiny: dict[str, Any], cpu: dict[str, Any], full: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    return {"tiny": tiny, "cpu": cpu, "full": cpu if full is None else full}
+_TURNS = {"think": Sized(3, 18, 200), "answer": Sized(2, 6, 80), "feedback": Sized(2, 3, 120)}
+_SHORT_TURNS = {"think": Sized(3, 6, 100), "answer": Sized(2, 1, 40), "feedback": Sized(2, 1, 40)}
+_TAU_TURNS = {"think": Sized(3, 15, 300), "answer": Sized(2, 8, 160), "feedback": Sized(2, 17, 340)}
 
-
-_SCREENS = {"num_tries": 4, "num_turns": 7, "window": 3}
-_STRIPPED = {"think": 3, "answer": 2, "feedback": 2}
-
+# What each stands for: docs/benchmarks.md.
 KINDS: dict[str, Kind] = {
     "grpo": Kind(
-        "8 samples of a prompt of 512 tokens",
         group,
-        _sizes(
-            {"num_samples": 8, "prompt": 24, "shortest": 4, "longest": 8},
-            {"num_samples": 8, "prompt": 512, "shortest": 64, "longest": 128},
-            {"num_samples": 8, "prompt": 512, "shortest": 512, "longest": 1024},
-        ),
+        {
+            "num_samples": 8,
+            "prompt": Sized(24, 512, 512),
+            "shortest": Sized(4, 64, 512),
+            "longest": Sized(8, 128, 1024),
+        },
     ),
     "turns-40": Kind(
-        "an agent of 40 turns whose thinking is dropped from later context",
         caterpillar,
-        _sizes(
-            {"num_turns": 6, "system": 8, **_STRIPPED},
-            {"num_turns": 40, "system": 80, "think": 18, "answer": 6, "feedback": 3},
-            {"num_turns": 40, "system": 1000, "think": 200, "answer": 80, "feedback": 120},
-        ),
+        {"num_turns": Sized(6, 40, 40), "system": Sized(8, 80, 1000), **_TURNS},
     ),
     "turns-100": Kind(
-        "the same over 100 turns",
         caterpillar,
-        _sizes(
-            {"num_turns": 9, "system": 8, **_STRIPPED},
-            {"num_turns": 100, "system": 48, "think": 6, "answer": 1, "feedback": 1},
-            {"num_turns": 100, "system": 1000, "think": 100, "answer": 40, "feedback": 40},
-        ),
+        {"num_turns": Sized(9, 100, 100), "system": Sized(8, 48, 1000), **_SHORT_TURNS},
     ),
     "search": Kind(
-        "a deep depth-first search, of which every state is a trajectory",
         search,
-        _sizes(
-            {"prompt": 10, "num_states": 12, "state": 3, "max_depth": 5},
-            {"prompt": 120, "num_states": 48, "state": 8, "max_depth": 24},
-            {"prompt": 1000, "num_states": 160, "state": 60, "max_depth": 40},
-        ),
+        {
+            **{"prompt": Sized(10, 120, 1000), "num_states": Sized(12, 48, 160), "state": Sized(3, 8, 60)},
+            "max_depth": Sized(5, 24, 40),
+        },
     ),
     "no-sharing": Kind(
-        "samples that share nothing, which must cost no more than flat",
         alone,
-        _sizes(
-            {"num_samples": 3, "shortest": 8, "longest": 16},
-            {"num_samples": 8, "shortest": 128, "longest": 512},
-            {"num_samples": 16, "shortest": 512, "longest": 4096},
-        ),
+        {"num_samples": Sized(3, 8, 16), "shortest": Sized(8, 128, 512), "longest": Sized(16, 512, 4096)},
     ),
     "ratio-6.5": Kind(
-        "prefixes within prefixes at a share ratio of 6.5, as Tree Training (arXiv 2511.00413) reports it",
         nested,
-        _sizes(
-            {"lengths": (40, 12, 3), "forks": (4, 4)},
-            {"lengths": (324, 97, 24), "forks": (4, 4)},
-            {"lengths": (5000, 1500, 370), "forks": (4, 4)},
-        ),
+        {"lengths": Sized((40, 12, 3), (324, 97, 24), (5000, 1500, 370)), "forks": (4, 4)},
     ),
     "164k-83k": Kind(
-        "164k flat and 83k tree tokens at a budget (arXiv 2511.00413); smaller in the same proportions on a CPU",
         nested,
-        _sizes(
-            {"lengths": (29, 22), "forks": (8,)},
-            {"lengths": (289, 223), "forks": (8,)},
-            {"lengths": (11_571, 8_929), "forks": (8,)},
-        ),
-        {"tiny": (40,), "cpu": (410,), "full": (16_384,)},
+        {"lengths": Sized((29, 22), (289, 223), (11_571, 8_929)), "forks": (8,)},
+        Sized((40,), (410,), (16_384,)),
     ),
     "tau2": Kind(
-        "an agent behind a system prompt of 4.8k tokens, thinking dropped, 16k of context (as in arXiv 2602.00482)",
         caterpillar,
-        _sizes(
-            {"num_turns": 4, "system": 20, "think": 3, "answer": 2, "feedback": 2, "thinks": 0.7},
-            {"num_turns": 20, "system": 240, "think": 15, "answer": 8, "feedback": 17, "thinks": 0.7},
-            {"num_turns": 20, "system": 4_800, "think": 300, "answer": 160, "feedback": 340, "thinks": 0.7},
-        ),
-        {"tiny": (24,), "cpu": (256,), "full": (4_096, 16_384)},
+        {"num_turns": Sized(4, 20, 20), "system": Sized(20, 240, 4_800), **_TAU_TURNS, "thinks": 0.7},
+        Sized((24,), (256,), (4_096, 16_384)),
     ),
     "screenshots": Kind(
-        "an agent in a browser with the last three screenshots in its context, and tries that begin on the way",
         browser,
-        _sizes(
-            {**_SCREENS, "num_turns": 4, "system": 6, "note": 3, "action": 4, "width": 56, "height": 56},
-            {**_SCREENS, "system": 64, "note": 12, "action": 32, "width": 252, "height": 168},
-            {**_SCREENS, "num_tries": 8, "system": 800, "note": 40, "action": 200, "width": 1288, "height": 728},
-        ),
+        {
+            **{"num_tries": Sized(4, 4, 8), "num_turns": Sized(4, 7, 7), "window": 3, "system": Sized(6, 64, 800)},
+            **{
+                "note": Sized(3, 12, 40),
+                "action": Sized(4, 32, 200),
+                "screen": Sized((56, 56), (252, 168), (1288, 728)),
+            },
+        },
         has_images=True,
     ),
 }

@@ -76,14 +76,6 @@ class Profile:
     seconds: float
     parts: dict[str, PartCost]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        parts = {
-            name: {"seconds": each.seconds, "flops": each.flops, "calls": each.calls}
-            for name, each in self.parts.items()
-        }
-        return {"seconds": self.seconds, "parts": parts}
-
 
 class Recording:
     """torch.profiler from `Recording(device)` to `stop()`."""
@@ -147,7 +139,7 @@ def _parts(events: list[FunctionEvent], seconds: float, *, on_gpu: bool) -> dict
     return {name: PartCost(*total) for name, total in sums.items() if total[0] or total[2]}  # type: ignore[arg-type]
 
 
-def _part_of(event: Any, seen: dict[int, str]) -> str:
+def _part_of(event: FunctionEvent, seen: dict[int, str]) -> str:
     parent = event.cpu_parent
     around = ELEMENTWISE if parent is None else seen.get(id(parent), ELEMENTWISE)
     if event.name in _OWN_KERNELS:
@@ -166,17 +158,17 @@ def _part_of(event: Any, seen: dict[int, str]) -> str:
     return GATHERS if event.name in _GATHERS else around
 
 
-def _kernel_part(event: Any) -> str:
+def _kernel_part(event: FunctionEvent) -> str:
     """Which kind of block a call of the CPU's attention kernel computes, from its arguments."""
-    shapes = [each for each in event.input_shapes or () if each]
+    shapes: list[Any] = [each for each in event.input_shapes or () if each]
     if any(len(shape) == 4 and shape[0] == 1 and shape[1] == 1 for shape in shapes[3:]):
         return TILES
     query, key = (shapes[1], shapes[2]) if event.name.endswith("backward") else (shapes[0], shapes[1])
     return CAUSAL if query[2] == key[2] else RECTANGLES
 
 
-def _flops(event: Any) -> float:
-    shapes = [each for each in event.input_shapes or () if each]
+def _flops(event: FunctionEvent) -> float:
+    shapes: list[Any] = [each for each in event.input_shapes or () if each]
     if event.name in _PRODUCTS:
         if event.cpu_parent is not None and event.cpu_parent.name in _PRODUCTS:
             return 0.0  # on a CPU a grouped product calls one for each group

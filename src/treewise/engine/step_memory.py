@@ -145,7 +145,7 @@ def _fullest(plan: Plan, costs: FlopModel, dtype: torch.dtype) -> Plan:
     return replace(plan, schedule=tuple(plan.schedule[index] for index in sorted(needed)))
 
 
-def _row_gradients(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
+def _row_gradients(module: nn.Module, _: object, output: torch.Tensor) -> torch.Tensor:
     """In place of a sparse gradient of the embedding, which `meta` lacks, that of its rows; both are of one size."""
     return output.detach().requires_grad_() if module.weight.requires_grad else output
 

@@ -174,7 +174,7 @@ class ForestVision:
         return self._source_pixels(self._sources[index])
 
 
-def processed_by(processor: Any, where: str) -> PixelsOf:
+def processed_by(processor: object, where: str) -> PixelsOf:
     """Images as the model's processor (or its image processor) makes tensors of them. where: it is given.
 
     Raises:
@@ -197,7 +197,9 @@ def cached_by_digest(pixels_of: PixelsOf) -> PixelsOf:
     return cached
 
 
-def flat_images(model: nn.Module, processor: Any, item: Trajectory, token_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def flat_images(
+    model: nn.Module, processor: object, item: Trajectory, token_ids: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """What a flat row of a trajectory gives to the model's own forward for its images; nothing where it has none.
 
     token_ids: [n] int64, its tokens on the model's device. Raises `ConfigError` without a processor.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -35,45 +36,41 @@ COMPANIONS = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*",
 class SmallCheckpoint:
     """The tensors of a checkpoint folder, by name.
 
+    kinds: shape and element type of every tensor, by name; none is read for them.
+
     Raises:
-        ConfigError: no safetensors, a shard that is missing, or one that is damaged (each named).
+        ConfigError: no safetensors, a shard that is missing or damaged, or elements that are no floating-point numbers
+            of 16 bits or more (quantised weights); each is named.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        files = [folder / SINGLE]
+        if (folder / INDEX).is_file():
+            weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({folder / Path(name).name for name in weight_map.values()})
+        self.files = files
+        self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}
         self._file_of: dict[str, Path] = {}
-        for file in self._files():
-            with _readable(file) as tensors:
-                self._file_of |= dict.fromkeys(tensors.keys(), file)
-
-    def _files(self) -> list[Path]:
-        if (self.folder / INDEX).is_file():
-            weight_map = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            files = sorted({self.folder / Path(name).name for name in weight_map.values()})
-        else:
-            files = [self.folder / SINGLE]
         for file in files:
             if not file.is_file():
                 raise ConfigError(f"{file}: no such file; growing reads safetensors (save_pretrained writes them).")
-        return files
-
-    def kinds(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and element type of every tensor, without reading any.
-
-        Raises:
-            ConfigError: elements that are no floating-point numbers of 16 bits or more (quantised weights).
-        """
-        kinds: dict[str, tuple[tuple[int, ...], str]] = {}
-        for file in sorted(set(self._file_of.values())):
             with _readable(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     view = tensors.get_slice(name)
                     dtype = str(view.get_dtype())
                     if dtype not in ITEM_BYTES:
-                        known = ", ".join(ITEM_BYTES)
-                        raise ConfigError(f"{file}: {name} is {dtype}; growing reads {known}.")
-                    kinds[name] = (tuple(view.get_shape()), dtype)
-        return kinds
+                        raise ConfigError(f"{file}: {name} is {dtype}; growing reads {', '.join(ITEM_BYTES)}.")
+                    self.kinds[name], self._file_of[name] = (tuple(view.get_shape()), dtype), file
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor."""
+        return {name: shape for name, (shape, _) in self.kinds.items()}
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(map(math.prod, self.shapes.values()))
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""
@@ -83,7 +80,7 @@ class SmallCheckpoint:
     def sha256(self) -> str:
         """SHA-256 over the bytes of all weight files, in the order of their names."""
         digest = hashlib.sha256()
-        for file in sorted(set(self._file_of.values())):
+        for file in self.files:
             with file.open("rb") as content:
                 while chunk := content.read(1 << 22):
                     digest.update(chunk)
@@ -97,6 +94,39 @@ def _readable(file: Path) -> Iterator[Any]:
             yield tensors
     except SafetensorError as error:
         raise ConfigError(f"{file}: not a whole safetensors file: {error}") from error
+
+
+@contextmanager
+def new_checkpoint(output: Path) -> Iterator[Path]:
+    """A folder beside `output` that gets its name when the block ends well, and is removed otherwise.
+
+    What a killed process has left beside `output` is removed first.
+
+    Raises:
+        OSError: the disk is full or not writable; nothing is left behind.
+    """
+    for left in output.parent.glob(f".{output.name}.growing-*"):
+        if not psutil.pid_exists(int(left.name.rpartition("-")[2])):
+            logger.warning("%s: left over by a process that was killed; removed", left)
+            shutil.rmtree(left)
+    aside = output.with_name(f".{output.name}.growing-{os.getpid()}")
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        for file in aside.iterdir():
+            flush_file(file)
+        aside.rename(output)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    flush_folder(output.parent)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies what belongs to the tokenizer and to generation."""
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            shutil.copy2(file, folder / file.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,52 +144,6 @@ class GrownTensor:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@contextmanager
-def new_checkpoint(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that gets its name when the block ends well, and is removed otherwise.
-
-    What a killed process has left beside `output` is removed first.
-
-    Raises:
-        ConfigError: `output` exists already.
-        OSError: the disk is full or not writable; nothing is left behind.
-    """
-    if output.exists():
-        raise ConfigError(f"{output} exists already; name a folder that does not exist.")
-    for left in output.parent.glob(f".{output.name}.growing-*"):
-        if not _is_alive(int(left.name.rpartition("-")[2])):
-            logger.warning("%s: left over by a process that was killed; removed", left)
-            shutil.rmtree(left)
-    aside = output.with_name(f".{output.name}.growing-{os.getpid()}")
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        for file in aside.iterdir():
-            flush_file(file)
-        aside.rename(output)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    flush_folder(output.parent)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def copy_companions(source: Path, folder: Path) -> None:
-    """Copies what belongs to the tokenizer and to generation."""
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            shutil.copy2(file, folder / file.name)
-
-
 def write_tensors(folder: Path, tensors: Sequence[GrownTensor]) -> None:
     """Writes weights as transformers reads them, in shards of at most `SHARD_BYTES`, or of one tensor."""
     shards: list[list[GrownTensor]] = [[]]
@@ -168,32 +152,29 @@ def write_tensors(folder: Path, tensors: Sequence[GrownTensor]) -> None:
             shards.append([])
         shards[-1].append(tensor)
     if len(shards) == 1:
-        write_safetensors(folder / SINGLE, shards[0])
+        _write_safetensors(folder / SINGLE, shards[0])
         return
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards):
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / file, shard)
+        _write_safetensors(folder / file, shard)
         weight_map |= {tensor.name: file for tensor in shard}
     content = {"metadata": {"total_size": sum(each.num_bytes for each in tensors)}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def write_safetensors(file: Path, tensors: Sequence[GrownTensor]) -> None:
-    """One file: the length of the header (8 bytes, little-endian), the header, then the values, block by block.
+def _write_safetensors(file: Path, tensors: Sequence[GrownTensor]) -> None:
+    """One file: the length of the header (8 bytes, little-endian), the header, then the values, block by block, which
+    the library writes only from whole tensors.
 
     https://github.com/huggingface/safetensors#format; wider elements come first, so that all are aligned.
     """
     ordered = sorted(tensors, key=lambda each: -ITEM_BYTES[each.dtype])
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for each in ordered:
-        header[each.name] = {
-            "dtype": each.dtype,
-            "shape": list(each.shape),
-            "data_offsets": [end, end + each.num_bytes],
-        }
-        end += each.num_bytes
+        start, end = end, end + each.num_bytes
+        header[each.name] = {"dtype": each.dtype, "shape": list(each.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as out:

@@ -1,13 +1,18 @@
-"""The configuration of a grown model.
+"""The configuration of a grown model, and from which layer each of its layers comes.
 
 Head size, vocabulary, positions and rotary tables stay; hidden size and the numbers of heads grow by one whole factor,
 so that a wider model repeats each unit of the smaller one equally often and norms keep their mean square; inner sizes
 grow by it, too, or by a whole factor of their own.
+
+Depth: `zero`: each layer is followed by copies of itself whose results are multiplied by zero, so the function is kept
+and the copies learn from the first step on. `stack`: the whole stack again (StackBERT, Gong et al., 2019), which keeps
+no function.
 """
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+
+from transformers import PreTrainedConfig
 
 from treewise.errors import ConfigError, UnsupportedModelError
 
@@ -68,7 +73,7 @@ class Target:
         return self.width if self.inner is None else self.inner
 
 
-def refuse_configuration(config: Any, target: Target) -> None:
+def refuse_configuration(config: PreTrainedConfig, target: Target) -> None:
     """Checks that a model can be grown by the rules of this package.
 
     Raises:
@@ -78,16 +83,13 @@ def refuse_configuration(config: Any, target: Target) -> None:
     family = config.model_type
     if family not in FAMILIES:
         raise UnsupportedModelError(f"{family} cannot be grown yet; families with tested rules: {', '.join(FAMILIES)}.")
-    for name in MULTIPLIERS:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise UnsupportedModelError(
-                f"{family} has {name}={getattr(config, name)}, a multiplier that no growth rule covers."
-            )
-    for name in LATENT_FIELDS:
-        if getattr(config, name, None):
-            raise UnsupportedModelError(
-                f"{family} has {name}={getattr(config, name)}: latent attention (MLA) cannot be grown."
-            )
+    for names, plain, what in (
+        (MULTIPLIERS, (None, 1, 1.0), ", a multiplier that no growth rule covers."),
+        (LATENT_FIELDS, (None, 0), ": latent attention (MLA) cannot be grown."),
+    ):
+        for name in names:
+            if getattr(config, name, None) not in plain:
+                raise UnsupportedModelError(f"{family} has {name}={getattr(config, name)}{what}")
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(f"{family}: quantised weights cannot be grown; load and save dense weights first.")
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
@@ -95,7 +97,7 @@ def refuse_configuration(config: Any, target: Target) -> None:
     _refuse_target(config, target)
 
 
-def _refuse_target(config: Any, target: Target) -> None:
+def _refuse_target(config: PreTrainedConfig, target: Target) -> None:
     for name in ("width", "experts", "inner"):
         factor = getattr(target, name)
         if factor is not None and (not isinstance(factor, int) or factor < 1):
@@ -103,46 +105,51 @@ def _refuse_target(config: Any, target: Target) -> None:
     layers = config.num_hidden_layers if target.num_layers is None else target.num_layers
     if layers < config.num_hidden_layers:
         raise ConfigError(f"layers is {layers}, fewer than the {config.num_hidden_layers} of the model; growing adds.")
-    if target.experts > 1 and _num_experts(config) is None:
+    if target.experts > 1 and count_experts(config) is None:
         raise ConfigError(f"experts is {target.experts}, but {config.model_type} has no experts; leave it out.")
     if target.width == target.experts == target.inner_factor == 1 and layers == config.num_hidden_layers:
         raise ConfigError("nothing grows: give --width, --inner, --layers or --experts beyond what the model has.")
 
 
-def grown_configuration(config: Any, target: Target, layer_sources: list[int]) -> Any:
-    """The configuration of the larger model.
+def layer_sources(num_layers: int, num_grown: int, depth: str) -> list[int]:
+    """For each of `num_grown` layers the index of the small model's layer that it is copied from."""
+    if depth == "stack":
+        return [layer % num_layers for layer in range(num_grown)]
+    return [layer * num_layers // num_grown for layer in range(num_grown)]
 
-    Parameters:
-        config: the small model's configuration.
-        target: how much larger.
-        layer_sources: for each new layer the layer that it comes from (`layer_map.layer_sources`).
-    """
+
+def identity_layers(sources: list[int], depth: str) -> set[int]:
+    """Indices of the new layers that must pass the residual stream on unchanged."""
+    if depth == "stack":
+        return set()
+    return {layer for layer in range(1, len(sources)) if sources[layer] == sources[layer - 1]}
+
+
+def grown_configuration(config: PreTrainedConfig, target: Target, sources: list[int]) -> PreTrainedConfig:
+    """The configuration of the larger model. sources: for each new layer the layer that it comes from."""
     grown = copy.deepcopy(config)
     if getattr(config, "head_dim", None) is None and "head_dim" in config.to_dict():
         grown.head_dim = config.hidden_size // config.num_attention_heads
     factors = dict.fromkeys(WIDTH_FIELDS, target.width) | dict.fromkeys(INNER_FIELDS, target.inner_factor)
-    for name, factor in factors.items():
-        if isinstance(getattr(config, name, None), int) and _is_own_field(config, name):
+    for name, factor in {**factors, **dict.fromkeys((*EXPERT_FIELDS, "num_experts_per_tok"), target.experts)}.items():
+        is_alias = name in getattr(config, "attribute_map", {})  # which would be multiplied twice
+        if factor > 1 and isinstance(getattr(config, name, None), int) and not is_alias:
             setattr(grown, name, getattr(config, name) * factor)
-    grown.num_hidden_layers = len(layer_sources)
+    grown.num_hidden_layers = len(sources)
     for name in LAYER_LISTS:
         values = getattr(config, name, None)
         if isinstance(values, list | tuple):
-            setattr(grown, name, [values[source] for source in layer_sources])
+            setattr(grown, name, [values[source] for source in sources])
     step = getattr(config, "decoder_sparse_step", None)
     if step is not None:  # by the index of a layer, which changes
         dense = {layer for layer in range(config.num_hidden_layers) if (layer + 1) % step}
         dense.update(config.mlp_only_layers or ())
         grown.decoder_sparse_step = 1
-        grown.mlp_only_layers = [layer for layer, source in enumerate(layer_sources) if source in dense]
-    if target.experts > 1:
-        for name in (*EXPERT_FIELDS, "num_experts_per_tok"):
-            if isinstance(getattr(config, name, None), int) and _is_own_field(config, name):
-                setattr(grown, name, getattr(config, name) * target.experts)
+        grown.mlp_only_layers = [layer for layer, source in enumerate(sources) if source in dense]
     return grown
 
 
-def target_like(config: Any, wanted: Any) -> Target:
+def target_like(config: PreTrainedConfig, wanted: PreTrainedConfig) -> Target:
     """The growth from one configuration to another.
 
     Raises:
@@ -150,8 +157,10 @@ def target_like(config: Any, wanted: Any) -> Target:
     """
     if wanted.model_type != config.model_type:
         raise ConfigError(f"model_type is {config.model_type} here and {wanted.model_type} in the wanted model.")
-    inner = next((name for name in reversed(INNER_FIELDS) if isinstance(getattr(config, name, None), int)), None)
-    experts = next((name for name in EXPERT_FIELDS if isinstance(getattr(config, name, None), int)), None)
+    inner, experts = (
+        next((name for name in names if isinstance(getattr(config, name, None), int)), None)
+        for names in (INNER_FIELDS[::-1], EXPERT_FIELDS)
+    )
     return Target(
         width=_factor("hidden_size", config, wanted),
         num_layers=wanted.num_hidden_layers,
@@ -160,7 +169,7 @@ def target_like(config: Any, wanted: Any) -> Target:
     )
 
 
-def check_like(config: Any, grown: Any, wanted: Any) -> None:
+def check_like(config: PreTrainedConfig, grown: PreTrainedConfig, wanted: PreTrainedConfig) -> None:
     """Raises `ConfigError` for the first field in which a grown configuration differs from the wanted one."""
     values, others = grown.to_dict(), wanted.to_dict()
     if others.get("head_dim", 0) is None:
@@ -173,7 +182,7 @@ def check_like(config: Any, grown: Any, wanted: Any) -> None:
             )
 
 
-def _factor(name: str | None, config: Any, wanted: Any) -> int:
+def _factor(name: str | None, config: PreTrainedConfig, wanted: PreTrainedConfig) -> int:
     if name is None:
         return 1
     before, after = getattr(config, name), getattr(wanted, name, None)
@@ -182,13 +191,7 @@ def _factor(name: str | None, config: Any, wanted: Any) -> int:
     return int(after // before)
 
 
-def _is_own_field(config: Any, name: str) -> bool:
-    """Not an alias of another field, which would be multiplied twice."""
-    return name not in getattr(config, "attribute_map", {})
-
-
-def _num_experts(config: Any) -> int | None:
-    for name in EXPERT_FIELDS:
-        if isinstance(getattr(config, name, None), int):
-            return int(getattr(config, name))
-    return None
+def count_experts(config: PreTrainedConfig) -> int | None:
+    """Experts of a layer of a mixture; None of a dense model."""
+    counts = (getattr(config, name, None) for name in EXPERT_FIELDS)
+    return next((count for count in counts if isinstance(count, int)), None)

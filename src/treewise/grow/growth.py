@@ -4,23 +4,74 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.grow.checkpoint import SmallCheckpoint, copy_companions, new_checkpoint, write_tensors
-from treewise.grow.configuration import Target, check_like, grown_configuration, refuse_configuration, target_like
-from treewise.grow.function_check import TOLERANCE, largest_difference, load_whole
-from treewise.grow.growth_plan import GrowthPlan, widening_of
-from treewise.grow.layer_map import layer_sources
+from treewise.grow.configuration import Target, check_like, target_like
+from treewise.grow.growth_plan import plan_of
 from treewise.grow.moments import grow_optimizer
-from treewise.grow.operator_training import OperatorSettings, trained_operator
+from treewise.grow.operators import OperatorSettings, trained_operator
+from treewise.tree import Forest
 
 logger = logging.getLogger("treewise")
 OPERATORS = ("copy", "stack", "ligo", "mango")
 LEARNED = ("ligo", "mango")
 OPTIMIZER_CHOICES = ("drop", "grow")
+TOLERANCE = 1e-5  # of logits before and after, in float32, of the largest one
+NUM_ROWS, LENGTH = 2, 24  # of the tokens on which they are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What `grow` makes.
+
+    Attributes:
+        width: whole factor of hidden size, heads and key heads.
+        inner: whole factor of the inner sizes of MLPs and experts; None: `width`.
+        num_layers: layers of the grown model; None: as many as the small one has.
+        experts: whole factor of experts and of experts per token.
+        like: configuration of the wanted model, in place of width, inner, num_layers and experts.
+        operator: one of `OPERATORS`.
+        noise: breaks the symmetry between copies, in standard deviations of each matrix; sums over copies keep their
+            value.
+        seed: of the noise and of a learned operator.
+        optimizer: `drop`, or `grow` the optimizer's state that lies in the source, a checkpoint of `treewise train`.
+        check: compare logits of both models (both are loaded in float32).
+        forests: `ligo` and `mango`: the trees that the operator is fitted to.
+        settings: `ligo` and `mango`: rank, steps, learning rate, budget.
+
+    Raises:
+        ConfigError: an unknown operator, noise that is no number, or a learned operator without data.
+    """
+
+    width: int = 1
+    inner: int | None = None
+    num_layers: int | None = None
+    experts: int = 1
+    like: PreTrainedConfig | None = None
+    operator: str = "copy"
+    noise: float = 0.01
+    seed: int = 0
+    optimizer: str = "drop"
+    check: bool = True
+    forests: Sequence[Forest] | None = None
+    settings: OperatorSettings = OperatorSettings()  # noqa: RUF009  # frozen
+
+    def __post_init__(self) -> None:
+        if self.operator not in OPERATORS:
+            raise ConfigError(f"operator is {self.operator!r}; choose one of {', '.join(OPERATORS)}.")
+        if self.optimizer not in OPTIMIZER_CHOICES or (self.optimizer == "grow" and self.operator in LEARNED):
+            raise ConfigError(f"optimizer is {self.optimizer!r}; choose drop, or grow with operator copy or stack.")
+        if not 0 <= self.noise < math.inf:
+            raise ConfigError(f"noise is {self.noise}; give a finite number that is not negative.")
+        if self.operator in LEARNED and not self.forests:
+            raise ConfigError(f"operator {self.operator!r} is fitted to trees: give data.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,173 +117,113 @@ class GrowReport:
     operator_losses: tuple[float, ...] = ()
 
 
-def grow(
-    source: str | Path,
-    output: str | Path,
-    *,
-    width: int = 1,
-    inner: int | None = None,
-    num_layers: int | None = None,
-    experts: int = 1,
-    like: Any = None,
-    operator: str = "copy",
-    noise: float = 0.01,
-    seed: int = 0,
-    optimizer: str = "drop",
-    check: bool = True,
-    forests: Sequence[Any] | None = None,
-    settings: OperatorSettings | None = None,
-) -> GrowReport:
-    """Grows a model.
+def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
+    """Grows a model: the folder `source`, with safetensors, to the folder `output`, which must not exist.
 
     `copy` repeats units and adds layers that begin as the identity; logits stay. `stack` adds copies of the whole
     stack of layers; logits change. `ligo` (arXiv 2303.00980) and `mango` (arXiv 2310.10699) begin as a copy and are
     fitted to the task loss for some steps, the small model frozen, before the large weights are made from them;
     logits change.
 
-    Parameters:
-        source: folder of the small model, with safetensors.
-        output: folder to write, which must not exist.
-        width: whole factor of hidden size, heads and key heads.
-        inner: whole factor of the inner sizes of MLPs and experts; None: `width`.
-        num_layers: layers of the grown model; None: as many as the small one has.
-        experts: whole factor of experts and of experts per token.
-        like: configuration of the wanted model, in place of width, inner, num_layers and experts.
-        operator: one of `OPERATORS`.
-        noise: breaks the symmetry between copies, in standard deviations of each matrix; sums over copies keep their
-            value.
-        seed: of the noise and of a learned operator.
-        optimizer: `drop`, or `grow` the optimizer's state that lies in `source`, a checkpoint of `treewise train`.
-        check: compare logits of both models (both are loaded in float32).
-        forests: `ligo` and `mango`: the trees that the operator is fitted to.
-        settings: `ligo` and `mango`: rank, steps, learning rate, budget.
+    growth: fields of `Growth`.
 
     Raises:
         UnsupportedModelError: a family, field or tensor that no rule covers (named), or logits that did not stay.
         ConfigError: a target that is no growth (the field is named), an unknown operator, an existing output, missing
             data or files.
     """
-    source, output = Path(source), Path(output)
-    _check_settings(operator, optimizer, noise)
+    source, output, wanted = Path(source), Path(output), Growth(**growth)
     if output.exists():
         raise ConfigError(f"{output} exists already; name a folder that does not exist.")
-    if operator in LEARNED and not forests:
-        raise ConfigError(f"operator {operator!r} is fitted to trees: give data.")
-    config = _configuration(source)
-    target = Target(width, num_layers, experts, inner) if like is None else target_like(config, like)
-    plan = plan_of(config, target, operator, noise, seed)
-    if like is not None:
-        check_like(config, plan.grown_config, like)
+    if not (source / "config.json").is_file():
+        raise ConfigError(f"{source}: no config.json, so this is not a model; name a folder of save_pretrained.")
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    target = Target(wanted.width, wanted.num_layers, wanted.experts, wanted.inner)
+    if wanted.like is not None:
+        target = target_like(config, wanted.like)
+    plan = plan_of(config, target, wanted.operator, wanted.noise, wanted.seed)
+    if wanted.like is not None:
+        check_like(config, plan.grown_config, wanted.like)
     small = SmallCheckpoint(source)
-    shapes = [shape for shape, _ in small.kinds().values()]
-    report = GrowReport(
-        source=str(source),
-        source_sha256=small.sha256(),
-        output=str(output),
-        operator=operator,
-        depth=plan.depth,
-        width=target.width,
-        inner=target.inner_factor,
-        num_layers=len(plan.layer_sources),
-        experts=target.experts,
-        noise=noise,
-        seed=seed,
-        optimizer=optimizer,
-        num_parameters_before=sum(map(math.prod, shapes)),
-        num_parameters_after=0,
-        keeps_function=operator == "copy"
-        or (operator == "stack" and len(plan.layer_sources) == config.num_hidden_layers),
-    )
+    keeps_function = wanted.operator == "copy" or (wanted.operator == "stack" and not plan.num_new_layers)
     with new_checkpoint(output) as folder:
-        if operator in LEARNED:
-            report = _write_learned(plan, small, source, folder, report, forests or (), settings or OperatorSettings())
+        fitted: dict[str, Any] = {}
+        if wanted.operator in LEARNED:
+            plan.roles(small.shapes)  # refuses before anything is loaded
+            settings = wanted.settings
+            fit = trained_operator(
+                wanted.operator, load_whole(source), plan, wanted.forests or (), settings, wanted.seed
+            )
+            fit.model.save_pretrained(folder)
+            fitted = {
+                "rank": settings.rank if wanted.operator == "mango" else None,
+                "steps": settings.steps,
+                "learning_rate": settings.learning_rate,
+                "data_sha256": fit.data_sha256,
+                "operator_losses": tuple(fit.losses),
+            }
         else:
-            tensors = plan.tensors(small)
-            write_tensors(folder, tensors)
+            write_tensors(folder, plan.tensors(small))
             plan.grown_config.save_pretrained(folder)
-            report = replace(report, num_parameters_after=sum(math.prod(each.shape) for each in tensors))
-        if optimizer == "grow":
+        if wanted.optimizer == "grow":
             grow_optimizer(source, folder, plan)
         copy_companions(source, folder)
-        if check:
-            report = replace(report, logit_difference=largest_difference(load_whole(source), load_whole(folder)))
-            _judge(report, plan)
+        difference = None
+        if wanted.check:
+            difference = largest_difference(load_whole(source), load_whole(folder))
+            if keeps_function:
+                _judge(difference, output, config)
+        report = GrowReport(
+            source=str(source),
+            source_sha256=small.sha256(),
+            output=str(output),
+            operator=wanted.operator,
+            depth=plan.depth,
+            width=target.width,
+            inner=target.inner_factor,
+            num_layers=len(plan.layer_sources),
+            experts=target.experts,
+            noise=wanted.noise,
+            seed=wanted.seed,
+            optimizer=wanted.optimizer,
+            num_parameters_before=small.num_parameters,
+            num_parameters_after=SmallCheckpoint(folder).num_parameters,
+            keeps_function=keeps_function,
+            logit_difference=difference,
+            **fitted,
+        )
         (folder / "grow.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return report
 
 
-def _check_settings(operator: str, optimizer: str, noise: float) -> None:
-    if operator not in OPERATORS:
-        raise ConfigError(f"operator is {operator!r}; choose one of {', '.join(OPERATORS)}.")
-    if optimizer not in OPTIMIZER_CHOICES or (optimizer == "grow" and operator in LEARNED):
-        raise ConfigError(f"optimizer is {optimizer!r}; choose drop, or grow with operator copy or stack.")
-    if not 0 <= noise < math.inf:
-        raise ConfigError(f"noise is {noise}; give a finite number that is not negative.")
-
-
-def plan_of(config: Any, target: Target, operator: str, noise: float, seed: int) -> GrowthPlan:
-    """What a growth makes, without reading any weights. Same errors as `grow`."""
-    refuse_configuration(config, target)
-    depth = "stack" if operator == "stack" else "zero"
-    num_layers = target.num_layers or config.num_hidden_layers
-    grown_from = layer_sources(config.num_hidden_layers, num_layers, depth)
-    grown_config = grown_configuration(config, target, grown_from)
-    plan = GrowthPlan(config, grown_config, grown_from, depth, widening_of(config, grown_config, target, noise, seed))
-    if getattr(config, "do_layer_norm_before", True) is False and plan.identities:
-        raise UnsupportedModelError(
-            f"{config.model_type} with do_layer_norm_before=False has no identity layer; use operator='stack'."
-        )
-    return plan
-
-
-def _write_learned(
-    plan: GrowthPlan,
-    small: SmallCheckpoint,
-    source: Path,
-    folder: Path,
-    report: GrowReport,
-    forests: Sequence[Any],
-    settings: OperatorSettings,
-) -> GrowReport:
-    plan.roles({name: shape for name, (shape, _) in small.kinds().items()})  # refuses before anything is loaded
-    fit = trained_operator(
-        report.operator,
-        load_whole(source),
-        plan.grown_config,
-        plan.layer_sources,
-        forests,
-        settings,
-        report.seed,
-        plan.widening,
-    )
-    fit.model.save_pretrained(folder)
-    written = SmallCheckpoint(folder).kinds().values()
-    return replace(
-        report,
-        num_parameters_after=sum(math.prod(shape) for shape, _ in written),
-        rank=settings.rank if report.operator == "mango" else None,
-        steps=settings.steps,
-        learning_rate=settings.learning_rate,
-        data_sha256=fit.data_sha256,
-        operator_losses=tuple(fit.losses),
-    )
-
-
-def _judge(report: GrowReport, plan: GrowthPlan) -> None:
+def _judge(difference: float, output: Path, config: PreTrainedConfig) -> None:
     """Warns, or raises for float32 checkpoints, where an operator that keeps the function did not."""
-    assert report.logit_difference is not None
-    is_exact = str(getattr(plan.config, "dtype", "float32")).endswith(("float32", "float64", "None"))
-    # A difference that is not a number compares as false.
-    if report.keeps_function and not report.logit_difference <= TOLERANCE:
-        text = f"{report.output}: logits differ by {report.logit_difference:.1e} of the largest one"
-        if is_exact:
+    if not difference <= TOLERANCE:  # one that is not a number compares as false
+        text = f"{output}: logits differ by {difference:.1e} of the largest one"
+        if str(getattr(config, "dtype", "float32")).endswith(("float32", "float64", "None")):
             raise UnsupportedModelError(f"{text}, beyond {TOLERANCE:g}; the growth rules do not fit this model.")
-        logger.warning("%s; the weights are rounded to %s. noise=0 rounds nothing.", text, plan.config.dtype)
+        logger.warning("%s; the weights are rounded to %s. noise=0 rounds nothing.", text, config.dtype)
 
 
-def _configuration(source: Path) -> Any:
-    from transformers import AutoConfig
+def largest_difference(small: PreTrainedModel, grown: PreTrainedModel) -> float:
+    """The largest difference of logits on random tokens, divided by the largest logit of the small model (at least 1).
 
-    if not (source / "config.json").is_file():
-        raise ConfigError(f"{source}: no config.json, so this is not a model; name a folder of save_pretrained.")
-    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    Parameters:
+        small, grown: models of transformers with one vocabulary, on one device; both are left in evaluation mode.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, small.config.vocab_size, (NUM_ROWS, LENGTH), generator=generator).to(small.device)
+    with torch.no_grad():
+        before, after = (each.eval()(input_ids=tokens, use_cache=False).logits.float() for each in (small, grown))
+    return float((after - before).abs().max() / before.abs().max().clamp(min=1.0))
+
+
+def load_whole(folder: Path) -> PreTrainedModel:
+    """A checkpoint in float32 with the attention that transformers itself checks against.
+
+    Raises:
+        OSError, ValueError: what transformers raises for a damaged folder.
+    """
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation="eager"
+    )

@@ -3,16 +3,21 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.grow.checkpoint import GrownTensor, SmallCheckpoint
-from treewise.grow.configuration import Target
-from treewise.grow.layer_map import identity_layers
-from treewise.grow.tensor_roles import EXPERT, LAYER, Role, TensorRole, role_of
-from treewise.grow.widening import Widening, widened_blocks
+from treewise.grow.configuration import (
+    Target,
+    count_experts,
+    grown_configuration,
+    identity_layers,
+    layer_sources,
+    refuse_configuration,
+)
+from treewise.grow.widening import EXPERT, LAYER, Role, TensorRole, Widening, role_of, widened_blocks
 
 POST_NORM = "post_feedforward_layernorm"  # a layer that has it normalises the results of its branches, not their inputs
 BRANCH_NORMS = ("post_attention_layernorm", POST_NORM)
@@ -24,8 +29,8 @@ OF_RESIDUAL = "hidden_size"
 class GrowthPlan:
     """Configurations, layers and factors of one growth."""
 
-    config: Any
-    grown_config: Any
+    config: PreTrainedConfig
+    grown_config: PreTrainedConfig
     layer_sources: list[int]
     depth: str
     widening: Widening
@@ -34,6 +39,10 @@ class GrowthPlan:
     def identities(self) -> set[int]:
         """Indices of the layers that begin as the identity."""
         return identity_layers(self.layer_sources, self.depth)
+
+    @property
+    def num_new_layers(self) -> int:
+        return len(self.layer_sources) - int(self.config.num_hidden_layers)
 
     def roles(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorRole]:
         """The role of every tensor of the small model, by name.
@@ -64,13 +73,12 @@ class GrowthPlan:
         Raises:
             UnsupportedModelError, ConfigError: as of `roles`.
         """
-        kinds = small.kinds()
-        roles = self.roles({name: shape for name, (shape, _) in kinds.items()})
+        roles = self.roles(small.shapes)
         # Where a norm follows each branch, its gain silences it: the gradient of a norm at a result of zero is huge.
         is_post_norm = any(POST_NORM in name for name in roles)
         found = []
         for name, role in roles.items():
-            shape, dtype = kinds[name]
+            shape, dtype = small.kinds[name]
             for grown_name, copy, layer in self.names(name, role):
                 value = self._silence(role, layer, is_post_norm=is_post_norm)
                 blocks = partial(self._blocks, small.read, name, role, copy, layer, value)
@@ -88,12 +96,13 @@ class GrowthPlan:
             if part is None:
                 yield grown, 0, layer
                 continue
-            for copy in range(self.widening.experts):
-                yield (
-                    f"{part['head']}{int(part['expert']) + copy * count_experts(self.config)}{part['tail']}",
-                    copy,
-                    layer,
+            count = count_experts(self.config)
+            if count is None:
+                raise ConfigError(
+                    f"{self.config.model_type} has tensors of experts, but its configuration counts none."
                 )
+            for copy in range(self.widening.experts):
+                yield f"{part['head']}{int(part['expert']) + copy * count}{part['tail']}", copy, layer
 
     def _silence(self, role: TensorRole, layer: int, *, is_post_norm: bool) -> float | None:
         """What a tensor of an identity layer is filled with so that its branch adds nothing to the residual stream."""
@@ -117,7 +126,7 @@ class GrowthPlan:
             yield block if value is None else torch.full_like(block, value)
 
 
-def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
+def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's tensors, without memory for any."""
     from transformers import AutoModelForCausalLM
 
@@ -126,15 +135,21 @@ def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def count_experts(config: Any) -> int:
-    """Experts of a layer of a mixture."""
-    for name in ("num_local_experts", "num_experts"):
-        if isinstance(getattr(config, name, None), int):
-            return int(getattr(config, name))
-    raise ConfigError(f"{config.model_type} has tensors of experts, but its configuration counts none.")
+def plan_of(config: PreTrainedConfig, target: Target, operator: str, noise: float, seed: int) -> GrowthPlan:
+    """What a growth makes, without reading any weights. Same errors as `grow`."""
+    refuse_configuration(config, target)
+    depth = "stack" if operator == "stack" else "zero"
+    sources = layer_sources(config.num_hidden_layers, target.num_layers or config.num_hidden_layers, depth)
+    grown = grown_configuration(config, target, sources)
+    plan = GrowthPlan(config, grown, sources, depth, widening_of(config, grown, target, noise, seed))
+    if getattr(config, "do_layer_norm_before", True) is False and plan.identities:
+        raise UnsupportedModelError(
+            f"{config.model_type} with do_layer_norm_before=False has no identity layer; use operator='stack'."
+        )
+    return plan
 
 
-def widening_of(config: Any, grown: Any, target: Target, noise: float, seed: int) -> Widening:
+def widening_of(config: PreTrainedConfig, grown: PreTrainedConfig, target: Target, noise: float, seed: int) -> Widening:
     """The factors of a growth, with those of a scaled embedding and a tied head."""
     scales_embedding = config.model_type.startswith("gemma")  # by the square root of the hidden size
     embedding_scale = (config.hidden_size / grown.hidden_size) ** 0.5 if scales_embedding else 1.0

@@ -6,14 +6,12 @@ to the noise that parts the copies). Layers that begin as the identity have no e
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from treewise.errors import ConfigError
 from treewise.grow.growth_plan import GrowthPlan, shapes_of
-from treewise.grow.tensor_roles import LAYER, Role, TensorRole, role_of
-from treewise.grow.widening import repeat_blocks
+from treewise.grow.widening import LAYER, Role, TensorRole, repeat_blocks, role_of
 from treewise.trainer.checkpoint.json_values import from_plain, to_plain
 from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, read_plain, read_tensors, save_optimizer
 
@@ -62,7 +60,7 @@ def grown_names(name: str, plan: GrowthPlan, *, with_identities: bool) -> list[s
     ]
 
 
-def grown_entry(name: str, entry: str, value: Any, plan: GrowthPlan, shapes: dict[str, tuple[int, ...]]) -> Any:
+def grown_entry(name: str, entry: str, value: object, plan: GrowthPlan, shapes: dict[str, tuple[int, ...]]) -> object:
     """One entry of a parameter's state, for the grown parameter.
 
     Parameters:
@@ -87,14 +85,12 @@ def grown_entry(name: str, entry: str, value: Any, plan: GrowthPlan, shapes: dic
         plan.config,
         None if is_fused else shapes.get(name),
     )
-    factor = gradient_factor(role, plan)
+    factor, experts = gradient_factor(role, plan), plan.widening.experts if is_fused else 1
     rows, columns = plan.widening.factors(role)
-    if not is_fused:
-        wide = repeat_blocks(value, role.blocks, rows)
-        return (wide.repeat(1, columns) if value.dim() == 2 else wide) * factor ** POWERS[entry]
-    wide = torch.stack([repeat_blocks(each, role.blocks, rows).repeat(1, columns) for each in value])
-    experts = plan.widening.experts
-    return wide.repeat(experts, 1, 1) * (factor / experts) ** POWERS[entry]
+    parts = [repeat_blocks(each, role.blocks, rows) for each in (value if is_fused else value[None])]
+    wide = torch.stack([each.repeat(1, columns) if each.dim() == 2 else each for each in parts])
+    wide = wide.repeat(experts, *[1] * (wide.dim() - 1)) if is_fused else wide[0]
+    return wide * (factor / experts) ** POWERS[entry]
 
 
 def gradient_factor(role: TensorRole, plan: GrowthPlan) -> float:

@@ -11,19 +11,27 @@ map for both, over experts, begins as a copy.
   multiple of it do not fit in squares, so here matrices of one shape class form a B axis of their own, and the maps
   of hidden units, of each other size and of layers are shared by all classes.
 
+To fit one, the large weights are made anew at each step, trained on trees, and their gradients are carried on into the
+operator. The small model is frozen.
+
 Letters: B matrices of a shape class, L layers, O outputs, I inputs, E experts, R rank; 1 small, 2 large.
 """
 
+import hashlib
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from treewise.errors import UnsupportedModelError
-from treewise.grow.tensor_roles import LAYER, Role, role_of
-from treewise.grow.widening import Widening, repeat_blocks, widened
+from treewise.engine import TreeEngine
+from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.grow.growth_plan import GrowthPlan
+from treewise.grow.widening import LAYER, Role, repeat_blocks, role_of, widened
+from treewise.objectives import SFT
+from treewise.tree import Forest
 
 HIDDEN = "hidden"
 MAP_NOISE = 1e-2  # of the maps, in their largest number: copies must part
@@ -52,7 +60,9 @@ class Stack:
     has_experts: bool
 
 
-def stacks_of(model: nn.Module, grown_shapes: dict[str, tuple[int, ...]], config: Any) -> list[Stack]:
+def stacks_of(
+    model: PreTrainedModel, grown_shapes: dict[str, tuple[int, ...]], config: PreTrainedConfig
+) -> list[Stack]:
     """All matrices and biases inside of the layers of a model, stacked by kind.
 
     Raises:
@@ -75,7 +85,7 @@ def stacks_of(model: nn.Module, grown_shapes: dict[str, tuple[int, ...]], config
     return result
 
 
-def _stack(tail: str, weights: torch.Tensor, grown: tuple[int, ...], config: Any) -> Stack:
+def _stack(tail: str, weights: torch.Tensor, grown: tuple[int, ...], config: PreTrainedConfig) -> Stack:
     has_experts, is_bias = weights.dim() == 4, weights.dim() == 2
     name = f"layers.0{tail}" + (".weight" if has_experts else "")
     role = role_of(name, tuple(weights.shape[2:] if has_experts else weights.shape[1:]), config)
@@ -91,7 +101,9 @@ def _stack(tail: str, weights: torch.Tensor, grown: tuple[int, ...], config: Any
     return Stack(tail, weights, output, inputs, (grown[-2], grown[-1]), blocks, is_bias, has_experts)
 
 
-def is_copied(name: str, tensor: torch.Tensor, grown_shapes: dict[str, tuple[int, ...]], config: Any) -> bool:
+def is_copied(
+    name: str, tensor: torch.Tensor, grown_shapes: dict[str, tuple[int, ...]], config: PreTrainedConfig
+) -> bool:
     """Norms, and what keeps its shape: no operator changes these."""
     if tensor.dim() == 3:
         return False
@@ -119,33 +131,27 @@ class Operator(nn.Module):
 
     Parameters:
         model: the small model (float32), frozen.
-        grown_shapes: shapes of the large model's tensors by name.
-        config: the small model's configuration.
-        layer_sources: the small layer of each large one, where the maps begin.
-        widening: factors of norms and embeddings.
+        grown: the large one, of which the shapes count.
+        plan: the small layer of each large one, where the maps begin, and the factors of norms and embeddings.
+        rank: of Mango's tensor ring.
         seed: of the noise.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        grown_shapes: dict[str, tuple[int, ...]],
-        config: Any,
-        layer_sources: list[int],
-        widening: Widening,
-        seed: int,
+        self, model: PreTrainedModel, grown: PreTrainedModel, plan: GrowthPlan, rank: int = 1, seed: int = 0
     ) -> None:
         super().__init__()
+        self.rank, self.sources = rank, plan.layer_sources
+        shapes = {name: tuple(tensor.shape) for name, tensor in grown.state_dict().items()}
         self.generator = torch.Generator().manual_seed(seed)
-        self.stacks = stacks_of(model, grown_shapes, config)
-        self.sources = layer_sources
-        self.layers_prefix = next(match["head"] for name in grown_shapes if (match := LAYER.fullmatch(name)))
-        self._copied = self._copies(model, grown_shapes, config, widening)
-        self.depth_start = torch.eye(int(config.num_hidden_layers))[torch.tensor(layer_sources)]
+        self.stacks = stacks_of(model, shapes, plan.config)
+        self.layers_prefix = next(match["head"] for name in shapes if (match := LAYER.fullmatch(name)))
+        self._copied = self._copies(model, shapes, plan)
+        self.depth_start = torch.eye(int(plan.config.num_hidden_layers))[torch.tensor(self.sources)]
         self.experts = None
-        if widening.experts > 1:
+        if plan.widening.experts > 1:
             count = max(stack.weights.shape[1] for stack in self.stacks)
-            self.experts = noisy(tile(count, count * widening.experts), self.generator)
+            self.experts = noisy(tile(count, count * plan.widening.experts), self.generator)
         self._build()
 
     def _build(self) -> None:
@@ -171,22 +177,16 @@ class Operator(nn.Module):
         return tensors
 
     def _copies(
-        self, model: nn.Module, grown_shapes: dict[str, tuple[int, ...]], config: Any, widening: Widening
+        self, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], plan: GrowthPlan
     ) -> dict[str, torch.Tensor]:
         """Embeddings, head, routers and norms as `copy` makes them."""
-        copies = {}
+        copies: dict[str, torch.Tensor] = {}
         for name, tensor in model.state_dict().items():
-            if tensor.dim() == 3 or not is_copied(name, tensor, grown_shapes, config):
+            if tensor.dim() == 3 or not is_copied(name, tensor, shapes, plan.config):
                 continue
-            role = role_of(name, tuple(tensor.shape), config, grown_shapes.get(name))
-            wide = widened(name, tensor, role, widening)
-            match = LAYER.fullmatch(name)
-            if match is None:
-                copies[name] = wide
-                continue
-            for layer, source in enumerate(self.sources):
-                if source == int(match["layer"]):
-                    copies[f"{match['head']}{layer}{match['tail']}"] = wide
+            role = role_of(name, tuple(tensor.shape), plan.config, shapes.get(name))
+            wide = widened(name, tensor, role, plan.widening)
+            copies |= {grown: wide for grown, _, _ in plan.names(name, role)}
         return copies
 
     def _starts(self) -> dict[str, torch.Tensor]:
@@ -228,10 +228,6 @@ class Ligo(Operator):
 class Mango(Operator):
     """A tensor ring over matrices, outputs, layers and inputs; rank 1 begins exactly as a copy, but for the noise."""
 
-    def __init__(self, *arguments: Any, rank: int = 1) -> None:
-        self.rank = rank
-        super().__init__(*arguments)
-
     def _build(self) -> None:
         starts = self._starts()
         self.outputs, self.inputs, self.matrices = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
@@ -265,3 +261,95 @@ class Mango(Operator):
         if stack.is_bias:  # no inputs: the ring closes on itself
             return torch.einsum("aakepi->kepi", ring)
         return torch.einsum("tqia,atkepi->kepq", self.inputs[stack.input], ring)
+
+
+# -- fitting ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSettings:
+    """How an operator is fitted.
+
+    Attributes:
+        rank: of Mango's tensor ring.
+        steps: optimizer steps; the papers take 100.
+        learning_rate: of Adam, on the maps.
+        trees_per_step: trees of one step.
+        max_tokens: budget of a micro-batch, or None: whole trees.
+    """
+
+    rank: int = 1
+    steps: int = 100
+    learning_rate: float = 1e-3
+    trees_per_step: int = 1
+    max_tokens: int | None = None
+
+
+OPERATORS = {"ligo": Ligo, "mango": Mango}
+
+
+@dataclass(frozen=True, slots=True)
+class FittedOperator:
+    """The large model with its weights, the loss at each step, and a hash over tokens and weights of the trees."""
+
+    model: PreTrainedModel
+    losses: list[float]
+    data_sha256: str
+
+
+def trained_operator(
+    name: str,
+    model: PreTrainedModel,
+    plan: GrowthPlan,
+    forests: Sequence[Forest],
+    settings: OperatorSettings,
+    seed: int,
+) -> FittedOperator:
+    """Fits an operator and makes the large weights.
+
+    Parameters:
+        name: `ligo` or `mango`.
+        model: the small model, float32.
+        plan: the growth.
+        forests: trees to fit on, taken in turn.
+        settings: steps, rank, learning rate.
+        seed: of the maps' noise.
+
+    Raises:
+        ConfigError: a rank or number of steps below 1, or a token beyond the model's vocabulary.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if settings.rank < 1 or settings.steps < 1:
+        raise ConfigError(f"rank is {settings.rank}, steps is {settings.steps}; both must be at least 1.")
+    highest = max(int(forest.token_ids.max()) for forest in forests)
+    if highest >= model.config.vocab_size:
+        raise ConfigError(f"the data holds token {highest}, but vocab_size is {model.config.vocab_size}.")
+    grown = AutoModelForCausalLM.from_config(plan.grown_config, dtype=torch.float32)
+    operator = OPERATORS[name](model, grown, plan, settings.rank, seed)
+    optimizer = torch.optim.Adam(operator.parameters(), lr=settings.learning_rate)
+    engine, parameters = TreeEngine(grown, max_tokens=settings.max_tokens), dict(grown.named_parameters())
+    losses, digest, count = [], hashlib.sha256(), settings.trees_per_step
+    for step in range(settings.steps):
+        tensors = _make_weights(operator, grown)
+        trees = [forests[index % len(forests)] for index in range(step * count, (step + 1) * count)]
+        losses.append(float(engine.step(trees, SFT()).loss))
+        made = [key for key, each in parameters.items() if tensors[key].requires_grad and each.grad is not None]
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward([tensors[key] for key in made], [parameters[key].grad for key in made])
+        optimizer.step()
+    _make_weights(operator, grown)
+    for forest in forests:
+        for values in (forest.token_ids, forest.parent, forest.token_weights()):
+            digest.update(values.tobytes())
+    return FittedOperator(grown.to(plan.grown_config.dtype or torch.float32), losses, digest.hexdigest())
+
+
+def _make_weights(operator: Operator, grown: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Puts the weights that the operator makes into the large model; returns them with their graph."""
+    tensors = operator()
+    with torch.no_grad():
+        for name, parameter in grown.named_parameters():
+            parameter.copy_(tensors[name])
+            parameter.grad = None
+    return tensors

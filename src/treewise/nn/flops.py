@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from treewise.nn.vision.costs import VisionCosts, vision_costs
 from treewise.planning.partition import ATTENTION_BACKWARD
@@ -192,15 +193,15 @@ class FlopModel:
         )
 
 
-def flop_model(model: nn.Module) -> FlopModel:
+def flop_model(model: PreTrainedModel) -> FlopModel:
     """The costs of a transformers causal LM, read from the shapes of its parameters; `meta` tensors will do.
 
     In a model that sees, `vision` holds what its tower costs for an image.
     """
-    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    decoder = model if config is model.config else model.get_decoder()  # type: ignore[operator]
+    config = model.config.get_text_config()
+    decoder = model if config is model.config else model.get_decoder()
     per_token = {id(each) for each in decoder.parameters()}
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()
     head_modules = set(head.modules()) if head is not None else set()
     num_experts, num_visited = _expert_counts(config)
     linear = backward = 0.0
@@ -234,13 +235,13 @@ def flop_model(model: nn.Module) -> FlopModel:
     )
 
 
-def flop_model_of_config(config: Any) -> FlopModel:
+def flop_model_of_config(config: PreTrainedConfig) -> FlopModel:
     """The costs of a model known by its transformers configuration alone; no weights are made or read."""
     with torch.device("meta"):
         return flop_model(auto_class(config).from_config(config, trust_remote_code=False))
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: PreTrainedConfig) -> Any:
     """The class of transformers that makes a model of this configuration: of text, or of images and text.
 
     Of families that have both (Qwen3.5), the one that the checkpoint was saved with.
@@ -254,22 +255,10 @@ def auto_class(config: Any) -> Any:
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
-def flop_bound(model: nn.Module | FlopModel, forest: Forest) -> float:
-    """Flat FLOPs / tree FLOPs: no exact method that computes each shared token once can be faster by more."""
-    flops = model if isinstance(model, FlopModel) else flop_model(model)
-    return flops.flat(forest) / flops.tree(forest)
-
-
-def leaf_flop_bound(model: nn.Module | FlopModel, forest: Forest) -> float:
-    """The same against flat training of only those trajectories that are not contained in another."""
-    flops = model if isinstance(model, FlopModel) else flop_model(model)
-    return flops.leaf(forest) / flops.tree(forest)
-
-
 # -- gateways ---------------------------------------------------------------------------------------------------------
 
 
-def gateway_values(config: Any) -> int:
+def gateway_values(config: PreTrainedConfig) -> int:
     """Keys and values (numbers) of one gateway token over all layers, as attention receives them; 0 without attention.
 
     config: a transformers configuration. Hybrid models count their attention layers, latent attention its full heads.
@@ -328,7 +317,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]
                 yield module, f"{module_name}.{name}", parameter
 
 
-def _norm_width(module: nn.Module, name: str, config: Any) -> int:
+def _norm_width(module: nn.Module, name: str, config: PreTrainedConfig) -> int:
     """Values per token that a norm of the decoder takes in; 0 for other modules. One of queries or keys takes every
     head."""
     weight = getattr(module, "weight", None)
@@ -343,14 +332,14 @@ def _norm_width(module: nn.Module, name: str, config: Any) -> int:
     return count * weight.shape[0]
 
 
-def _expert_counts(config: Any) -> tuple[int, int]:
+def _expert_counts(config: PreTrainedConfig) -> tuple[int, int]:
     """Experts of a layer, and how many of them a token visits; (1, 1) for a dense model."""
     total = next((getattr(config, name) for name in EXPERT_COUNTS if getattr(config, name, None)), 1)
     visited = next((getattr(config, name) for name in EXPERTS_PER_TOKEN if getattr(config, name, None)), total)
     return int(total), int(visited)
 
 
-def _head_sizes(config: Any) -> tuple[int, int, int, int]:
+def _head_sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     """Query heads, key-value heads, size of keys, size of values, as attention receives them."""
     heads = config.num_attention_heads
     if getattr(config, "qk_nope_head_dim", None):
@@ -361,7 +350,7 @@ def _head_sizes(config: Any) -> tuple[int, int, int, int]:
     return heads, key_heads, size, getattr(config, "v_head_dim", None) or size
 
 
-def _layer_reaches(config: Any) -> list[LayerReach]:
+def _layer_reaches(config: PreTrainedConfig) -> list[LayerReach]:
     """One for each call of attention in a forward; none for models without attention."""
     if getattr(config, "num_attention_heads", None) is None:
         return []
@@ -380,7 +369,7 @@ def _layer_reaches(config: Any) -> list[LayerReach]:
     return [reach[kind] for kind in kinds if kind in ATTENTION_KINDS]
 
 
-def _attention_pairs(config: Any) -> Counter[LayerReach]:
+def _attention_pairs(config: PreTrainedConfig) -> Counter[LayerReach]:
     pairs: Counter[LayerReach] = Counter()
     for reach in _layer_reaches(config):
         heads, _, key_size, value_size = _head_sizes(config)

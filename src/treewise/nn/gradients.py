@@ -3,7 +3,7 @@ and of when hooks on gradients run.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,14 +62,17 @@ def gradients_restored(model: nn.Module) -> Iterator[None]:
         _put_back(before)
 
 
+Hooks = dict[int, Callable[..., Any]]  # by number
+
+
 @dataclass(frozen=True, slots=True)
 class _Hooked:
     """A parameter with hooks on its gradient, each kind by number; None: none of the kind."""
 
     name: str
     parameter: nn.Parameter
-    on_tensor: dict[int, Any] | None
-    on_grad: dict[int, Any] | None
+    on_tensor: Hooks | None
+    on_grad: Hooks | None
 
     def put_back(self) -> None:
         self._set(self.on_tensor, self.on_grad)
@@ -159,9 +162,9 @@ def spare_hooks_no_gradient(parameters: Iterable[torch.Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Spared:
-    hook: Any
+    hook: Callable[[torch.Tensor], torch.Tensor | None]
 
-    def __call__(self, grad: torch.Tensor | None) -> Any:
+    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         return None if grad is None else self.hook(grad)
 
 

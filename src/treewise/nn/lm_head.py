@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from treewise.errors import ConfigError
 from treewise.nn.device import autocast_dtype, to_device
 from treewise.nn.tensor_parallel import VocabularyShard
-from treewise.shapes import Float, Int
+from treewise.shapes import Context, Float, Int
 
 OUTPUTS = ("log_probs", "entropy")  # of an edge; the names are TRL's, see `edge_values`
 # Logits alive at a time: 64 MiB of float32 on a CPU, where caches are small; 512 MiB on a GPU.
@@ -248,7 +247,7 @@ def _module_values(
 class _EdgeValues(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -257,7 +256,7 @@ class _EdgeValues(torch.autograd.Function):
         head: Head,
         bounds: list[_Bounds],
         with_entropy: bool,
-    ) -> Any:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = autocast_dtype(hidden.device.type) or weight.dtype  # hidden rows may be kept wider (Mamba)
         hidden = hidden.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -286,7 +285,9 @@ class _EdgeValues(torch.autograd.Function):
         return log_probs_E, entropy_R
 
     @staticmethod
-    def backward(ctx: Any, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None) -> Any:
+    def backward(
+        ctx: Context, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, edge_row, column, is_own, lse, entropy = ctx.saved_tensors
         wide, dtype = lse.dtype, hidden.dtype
         if logprob_grad is None:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn import recurrent
@@ -163,7 +164,7 @@ def _carried_input(lm: DecoderAndHead) -> Iterator[None]:
         hook.remove()
 
 
-def _router_logits(lm: DecoderAndHead, output: Any) -> tuple[torch.Tensor, ...]:
+def _router_logits(lm: DecoderAndHead, output: ModelOutput) -> tuple[torch.Tensor, ...]:
     layers = getattr(output, "router_logits", None) or ()
     logits = tuple(each.reshape(-1, each.shape[-1]) for each in layers if isinstance(each, torch.Tensor))
     if not logits:
@@ -174,7 +175,7 @@ def _router_logits(lm: DecoderAndHead, output: Any) -> tuple[torch.Tensor, ...]:
     return logits
 
 
-def _parameters_of(kind: Any) -> dict[str, inspect.Parameter]:
+def _parameters_of(kind: type[nn.Module]) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(kind.forward).parameters)
 
 
@@ -197,7 +198,7 @@ def unwrap_model(model: Any) -> Any:
             return model
 
 
-def is_peft(model: Any) -> bool:
+def is_peft(model: nn.Module) -> bool:
     """Whether PEFT's adapters are around a model."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
@@ -261,7 +262,7 @@ def _refuse_layers(decoder: PreTrainedModel, name: str) -> None:
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface. {SUPPORTED_MODELS}")
 
 
-def _attention_configs(decoder: PreTrainedModel) -> list[Any]:
+def _attention_configs(decoder: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configurations that the decoder's layers read their attention implementation from."""
     configs = {id(decoder.config): decoder.config}
     for module in decoder.modules():
@@ -280,7 +281,7 @@ _UNCAPPED = {"gemma3"}  # Gemma3ForConditionalGeneration: without the cap of its
 _SOFTCAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
 
 
-def _logit_scale(config: Any) -> float:
+def _logit_scale(config: PreTrainedConfig) -> float:
     """Factor of the logits: Cohere multiplies, Granite divides, Falcon-H1 multiplies."""
     if config.model_type in _UNSCALED:
         return 1.0
@@ -293,7 +294,7 @@ def _logit_scale(config: Any) -> float:
     return scale
 
 
-def _softcap(config: Any) -> float | None:
+def _softcap(config: PreTrainedConfig) -> float | None:
     if config.model_type in _UNCAPPED:
         return None
     config = config.get_text_config()

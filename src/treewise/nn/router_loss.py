@@ -14,10 +14,10 @@ Letters: T tokens of a micro-batch, L layers with a router, E experts.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.device import to_device
@@ -180,7 +180,9 @@ class RouterLoss:
         return to_device(self.multiplicity[positions], logits.device, wide)
 
 
-def router_loss_rule(base: Any, *, wants_aux: bool | None, z_coefficient: float = 0.0) -> RouterLossRule | None:
+def router_loss_rule(
+    base: PreTrainedModel, *, wants_aux: bool | None, z_coefficient: float = 0.0
+) -> RouterLossRule | None:
     """The router losses of a model, or None if neither the caller nor the configuration asks for one.
 
     wants_aux: whether to add the load-balancing loss; None: as the configuration says (`output_router_logits`).
@@ -207,7 +209,7 @@ def router_loss_rule(base: Any, *, wants_aux: bool | None, z_coefficient: float 
 
 
 @torch.no_grad()
-def check_router_loss(model: Any, rule: RouterLossRule, token_ids: torch.Tensor) -> None:
+def check_router_loss(model: PreTrainedModel, rule: RouterLossRule, token_ids: torch.Tensor) -> None:
     """Compares the load-balancing loss with that of the model's own forward. token_ids: [n] int64, a few tokens.
 
     Raises:
@@ -230,9 +232,6 @@ def check_router_loss(model: Any, rule: RouterLossRule, token_ids: torch.Tensor)
         )
 
 
-def _first(base: Any, config: Any, names: tuple[str, ...]) -> Any:
-    for owner in (base, config):
-        for name in names:
-            if isinstance(getattr(owner, name, None), int | float):
-                return getattr(owner, name)
-    return None
+def _first(base: PreTrainedModel, config: PreTrainedConfig, names: tuple[str, ...]) -> int | float | None:
+    values = (getattr(owner, name, None) for owner in (base, config) for name in names)
+    return next((value for value in values if isinstance(value, int | float)), None)

@@ -1,4 +1,4 @@
-"""The capability table: which families of transformers follow a tree, and why the others do not.
+"""The capability table: which families of transformers follow a tree, and why the others do not; installed releases.
 
 `tests/capability.py` trains a tiny model of every family and stores the table beside this module; `make models` does so
 for another release of transformers.
@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 SUPPORTED, REFUSED, UNTRIED = "supported", "refused", "not tried"
@@ -78,3 +79,11 @@ class CapabilityTable:
 def own_table() -> CapabilityTable:
     """The table of this release of treewise, read once."""
     return CapabilityTable.load()
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution, None where it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

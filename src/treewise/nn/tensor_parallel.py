@@ -18,9 +18,11 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
 from treewise.errors import UnsupportedModelError
+from treewise.shapes import Context
 
 AXIS = "tp"  # transformers' name of the axis of tensor parallelism
 _MODULE = "transformers.distributed.tensor_parallel"
@@ -77,7 +79,7 @@ class VocabularyShard:
         return whole
 
 
-def vocabulary_shard(layer: Any) -> VocabularyShard | None:
+def vocabulary_shard(layer: nn.Module) -> VocabularyShard | None:
     """The part of the vocabulary that a head of transformers' tensor parallelism holds; None for any other layer.
 
     Raises:
@@ -108,7 +110,7 @@ def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
     return None
 
 
-def repair_tensor_parallel(base: Any) -> None:
+def repair_tensor_parallel(base: PreTrainedModel) -> None:
     """Makes sizes of adapters, and gradients of parameters that see this rank's heads alone, right.
 
     base: a transformers model. A second call changes nothing, nor does one without tensor parallelism.
@@ -150,7 +152,7 @@ class _SummedParameters:
     def __init__(self, module: nn.Module, forward: Callable[..., Any], mesh: DeviceMesh) -> None:
         self._module, self._forward, self._mesh = module, forward, mesh
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         table, group = vars(self._module)["_parameters"], self._mesh.get_group()
         own = {name: each for name, each in table.items() if each is not None}
         table.update({name: _SumBackward.apply(each, group) for name, each in own.items()})
@@ -164,12 +166,12 @@ class _SumBackward(torch.autograd.Function):
     """Identity whose backward adds the gradient up over a group."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Context, tensor: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = grad.clone()
         distributed.all_reduce(total, group=ctx.group)
         return total, None

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class StepProfiler(TrainerCallback):
             return
         recording, self._recording = self._recording, None
         self._profiles.append(recording.stop(self._folder / TRACE if self._num_begun == LAST else None))
-        (self._folder / FILE).write_text(json.dumps(mean(self._profiles).to_dict(), indent=1) + "\n")
+        (self._folder / FILE).write_text(json.dumps(asdict(mean(self._profiles)), indent=1) + "\n")
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

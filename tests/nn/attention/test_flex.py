@@ -1,5 +1,6 @@
 """The block mask against the exact mask, block by block; outputs and gradients against the reference."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from treewise.nn.attention import flex
 from treewise.nn.attention.flex import block_mask, flex_attention_tree
+from treewise.nn.attention.kernel_cases import Case, is_within, kernel_errors, with_gradients
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention, visible
 from treewise.planning.layout import lay_out
@@ -29,13 +31,6 @@ RULES = {
     "chunk": LayerRule(scaling=0.2, chunk=6),
     "softcap": LayerRule(scaling=0.2, softcap=1.3),
     "all": LayerRule(scaling=0.3, window=9, chunk=7, softcap=0.9),
-}
-CUDA_RULES = {
-    "plain": LayerRule(scaling=0.2),
-    "window": LayerRule(scaling=0.3, window=150),
-    "chunk": LayerRule(scaling=0.2, chunk=200),
-    "softcap": LayerRule(scaling=0.2, softcap=1.3),
-    "all": LayerRule(scaling=0.3, window=150, chunk=300, softcap=0.9),
 }
 
 
@@ -124,12 +119,6 @@ def draw_inputs(mask: TreeMask, has_sinks: bool, dtype: torch.dtype, device: str
     return [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
 
 
-def with_gradients(attention, inputs: list[torch.Tensor], mask: TreeMask, rule: LayerRule, cotangent, **options):
-    query, key, value, *sinks = inputs
-    out = attention(query, key, value, mask, rule, *sinks, **options)
-    return [out, *torch.autograd.grad(out, inputs, cotangent.to(out.dtype))]
-
-
 @pytest.mark.representatives("softcap-no_sinks", "all-sinks")
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no_sinks", "sinks"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -139,7 +128,7 @@ def test_outputs_and_gradients_are_those_of_the_reference(mask, rule, has_sinks)
     inputs = draw_inputs(mask, has_sinks, torch.float64)
     cotangent = torch.randn(1, H, mask.num_queries, DV)
     expected = with_gradients(reference_attention, inputs, mask, rule, cotangent)
-    found = with_gradients(flex_attention_tree, inputs, mask, rule, cotangent, block_size=BLOCK)
+    found = with_gradients(partial(flex_attention_tree, block_size=BLOCK), inputs, mask, rule, cotangent)
     for ours, wanted in zip(found, expected, strict=True):
         assert (ours - wanted).abs().max() < 1e-12  # float64, values of order one
 
@@ -182,83 +171,46 @@ def many_lengths() -> list[TreeMask]:
     return [mask for mask in whole + below if mask.num_queries > flex.BLOCK_SIZE]
 
 
-@pytest.mark.exhaustive
-def test_no_length_is_compiled_twice(monkeypatch):
-    num_graphs = 0
-
-    def count(graph, _):
-        nonlocal num_graphs
-        num_graphs += 1
-        return graph.forward
-
-    compiled = torch.compile(flex._kernel, fullgraph=True, backend=count)
+@pytest.fixture
+def graphs(monkeypatch) -> list[object]:
+    """The graphs that are compiled, on the CPU."""
+    made: list[object] = []
+    compiled = torch.compile(flex._kernel, fullgraph=True, backend=lambda graph, _: made.append(graph) or graph.forward)
     monkeypatch.setattr(flex, "_compiled_kernel", lambda: compiled)
     monkeypatch.setattr(flex, "_uncompiled", flex._compiled)
+    return made
+
+
+def agrees(mask: TreeMask, rule: LayerRule) -> bool:
+    inputs = [tensor.detach() for tensor in draw_inputs(mask, False, torch.float32)]
+    found = flex_attention_tree(*inputs, mask, rule) - reference_attention(*inputs, mask, rule)
+    return float(found.abs().max()) < 1e-5
+
+
+@pytest.mark.exhaustive
+def test_no_length_is_compiled_twice(graphs):
     masks = many_lengths()
     assert any(mask.num_gateway_keys for mask in masks)
     for mask in masks:
-        for window in (64, 100):
-            rule = LayerRule(scaling=0.3, window=window, softcap=float(window))
-            inputs = [tensor.detach() for tensor in draw_inputs(mask, False, torch.float32)]
-            out = flex_attention_tree(*inputs, mask, rule)
-            assert (out - reference_attention(*inputs, mask, rule)).abs().max() < 1e-5
-    assert num_graphs == 1
-    flex_attention_tree(*inputs, mask, LayerRule(scaling=0.2, window=64, softcap=64.0))
-    assert num_graphs == 2
+        assert all(agrees(mask, LayerRule(0.3, window=each, softcap=float(each))) for each in (64, 100))
+    assert len(graphs) == 1
+    assert agrees(masks[-1], LayerRule(scaling=0.2, window=64, softcap=64.0))
+    assert len(graphs) == 2
 
 
 @pytest.mark.exhaustive
-def test_fifty_random_trees_take_four_kernels(monkeypatch):
+def test_fifty_random_trees_take_four_kernels(graphs):
     """One block of queries or more, one block of keys or more; beyond that no shape of a tree is compiled in."""
-    num_graphs = 0
-
-    def count(graph, _):
-        nonlocal num_graphs
-        num_graphs += 1
-        return graph.forward
-
-    compiled = torch.compile(flex._kernel, fullgraph=True, backend=count)
-    monkeypatch.setattr(flex, "_compiled_kernel", lambda: compiled)
-    monkeypatch.setattr(flex, "_uncompiled", flex._compiled)
     rng = np.random.default_rng(0)
     for _ in range(50):
         num_branches, num_shared, num_own = (int(rng.integers(1, most)) for most in (5, 400, 200))
         budget = num_shared + num_own if rng.random() < 0.5 else None
         mask = branching_mask(num_branches, num_shared, num_own, budget, number=int(rng.choice([0, -1])))
-        inputs = [tensor.detach() for tensor in draw_inputs(mask, False, torch.float32)]
-        out = flex_attention_tree(*inputs, mask, RULES["plain"])
-        assert (out - reference_attention(*inputs, mask, RULES["plain"])).abs().max() < 1e-5
-    assert num_graphs <= 4
+        assert agrees(mask, RULES["plain"])
+    assert len(graphs) <= 4
 
 
-def assert_within_budget(inputs, mask: TreeMask, rule: LayerRule) -> None:
-    """The compiled kernel errs a few times as much as the reference in the same dtype; a float64 oracle judges both.
-
-    A gradient of the sinks is a sum over all rows: roundings of its terms add up like their root mean square.
-    """
-    cotangent = torch.randn(1, H, mask.num_queries, DV, device="cuda").to(inputs[0].dtype)
-    found = with_gradients(flex_attention_tree, inputs, mask, rule, cotangent)
-    plain = with_gradients(reference_attention, inputs, mask, rule, cotangent)
-    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    oracle = with_gradients(reference_attention, wide, mask, rule, cotangent)
-    sizes = [exact.abs().max() for exact in oracle[:4]] + [
-        (oracle[0] * cotangent).square().sum(dim=(0, 2, 3)).max().sqrt()
-    ]
-    names = ["out", "query", "key", "value", "sinks"][: len(found)]
-    for name, ours, same_dtype, exact, size in zip(names, found, plain, oracle, sizes[: len(found)], strict=True):
-        budget = 4 * ((same_dtype - exact).abs().max() + torch.finfo(ours.dtype).eps * size)
-        error = (ours - exact).abs().max()
-        assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["no_sinks", "sinks"])
-@pytest.mark.parametrize("rule", CUDA_RULES.values(), ids=CUDA_RULES)
-@pytest.mark.parametrize("shape", [(2, 20, 9), (4, 300, 151), (3, 500, 333, 900)], ids=["tiny", "whole", "gateway"])
-def test_cuda_outputs_and_gradients_within_the_error_budget(shape, rule, has_sinks, dtype):
-    mask = branching_mask(*shape)
-    assert_within_budget(draw_inputs(mask, has_sinks, dtype, "cuda"), mask, rule)
+# -- on a GPU; the test of `kernel_cases` tries its cases there -------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -266,33 +218,34 @@ def test_cuda_compiles_once_for_all_lengths():
     def num_graphs() -> int:
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
-    masks = many_lengths()
-    rule = LayerRule(scaling=0.123)
-    assert_within_budget(draw_inputs(masks[0], False, torch.bfloat16, "cuda"), masks[0], rule)
+    shapes = [(2, 150, 90), (3, 257, 64), (5, 128, 128), (9, 300, 31), (2, 500, 77)]
+    cases = [Case(LayerRule(0.123), each, dtype=torch.bfloat16) for each in shapes]
+    assert is_within(kernel_errors(flex_attention_tree, cases[0], torch.device("cuda")))
     before = num_graphs()
-    for mask in masks[1:]:
-        assert_within_budget(draw_inputs(mask, False, torch.bfloat16, "cuda"), mask, rule)
+    assert all(is_within(kernel_errors(flex_attention_tree, case, torch.device("cuda"))) for case in cases)
     assert num_graphs() == before
 
 
 @pytest.mark.gpu
 def test_cuda_transposed_inputs_as_models_give_them():
-    mask = branching_mask(4, 300, 151)
-    inputs = draw_inputs(mask, False, torch.bfloat16, "cuda")
-    inputs = [tensor.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for tensor in inputs]
-    assert_within_budget(inputs, mask, CUDA_RULES["plain"])
+    def transposed(query, key, value, *others):
+        tensors = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key, value))
+        return flex_attention_tree(*tensors, *others)
+
+    case = Case(RULES["plain"], (4, 300, 151), dtype=torch.bfloat16)
+    assert is_within(kernel_errors(transposed, case, torch.device("cuda")))
 
 
 @pytest.mark.gpu
 def test_cuda_large_mask_on_sampled_rows():
     mask = branching_mask(64, 8000, 800)
     query, key, value = (tensor.detach() for tensor in draw_inputs(mask, False, torch.float32, "cuda"))
-    out = flex_attention_tree(query, key, value, mask, CUDA_RULES["plain"])
+    out = flex_attention_tree(query, key, value, mask, RULES["plain"])
     assert out.isfinite().all()
     for row in np.random.default_rng(0).integers(0, mask.num_queries, 50).tolist():
         seen = torch.as_tensor((mask.lo <= row) & (row < mask.hi), device="cuda")
         keys, values = (tensor[0, :, seen].double().repeat_interleave(H // HKV, dim=0) for tensor in (key, value))
-        scores = (query[0, :, row, None].double() * keys).sum(dim=-1) * CUDA_RULES["plain"].scaling
+        scores = (query[0, :, row, None].double() * keys).sum(dim=-1) * RULES["plain"].scaling
         exact = (torch.softmax(scores, dim=-1)[..., None] * values).sum(dim=1)
         assert (out[0, :, row] - exact).abs().max() < 1e-5
 

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import io
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,14 +30,7 @@ from treewise.testing.strategies import budgets, trajectories
 # Their scans' chunks of 64 (delta rules), 32 (Mamba2) and 16 (lightning) are crossed; the others share code with these.
 LONG = {"lfm2", "lfm3", "qwen3_next", "qwen3_5_text", "nemotron_h", "falcon_h1", "zamba2", "minimax", "jamba"}
 ONE_OF_EACH_KIND = [
-    "lfm2",
-    "qwen3_next",
-    "kimi_linear",
-    "bailing_hybrid",
-    "nemotron_h",
-    "jamba",
-    "minimax",
-    "recurrent_gemma",
+    *("lfm2", "qwen3_next", "kimi_linear", "bailing_hybrid", "nemotron_h", "jamba", "minimax", "recurrent_gemma")
 ]
 
 
@@ -227,15 +221,6 @@ def test_bfloat16_deviates_no_more_than_flat_bfloat16(family: str) -> None:
         assert gradient_error(found, exact) < 1.25 * gradient_error(flat, exact)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("hold", ["never", "always"])
-def test_states_may_wait_in_host_memory(hold: str) -> None:
-    model, items = hybrid("qwen3_next"), conversations(30)
-    _, _, expected = flat_sft(model, items)
-    _, found = tree_gradients(model, items, 40, hold=hold, offload=True)
-    assert gradient_error(found, expected) < expected.tolerance
-
-
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "bamba", "mamba"])
 def test_forwards_without_a_tree_are_the_models_own(family: str) -> None:
     model = hybrid(family).eval()
@@ -268,33 +253,38 @@ def test_a_copy_and_a_saved_model_follow_trees_with_their_own_weights() -> None:
     assert gradient_error(tree_gradients(loaded, items)[1], expected) < expected.tolerance
 
 
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
-def test_compiled_layers() -> None:
-    model, items = hybrid("lfm2"), conversations(30)
-    _, _, expected = flat_sft(model, items)
+def run_again(model: Any) -> None:
+    """As in looped models: each pass has states of its own in the gateways."""
+    model.model.layers[2] = model.model.layers[0]
+
+
+def hook(model: Any) -> None:
+    add_hook_to_module(model.model.layers[0].linear_attn, ModelHook())
+
+
+def compile_each(model: Any) -> None:
     for layer in model.model.layers:
         layer.compile(backend="eager")
-    for max_tokens in (None, 40):
-        assert gradient_error(tree_gradients(model, items, max_tokens)[1], expected) < expected.tolerance
 
 
-@pytest.mark.exhaustive
-def test_layers_that_run_several_times() -> None:
-    """As in looped models: each pass has states of its own in the gateways."""
-    model, items = hybrid("qwen3_5_text"), conversations(30)
-    model.model.layers[2] = model.model.layers[0]
+@pytest.mark.parametrize(
+    ("family", "change", "options"),
+    [
+        ("qwen3_5_text", hook, {}),
+        pytest.param("qwen3_5_text", run_again, {}, marks=pytest.mark.exhaustive),
+        pytest.param("lfm2", compile_each, {}, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_next", lambda _: None, {"offload": True}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["accelerate", "run again", "compiled", "states in host memory"],
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
+def test_changed_layers(family: str, change: Callable[[Any], None], options: dict[str, bool]) -> None:
+    model, items = hybrid(family), conversations(30)
+    change(model)
     _, _, expected = flat_sft(model, items)
     for max_tokens, hold in ((None, "auto"), (40, "never"), (40, "always")):
-        _, found = tree_gradients(model, items, max_tokens, hold=hold)
+        _, found = tree_gradients(model, items, max_tokens, hold=hold, **options)
         assert gradient_error(found, expected) < expected.tolerance
-
-
-def test_layers_with_hooks_of_accelerate() -> None:
-    model, items = hybrid("qwen3_5_text"), conversations(30)
-    _, _, expected = flat_sft(model, items)
-    add_hook_to_module(model.model.layers[0].linear_attn, ModelHook())
-    assert gradient_error(tree_gradients(model, items, 40)[1], expected) < expected.tolerance
 
 
 def test_refusals() -> None:

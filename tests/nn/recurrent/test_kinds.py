@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from treewise.nn.recurrent.kinds.lightning import decayed_attention
-from treewise.nn.recurrent.kinds.mamba import tree_selective_scan
-from treewise.nn.recurrent.kinds.rglru import linear_recurrence
+from treewise.nn.recurrent.kinds import decayed_attention, linear_recurrence, tree_selective_scan
 from treewise.nn.recurrent.scan import padded_chunk
 
 B, L, H, D, N = 2, 11, 3, 4, 5
@@ -70,7 +68,7 @@ def test_selective_scan_from_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
             outs.append((state * C[:, None, :, at]).sum(-1))
         return torch.stack(outs, dim=-1)
 
-    monkeypatch.setattr("treewise.nn.recurrent.kinds.mamba.tree_scan", scan_once)
+    monkeypatch.setattr("treewise.nn.recurrent.kinds.tree_scan", scan_once)
     by_channel = [each.transpose(1, 2) for each in (x, step_size, B_in, C_in)]
     tree_selective_scan(None, from_zero, by_channel[0], by_channel[1], A, by_channel[2], by_channel[3])
     for row, length in enumerate(LENGTHS):

@@ -5,8 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise.nn.recurrent.rows import TreeRows
-from treewise.nn.recurrent.schedule import CALL_TOKENS, GATEWAY, NOTHING, make_schedule
-from treewise.nn.recurrent.segments import RowSegments, row_segments, rows_before, rows_up_to_end
+from treewise.nn.recurrent.segments import (
+    CALL_TOKENS,
+    GATEWAY,
+    NOTHING,
+    RowSegments,
+    make_schedule,
+    row_segments,
+    rows_before,
+    rows_up_to_end,
+)
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import Plan, plan
 from treewise.testing.strategies import forests_and_budgets
@@ -120,35 +128,23 @@ def test_schedule_scans_each_row_once_after_its_parent(given, hold) -> None:
         assert all(schedule.batches[group].wants_states for group, _ in schedule.cuts)
 
 
-def chain_of_turns(num_turns: int, turn: int, side: int) -> RowSegments:
-    """A trunk of turns with a side branch after each, as laid out: the trunk goes on first."""
-    start, parent, length = [0], [-1], [turn]
-    trunk = 0
-    for _ in range(num_turns - 1):
-        parent += [trunk]
-        length += [turn]
-        trunk = len(parent) - 1
-    for segment in range(num_turns - 2, -1, -1):
-        parent += [segment]
-        length += [side]
-    start = np.cumsum([0, *length[:-1]])
-    none = np.full(len(parent), -1)
+def laid_out(parent: list[int], length: np.ndarray) -> RowSegments:
+    """Segments one after the other, none of them cut."""
+    none, start = np.full(len(parent), -1), np.cumsum(length) - length
     return RowSegments(start, start + length, np.array(parent), none, none, np.zeros(0, dtype=int))
 
 
 def test_a_chain_of_turns_takes_one_call_per_turn_and_one_for_all_sides() -> None:
-    schedule = make_schedule(chain_of_turns(100, 200, 60))
+    """A trunk of 100 turns with a side branch after each but the last; the trunk goes on first."""
+    parent = [*range(-1, 99), *range(98, -1, -1)]
+    schedule = make_schedule(laid_out(parent, np.repeat([200, 60], [100, 99])))
     assert len(schedule.batches) <= 101
     assert len(schedule.order) == sum(schedule.sizes) <= 1.1 * (100 * 200 + 99 * 60)
 
 
 def test_a_wide_fan_takes_few_calls_and_little_padding() -> None:
-    rng = np.random.default_rng(0)
-    length = np.append(500, rng.integers(1, 2000, 1000))
-    start = np.cumsum(length) - length
-    none = np.full(1001, -1)
-    parent = np.append(-1, np.zeros(1000, dtype=int))
-    schedule = make_schedule(RowSegments(start, start + length, parent, none, none, np.zeros(0, dtype=int)))
+    length = np.append(500, np.random.default_rng(0).integers(1, 2000, 1000))
+    schedule = make_schedule(laid_out([-1, *[0] * 1000], length))
     assert len(schedule.batches) <= 13
     assert len(schedule.order) <= 1.6 * length.sum()
     assert not any(group.wants_states for group in schedule.batches[1:])
@@ -156,10 +152,7 @@ def test_a_wide_fan_takes_few_calls_and_little_padding() -> None:
 
 def test_short_segments_of_different_length_share_a_call() -> None:
     length = np.array([40, 1, 2, 3, 4, 5, 6, 7, 8])
-    start = np.cumsum(length) - length
-    none = np.full(9, -1)
-    parent = np.append(-1, np.zeros(8, dtype=int))
-    schedule = make_schedule(RowSegments(start, start + length, parent, none, none, np.zeros(0, dtype=int)))
+    schedule = make_schedule(laid_out([-1, *[0] * 8], length))
     assert [len(group.segments) for group in schedule.batches] == [1, 8]
     assert len(schedule.order) < length.sum() + CALL_TOKENS
 

@@ -4,6 +4,7 @@ Exit code 1 if a baseline was given and a ratio fell below it.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
     for name in args.model or [DEFAULT_MODEL.get(device.type, DEFAULT_MODEL["cpu"])]:
         model_of = partial(_model, name, args.gguf_file, dtype, device)
-        bench.run(model_of, name, partial(_workloads, args, name, device), report, **_how(args))
+        bench.run(model_of, name, partial(_workloads, args, name, device), report, _settings(args))
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if not any("contestants" in row for row in rows):
@@ -117,18 +118,18 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--trees and --max_flat_tokens choose out of DATA, and no DATA is named.")
 
 
-def _how(args: argparse.Namespace) -> dict[str, Any]:
-    chosen = {
-        "against": args.against,
-        "max_tokens": args.max_tokens,
-        "repetitions": args.repetitions,
-        "attention": args.attention,
-        "with_checkpointing": args.checkpointing,
-        "row_tokens": args.row_tokens,
-        "reference": args.reference,
-        "compile_backend": (args.compile_backend or DEFAULT_BACKEND) if args.compile else None,
-    }
-    return chosen if args.max_seconds is None else {**chosen, "max_seconds": args.max_seconds}
+def _settings(args: argparse.Namespace) -> bench.Settings:
+    return bench.Settings(
+        against=args.against,
+        max_tokens=args.max_tokens,
+        attention=args.attention,
+        with_checkpointing=args.checkpointing,
+        row_tokens=args.row_tokens,
+        compile_backend=(args.compile_backend or DEFAULT_BACKEND) if args.compile else None,
+        repetitions=args.repetitions,
+        reference=args.reference,
+        max_seconds=math.inf if args.max_seconds is None else args.max_seconds,
+    )
 
 
 def _model(name: str, gguf_file: str | None, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:

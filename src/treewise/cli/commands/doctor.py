@@ -23,8 +23,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, bytes_as_text, pip_install
 from treewise.nn.attention import AUTO, choose
 from treewise.nn.device import free_bytes
-from treewise.nn.releases import installed_version
-from treewise.nn.support_table import CapabilityTable
+from treewise.nn.support_table import CapabilityTable, installed_version
 from treewise.objectives import logprob_gap
 from treewise.rl.samplers import SampleRequest, TransformersSampler
 from treewise.tree.forest import Forest

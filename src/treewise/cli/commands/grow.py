@@ -10,7 +10,7 @@ from typing import Any
 from treewise.errors import ConfigError, num
 from treewise.grow import GrowReport, grow
 from treewise.grow.growth import LEARNED, OPERATORS, OPTIMIZER_CHOICES
-from treewise.grow.operator_training import OperatorSettings
+from treewise.grow.operators import OperatorSettings
 from treewise.nn.adapters import adapter_folder
 from treewise.nn.load_model import load_tokenizer, load_weights, locate
 

@@ -10,8 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from treewise.errors import ConfigError, did_you_mean
-from treewise.nn.releases import installed_version
-from treewise.nn.support_table import REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable
+from treewise.nn.support_table import REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable, installed_version
 
 _COLOURS = {SUPPORTED: "green", REFUSED: "red", UNTRIED: "yellow"}
 

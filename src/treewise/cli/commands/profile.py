@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         "max_tokens": engine.max_tokens,
         "max_tokens_setting": args.max_tokens,
         "trained_parameters": sum(each.numel() for each in model.parameters() if each.requires_grad),
-        **{name: each.to_dict() for name, each in profiles.items()},
+        **{name: asdict(each) for name, each in profiles.items()},
     }
     if args.json:
         print(json.dumps(facts, indent=1))

@@ -2,8 +2,13 @@
 
 from treewise.nn.attention.gateway import ANCHOR, EVERYTHING, NOTHING, Carried, Gateway, GatewayRead, carry
 from treewise.nn.attention.implementations import AUTO, IMPLEMENTATIONS, choose
-from treewise.nn.attention.interface import TreeContext, install, is_installed
-from treewise.nn.attention.legacy_layers import has_legacy_layers, install_legacy_layers
+from treewise.nn.attention.interface import (
+    TreeContext,
+    has_legacy_layers,
+    install,
+    install_legacy_layers,
+    is_installed,
+)
 from treewise.nn.attention.mask import TreeMask
 from treewise.nn.attention.mask_audit import check_masks, observe_masks
 

@@ -18,7 +18,7 @@ from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.attention.flex import flex_attention_tree
 from treewise.nn.attention.kernel_cases import Case, is_within, kernel_errors, shown
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.releases import installed_version
+from treewise.nn.support_table import installed_version
 from treewise.shapes import Float
 
 NEEDS = {"torch": "2.13", "flash-attn-4": "4.0.0b26"}

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from importlib import import_module
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from treewise.errors import ConfigError
 from treewise.nn.attention import cascade
@@ -13,32 +15,16 @@ from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
 
 AUTO = "auto"
-
-
-class Run(Protocol):
-    """Attention of one layer under a tree.
-
-    query: [1, H, T, D]; key, value: [1, Hkv, T, D] of the micro-batch's own tokens. reads: gateway rows in front of
-    them, kept under the name `call`. sinks: [H] extra logits without a value, or None. Returns [1, H, T, D of values].
-    """
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: TreeMask,
-        rule: LayerRule,
-        sinks: torch.Tensor | None,
-        reads: tuple[GatewayRead, ...],
-        call: LayerCall,
-    ) -> torch.Tensor: ...
+Run = Callable[[Tensor, Tensor, Tensor, TreeMask, LayerRule, Tensor | None, tuple[GatewayRead, ...], LayerCall], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """run: the function. suits: whether `auto` takes it on a type of device (`cpu`, `cuda`, ...). num_key_rows: key
-    rows that one layer without a window reads in a forward of a micro-batch, for benchmarks."""
+    """run: attention of one layer under a tree, of [1, H, T, D] queries, [1, Hkv, T, D] keys and values of the
+    micro-batch's own tokens, mask, rule, sinks ([H] extra logits without a value, or None), gateway rows in front of
+    the keys, and the name that they are kept under; returns [1, H, T, D of values]. suits: whether `auto` takes it on a
+    type of device (`cpu`, `cuda`, ...). num_key_rows: key rows that one layer without a window reads in a forward of a
+    micro-batch, for benchmarks."""
 
     run: Run
     suits: Callable[[str], bool]
@@ -68,50 +54,40 @@ def choose(attention: str, device_type: str) -> str:
     return next(name for name, each in IMPLEMENTATIONS.items() if each.suits(device_type))
 
 
-def _flex(*inputs: Any) -> torch.Tensor:
-    from treewise.nn.attention.flex import flex_attention_tree  # loads torch's compiler
-
-    return flex_attention_tree(*inputs)
-
-
-def _flash(*inputs: Any) -> torch.Tensor:
-    from treewise.nn.attention.flash import flash_attention_tree
-
-    return flash_attention_tree(*inputs)
+def _lazily(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported at the first call: FlexAttention loads torch's compiler."""
+    return lambda *inputs: getattr(import_module(f"treewise.nn.attention.{module}"), name)(*inputs)
 
 
-def _flex_key_rows(mask: TreeMask, device: torch.device) -> int:
-    from treewise.nn.attention.flex import num_key_rows
-
-    return num_key_rows(mask, device)
-
-
-def _behind_gateways(attention: Callable[..., torch.Tensor]) -> Run:
+def _behind_gateways(attention: Callable[..., Tensor]) -> Run:
     """For functions that take one tensor of keys and one of values: gateway rows are concatenated in front."""
 
     def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         mask: TreeMask,
         rule: LayerRule,
-        sinks: torch.Tensor | None,
+        sinks: Tensor | None,
         reads: tuple[GatewayRead, ...],
         call: LayerCall,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return attention(query, *extend(key, value, reads, call), mask, rule, sinks)
 
     return run
 
 
-def _all_keys(mask: TreeMask, _: torch.device) -> int:
-    return mask.num_keys * mask.num_queries
-
-
+_flex, _flash = (
+    _behind_gateways(_lazily(module, name))
+    for module, name in (("flex", "flex_attention_tree"), ("flash", "flash_attention_tree"))
+)
+_flex_key_rows = _lazily("flex", "num_key_rows")
 # In the order in which `auto` prefers them; it never takes one that suits no device.
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "flex": Implementation(_behind_gateways(_flex), lambda device_type: device_type == "cuda", _flex_key_rows),
-    "flash": Implementation(_behind_gateways(_flash), lambda _: False, _flex_key_rows),
+    "flex": Implementation(_flex, lambda device_type: device_type == "cuda", _flex_key_rows),
+    "flash": Implementation(_flash, lambda _: False, _flex_key_rows),
     "cascade": Implementation(cascade.cascade_attention, cascade.is_available, cascade.num_key_rows),
-    "reference": Implementation(_behind_gateways(reference_attention), lambda _: True, _all_keys),
+    "reference": Implementation(
+        _behind_gateways(reference_attention), lambda _: True, lambda mask, _: mask.num_keys * mask.num_queries
+    ),
 }

@@ -5,16 +5,22 @@ recomputation by gradient checkpointing finds the same arguments. Some models dr
 their layers; all pass the attention mask on, so the empty mask that replaces theirs carries the same context. The name
 stays installed: a forward without a tree (generation, evaluation) goes to the implementation that the model had before,
 which the name itself carries.
+
+Layers from before the interface (GPT-J, CodeGen and GPT-Neo) compute their scores in a method `_attn` of their own,
+which they call with queries, keys and values with positions already in them, and the mask, which carries the tree. A
+layer's instance gets an `_attn` that follows the tree if one is given; its class is unchanged.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,8 +30,7 @@ from treewise.nn.attention.context_parallel import ContextExchange, exchange, ke
 from treewise.nn.attention.gateway import NOTHING, Carried, Gateway, GatewayRead, carry, inject
 from treewise.nn.attention.implementations import implementation_named
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.attention.query_scale import rescaled_for_depth
-from treewise.nn.device import autocast_dtype
+from treewise.nn.device import autocast_dtype, to_device
 
 if TYPE_CHECKING:
     from treewise.nn.recurrent.rows import TreeRows
@@ -106,7 +111,7 @@ class TreeContext:
         return module, 0
 
 
-def install(configs: list[Any]) -> None:
+def install(configs: list[PreTrainedConfig]) -> None:
     """Puts the name into model configurations; a second call changes nothing."""
     AttentionInterface.register(NAME, tree_attention_forward)
     AttentionMaskInterface.register(NAME, _previous_mask)
@@ -116,7 +121,7 @@ def install(configs: list[Any]) -> None:
             config._attn_implementation_internal = AttentionName(current or "eager")  # noqa: SLF001
 
 
-def is_installed(configs: list[Any]) -> bool:
+def is_installed(configs: list[PreTrainedConfig]) -> bool:
     """Whether all configurations still hold the name."""
     return all(isinstance(config._attn_implementation, AttentionName) for config in configs)  # noqa: SLF001
 
@@ -177,7 +182,9 @@ def attend(
     rule = layer_rule(module, query, kwargs)
     sinks = kwargs.get("s_aux")
     call = context.next_call(module)
-    query, key, value = _as_autocast(rescaled_for_depth(module, query, context.mask), key, value)
+    dtype = autocast_dtype(query.device.type)  # which kernels that are called directly bypass
+    tensors = (_rescaled_for_depth(module, query, context.mask), key, value)
+    query, key, value = tensors if dtype is None else (each.to(dtype) for each in tensors)
     if context.carried.includes(*call):
         key, value = carry(key, value)
     reads = context.reads
@@ -196,10 +203,26 @@ def attend(
     return out.transpose(1, 2).contiguous()
 
 
-def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Casts as autocast does for scaled-dot-product attention; kernels that are called directly bypass it."""
-    dtype = autocast_dtype(tensors[0].device.type)
-    return list(tensors) if dtype is None else [tensor.to(dtype) for tensor in tensors]
+def _rescaled_for_depth(module: Any, query: torch.Tensor, mask: TreeMask) -> torch.Tensor:
+    """Queries [1, H, T, D], scaled for the depths of their tokens instead of their rows.
+
+    Positions reach a model as `position_ids`, and nearly all layers use nothing else. Llama 4's layers without rotary
+    positions scale their queries by `log1p(floor((p + 1) / floor_scale)) * attn_scale + 1` (Nakanishi,
+    Scalable-Softmax, 2025, arXiv:2501.19399) and count `p` themselves, from 0 at the first row of the call. Before
+    position `floor_scale` (8192) the factor is 1, so a probe on short sequences cannot detect it.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    factor_T = mask.derived(_factors, module.floor_scale, module.attn_scale, query.device)
+    return query if factor_T is None else query * factor_T[:, None].to(query.dtype)
+
+
+def _factors(mask: TreeMask, floor_scale: float, attn_scale: float, device: torch.device) -> torch.Tensor | None:
+    """[T] float64 factors from the scale at a query's row to the scale at its depth; None where all are 1."""
+    depth_T, row_T = mask.key_depth[mask.num_gateway_keys :], np.arange(mask.num_queries)
+    at_depth_T, at_row_T = (np.log1p(np.floor((at + 1.0) / floor_scale)) * attn_scale + 1.0 for at in (depth_T, row_T))
+    factor_T = at_depth_T / at_row_T
+    return None if (factor_T == 1).all() else to_device(factor_T, device)
 
 
 def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> LayerRule:
@@ -245,7 +268,7 @@ def _previous_attention(module: nn.Module) -> Callable[..., tuple[torch.Tensor, 
     return ALL_ATTENTION_FUNCTIONS[previous]
 
 
-def _previous_mask(*args: Any, config: Any, **kwargs: Any) -> Any:
+def _previous_mask(*args: object, config: PreTrainedConfig, **kwargs: Any) -> object:
     previous = config._attn_implementation.previous  # noqa: SLF001
     if previous not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
@@ -256,3 +279,53 @@ def _previous_mask(*args: Any, config: Any, **kwargs: Any) -> Any:
     if isinstance(mask, torch.Tensor):
         mask.mask_function = kwargs.get("mask_function")  # type: ignore[attr-defined]
     return mask
+
+
+# -- layers from before the interface ---------------------------------------------------------------------------------
+
+
+def _divided(layer: Any) -> dict[str, Any]:
+    return {"scaling": 1.0 / float(layer.scale_attn)}
+
+
+def _local_or_global(layer: Any) -> dict[str, Any]:
+    """GPT-Neo does not scale its scores, and its local layers see the last `window_size` tokens."""
+    return {"scaling": 1.0, "sliding_window": layer.config.window_size if layer.attention_type == "local" else None}
+
+
+# Class of a layer -> the arguments that it would give to the attention interface.
+_RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "CodeGenAttention": _divided,
+    "GPTJAttention": _divided,
+    "GPTNeoSelfAttention": _local_or_global,
+}
+
+
+def has_legacy_layers(decoder: nn.Module) -> bool:
+    """Whether a decoder attends by layers of this kind."""
+    return any(type(module).__name__ in _RULES for module in decoder.modules())
+
+
+def install_legacy_layers(decoder: nn.Module) -> None:
+    """Lets these layers of a decoder follow the tree that its mask carries; twice changes nothing."""
+    for module in decoder.modules():
+        if type(module).__name__ in _RULES and "_attn" not in vars(module):
+            module.__dict__["_attn"] = MethodType(_attn, module)
+
+
+def _attn(
+    self: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[1, H, T, D] in, ([1, H, T, D], weights) out."""
+    context = context_of(self, attention_mask)
+    if context is not None:
+        return attend(self, query, key, value, context, _RULES[type(self).__name__](self)).transpose(1, 2), None
+    if mask_audit.is_observing():
+        rule = layer_rule(self, query, _RULES[type(self).__name__](self))
+        # A local layer hides keys by a table of its own, so its window is not in the mask.
+        mask_audit.record(self, rule, attention_mask if rule.window is None else None)
+    return type(self)._attn(self, query, key, value, attention_mask)  # noqa: SLF001

@@ -20,7 +20,7 @@ from torch import nn
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention.interface import TreeContext, context_of
 from treewise.nn.recurrent.kinds import FUNCTIONS, KINDS, MIXERS, SINGLE_STEPS
-from treewise.nn.recurrent.layer_context import LayerContext
+from treewise.nn.recurrent.rows import LayerContext
 
 # What only recurrent layers have: names of parameters and buffers, and classes without such names.
 RECURRENT_PARAMETERS = {"A_log", "dt_bias", "time_decay", "recurrent_param", "slope_rate"}
@@ -28,14 +28,9 @@ RECURRENT_CLASSES = {"xLSTMLayer"}
 _HELP = "Supported models: docs/models.md."
 
 
-def supports(module: nn.Module) -> bool:
-    """Whether a module is a recurrent layer (or short convolution) that can follow a tree."""
-    return type(module).__name__ in MIXERS or bool(_functions(module) & KINDS.keys())
-
-
 def kinds_of(model: nn.Module) -> dict[str, str]:
     """The recurrent layers that can follow a tree: path in the model -> kind, such as `short convolution, Mamba2`."""
-    return {path: _kind(module) for path, module in model.named_modules() if supports(module)}
+    return {path: kind for path, module in model.named_modules() if (kind := _kind(module))}
 
 
 def refuse_unknown(model: nn.Module, name: str) -> None:
@@ -44,9 +39,9 @@ def refuse_unknown(model: nn.Module, name: str) -> None:
     Raises:
         UnsupportedModelError: naming the layer.
     """
-    known = tuple(kinds_of(model))
+    known = kinds_of(model)
     for path, module in model.named_modules():
-        if _is_inside(path, known):
+        if any(path == each or path.startswith(each + ".") for each in known):
             continue
         if isinstance(module, nn.Conv1d):
             raise UnsupportedModelError(
@@ -86,7 +81,7 @@ def install(model: nn.Module) -> None:
             layer.register_forward_hook(_take_back, always_call=True)
 
 
-def forward(self: nn.Module, *args: Any, treewise: TreeContext | None = None, **kwargs: Any) -> Any:
+def forward(self: nn.Module, *args: object, treewise: TreeContext | None = None, **kwargs: Any) -> object:
     """The forward of a mixer, with a tree by keyword, set by its layer's hook, or on the empty attention mask.
 
     Raises:
@@ -106,7 +101,7 @@ def forward(self: nn.Module, *args: Any, treewise: TreeContext | None = None, **
 
 
 @torch.compiler.disable
-def _on_tree(mixer: nn.Module, context: TreeContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_tree(mixer: nn.Module, context: TreeContext, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
     """The forward of a mixer over the tree of `context`: the same code, other functions behind the names in it."""
     calls: Counter[str] = Counter()
     _, call = context.next_call(mixer)  # some models run a layer several times
@@ -125,7 +120,7 @@ def _on_tree(mixer: nn.Module, context: TreeContext, args: tuple[Any, ...], kwar
     return _with_globals(type(mixer).forward, stand_in)(mixer, *args, **kwargs)
 
 
-def _with_globals(function: Any, stand_in: Callable[[str, Callable[..., Any]], Any]) -> Any:
+def _with_globals(function: Any, stand_in: Callable[[str, Callable[..., Any]], object]) -> FunctionType:
     """A copy of a function (and of functions that it wraps) in which the known names are replaced."""
     own = function.__globals__
     replaced = {name: stand_in(name, own[name]) for name in function.__code__.co_names if name in FUNCTIONS}
@@ -139,9 +134,11 @@ def _with_globals(function: Any, stand_in: Callable[[str, Callable[..., Any]], A
 
 
 def _kind(module: nn.Module) -> str:
+    """The kinds of a recurrent layer (or short convolution) that can follow a tree; empty for any other module."""
     if type(module).__name__ in MIXERS:
         return MIXERS[type(module).__name__][0]
-    return ", ".join(KINDS[name] for name in KINDS if name in _functions(module))
+    known = _functions(module)
+    return ", ".join(kind for name, kind in KINDS.items() if name in known)
 
 
 def _functions(module: nn.Module) -> set[str]:
@@ -153,14 +150,14 @@ def _functions(module: nn.Module) -> set[str]:
     return {name for name in code.co_names if name in FUNCTIONS or name in SINGLE_STEPS} & function.__globals__.keys()
 
 
-def _content(cell: CellType) -> Any:
+def _content(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # empty
         return None
 
 
-def _lend(layer: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _lend(layer: nn.Module, _: object, kwargs: dict[str, Any]) -> None:
     """Hook before a layer's forward. Gradient checkpointing calls hooks once, not when it recomputes, so the function
     that it recomputes sets the tree again.
     """
@@ -173,7 +170,7 @@ def _lend(layer: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer.__dict__["_gradient_checkpointing_func"] = partial(_checkpoint, layer, context, checkpoint)
 
 
-def _take_back(layer: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+def _take_back(layer: nn.Module, _args: object, _output: object) -> None:
     _give(layer, None)
     _restore_checkpointing(layer)
 
@@ -184,9 +181,9 @@ def _restore_checkpointing(layer: nn.Module) -> None:
 
 
 def _checkpoint(
-    layer: nn.Module, context: TreeContext, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any
-) -> Any:
-    def lending(*args: Any) -> Any:
+    layer: nn.Module, context: TreeContext, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: object
+) -> object:
+    def lending(*args: object) -> object:
         before = [vars(mixer).get("_treewise_lent") for mixer in _mixers_in(layer)]
         _give(layer, context)
         try:
@@ -205,7 +202,3 @@ def _give(layer: nn.Module, context: TreeContext | None) -> None:
 
 def _mixers_in(layer: nn.Module) -> Iterator[nn.Module]:
     return (child for child in layer.children() if "_treewise_name" in vars(child))
-
-
-def _is_inside(path: str, known: tuple[str, ...]) -> bool:
-    return any(path == each or path.startswith(each + ".") for each in known)

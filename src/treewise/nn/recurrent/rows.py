@@ -1,6 +1,9 @@
-"""Segments, schedule and index tensors of one micro-batch, computed for its first recurrent layer, shared by all."""
+"""Segments, schedule and index tensors of one micro-batch, computed for its first recurrent layer, shared by all, and
+the states that enter and leave each function of a layer through gateways.
+"""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -8,12 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.nn.attention.gateway import ANCHOR
+from treewise.nn.attention.interface import TreeContext
 from treewise.nn.device import to_device
-from treewise.nn.recurrent.schedule import Schedule, make_schedule
-from treewise.nn.recurrent.segments import RowSegments, row_segments, rows_before, rows_up_to_end
+from treewise.nn.recurrent.segments import (
+    RowSegments,
+    Schedule,
+    make_schedule,
+    row_segments,
+    rows_before,
+    rows_up_to_end,
+)
+from treewise.nn.recurrent.states import enter, gather, leave
 from treewise.planning.layout import Layout
 from treewise.planning.planner import Plan
-from treewise.shapes import Int
+from treewise.shapes import Float, Int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +116,51 @@ class TreeRows:
         gather[behind] = on_axis(before)
         arrays = (gather, keep, on_axis(cut_tails))
         return ConvIndex(*(to_device(array, device, torch.long) for array in arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """One recurrent function of one layer (`name`) in the micro-batch of `context`.
+
+    is_carried: whether states that enter get gradients, as the walk decided (`Carried`).
+    """
+
+    context: TreeContext
+    name: str
+    is_carried: bool
+
+    @property
+    def rows(self) -> TreeRows:
+        assert self.context.rows is not None
+        return self.context.rows
+
+    def count(self) -> None:
+        """Adds the micro-batch's tokens to those that this function has processed."""
+        self.rows.computed[self.name] += self.rows.layout.num_tokens
+
+    def entering(self, anchors: Sequence[torch.Tensor]) -> Float[Tensor, "n ..."] | None:
+        """[n, ...] states of the segments that begin below a gateway, in row order; None where there are none.
+
+        anchors: the function's inputs; if one needs gradients, so do the states, as where the walk says so.
+        """
+        rows, device = self.rows, anchors[0].device
+        if not len(rows.schedule.entering):
+            return None
+        reads = []
+        for index, read in enumerate(self.context.reads):
+            chosen = rows.entering(index, read.gateway.cut_rows)
+            kept_at = read.gateway.states[self.name].device
+            if len(chosen):
+                reads.append((read.gateway, rows.tensor(("entering", index), chosen, kept_at)))
+        states = enter(self.name, reads, device, (ANCHOR,) if self.is_carried else anchors)
+        return gather(states, rows.tensor("entering order", rows.entering_order, device)) if len(reads) > 1 else states
+
+    def leaving(self, out: Float[Tensor, "..."], states: Float[Tensor, "P ..."] | None) -> Float[Tensor, "..."]:
+        """Writes the states after the cuts ([P, ...], or None) to the gateway; `out` carries their gradients."""
+        if states is None:
+            return out
+        if self.context.writes is not None:
+            self.context.writes.write_states(self.name, states, self.rows.segments.cut_rows)
+        if self.context.injects is not None:
+            out = leave(out, states, self.context.injects, self.name)
+        return out

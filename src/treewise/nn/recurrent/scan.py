@@ -1,4 +1,5 @@
-"""Recurrences on a tree: every segment scanned once, from the state that its parent ended with.
+"""Recurrences and short convolutions on a tree: every segment once, from the state that its parent ended with, or
+behind the last tokens of its path.
 
 Letters: T rows, B segments side by side, L their padded length, P cuts.
 """
@@ -8,14 +9,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from treewise.nn.recurrent.layer_context import LayerContext
-from treewise.nn.recurrent.schedule import GATEWAY, NOTHING, SegmentBatch
-from treewise.nn.recurrent.states import collect, spread
+from treewise.nn.recurrent.rows import LayerContext
+from treewise.nn.recurrent.segments import GATEWAY, NOTHING, SegmentBatch
+from treewise.nn.recurrent.states import collect, gather, spread
 from treewise.shapes import Float
 
 # [B, L, ...] inputs padded with zeros on the right, [B, ...] initial states or None for zeros, and whether end states
 # are wanted, to [B, L, ...] outputs and [B, ...] end states. A row of zeros must leave the state unchanged.
 Scan = Callable[[list[torch.Tensor], torch.Tensor | None, bool], tuple[torch.Tensor, torch.Tensor | None]]
+# [1, C, L] to [1, C, L], causal, zeros before the first row.
+Conv = Callable[[torch.Tensor], torch.Tensor]
 _SMALLEST_CHUNK = 16
 
 
@@ -72,3 +75,28 @@ def _kept(states: torch.Tensor | None) -> torch.Tensor:
 def padded_chunk(length: int, largest: int) -> int:
     """Tokens per chunk for short segments: the smallest power of two that holds them, so that padding stays small."""
     return max(min(_SMALLEST_CHUNK, largest), min(largest, 1 << max(length - 1, 0).bit_length()))
+
+
+def tree_conv(layer: LayerContext, inputs: Float[Tensor, "1 C T"], width: int, conv: Conv) -> Float[Tensor, "1 C T"]:
+    """A causal convolution over [1, C, T] inputs; row t sees itself and the `width - 1` tokens above it.
+
+    Computes T + S * (width - 1) rows for S segments. Where the path above a segment is shorter, it is
+    padded with zeros, as at the beginning of a sequence.
+    """
+    rows = layer.rows
+    layer.count()
+    if width == 1 or (rows.is_one_path and not len(rows.segments.cuts)):
+        return conv(inputs)
+    index = rows.conv_index(width, inputs.device)
+    own_TC = inputs[0].transpose(0, 1)
+    axis = [own_TC, own_TC.new_zeros(1, own_TC.shape[1])]
+    tails = layer.entering([inputs])
+    if tails is not None:
+        axis.append(tails.to(own_TC.dtype).flatten(0, 1))
+    extended = torch.cat(axis)
+    out = conv(gather(extended, index.gather).transpose(0, 1)[None])
+    out = out.index_select(2, index.keep)
+    leaving = None
+    if len(rows.segments.cuts):
+        leaving = gather(extended, index.tails.flatten()).unflatten(0, index.tails.shape)
+    return layer.leaving(out, leaving)

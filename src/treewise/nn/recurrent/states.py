@@ -4,103 +4,26 @@ Letters: T rows, Z padded positions, n states.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from treewise.nn.attention.gateway import Gateway
-from treewise.shapes import Float, Int
-
-
-class _Spread(torch.autograd.Function):
-    """[T, ...] rows to padded positions, zeros where `order` is -1; `position` is the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order, position)
-        return _spread(rows, order, position)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        _, position = ctx.saved_tensors
-        return grad.index_select(0, position), None, None
-
-
-class _Collect(torch.autograd.Function):
-    """The transpose of `_Spread`."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order, position)
-        return padded.index_select(0, position)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _spread(grad, *ctx.saved_tensors), None, None
-
-
-class _Gather(torch.autograd.Function):
-    """Rows by index, any number of times each; gradients of one row are summed in float32 or wider."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(index)
-        ctx.num_rows = len(rows)
-        return rows.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (index,) = ctx.saved_tensors
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = torch.zeros(ctx.num_rows, *grad.shape[1:], dtype=wide, device=grad.device)
-        return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
-
-
-class _Enter(torch.autograd.Function):
-    """States kept by gateways, to which their gradients are added. Anchors only make the result differentiable."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, name: str, reads: Sequence[tuple[Gateway, torch.Tensor]], device: torch.device, *_: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.name, ctx.reads = name, reads
-        return torch.cat([each.states[name].index_select(0, index).to(device) for each, index in reads])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        start = 0
-        for gateway, index in ctx.reads:
-            gateway.add_state_gradients(ctx.name, index, grad[start : start + len(index)])
-            start += len(index)
-        return (None,) * len(ctx.needs_input_grad)
-
-
-class _Leave(torch.autograd.Function):
-    """`out`, whose backward also gives `states` the gradients collected in the gateway."""
-
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, states: torch.Tensor, gateway: Gateway, name: str) -> torch.Tensor:
-        ctx.gateway, ctx.name, ctx.dtype, ctx.device = gateway, name, states.dtype, states.device
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        states = ctx.gateway.state_grads.get(ctx.name)
-        return grad, None if states is None else states.to(ctx.device, ctx.dtype), None, None
+from treewise.shapes import Context, Float, Int
 
 
 def spread(
     rows: Float[Tensor, "T ..."], order: Int[Tensor, " Z"], position: Int[Tensor, " T"]
 ) -> Float[Tensor, "Z ..."]:
-    """[Z, ...] rows at their padded positions, zeros elsewhere. Each row has one: gradients are copies."""
+    """[Z, ...] rows at their padded positions, zeros where `order` is -1; `position` is the inverse. Each row has one
+    position: gradients are copies."""
     return _Spread.apply(rows, order, position)
 
 
 def collect(
     padded: Float[Tensor, "Z ..."], order: Int[Tensor, " Z"], position: Int[Tensor, " T"]
 ) -> Float[Tensor, "T ..."]:
-    """[T, ...] rows from their padded positions."""
+    """[T, ...] rows from their padded positions: the transpose of `spread`."""
     return _Collect.apply(padded, order, position)
 
 
@@ -112,7 +35,8 @@ def gather(rows: Float[Tensor, "T ..."], index: Int[Tensor, " n"]) -> Float[Tens
 def enter(
     name: str, reads: Sequence[tuple[Gateway, torch.Tensor]], device: torch.device, anchors: Sequence[torch.Tensor]
 ) -> Float[Tensor, "n ..."]:
-    """[n, ...] states kept by gateways. anchors: what the layer computes with; if one needs gradients, so do states."""
+    """[n, ...] states kept by gateways, to which their gradients are added. anchors: what the layer computes with; if
+    one needs gradients, so do states."""
     return _Enter.apply(name, tuple(reads), device, *anchors)
 
 
@@ -123,6 +47,70 @@ def leave(
     return _Leave.apply(out, states, gateway, name)
 
 
-def _spread(rows: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    padded = rows.new_zeros(len(order), *rows.shape[1:])
-    return padded.index_copy_(0, position, rows)
+def _padded(rows: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    return rows.new_zeros(len(order), *rows.shape[1:]).index_copy_(0, position, rows)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, rows: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(position)
+        return _padded(rows, order, position)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.index_select(0, *ctx.saved_tensors), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, padded: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order, position)
+        return padded.index_select(0, position)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _padded(grad, *ctx.saved_tensors), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = torch.zeros(ctx.num_rows, *grad.shape[1:], dtype=wide, device=grad.device)
+        (index,) = ctx.saved_tensors
+        return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context, name: str, reads: Sequence[tuple[Gateway, torch.Tensor]], device: torch.device, *_: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.name, ctx.reads = name, reads
+        return torch.cat([each.states[name].index_select(0, index).to(device) for each, index in reads])
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[None, ...]:
+        parts = grad.split([len(index) for _, index in ctx.reads])
+        for (gateway, index), part in zip(ctx.reads, parts, strict=True):
+            gateway.add_state_gradients(ctx.name, index, part)
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, out: torch.Tensor, states: torch.Tensor, gateway: Gateway, name: str) -> torch.Tensor:
+        ctx.gateway, ctx.name, ctx.dtype, ctx.device = gateway, name, states.dtype, states.device
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+        states = ctx.gateway.state_grads.get(ctx.name)
+        return grad, None if states is None else states.to(ctx.device, ctx.dtype), None, None

@@ -1,35 +1,91 @@
-"""The vision tower of a model, and how its own forward takes features that were computed before.
+"""Images in a model: its processor's tensors, its vision tower, and how its own forward takes features that were
+computed before.
 
 A model of images and text embeds its tokens, replaces the placeholders by the features of images, and calls its
 decoder. transformers' models take these features as `mm_encoder_outputs`, so tower and decoder run apart: the tower
 once for each image, the decoder for each micro-batch, both by the model's own code.
 
-Letters: R feature rows, one for each placeholder token of an image; M model width; T tokens of a micro-batch.
+Where positions are of three axes, a model numbers an image's tokens by row and column, and goes on after it with less
+than the number of its tokens. The positions of a trajectory are whatever the model's own function gives for it alone. A
+shared token has one position on the tree, so all trajectories through it must agree.
+
+Letters: R feature rows, one for each placeholder token of an image; M model width; A axes of positions; T tree tokens;
+L tokens of one trajectory; n tokens of a row.
 """
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
-from treewise.errors import UnsupportedModelError
+from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
 from treewise.nn.support_table import own_table
-from treewise.nn.vision.pixels import PixelInputs, feature_rows, image_token_of
-from treewise.shapes import Float
+from treewise.shapes import Float, Int
+from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
 
+PixelInputs = dict[str, torch.Tensor]  # of some images, by the names of the model's arguments
 # [R, M] rows for the embeddings, then those for each decoder layer that takes some (Qwen3-VL's deepstack).
 Features = tuple[torch.Tensor, ...]
+_TOKEN_NAMES = ("image_token_id", "image_token_index")
 EVERYWHERE, IN_WINDOWS = "everywhere", "in windows"
 # Where images attend both ways, by family and its setting use_bidirectional_attention.
 _BOTH_WAYS: dict[tuple[str, str | bool | None], str] = {
     **{(family, setting): EVERYWHERE for family in ("gemma3", "shieldgemma2") for setting in (None, False)},
     ("gemma4", "vision"): IN_WINDOWS,
 }
+
+
+def pixel_inputs(processor: object, images: Sequence[Any]) -> PixelInputs:
+    """The tensors of some images (PIL), by the names of the model's arguments.
+
+    processor: the model's processor, or its image processor.
+
+    Raises:
+        ConfigError: a processor that takes no images.
+    """
+    process = getattr(processor, "image_processor", processor)
+    if process is None or not callable(process) or not hasattr(process, "model_input_names"):
+        raise ConfigError(
+            f"processor is a {type(processor).__name__}, which takes no images; give the model's processor "
+            "(transformers.AutoProcessor.from_pretrained)."
+        )
+    made = process(images=list(images), return_tensors="pt")
+    return {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+
+
+def row_arguments(
+    model: PreTrainedModel, processor: object, images: Sequence[Any], token_ids: Int[Tensor, " n"]
+) -> dict[str, torch.Tensor]:
+    """What a flat row gives to the model's own forward beside its token ids.
+
+    images: of the row, in order (PIL). token_ids: [n] int64.
+    """
+    known = inspect.signature(type(model).forward).parameters
+    made = {name: value.to(token_ids.device) for name, value in pixel_inputs(processor, images).items()}
+    types = torch.eq(token_ids, image_token_of(model.config) or -1).long()[None]
+    made |= {"mm_token_type_ids": types, "token_type_ids": types}
+    return {name: value for name, value in made.items() if name in known}
+
+
+def image_token_of(config: PreTrainedConfig) -> int | None:
+    """The token that stands for a part of an image; None for a model of text."""
+    values = (getattr(config, name, None) for name in _TOKEN_NAMES)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def feature_rows(output: ModelOutput) -> torch.Tensor | Sequence[torch.Tensor]:
+    """What a model's own forward takes of the output of `get_image_features`: Fuyu's and Llama 4's read it unpooled."""
+    rows = getattr(output, "pooler_output", None)
+    return output.last_hidden_state if rows is None else rows
 
 
 @dataclass(eq=False)
@@ -41,7 +97,7 @@ class VisionModel:
     all layers (`EVERYWHERE`), or in those with a window (`IN_WINDOWS`).
     """
 
-    module: Any
+    module: PreTrainedModel
     image_token: int
     parameters: tuple[nn.Parameter, ...]
     both_ways: str = ""
@@ -117,7 +173,7 @@ def vision_model(lm: DecoderAndHead) -> VisionModel:
     return VisionModel(module, token, outside, _both_ways(base))
 
 
-def _both_ways(base: Any) -> str:
+def _both_ways(base: PreTrainedModel) -> str:
     """Where the tokens of an image see those after them in it: nowhere (""), `EVERYWHERE` or `IN_WINDOWS`.
 
     Raises:
@@ -133,7 +189,7 @@ def _both_ways(base: Any) -> str:
     return kind or ""
 
 
-def refuse_unsupported(base: Any) -> None:
+def refuse_unsupported(base: PreTrainedModel) -> None:
     """Raises if a family's images do not equal flat training, or were not tried against it.
 
     Raises:
@@ -148,7 +204,64 @@ def refuse_unsupported(base: Any) -> None:
         )
 
 
-def _rows_of(parts: Any) -> Float[Tensor, "R M"]:
+def _rows_of(parts: torch.Tensor | Sequence[torch.Tensor]) -> Float[Tensor, "R M"]:
     if isinstance(parts, torch.Tensor):
         return parts.reshape(-1, parts.shape[-1])
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in parts])
+
+
+# -- positions --------------------------------------------------------------------------------------------------------
+
+
+def has_own_positions(module: PreTrainedModel) -> bool:
+    """Whether a model numbers the tokens of images by its own function; else positions are depths."""
+    return hasattr(module, "get_rope_index")
+
+
+def tree_positions(
+    module: PreTrainedModel, image_token: int, forest: Forest, pixels_of: Callable[[ImageSpan], PixelInputs]
+) -> np.ndarray:
+    """[A, T] int64, the position ids of all tree tokens. pixels_of: the tensors of an image.
+
+    Raises:
+        DataError: the model's function fails on a trajectory.
+        UnsupportedModelError: trajectories disagree in the position of a token that they share.
+    """
+    rows = []
+    for index, item in enumerate(forest.trajectories):
+        pixels = [pixels_of(image) for image in item.images]
+        try:
+            rows.append(_row_positions(module, image_token, item.token_ids, pixels))
+        except (RuntimeError, ValueError, IndexError, StopIteration) as error:
+            raise DataError(
+                f"{forest.source_of(index)}: {type(module).__name__} cannot number its tokens ({error}); are its "
+                "images apart, with at least one token between?"
+            ) from error
+    num_axes = max((len(row) for row in rows if row.ndim == 2), default=1)
+    positions = np.zeros((num_axes, forest.num_tokens), dtype=np.int64)
+    for path, row in zip(forest.paths, rows, strict=True):
+        positions[:, path] = row
+    for index, (path, row) in enumerate(zip(forest.paths, rows, strict=True)):
+        differs = (positions[:, path] != row).any(0)
+        if differs.any():
+            raise UnsupportedModelError(
+                f"{forest.source_of(index)}: {type(module).__name__} gives token {int(np.argmax(differs))} another "
+                "position than in a trajectory that shares it; a shared token has one position on a tree."
+            )
+    return positions
+
+
+def _row_positions(
+    module: PreTrainedModel, image_token: int, token_ids: np.ndarray, images: list[PixelInputs]
+) -> np.ndarray:
+    """[A, L] int64 positions of one trajectory, or [L] where it has no image."""
+    if not images:
+        return np.arange(len(token_ids))
+    ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+    given: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == image_token).int()}
+    given["attention_mask"] = torch.ones_like(ids)
+    given |= {name: torch.cat([each[name] for each in images]) for name in images[0] if name != "pixel_values"}
+    known = inspect.signature(module.get_rope_index).parameters
+    positions, _ = module.get_rope_index(**{name: value for name, value in given.items() if name in known})
+    found: np.ndarray = positions[:, 0].cpu().numpy()
+    return found
