@@ -48,7 +48,7 @@ class SmallCheckpoint:
         if (folder / INDEX).is_file():
             weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
             files = sorted({folder / Path(name).name for name in weight_map.values()})
-        self.files = files
+        self.folder, self.files = folder, files
         self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}
         self._file_of: dict[str, Path] = {}
         for file in files:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.grow.checkpoint import SmallCheckpoint, copy_companions, new_checkpoint, write_tensors
 from treewise.grow.configuration import Target, check_like, target_like
-from treewise.grow.growth_plan import plan_of
+from treewise.grow.growth_plan import GrowthPlan, plan_of
 from treewise.grow.moments import grow_optimizer
 from treewise.grow.operators import OperatorSettings, trained_operator
 from treewise.tree import Forest
@@ -147,22 +147,10 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
     small = SmallCheckpoint(source)
     keeps_function = wanted.operator == "copy" or (wanted.operator == "stack" and not plan.num_new_layers)
     with new_checkpoint(output) as folder:
-        fitted: dict[str, Any] = {}
         if wanted.operator in LEARNED:
-            plan.roles(small.shapes)  # refuses before anything is loaded
-            settings = wanted.settings
-            fit = trained_operator(
-                wanted.operator, load_whole(source), plan, wanted.forests or (), settings, wanted.seed
-            )
-            fit.model.save_pretrained(folder)
-            fitted = {
-                "rank": settings.rank if wanted.operator == "mango" else None,
-                "steps": settings.steps,
-                "learning_rate": settings.learning_rate,
-                "data_sha256": fit.data_sha256,
-                "operator_losses": tuple(fit.losses),
-            }
+            learned = _write_learned(plan, small, folder, wanted)
         else:
+            learned = {}
             write_tensors(folder, plan.tensors(small))
             plan.grown_config.save_pretrained(folder)
         if wanted.optimizer == "grow":
@@ -190,10 +178,25 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
             num_parameters_after=SmallCheckpoint(folder).num_parameters,
             keeps_function=keeps_function,
             logit_difference=difference,
-            **fitted,
+            **learned,
         )
         (folder / "grow.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return report
+
+
+def _write_learned(plan: GrowthPlan, small: SmallCheckpoint, folder: Path, wanted: Growth) -> dict[str, Any]:
+    """Fits an operator and writes what it makes; returns what the report says of it."""
+    plan.roles(small.shapes)  # refuses before anything is loaded
+    settings, model = wanted.settings, load_whole(small.folder)
+    fit = trained_operator(wanted.operator, model, plan, wanted.forests or (), settings, wanted.seed)
+    fit.model.save_pretrained(folder)
+    return {
+        "rank": settings.rank if wanted.operator == "mango" else None,
+        "steps": settings.steps,
+        "learning_rate": settings.learning_rate,
+        "data_sha256": fit.data_sha256,
+        "operator_losses": tuple(fit.losses),
+    }
 
 
 def _judge(difference: float, output: Path, config: PreTrainedConfig) -> None:

@@ -210,9 +210,8 @@ def edge_values(
     with_entropy = "entropy" in outputs
     if isinstance(head, ModuleHead):
         return _module_values(projected, head, edge_row, target, bounds, with_entropy=with_entropy)
-    log_probs_E, entropy_R = _EdgeValues.apply(
-        projected, head.weight, head.bias, edge_row, target, head, bounds, with_entropy
-    )
+    how = bounds, with_entropy
+    log_probs_E, entropy_R = _EdgeValues.apply(projected, head.weight, head.bias, edge_row, target, head, how)
     return {"log_probs": log_probs_E} | ({"entropy": entropy_R[edge_row]} if with_entropy else {})
 
 
@@ -254,9 +253,9 @@ class _EdgeValues(torch.autograd.Function):
         edge_row: torch.Tensor,
         target: torch.Tensor,
         head: Head,
-        bounds: list[_Bounds],
-        with_entropy: bool,
+        how: tuple[list[_Bounds], bool],  # and whether entropies are wanted
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        bounds, with_entropy = how
         dtype = autocast_dtype(hidden.device.type) or weight.dtype  # hidden rows may be kept wider (Mamba)
         hidden = hidden.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -331,11 +330,11 @@ class _EdgeValues(torch.autograd.Function):
         if ctx.head.shard is not None and hidden_grad is not None:
             ctx.head.shard.add_up(hidden_grad)
         if ctx.head.gradients is not None:
-            return hidden_grad, None, None, None, None, None, None, None
+            return hidden_grad, None, None, None, None, None, None
         cast = [
             None if grad is None else grad.to(like.dtype) for grad, like in ((weight_grad, weight), (bias_grad, bias))
         ]
-        return hidden_grad, *cast, None, None, None, None, None
+        return hidden_grad, *cast, None, None, None, None
 
 
 def _project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
