@@ -19,11 +19,11 @@ from treewise.tree import Forest, Trajectory
 
 def begin(
     name: str, folder: Path, family: str = "qwen2", rank: int = 1, layers: int = 3
-) -> tuple[Operator, object, object]:
+) -> tuple[Operator, object, object, Widening]:
     model = save_random(folder, family)
     plan = plan_of(model.config, Target(2, layers), name, noise=0.0, seed=0)
     grown = AutoModelForCausalLM.from_config(plan.grown_config)
-    return operators.OPERATORS[name](model, grown, plan, rank), model, grown
+    return operators.OPERATORS[name](model, grown, plan, rank), model, grown, plan.widening
 
 
 @pytest.mark.parametrize("name", ["ligo", "mango"])
@@ -32,14 +32,14 @@ def test_without_noise_an_operator_begins_as_a_copy(
     name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operators, "MAP_NOISE", 0.0)
-    operator, model, grown = begin(name, tmp_path, family)
+    operator, model, grown, widening = begin(name, tmp_path, family)
     tensors = operator()
     assert set(dict(grown.named_parameters())) <= set(tensors)
     for key, tensor in model.state_dict().items():
         if tensor.dim() == 3 or "layers.1." in key:
             continue
         role = role_of(key, tuple(tensor.shape), model.config, tuple(grown.state_dict()[key].shape))
-        torch.testing.assert_close(tensors[key], widened(key, tensor, role, Widening(width=2)))
+        torch.testing.assert_close(tensors[key], widened(key, tensor, role, widening))
         assert tensors[key].shape == grown.state_dict()[key].shape
 
 
@@ -47,7 +47,7 @@ def test_the_ring_is_the_dense_map(tmp_path: Path) -> None:
     """Its einsums against the full tensor S of arXiv 2310.10699, contracted over all indices at once; at rank 1 it is
     the Kronecker product of the four maps.
     """
-    operator, _, _ = begin("mango", tmp_path, rank=2)
+    operator, *_ = begin("mango", tmp_path, rank=2)
     assert isinstance(operator, Mango)
     name, members = next((key, value) for key, value in operator.classes.items() if len(value) > 1 and " 1" in key)
     stack = operator.stacks[members[0]]
@@ -65,7 +65,7 @@ def test_the_ring_is_the_dense_map(tmp_path: Path) -> None:
 
 
 def test_rank_1_is_a_kronecker_product(tmp_path: Path) -> None:
-    operator, _, _ = begin("mango", tmp_path)
+    operator, *_ = begin("mango", tmp_path)
     assert isinstance(operator, Mango)
     name, members = next((key, value) for key, value in operator.classes.items() if len(value) > 1 and " 1" in key)
     stack = operator.stacks[members[0]]
@@ -139,7 +139,7 @@ def test_gradients_of_the_maps_are_those_of_autograd(tmp_path: Path) -> None:
     from treewise.engine import TreeEngine
     from treewise.objectives import SFT
 
-    operator, _, grown = begin("mango", tmp_path, layers=2)
+    operator, _, grown, _ = begin("mango", tmp_path, layers=2)
     operator, grown = operator.double(), grown.double()
     operator.stacks = [replace(each, weights=each.weights.double()) for each in operator.stacks]
     tensors = {name: each.double() for name, each in operator().items()}
