@@ -34,10 +34,9 @@ from tiny_policy import END, Parts, curve_of, imitate, interval, new_model, new_
 import treewise as tw
 from treewise.rl.branching import PROMPT, Branch
 from treewise.rl.node_values import node_values
-from treewise.rl.online.continuation import Continuation
+from treewise.rl.online.growing import GrowingTree, Rounds, continue_all, grow_trees, rewards_of
 from treewise.rl.online.journal import Unrecorded
-from treewise.rl.online.rewarding import rewards_of
-from treewise.rl.online.sampling import GrowingTree, Rounds, continue_all, grow_trees
+from treewise.rl.online.rollout import Continuation
 from treewise.rl.samplers import TransformersSampler
 from treewise.rl.tasks import EnvironmentTask, GuessNumber, SumTask, TaskItem
 from treewise.rl.tasks.protocol import RewardRequest, Split
@@ -275,7 +274,7 @@ def value_errors(start: Any, tokenizer: Any, name: str, args: argparse.Namespace
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             trainer = new_trainer(start, tokenizer, Path(folder), name, arm, args, seed)
             trainer.model.eval()
-            rounds = trainer.rollouts.rounds(trainer.state, Unrecorded())
+            rounds = trainer.rollouts.rounds(trainer.loop, Unrecorded())
             trees = grown(trainer, name, rounds)
             rounds = replace(rounds, request=replace(rounds.request, want_entropy=False))
             if of_prompts is None:  # the same items and weights for every arm
@@ -380,7 +379,7 @@ def timing(args: argparse.Namespace) -> Path:
 
         def trees() -> None:
             number = next(numbers)
-            rounds = trainer.rollouts.rounds(trainer.state, Unrecorded())
+            rounds = trainer.rollouts.rounds(trainer.loop, Unrecorded())
             request = replace(rounds.request, stop_ids=())
             rounds = replace(rounds, branching=OneRound(8), request=request)  # type: ignore[arg-type]
             found = trainer.rollouts.new_trees((0, number), range(4), 0, [1 << 30] * 4)

@@ -163,7 +163,7 @@ def run_arm(start: Any, tokenizer: Any, arm: str, args: argparse.Namespace, seed
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         trainer = new_trainer(model, tokenizer, Path(folder), arm, args, seed, rate)
         trainer.train()
-    tasks = trainer.state.book.state_dict()["tasks"]
+    tasks = trainer.loop.book.state_dict()["tasks"]
     kinds = {
         kind.name: sum(int(key.rpartition("/")[2]) % len(KINDS) == n for key in tasks) for n, kind in enumerate(KINDS)
     }

@@ -206,7 +206,7 @@ def figures(trainer: Any, task: SortLetters, num_items: int) -> dict[str, Any]:
         "best_constant_answer": answer,
         "best_constant_success": count / num_items,
         "training_success": [log["success"] for log in trainer.log_history if "success" in log],
-        "sampled_tokens": trainer.state.num_sampled,
+        "sampled_tokens": trainer.loop.num_sampled,
     }
 
 

@@ -97,20 +97,22 @@ def test_losses_weights_and_random_states_are_those_of_a_run_that_prepares_nothi
 def test_the_next_step_is_planned_while_a_step_computes_also_that_of_the_next_epoch(make_trainer):
     trainer = make_trainer(some_trees(8), max_tokens=14, num_train_epochs=2)
     prepared, train = trainer.runner.prepare, trainer.runner.train_batch
-    events, batches, planned = [threading.Event() for _ in range(8)], [], []
+    events, batches, planned, step = [threading.Event() for _ in range(8)], [], [], 0
 
     def prepare(forests, *args):
         batches.append(prepared(forests, *args))
         events[len(batches) - 1].set()
         return batches[-1]
 
-    def train_batch(batch, denominator, step):
+    def train_batch(batch):
+        nonlocal step
+        step += 1
         if step < 8:  # without a thread this would wait in vain
             assert events[step].wait(timeout=20), f"step {step + 1} was not prepared while step {step} ran"
             assert batches[step].ready.plan is not None
         assert batch is batches[step - 1]
         planned.append(trainer.engine.plan(batch.ready) is batch.ready.plan)
-        return train(batch, denominator, step)
+        return train(batch)
 
     trainer.runner.prepare, trainer.runner.train_batch = prepare, train_batch
     trainer.train()
@@ -154,11 +156,11 @@ def test_a_budget_that_changed_meanwhile_plans_again(make_trainer):
     trainer = make_trainer(some_trees(8), max_tokens=40, num_train_epochs=1)
     train, budgets = trainer.runner.train_batch, []
 
-    def train_batch(batch, denominator, step):
-        before = trainer.engine.plan(batch.ready).max_tokens
+    def train_batch(batch):
+        before, step = trainer.engine.plan(batch.ready).max_tokens, len(budgets) + 1
         trainer.engine.budget.tokens = 40 - 8 * step  # as if memory had run out
         budgets.append((before, trainer.engine.plan(batch.ready).max_tokens))
-        return train(batch, denominator, step)
+        return train(batch)
 
     trainer.runner.train_batch = train_batch
     trainer.train()
@@ -170,9 +172,9 @@ def test_an_automatic_budget_is_measured_at_the_first_step_and_planned_with_late
     trainer = make_trainer(some_trees(8), max_tokens="auto", num_train_epochs=1)
     train, plans = trainer.runner.train_batch, []
 
-    def train_batch(batch, denominator, step):
+    def train_batch(batch):
         plans.append(batch.ready.plan)
-        return train(batch, denominator, step)
+        return train(batch)
 
     trainer.runner.train_batch = train_batch
     trainer.train()

@@ -35,14 +35,16 @@ def test_a_batch_has_the_flat_loss_and_gradients(make_runner, trees, forests):
     model, reference = tiny_model(), tiny_model()
     expected = flat_loss(reference, [item for tree in trees for item in tree])
     expected.backward()
-    runner = make_runner(model, max_tokens=40)
-    denominator = runner.denominator([forests], 1)
-    losses = [runner.train_batch(part, denominator, 1).loss for part in (forests[:3], forests[3:])]
-    runner.sum_gradients()  # of one rank: nothing to add
+    runner = make_runner(model, max_tokens=40, max_grad_norm=0.0)
+    batches = [runner.prepare(part) for part in (forests[:3], forests[3:])]
+    denominator = runner.begin_step(batches, 1)
+    losses = [runner.train_batch(batch).loss for batch in batches]
+    norm = runner.end_step()  # of one rank: nothing to add
+    assert norm == pytest.approx(float(torch.stack([each.grad.norm() for each in model.parameters()]).norm()), rel=1e-5)
     assert sum(losses) == pytest.approx(float(expected.detach()), rel=1e-6)
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
-    assert runner.evaluate_batch(forests, SFT(), 1) / denominator == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert runner.evaluate_batch(forests, SFT()) / denominator == pytest.approx(float(expected.detach()), rel=1e-6)
     assert not runner.is_sharded
 
 
@@ -64,13 +66,13 @@ def test_router_losses_belong_to_the_step_however_it_is_cut(make_runner, trees, 
     runner = make_runner(model, max_tokens=max_tokens, router_z_coefficient=0.1)
     if objective == "gspo":  # takes two walks
         runner.objective = GSPO()
-    denominator = runner.denominator([forests], 1)
+    denominator = runner.begin_step([runner.prepare(forests)], 1)
     whole = runner.engine.step(forests, runner.objective, denominator=denominator)
     expected = gradients_of(model)
     model.zero_grad()
-    batches = [forests[part::num_parts] for part in range(num_parts)]
-    runner.count_experts(batches, 1)
-    losses = [runner.train_batch(batch, denominator, 1).loss for batch in batches]
+    batches = [runner.prepare(forests[part::num_parts]) for part in range(num_parts)]
+    assert runner.begin_step(batches, 1) == pytest.approx(denominator)
+    losses = [runner.train_batch(batch).loss for batch in batches]
     assert sum(losses) == pytest.approx(whole.loss, rel=1e-6)
     assert gradient_error(gradients_of(model), expected) < 1e-6
 
@@ -80,9 +82,10 @@ def test_a_batch_without_a_trained_token_computes_nothing(make_runner, forests):
     for forest in forests:
         for item in forest.trajectories:
             item.loss_weights[:] = 0
-    assert runner.train_batch(forests, 1.0, 1) is None
+    batch = runner.prepare(forests)
+    assert runner.train_batch(batch) is None
     with pytest.raises(DataError, match=r"step 4 has no trained token; leave these trees out: rows.jsonl:0"):
-        runner.denominator([forests], 4)
+        runner.begin_step([batch], 4)
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("auto", 17), (40, 40)])

@@ -79,7 +79,7 @@ def _measured(
 def _check(curriculum: Any, arguments: "TreeTrainingArguments", engine: Any, rows: list[Any], objective: Any) -> None:
     from treewise.rl.curriculum.recorded import check_on_trees
     from treewise.rl.curriculum.self_check import refusal
-    from treewise.rl.online.draw_log import write_check
+    from treewise.rl.online.records import write_check
 
     rng = np.random.default_rng(int(arguments.order_facts()["seed"]))
     sample = [rows[index] for index in np.sort(rng.permutation(len(rows))[:NUM_CHECKED])]

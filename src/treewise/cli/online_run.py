@@ -143,7 +143,7 @@ def _task(config: RunConfig) -> Any:
 
 def _check_first_prompt(task: Any, tokenizer: Any, settings: Any) -> None:
     """Raises what the first prompt of a run would: of a chat template that cannot write it, of `reset`, of tools."""
-    from treewise.rl.online.conversations import start
+    from treewise.rl.online.rollout import start
     from treewise.rl.tasks import Calls, ChatTokens
 
     calls = Calls(settings.reward_timeout, settings.reward_workers)

@@ -17,9 +17,9 @@ import torch
 from treewise.errors import ConfigError, DataError, num
 from treewise.integrations.trl import Sharing, share_prefixes
 from treewise.rl.branching import PROMPT, Branch, Branching, RolloutTree, branching_named
-from treewise.rl.online.continuation import Continuation, Limits
+from treewise.rl.online.growing import Rounds, continue_all
 from treewise.rl.online.journal import Unrecorded
-from treewise.rl.online.sampling import Rounds, continue_all
+from treewise.rl.online.rollout import Continuation, Limits, OneTurn
 from treewise.rl.rollout_batch import credit
 from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
 from treewise.rl.success_book import SuccessBook
@@ -45,22 +45,6 @@ class RolloutCounts:
     def share_ratio(self) -> float:
         """Tokens of completions / sampled tokens; 1 before the first batch."""
         return self.num_completion_tokens / self.num_sampled_tokens if self.num_sampled_tokens else 1.0
-
-
-@dataclass(slots=True)
-class _Text:
-    """A completion while it grows."""
-
-    token_ids: list[int]
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        self.token_ids += [int(token) for token in token_ids]
-
-    def end_turn(self, finish: str) -> tuple[list[int], str | None]:
-        return [], finish
-
-    def branch(self, num_tokens: int) -> "_Text":
-        return _Text(self.token_ids[:num_tokens])
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +73,7 @@ class _Grown:
             for _ in range(min(branch.count, room - len(found))):
                 self.num_started += 1
                 position = 0 if branch.node == PROMPT else branch.position
-                text = _Text(self.tree.prefix_ids(branch.node, position).tolist())
+                text = OneTurn(self.tree.prefix_ids(branch.node, position).tolist())
                 found.append(Continuation(self.tree, branch, text, limits, (*self.seed, self.num_started)))
         return found
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -158,18 +158,15 @@ def with_streams(
     return replace(update, trees=trees, streams=streams, num_without_sampler=num_without)
 
 
-def scored(
-    update: Update, engine: TreeEngine, *, batch_size: int, reference: Callable[[], TreeEngine] | None = None
-) -> Update:
+def scored(update: Update, engine: TreeEngine, *, batch_size: int, reference: TreeEngine | None = None) -> Update:
     """The update with its log-probs in place.
 
     Parameters:
         engine: the policy before the update.
         batch_size: trees that are scored side by side.
-        reference: makes the engine of the reference model; None for the policy itself, with adapters without them.
+        reference: the engine of the reference model; None for the policy itself, with adapters without them.
     """
-    other = None if reference is None else reference()
-    return replace(update, trees=fill_streams(update.trees, update.streams, engine, other, batch_size))
+    return replace(update, trees=fill_streams(update.trees, update.streams, engine, reference, batch_size))
 
 
 # -- log-probs of a run that is resumed -------------------------------------------------------------------------------

@@ -298,8 +298,12 @@ def _loader(args: TreeTrainingArguments, dataset: Any, sampler: TreeSampler) -> 
     return TreeLoader(dataset, sampler, args.merges_trees, **options)
 
 
-def make_placer(args: TreeTrainingArguments, model: Any, objective: Objective) -> OnlinePlacer | None:
-    """Places trees on the ranks of a run by predicted time; None where ranks take them in turn."""
+def make_placer(
+    args: TreeTrainingArguments, model: Any, objective: Objective, *, fits: bool = True
+) -> OnlinePlacer | None:
+    """Places trees on the ranks of a run by predicted time; None where ranks take them in turn. fits: costs, where the
+    settings ask for it.
+    """
     if not args.places_trees:
         return None
     flops = flop_model(model)
@@ -307,7 +311,7 @@ def make_placer(args: TreeTrainingArguments, model: Any, objective: Objective) -
         prior_of(flops),
         args.max_tokens if isinstance(args.max_tokens, int) else None,
         getattr(objective, "weighting", "per_trajectory"),
-        fits=measures_costs(args.balance_costs, args.device, args.full_determinism),
+        fits=fits and measures_costs(args.balance_costs, args.device, args.full_determinism),
         in_lockstep=args.shard_settings() is not None or args.ep_size > args.tp_size,
         ranks_per_batch=args.ranks_per_batch,
         image_tokens=image_tokens_of(flops),

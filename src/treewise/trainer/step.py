@@ -1,4 +1,8 @@
-"""Batches of a run, computed by the engine on this rank, and their gradients over all ranks.
+"""An optimizer step, as `TreeTrainer` and the online loop take it: begun, its batches trained, ended.
+
+    denominator = runner.begin_step(batches, step)
+    outs = [runner.train_batch(batch) for batch in batches]
+    norm = runner.end_step()            # gradients are summed over ranks, clipped, and finite or cleared
 
 Data-parallel ranks each compute their trees and add their gradients up once per optimizer step. The model is wrapped
 by DistributedDataParallel, which copies rank 0's parameters to all ranks. DDP's gradient hooks never fire, because the
@@ -30,18 +34,19 @@ from treewise.engine.scoring import StepOutput
 from treewise.errors import DataError, OutOfMemoryError
 from treewise.nn.compilation import DEFAULT_BACKEND, compile_layers
 from treewise.nn.device import is_out_of_memory
-from treewise.nn.gradients import refuse_hooks
+from treewise.nn.gradients import clear_gradients, refuse_hooks
 from treewise.nn.router_loss import RouterCounts
 from treewise.objectives import Objective
 from treewise.objectives.normalization import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.nonfinite import nonfinite_trajectories, sources
+from treewise.trainer.metrics import MetricMeans
+from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_path, nonfinite_trajectories, sources
 from treewise.trainer.prepared_batches import PreparedBatch
 from treewise.tree.forest import Forest
 
 
 class StepRunner:
-    """Trains and evaluates batches of trees with one model. Methods that name ranks are called by all of them.
+    """Trains and evaluates batches of trees with one model. Every rank calls each method.
 
     Parameters:
         args: attention, temperature, precision, device and budget of the run.
@@ -50,6 +55,10 @@ class StepRunner:
         placer: is given the time of each batch while it fits its costs.
         reserve_bytes: memory that the optimizer is still going to take.
         processor: the model's processor, for trees with images.
+
+    Attributes:
+        guard: decides whether the optimizer may apply a gradient.
+        means: of the objective's metrics over the batches that were trained since they were taken.
     """
 
     def __init__(
@@ -69,7 +78,12 @@ class StepRunner:
         self._max_tokens = args.max_tokens
         self._reserve_bytes, self._processor = reserve_bytes, processor
         self._ends: Ends | None = None  # of a sharded model
-        self._router_counts: RouterCounts | None = None  # of the present optimizer step
+        rows_file = nonfinite_path(args.output_dir, args.process_index, args.world_size)
+        self.guard = NonFiniteGuard(args.nonfinite, args.max_skipped_steps, args.spike_factor, rows_file)
+        self.means = MetricMeans()
+        # Of the present optimizer step.
+        self._step, self._denominator = 0, 1.0
+        self._router_counts: RouterCounts | None = None
         self.mesh = mesh_of(model)
         self.context = context_group(args.context_size, args.device.type)
         self._is_in_lockstep = False
@@ -157,9 +171,7 @@ class StepRunner:
                     parameter.grad = torch.zeros_like(parameter)
                 torch.distributed.all_reduce(parameter.grad)
 
-    def spread_gradient_norm(self, max_norm: float) -> float:
-        """Norm of the gradient over all ranks, where they have parts of the model; scaled to at most `max_norm`."""
-        return gradient_norm(list(self.model.parameters()), max_norm, self.args.device)
+    # -- a step -------------------------------------------------------------------------------------------------------
 
     def prepare(self, forests: Sequence[Forest], flops: tuple[float, float] | None = None) -> PreparedBatch:
         """A batch with what its step computes on the host; in a thread, if need be, while another step runs.
@@ -175,46 +187,92 @@ class StepRunner:
         ready = self.engine.prepare(trained, self.objective) if trained else None
         return PreparedBatch(tuple(forests), tuple(denominators), ready, flops)
 
-    def _prepared(self, batch: Sequence[Forest]) -> PreparedBatch:
-        return batch if isinstance(batch, PreparedBatch) else self.prepare(batch)
-
-    def denominator(self, batches: Sequence[Sequence[Forest]], step: int) -> float:
-        """What the sum of token losses of step number `step` is divided by, on all ranks. batches: of this rank.
+    def begin_step(self, batches: Sequence[PreparedBatch], step: int) -> float:
+        """Begins step number `step`, of which `batches` are this rank's: what its sum of token losses is divided by on
+        all ranks, and how often routers choose each expert, are known before the first backward.
 
         Raises:
             DataError: the step has no trained token.
         """
+        self._step = step
+        self.guard.begin_step([forest for batch in batches for forest in batch])
+        self._denominator = self._denominator_of(batches)
+        self._router_counts = self._counts_of(batches)
+        return self._denominator
+
+    def _denominator_of(self, batches: Sequence[PreparedBatch]) -> float:
         fixed = fixed_denominator(self.objective)
         if fixed is not None:
             return fixed
-        own = math.fsum(each for batch in batches for each in self._prepared(batch).denominators)
-        (total,) = self.sum_over_batches(own)
+        (total,) = self.sum_over_batches(math.fsum(each for batch in batches for each in batch.denominators))
         if not total > 0:
-            forests = [forest for batch in batches for forest in batch]
-            raise DataError(
-                f"step {step} has no trained token; leave these trees out: {', '.join(sources(forests)) or 'unnamed'}."
-            )
+            names = ", ".join(sources(self.guard.forests)) or "unnamed"
+            raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
         return total
 
-    def count_experts(self, batches: Sequence[Sequence[Forest]], step: int) -> None:
-        """Counts the choices of routers over all batches and ranks of a step, which its load-balancing loss needs.
-
-        One batch on one rank needs none: its own walks count. batches: of this rank.
+    def _counts_of(self, batches: Sequence[PreparedBatch]) -> RouterCounts | None:
+        """How often routers choose each expert, over all batches and ranks of a step, for its load-balancing loss. One
+        batch on one rank needs none: its own walks count.
         """
-        self._router_counts = None
         if self.engine.router_loss_rule is None or (len(batches) == 1 and ranks.count() == 1):
-            return
+            return None
         self._measure_budget()
         own: list[RouterCounts] = []
         for batch in batches:
-            ready = self._prepared(batch).ready
-            with self._batch(trains=False, step=step), self._autocast():
-                if ready is not None:
-                    own.append(self.engine.count_experts(ready))
+            with self._batch(trains=False), self._autocast():
+                if batch.ready is not None:
+                    own.append(self.engine.count_experts(batch.ready))
         if not self._is_first_of_batch:
             own = []
         parts = [part for each in ranks.on_every_rank(lambda: own) for part in each]
-        self._router_counts = reduce(add, parts) if parts else None
+        return reduce(add, parts) if parts else None
+
+    def train_batch(self, batch: PreparedBatch) -> StepOutput | None:
+        """Forward and backward of this rank's part of a batch of the step; None if it has no trained token.
+
+        Raises:
+            OutOfMemoryError: sharded parameters, and a rank has too little memory for its budget.
+            ConfigError: a hook on accumulated gradients, and the step has several batches or processes.
+        """
+        if ranks.count() > 1 or self.args.gradient_accumulation_steps > 1:
+            refuse_hooks(
+                self.model,
+                "which is whole only when all batches and processes of a step are added up. Use one process and "
+                "gradient_accumulation_steps=1, or an optimizer that is not layer-wise.",
+            )
+        self.model.train()
+        self._measure_budget()
+        with self._batch(trains=True, ready=batch.ready):
+            if batch.ready is None:
+                return None
+            with self._autocast():
+                out = self.engine.step(
+                    batch.ready, self.objective, denominator=self._denominator, router_counts=self._router_counts
+                )
+        self.guard.add_loss(out.loss)
+        self.means.add(out)
+        return out
+
+    def end_step(self) -> float:
+        """After the batches of a step: sums its gradients over ranks, and clips them to `max_grad_norm`. Returns their
+        norm before that. Gradients that may not be applied (`nonfinite: skip`) are cleared.
+
+        Raises:
+            NonFiniteError: a loss or gradient that is not finite, as the arguments say.
+        """
+        self.sum_gradients()
+        parameters, most = list(self.model.parameters()), self.args.max_grad_norm
+        if self.is_spread:
+            norm = gradient_norm(parameters, most, self.args.device)
+        else:
+            norm = float(nn.utils.clip_grad_norm_(parameters, most or math.inf))
+        (num_nonfinite,) = self.sum_over_batches(float(not self.guard.is_finite(norm)))
+        named = self.nonfinite_trajectories(self.guard.forests) if num_nonfinite else []
+        if not self.guard.check_step(self._step, norm, is_finite=not num_nonfinite, nonfinite=named):
+            clear_gradients(parameters)
+        return norm
+
+    # -- budgets ------------------------------------------------------------------------------------------------------
 
     def _measure_budget(self) -> None:
         """All ranks measure at the same time; one process alone measures with its first batch."""
@@ -230,36 +288,9 @@ class StepRunner:
         budgets = ranks.on_every_rank(lambda: self.engine.max_tokens)
         self.engine.budget.tokens = min((each for each in budgets if each is not None), default=None)
 
-    # -- batches ------------------------------------------------------------------------------------------------------
-
-    def train_batch(self, batch: Sequence[Forest], denominator: float, step: int) -> StepOutput | None:
-        """Forward and backward of this rank's part of a batch; None if it has no trained token. batch: trees, or what
-        `prepare` made of them.
-
-        Raises:
-            OutOfMemoryError: sharded parameters, and a rank has too little memory for its budget.
-            ConfigError: a hook on accumulated gradients, and the step has several batches or processes.
-        """
-        if ranks.count() > 1 or self.args.gradient_accumulation_steps > 1:
-            refuse_hooks(
-                self.model,
-                "which is whole only when all batches and processes of a step are added up. Use one process and "
-                "gradient_accumulation_steps=1, or an optimizer that is not layer-wise.",
-            )
-        self._measure_budget()
-        ready = self._prepared(batch).ready
-        out = None
-        with self._batch(trains=True, ready=ready, step=step):
-            if ready is not None:
-                with self._autocast():
-                    out = self.engine.step(
-                        ready, self.objective, denominator=denominator, router_counts=self._router_counts
-                    )
-        return out
-
-    def evaluate_batch(self, forests: Sequence[Forest], objective: Objective, step: int) -> float:
-        """The sum of the token losses of this rank's part of a batch. step: for error messages."""
-        with self._batch(trains=False, step=step), self._autocast():
+    def evaluate_batch(self, forests: Sequence[Forest], objective: Objective) -> float:
+        """The sum of the token losses of this rank's part of a batch."""
+        with self._batch(trains=False), self._autocast():
             return self.engine.evaluate(forests, objective, denominator=1.0).loss if forests else 0.0
 
     def nonfinite_trajectories(self, forests: Sequence[Forest]) -> list[str]:
@@ -272,7 +303,7 @@ class StepRunner:
             return [name for forest in forests for name in nonfinite_trajectories(forest, self.engine.logprobs)]
 
     @contextmanager
-    def _batch(self, *, trains: bool, ready: PreparedForest | None = None, step: int = 1) -> Iterator[None]:
+    def _batch(self, *, trains: bool, ready: PreparedForest | None = None) -> Iterator[None]:
         """Around the walks of one batch. Sharded: all ranks enter and leave, and run the same forwards and backwards.
 
         ready: this rank's trees, if `trains`; the placer may measure such a batch.
@@ -283,7 +314,7 @@ class StepRunner:
             return
         whole = nullcontext() if self._ends is None else self._ends.whole(trains)
         # Measured between two moments that all ranks share: all parameters gathered, all passes run.
-        with self._out_of_memory_explained(step), whole, self._measured(ready, trains=trains):
+        with self._out_of_memory_explained(), whole, self._measured(ready, trains=trains):
             yield
             self.engine.drain()
 
@@ -294,7 +325,7 @@ class StepRunner:
         return self._placer.measure(plan, self.args.device)
 
     @contextmanager
-    def _out_of_memory_explained(self, step: int) -> Iterator[None]:
+    def _out_of_memory_explained(self) -> Iterator[None]:
         """A step with sharded parameters cannot run again, because the other ranks are in the middle of it."""
         try:
             yield
@@ -302,7 +333,7 @@ class StepRunner:
             if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(
-                f"rank {ranks.own()} ran out of memory in step {step} with max_tokens={self.engine.max_tokens}. "
+                f"rank {ranks.own()} ran out of memory in step {self._step} with max_tokens={self.engine.max_tokens}. "
                 "Where parameters are sharded a step cannot run again, because the other ranks are in the middle "
                 "of it: lower max_tokens (the gradients stay the same), then go on with --resume. "
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"

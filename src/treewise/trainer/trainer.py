@@ -1,8 +1,8 @@
 """`TreeTrainer`: transformers' loop, with the engine in place of forward and backward.
 
-It holds hooks of transformers alone, each of a few lines. The work is done by objects that it owns: `StepRunner`
-(batches, gradients over ranks), `PreparedSteps` (which trees this rank trains, planned a step ahead), `NonFiniteGuard`,
-`CheckpointManager`, `MetricMeans` and `Throughput`. Optimizer, schedule, clipping, callbacks, trackers, LoRA and the
+It holds hooks of transformers alone, each of a few lines. The work is done by objects that it owns: `StepRunner` (a
+step: begun, trained, ended), `PreparedSteps` (which trees this rank trains, planned a step ahead), `CheckpointManager`
+and `Throughput`. Optimizer, schedule, clipping, callbacks, trackers, LoRA and the
 format of saved models are transformers' own.
 """
 
@@ -46,8 +46,7 @@ from treewise.trainer.data_loader import (
     training_loader,
 )
 from treewise.trainer.inputs import by_name, check_mesh, loaded, with_references
-from treewise.trainer.metrics import MetricMeans, Throughput
-from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_path
+from treewise.trainer.metrics import Throughput
 from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
 from treewise.trainer.run_context import entered_run, stop_of_all, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
@@ -88,6 +87,7 @@ class TreeTrainer(Trainer):
 
     args: TreeTrainingArguments
     model: Any  # None after a trial of hyperparameter_search
+    _fits_costs = True  # of placements, to the first steps
 
     def __init__(
         self,
@@ -119,9 +119,7 @@ class TreeTrainer(Trainer):
         if getattr(objective or args.objective(), "needs_whole_groups", False):
             args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
         self._signals = StopSignals(may_abandon=args.world_size == 1)
-        self._means, self._throughput = MetricMeans(), Throughput()
-        rows_file = nonfinite_path(args.output_dir, args.process_index, args.world_size)
-        self._guard = NonFiniteGuard(args.nonfinite, args.max_skipped_steps, args.spike_factor, rows_file)
+        self._throughput, self._norm = Throughput(), 0.0  # of the gradient of the present step
         check_mesh(model, args)
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(
@@ -138,10 +136,11 @@ class TreeTrainer(Trainer):
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         refuse_unsaved(self.model)
-        self._placer = make_placer(args, self.model, self.loss_objective)
+        self._placer = make_placer(args, self.model, self.loss_objective, fits=self._fits_costs)
         self._steps = PreparedSteps(self._prepare, args, self._placer, self._epoch_from)
-        fingerprint = contents.fingerprint(self.model)
-        self._checkpoints = CheckpointManager(args, fingerprint, lambda: self.data_facts, self._placer, tree_order)
+        self._fingerprint = contents.fingerprint(self.model)
+        placer = self._placer if self._fits_costs else None
+        self._checkpoints = CheckpointManager(args, self._run_facts, placer, tree_order)
         self._resumed: ResumePoint | None = None
         self.uploads, self._model_files = hub.HubUploads(args), list[str]()
         self._runner = self._new_runner()
@@ -214,11 +213,8 @@ class TreeTrainer(Trainer):
         step = self.state.global_step
         with self._throughput.waiting_for_batches():
             batches = self._steps.next_step(epoch_iterator, step)
-        self._guard.begin_step([forest for batch in batches for forest in batch])
-        denominator = self.runner.denominator(batches, step + 1)
         with self._signals.computing():
-            self.runner.count_experts(batches, step + 1)
-        return batches, denominator
+            return batches, self.runner.begin_step(batches, step + 1)
 
     def _prepare(self, forests: list[Forest]) -> PreparedBatch:
         return self.runner.prepare(forests, self._throughput.flops_of(self.model, forests))
@@ -235,11 +231,8 @@ class TreeTrainer(Trainer):
     @override
     def _track_num_input_tokens(self, inputs: Sequence[Forest]) -> None:
         if self.args.include_num_input_tokens_seen != "no":
-            (seen,) = self._sum_over_ranks(float(sum(forest.num_flat_tokens for forest in inputs)))
+            (seen,) = self.runner.sum_over_batches(float(sum(forest.num_flat_tokens for forest in inputs)))
             self.state.num_input_tokens_seen += int(seen)
-
-    def _sum_over_ranks(self, *values: float) -> list[float]:
-        return self.runner.sum_over_batches(*values)
 
     # -- model --------------------------------------------------------------------------------------------------------
 
@@ -268,45 +261,25 @@ class TreeTrainer(Trainer):
 
     @override
     def training_step(
-        self, model: torch.nn.Module, inputs: Sequence[Forest], num_items_in_batch: float | None = None
+        self, model: torch.nn.Module, inputs: PreparedBatch, num_items_in_batch: float | None = None
     ) -> torch.Tensor:
         """Forward and backward of one batch; its part of the step's loss, times the batches that will be averaged."""
-        model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        step, denominator = self.state.global_step + 1, num_items_in_batch
         with self._signals.computing():
-            if denominator is None:
-                denominator = self.runner.denominator([inputs], step)
-            out = self.runner.train_batch(inputs, denominator, step)
+            out = self.runner.train_batch(inputs)
         if out is not None:
             self._throughput.add(out)
-            self._means.add(out)
-        loss = 0.0 if out is None else out.loss
-        self._guard.add_loss(loss)
         if self.accelerator.sync_gradients:
-            self.runner.sum_gradients()
-        return torch.tensor(loss * self.args.data_size, device=self.args.device)
+            self._norm = self.runner.end_step()
+        return torch.tensor(0.0 if out is None else out.loss * self.args.data_size, device=self.args.device)
 
     @override
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        if self.runner.is_spread:
-            return self.runner.spread_gradient_norm(self.args.max_grad_norm)
-        return super()._clip_grad_norm(model)
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float:
+        """The norm of the gradient, which is clipped by then (`StepRunner.end_step`)."""
+        return self._norm
 
-    @override
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        """The norm of the gradient; the last hook before the optimizer applies it, so it is checked here."""
-        if not self.runner.is_spread:
-            grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        elif grad_norm is None:
-            grad_norm = self.runner.spread_gradient_norm(0.0)
-        norm, step = float(grad_norm), self.state.global_step + 1
-        (num_nonfinite,) = self._sum_over_ranks(float(not self._guard.is_finite(norm)))
-        named = self.runner.nonfinite_trajectories(self._guard.forests) if num_nonfinite else []
-        if not self._guard.check_step(step, norm, is_finite=not num_nonfinite, nonfinite=named):
-            clear_gradients(self.model.parameters())
-        return grad_norm
+    _clip_grad_norm = _get_grad_norm
 
     def _end_step(self, step: int) -> None:
         self._throughput.end_step()
@@ -317,8 +290,8 @@ class TreeTrainer(Trainer):
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            logs |= self._means.take(self._sum_over_ranks)
-            logs |= self._throughput.take(*self._sum_over_ranks(*self._throughput.tokens))
+            logs |= self.runner.means.take(self.runner.sum_over_batches)
+            logs |= self._throughput.take(*self.runner.sum_over_batches(*self._throughput.tokens))
         super().log(logs, start_time)
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
@@ -343,10 +316,10 @@ class TreeTrainer(Trainer):
         loss = denominator = 0.0
         for forests in dataloader:
             with self._signals.computing():
-                loss += self.runner.evaluate_batch(forests, objective, self.state.global_step + 1)
+                loss += self.runner.evaluate_batch(forests, objective)
             denominator += math.fsum(objective.denominator(forest) for forest in forests)
             self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        loss, denominator = self._sum_over_ranks(loss, denominator)
+        loss, denominator = self.runner.sum_over_batches(loss, denominator)
         return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": loss / denominator}, dataloader.num_trees)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -356,11 +329,19 @@ class TreeTrainer(Trainer):
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         self._collect_checkpoint(wait=True)
-        exporters = [*self.callback_handler.callbacks, self.control]
-        run = contents.RunState(
-            self.args, self.model, self.optimizer, self.lr_scheduler, self.state, exporters, self.processing_class
-        )
+        of_loop = (self.optimizer, self.lr_scheduler, self.state, self._exporters())
+        run = contents.RunState(self.args, self.model, *of_loop, self.processing_class)
         self._push(self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens))
+
+    def _exporters(self) -> list[Any]:
+        """Whose state a checkpoint holds, beside transformers' own of the loop."""
+        return [*self.callback_handler.callbacks, self.control]
+
+    def _run_facts(self) -> dict[str, Any]:
+        """What a run that is resumed must agree on."""
+        data, order = self.data_facts, self._tree_order
+        own = {"data": data.fingerprint, "num_trees": data.num_trees, "model": self._fingerprint}
+        return own | self.args.order_facts() | {"curriculum": None if order is None else order.description}
 
     def _collect_checkpoint(self, *, wait: bool) -> None:
         """Takes note of a checkpoint that a thread has written, or raises its error."""

@@ -9,7 +9,7 @@ from treewise.errors import ConfigError
 from treewise.report import read_run
 from treewise.report.analysis.curriculum_log import read_curriculum
 from treewise.report.html.page import render_page
-from treewise.rl.online.draw_log import draws_file, write_check
+from treewise.rl.online.records import draws_file, write_check
 
 
 def write_draws(folder, draws):

@@ -73,7 +73,7 @@ def stop_by_signal(rank, trainer):
         trainer.task.rewards = signalled
     with pytest.raises(StoppedError, match="SIGTERM"):
         trainer.train()
-    assert trainer.state.iteration == 1
+    assert trainer.loop.iteration == 1
     assert [path.name for path in store.checkpoints(trainer.folder)] == ["checkpoint-1"]
 
 

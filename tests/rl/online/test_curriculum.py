@@ -6,11 +6,11 @@ import logging
 import pytest
 
 from tests.rl.online.helpers import digest, new_trainer
-from tests.rl.online.test_practice import Odd, draws_of
+from tests.rl.online.test_collecting import Odd, draws_of
 from tests.rl.online.test_trainer import Killed, counted
 from treewise.errors import ConfigError, DataError
 from treewise.rl.curriculum.self_check import CheckReport
-from treewise.rl.online.draw_log import CHECK, FOLDER
+from treewise.rl.online.records import CHECK, DRAWS
 
 RUN = {
     "iterations": 2,
@@ -26,7 +26,7 @@ RUN = {
 
 
 def read_check(trainer):
-    return CheckReport.from_dict(json.loads((trainer.folder / FOLDER / CHECK).read_text()))
+    return CheckReport.from_dict(json.loads((trainer.folder / DRAWS / CHECK).read_text()))
 
 
 def test_gain_is_refused_where_angles_predict_nothing_and_runs_where_forced(tmp_path):
@@ -49,7 +49,7 @@ def test_gain_is_refused_where_angles_predict_nothing_and_runs_where_forced(tmp_
     memory = whole.items.memory
     assert len(memory["scores"]) == 6
     assert memory["mean"] > 0
-    assert whole.state.num_sampled == whole.sampler.num_tokens
+    assert whole.loop.num_sampled == whole.sampler.num_tokens
     assert whole.log_history[0]["check_tokens"] == read_check(whole).num_tokens
 
 
@@ -60,7 +60,7 @@ def test_others_warn_and_their_book_keeps_what_the_check_saw(tmp_path, caplog):
     report = read_check(trainer)
     assert ("learnability" in report.useless) == ("which is useless here" in caplog.text)
     assert (report.num_tasks, report.num_rollouts) == (4, 16)
-    assert len(trainer.state.book.state_dict()["tasks"]) >= 4
+    assert len(trainer.loop.book.state_dict()["tasks"]) >= 4
 
 
 def test_what_cannot_be_checked(tmp_path):

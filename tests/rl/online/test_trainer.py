@@ -18,12 +18,14 @@ from treewise import advantages
 from treewise.data import load_trees
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TaskError, UnsupportedModelError
 from treewise.objectives import GRPO, objective_named
-from treewise.rl.online import OnlineTrainer, records, sampling, update
+from treewise.rl.online import OnlineTrainer, growing, records
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.samplers import TransformersSampler
 from treewise.rl.tasks import ReasoningGymTask
 from treewise.rl.tasks.single_turn import extracted_answer
 from treewise.trainer.checkpoint import contents, store
+from treewise.trainer.checkpoint.manager import CheckpointManager
+from treewise.trainer.step import StepRunner
 
 pytestmark = pytest.mark.xdist_group("rl/online/test_trainer")
 
@@ -85,13 +87,14 @@ def raise_at(monkeypatch, owner, name, call, *, after=False):
 
 
 KILLS = {
-    "reward": (sampling, "judge", 3, False),
+    "reward": (growing, "judge", 3, False),
     "rows are written": (records, "write_atomically", 1, False),
-    "update": (update.Updater, "_step", 2, False),
-    "after an update, before its checkpoint": (update.Updater, "_step", 1, True),
+    "update": (StepRunner, "begin_step", 2, False),
+    "within an update": (StepRunner, "end_step", 1, True),
+    "after an update, before its checkpoint": (OnlineTrainer, "_train_on", 1, True),
     "files of a checkpoint are written": (contents, "write_model", 1, True),
     "before a checkpoint gets its name": (store, "publish", 1, False),
-    "after a checkpoint got its name": (contents, "save", 1, True),
+    "after a checkpoint got its name": (CheckpointManager, "save", 1, True),
 }
 
 
@@ -128,17 +131,17 @@ def test_a_run_killed_while_it_samples_loses_one_batch_at_most(call, undisturbed
 
 def test_a_process_that_ends_at_once_is_resumed(undisturbed, tmp_path, monkeypatch):
     trainer = counted(tmp_path / "run")
-    original = update.Updater._step
+    original = StepRunner.begin_step
 
-    def step(self, trees, number):
-        if number == 2:
+    def begin_step(self, batches, step):
+        if step == 2:
             os._exit(9)
-        return original(self, trees, number)
+        return original(self, batches, step)
 
     pid = os.fork()
     if pid == 0:
         try:
-            monkeypatch.setattr(update.Updater, "_step", step)
+            monkeypatch.setattr(StepRunner, "begin_step", begin_step)
             trainer.train()
         finally:
             os._exit(1)
@@ -173,7 +176,11 @@ def test_a_run_killed_at_random_moments_again_and_again(undisturbed, tmp_path):
     assert [rollouts_file(again.folder, iteration).read_bytes() for iteration in (1, 2)] == undisturbed[2]
 
 
-SIGNALLED = {"reward": ("judge", sampling, 5), "update": ("_step", update.Updater, 2), "saving": ("save", contents, 1)}
+SIGNALLED = {
+    "reward": ("judge", growing, 5),
+    "update": ("_train_on", OnlineTrainer, 2),
+    "saving": ("save", CheckpointManager, 1),
+}
 
 
 @pytest.mark.representatives("update")
@@ -244,7 +251,7 @@ def test_fewer_trees_than_mini_batches_are_as_many_steps_which_are_logged(tmp_pa
     trainer = new_trainer(tmp_path / "run", HalfFlat(), **settings)
     trainer.train()
     assert trainer.log_history[-1]["optimizer_steps"] == 1
-    assert trainer.state.num_updates == 1
+    assert trainer.loop.num_updates == 1
 
 
 # -- the update -------------------------------------------------------------------------------------------------------
@@ -295,8 +302,8 @@ def test_the_recorded_rows_hold_every_sampled_token_once_below_its_node(tmp_path
     for entry in logs:
         assert entry["sampled_tokens"] == entry["recorded_tokens"] == entry["trained_tokens"]
     assert logs[0]["share_ratio"] > 1.5
-    assert trainer.state.overshoot == trainer.sampler.num_tokens - 2 * trainer.settings.tokens_per_iteration
-    assert trainer.state.overshoot < 2 * trainer.settings.max_new_tokens
+    assert trainer.loop.overshoot == trainer.sampler.num_tokens - 2 * trainer.settings.tokens_per_iteration
+    assert trainer.loop.overshoot < 2 * trainer.settings.max_new_tokens
 
 
 @pytest.mark.parametrize("branching", ["none", "random"])
@@ -316,13 +323,13 @@ def test_sampled_tokens_recounted_from_the_rows_alone(branching, tmp_path):
 
 def test_a_token_that_is_lost_is_an_error(tmp_path, monkeypatch):
     trainer = new_trainer(tmp_path / "run", iterations=1, eval_every=0)
-    original = sampling.GrowingTree.add
+    original = growing.GrowingTree.add
 
     def add(self, continuation):
         continuation.num_drawn += 1
         return original(self, continuation)
 
-    monkeypatch.setattr(sampling.GrowingTree, "add", add)
+    monkeypatch.setattr(growing.GrowingTree, "add", add)
     with pytest.raises(Exception, match="the sampler gave"):
         trainer.train()
 
@@ -471,7 +478,7 @@ def test_adapters_train_alone_against_the_model_without_them_and_resume(tmp_path
     assert logs[1]["kl"] > 1e-6
     first = trainer_of("run")
     with monkeypatch.context() as patch:
-        raise_at(patch, update.Updater, "_step", 2)
+        raise_at(patch, StepRunner, "begin_step", 2)
         with pytest.raises(Killed):
             first.train()
     second = trainer_of("run")

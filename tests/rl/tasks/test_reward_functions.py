@@ -10,7 +10,7 @@ import pytest
 from tests.rl.online.helpers import TOKENIZER, tiny_policy
 from treewise.data.render.chatml import CHATML
 from treewise.errors import ConfigError
-from treewise.rl.online.conversations import SingleTurn, start
+from treewise.rl.online.rollout import SingleTurn, start
 from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRequest, RewardRunner, RowsTask
 from treewise.rl.tasks.reward_functions import is_async, loaded_function, math_reward
 

@@ -19,8 +19,9 @@ from treewise.trainer.data_loader import survey
 def make_manager(tmp_path):
     def make(num_trees=2, seed=0, **settings):
         args = TreeTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, seed=seed, **settings)
-        facts = survey(some_trees(num_trees))
-        return CheckpointManager(args, "a model", lambda: facts)
+        data = survey(some_trees(num_trees))
+        facts = {"data": data.fingerprint, "num_trees": num_trees, "model": "a model", **args.order_facts()}
+        return CheckpointManager(args, lambda: facts)
 
     return make
 

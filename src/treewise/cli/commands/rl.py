@@ -266,7 +266,7 @@ def _scored(config: RunConfig, arguments: "TreeTrainingArguments", model: Any, u
         update,
         engine(model),
         batch_size=int(arguments.per_device_train_batch_size),
-        reference=None if name is None else lambda: engine(load_weights(name, None, config.dtype)),
+        reference=None if name is None else engine(load_weights(name, None, config.dtype)),
     )
 
 

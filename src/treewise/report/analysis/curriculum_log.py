@@ -65,13 +65,13 @@ def read_curriculum(run: Path) -> CurriculumReport | None:
     Raises:
         ConfigError: a damaged file.
     """
-    from treewise.rl.online.draw_log import CHECK, FOLDER  # with the trainer, which reports on data do without
+    from treewise.rl.online.records import CHECK, DRAWS  # with the trainer, which reports on data do without
 
     try:
-        files = sorted((run / FOLDER).glob("iteration-*.json"))
+        files = sorted((run / DRAWS).glob("iteration-*.json"))
         found = [json.loads(path.read_text(encoding="utf-8")) for path in files]
         draws = [{**draw, "iteration": each["iteration"]} for each in found for draw in each["draws"]]
-        saved = run / FOLDER / CHECK
+        saved = run / DRAWS / CHECK
         check: dict[str, Any] | None = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else None
         if not draws and check is None:
             return None
@@ -79,7 +79,7 @@ def read_curriculum(run: Path) -> CurriculumReport | None:
         text = None if check is None else CheckReport.from_dict(check).text()
         return CurriculumReport(name, len(found), len(draws), _items(draws), _windows(draws), _bins(draws), check, text)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{run / FOLDER}: not what a run drew ({type(error).__name__}: {error}).") from None
+        raise ConfigError(f"{run / DRAWS}: not what a run drew ({type(error).__name__}: {error}).") from None
 
 
 def _items(draws: Sequence[dict[str, Any]]) -> tuple[DrawnItem, ...]:

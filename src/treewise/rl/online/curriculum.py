@@ -5,9 +5,8 @@ The self-check samples rollouts of a few items; half of them predict the other h
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +14,51 @@ import numpy as np
 
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
+from treewise.objectives import Objective
+from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.curriculum import TaskSampler
-from treewise.rl.curriculum.angles import Angles, angles_of
+from treewise.rl.curriculum.angles import angles_of
 from treewise.rl.curriculum.gradient_norms import gradient_norms
 from treewise.rl.curriculum.self_check import SIGNAL_OF, CheckReport, check_signals, is_refusable, refusal
-from treewise.rl.online.draw_log import write_check
+from treewise.rl.online.collecting import Collector
+from treewise.rl.online.growing import GrowingTree, Rounds, grow_trees
 from treewise.rl.online.journal import journals
-from treewise.rl.online.practice import FixedRollouts, NewTrees
-from treewise.rl.online.sampling import GrowingTree, Rounds, grow_trees
-from treewise.rl.online.settings import OnlineSettings
+from treewise.rl.online.records import write_check
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.update import credited, scored, with_streams
 from treewise.tree.trajectory import Trajectory
 
 logger = logging.getLogger("treewise")
 
-# Rows of one tree with everything that the objective needs; None where there are none.
-Prepared = Callable[[list[Trajectory]], list[Trajectory] | None]
+_CHECK = 6  # names random streams, beside those of the loop and of curricula
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRollouts:
+    """A branching policy of one round: so many rollouts from the prompt, whatever they cost."""
+
+    rollouts: int
+    settings: Any = None
+
+    def next_requests(self, tree: RolloutTree, *_: object) -> list[Branch]:
+        return [] if len(tree) else [Branch(count=self.rollouts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumCheck:
-    """The parts of a run that its curriculum is checked with.
-
-    new_trees: trees of items. prompt_of: token ids of an item's prompt. reference: makes the engine of a KL term.
-    rng: draws the items of the check.
-    """
+    """The parts of a run that its curriculum is checked with. reference: of a KL term. seed: of the run."""
 
     items: TaskSampler
-    settings: OnlineSettings
-    engine: TreeEngine
-    objective: Any
-    reference: Callable[[], TreeEngine] | None
-    new_trees: NewTrees
-    prompt_of: Callable[[int], list[int]]
+    rollouts: Collector
     rounds: Rounds
-    rng: np.random.Generator
+    engine: TreeEngine
+    objective: Objective
+    reference: TreeEngine | None
+    seed: int
 
-    def begin(self, folder: Path, *, is_writer: bool) -> tuple[CheckReport, list[GrowingTree]] | None:
-        """Before the first iteration: the angles of all items, and the self-check of a curriculum that predicts.
+    def begin(self, folder: Path, *, is_writer: bool) -> int | None:
+        """Before the first iteration: the angles of all items, and the self-check of a curriculum that predicts, whose
+        trees the book observes. The tokens that it sampled; None without one.
 
         Parameters:
             is_writer: whether this process writes the report into the run's folder, and prints it.
@@ -61,13 +66,13 @@ class CurriculumCheck:
         Raises:
             ConfigError: a signal that is useless here, of a curriculum that is then refused.
         """
-        settings, curriculum = self.settings, self.items.curriculum
+        settings, curriculum = self.rollouts.settings, self.items.curriculum
         if curriculum.kind.measures_angles:
-            found = angles_of(self.engine, [self.prompt_of(index) for index in range(self.items.pool.size or 0)])
+            found = angles_of(self.engine, list(map(self.rollouts.prompt_of, range(self.items.pool.size or 0))))
             self.items.begin(found.total.tolist(), found.num_shared)
         if curriculum.name not in SIGNAL_OF or not settings.check_items:
             return None
-        report, trees = self.run(settings.check_items, settings.check_rollouts)
+        report, trees = self._run(settings.check_items, settings.check_rollouts)
         if is_writer:
             write_check(folder, curriculum.name, report)
             sys.stdout.write(f"{report.text()}\n")
@@ -78,115 +83,67 @@ class CurriculumCheck:
             raise ConfigError(f"{reason} Choose another, or force it: curriculum_settings.force=true.")
         if reason is not None:
             logger.warning("%s", reason)
-        return report, trees
+        for each in trees:
+            self.rounds.book.observe_tree(each.key, each.tree)
+        return report.num_tokens
 
-    def run(self, num_items: int, num_rollouts: int) -> tuple[CheckReport, list[GrowingTree]]:
-        """The self-check on a sample of the items, and the trees that it grew.
+    def run(self, num_items: int, num_rollouts: int) -> CheckReport:
+        """Samples rollouts of some items and compares signals with what they claim to predict.
+
+        Signals: angles of the prompts, and p (1 - p) of the posterior after the even rollouts. Targets, of the odd
+        ones: the norm of their gradient, and the variance of their outcomes. Items without a reward in either half are
+        left out.
 
         Raises:
             DataError: fewer than 3 items have rewards.
         """
-        size = self.items.pool.size
-        chosen = np.arange(num_items) if size is None else self.rng.permutation(size)[:num_items]
-        trees = self.new_trees(chosen.tolist(), 0, [0] * len(chosen))
-        prepare = partial(
-            prepared,
-            settings=self.settings,
-            objective=self.objective,
-            engine=self.engine,
-            reference=self.reference,
-        )
-        report = check_on_tasks(
-            trees,
-            num_rollouts,
-            self.rounds,
-            self.engine,
-            self.objective,
-            prepare,
-            self.settings.success_at,
-            self.items.memory.get("num_shared"),
+        return self._run(num_items, num_rollouts)[0]
+
+    def _run(self, num_items: int, num_rollouts: int) -> tuple[CheckReport, list[GrowingTree]]:
+        size, success_at = self.items.pool.size, self.rollouts.settings.success_at
+        rng = np.random.default_rng([self.seed, _CHECK])
+        chosen = np.arange(num_items) if size is None else rng.permutation(size)[:num_items]
+        trees = self.rollouts.new_trees((self.seed, 0, _CHECK), chosen.tolist(), 0, [0] * len(chosen))
+        branching: Any = FixedRollouts(num_rollouts)
+        grow_trees(trees, replace(self.rounds, branching=branching))
+        measured = [each for each in trees if len(each.tree.rewarded_leaves) >= 2]
+        prompts = [each.tree.prompt_ids for each in measured]
+        rows = [each.tree.trajectories(source=f"self-check, {each.tree.group}") for each in measured]
+        halves = [(own[::2], own[1::2]) for own in rows]
+        angles = angles_of(self.engine, prompts, self.items.memory.get("num_shared")) if measured else None
+        credited = [self._credited(second) for _, second in halves]
+        norms = gradient_norms(self.engine, credited, self.objective)
+        columns = {
+            "angle": [] if angles is None else angles.total,
+            "intra": [] if angles is None else angles.intra,
+            "inter": [] if angles is None else angles.inter,
+            "learnability": [_learnability(first, self.rounds.book, success_at) for first, _ in halves],
+            "length": [len(ids) for ids in prompts],
+            "gradient_norm": list(norms),
+            "variance": [_variance(second, success_at) for _, second in halves],
+        }
+        arrays = {name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
+        report = check_signals(
+            {name: arrays[name] for name in ("angle", "intra", "inter", "learnability", "length")},
+            {name: arrays[name] for name in ("gradient_norm", "variance")},
+            num_rollouts=sum(len(each.tree.leaves) for each in trees),
+            num_tokens=sum(each.num_sampled for each in trees),
+            num_varied=sum(len({row.reward for row in own}) > 1 for own in rows),
         )
         return report, trees
 
-
-def check_on_tasks(
-    trees: Sequence[GrowingTree],
-    num_rollouts: int,
-    rounds: Rounds,
-    engine: TreeEngine,
-    objective: Any,
-    prepare: Prepared,
-    success_at: float,
-    num_shared: int | None = None,
-) -> CheckReport:
-    """Samples rollouts of each tree's item and compares signals with what they claim to predict.
-
-    Signals: angles of the prompts, and p (1 - p) of the posterior after the even rollouts. Targets, of the odd ones:
-    the norm of their gradient, and the variance of their outcomes. Tasks without a reward in either half are left out.
-
-    Parameters:
-        trees: before their first round, one per item.
-        prepare: credits the rows of a tree, and fills in the log-probs that the objective needs.
-        num_shared: tokens of the prefix that all prompts of the pool share; None: that these share.
-
-    Raises:
-        DataError: fewer than 3 tasks are left.
-    """
-    branching: Any = FixedRollouts(num_rollouts)
-    grow_trees(trees, replace(rounds, branching=branching))
-    measured = [each for each in trees if len(each.tree.rewarded_leaves) >= 2]
-    halves = [_halves(each) for each in measured]
-    angles: Angles | None = None
-    if measured:
-        angles = angles_of(engine, [each.tree.prompt_ids for each in measured], num_shared)
-    rows = [prepare(second) for _, second in halves]
-    norms = iter(gradient_norms(engine, [own for own in rows if own is not None], objective))
-    signals = {
-        "angle": [] if angles is None else angles.total,
-        "intra": [] if angles is None else angles.intra,
-        "inter": [] if angles is None else angles.inter,
-        "learnability": [_learnability(first, rounds.book, success_at) for first, _ in halves],
-        "length": [len(each.tree.prompt_ids) for each in measured],
-    }
-    targets = {
-        "gradient_norm": [0.0 if own is None else next(norms) for own in rows],
-        "variance": [_variance(second, success_at) for _, second in halves],
-    }
-    return check_signals(
-        {name: np.asarray(values, dtype=np.float64) for name, values in signals.items()},
-        {name: np.asarray(values, dtype=np.float64) for name, values in targets.items()},
-        num_rollouts=sum(len(each.tree.leaves) for each in trees),
-        num_tokens=sum(each.num_sampled for each in trees),
-        num_varied=sum(len({row.reward for half in both for row in half}) > 1 for both in halves),
-    )
-
-
-def prepared(
-    rows: list[Trajectory],
-    *,
-    settings: OnlineSettings,
-    objective: Any,
-    engine: TreeEngine,
-    reference: Callable[[], TreeEngine] | None,
-) -> list[Trajectory] | None:
-    """Rows of one tree with their advantages, and the log-probs that the objective needs."""
-    if not rows:
-        return None
-    update = credited(
-        [rows],
-        objective,
-        method=settings.advantages,
-        settings=settings.advantages_settings,
-        may_be_empty=True,
-    )
-    update = with_streams(update, objective, num_updates=1, old_logprobs="auto")
-    return scored(update, engine, batch_size=1, reference=reference).trees[0]
-
-
-def _halves(tree: GrowingTree) -> tuple[list[Trajectory], list[Trajectory]]:
-    """The rewarded rollouts of even and of odd number."""
-    rows = tree.tree.trajectories(source=f"self-check, {tree.tree.group}")
-    return rows[::2], rows[1::2]
+    def _credited(self, rows: list[Trajectory]) -> list[Trajectory]:
+        """Rows of one tree with their advantages, and the log-probs that the objective needs."""
+        settings = self.rollouts.settings
+        update = credited(
+            [rows],
+            self.objective,
+            method=settings.advantages,
+            settings=settings.advantages_settings,
+            may_be_empty=True,
+        )
+        update = with_streams(update, self.objective, num_updates=1, old_logprobs="auto")
+        return scored(update, self.engine, batch_size=1, reference=self.reference).trees[0]
 
 
 def _learnability(rows: Sequence[Trajectory], prior: SuccessBook, success_at: float) -> float:

@@ -1,5 +1,6 @@
-"""A log of the expensive results of an iteration, on disk as soon as they are known, so that none is computed twice.
+"""What survives a kill: `LoopState`, of every checkpoint, and the journal of the iteration after it.
 
+The journal is a log of expensive results, on disk as soon as they are known, so that none is computed twice.
 An iteration is a deterministic program around a few expensive results: completions of a sampler, rewards, evaluations.
 The journal stores these results in order, each with a hash of its request. A run that is resumed executes the program
 again and reads the results, bit for bit, up to the point where it was killed; the rest is computed.
@@ -10,17 +11,21 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers.trainer_callback import ExportableState
 
 from treewise.distributed import ranks
 from treewise.rl.samplers import Completion, SampleRequest
+from treewise.rl.success_book import SuccessBook
 from treewise.trainer.checkpoint.manifest import own_file
 
 logger = logging.getLogger("treewise")
 
+_NUMBERS = ("iteration", "num_updates", "overshoot", "num_rollouts", "rollout_tokens", "num_sampled")
 _ARRAYS = {
     "token_ids": np.int32,
     "logprobs": np.float32,
@@ -29,6 +34,49 @@ _ARRAYS = {
     "top_ids": np.int32,
     "top_logprobs": np.float32,
 }
+
+
+@dataclass(slots=True)
+class LoopState(ExportableState):
+    """What a run is between two iterations, beside weights, optimizer and schedule; a part of `trainer_state.json`.
+
+    iteration: how many are done. overshoot: generated tokens beyond the budgets so far. num_rollouts, rollout_tokens:
+    of all iterations, for the expected length. failures: rewards that failed, by kind. curriculum: the state of the
+    sampler of items.
+    """
+
+    book: SuccessBook
+    iteration: int = 0
+    num_updates: int = 0
+    overshoot: int = 0
+    num_rollouts: int = 0
+    rollout_tokens: int = 0
+    num_sampled: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    curriculum: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def expected_tokens(self) -> float | None:
+        """Generated tokens of a rollout; None before the first one."""
+        return self.rollout_tokens / self.num_rollouts if self.num_rollouts else None
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {name: getattr(self, name) for name in _NUMBERS} | {
+            "failures": dict(self.failures),
+            "curriculum": self.curriculum,
+            "book": self.book.state_dict(),
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "LoopState":
+        """What `state` gave."""
+        numbers: dict[str, Any] = {name: int(values[name]) for name in _NUMBERS}
+        book = SuccessBook.from_state(values["book"])
+        return cls(book, failures=dict(values["failures"]), curriculum=dict(values["curriculum"]), **numbers)
+
+
+# -- the journal ------------------------------------------------------------------------------------------------------
 
 
 def journal_file(run_dir: Path, iteration: int) -> Path:

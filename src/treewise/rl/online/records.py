@@ -1,20 +1,26 @@
-"""What a run sampled, with its text: rollouts of each iteration as token rows in the run's folder, which `treewise
-inspect` and `load_trees` open, held-out samples of each evaluation, and a few of both in the terminal.
+"""What a run writes into its folder for people: rollouts of each iteration as token rows, which `treewise inspect` and
+`load_trees` open, held-out samples of each evaluation, and what each iteration drew; a few samples in the terminal.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treewise.data.io.printable import printable
+from treewise.rl.curriculum import Outcome
+from treewise.rl.curriculum.self_check import CheckReport
 from treewise.trainer.checkpoint.manifest import write_atomically
 from treewise.tree.trajectory import Trajectory
 
-FOLDER, EVALUATIONS = "rollouts", "evaluations"
+if TYPE_CHECKING:
+    from treewise.rl.online.collecting import Collected
+
+ROLLOUTS, EVALUATIONS, DRAWS = "rollouts", "evaluations", "curriculum"  # folders
+CHECK = "check.json"
 NUM_SHOWN = 3  # held-out samples in the terminal
 MAX_SHOWN = 400  # characters of a prompt's end and of a completion in the terminal
 
@@ -31,22 +37,24 @@ class Sample:
 
 def rollouts_file(run_dir: Path, iteration: int) -> Path:
     """The rows of an iteration; the first is 1."""
-    return run_dir / FOLDER / f"iteration-{iteration:05d}.jsonl"
+    return run_dir / ROLLOUTS / f"iteration-{iteration:05d}.jsonl"
 
 
 def write_rollouts(run_dir: Path, iteration: int, rows: Sequence[Sequence[Trajectory]], tokenizer: Any) -> None:
     """Writes all rows of an iteration, or none of them."""
-    _write(rollouts_file(run_dir, iteration), [each for own in rows for each in _records(own, iteration, tokenizer)])
+    records = [each for own in rows for each in _records(own, iteration, tokenizer)]
+    _write(rollouts_file(run_dir, iteration), "".join(json.dumps(each) + "\n" for each in records))
 
 
 def write_evaluation(run_dir: Path, iteration: int, samples: Sequence[Sample]) -> None:
     """Writes the held-out samples of an evaluation; iteration 0 is before the first update."""
-    _write(run_dir / EVALUATIONS / f"iteration-{iteration:05d}.jsonl", [asdict(each) for each in samples])
+    text = "".join(json.dumps(asdict(each)) + "\n" for each in samples)
+    _write(run_dir / EVALUATIONS / f"iteration-{iteration:05d}.jsonl", text)
 
 
-def _write(path: Path, records: Sequence[dict[str, Any]]) -> None:
+def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, "".join(json.dumps(each) + "\n" for each in records))
+    write_atomically(path, text)
 
 
 def _records(rows: Sequence[Trajectory], iteration: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
@@ -98,3 +106,42 @@ def lines_of(title: str, samples: Sequence[Sample]) -> str:
         more = "…" if len(each.completion) > MAX_SHOWN else ""
         lines.append(f"      reward {reward:>5}  {printable(each.completion[:MAX_SHOWN])}{more}")
     return "\n".join(lines) + "\n"
+
+
+# -- what was drawn ---------------------------------------------------------------------------------------------------
+
+
+def draws_file(run_dir: Path, iteration: int) -> Path:
+    """The draws of an iteration; the first is 1."""
+    return run_dir / DRAWS / f"iteration-{iteration:05d}.json"
+
+
+def write_draws(
+    run_dir: Path, iteration: int, curriculum: str, collected: "Collected", outcomes: Sequence[Outcome]
+) -> None:
+    """Writes which items an iteration drew, what the book predicted of them, and what came.
+
+    predicted, observed: probabilities of success, before and in the trials of this iteration; observed is null where no
+    rollout has a reward. is_kept: whether the tree may be trained.
+    """
+    draws: list[dict[str, Any]] = [
+        {
+            "item": tree.item.key,
+            "index": each.index,
+            "wave": wave,
+            "is_kept": position in collected.kept,
+            "predicted": each.predicted,
+            "observed": each.success,
+            "trials": each.trials,
+            "reward": sum(each.rewards) / len(each.rewards) if each.rewards else None,
+            "num_tokens": tree.num_sampled,
+        }
+        for position, (tree, wave, each) in enumerate(zip(collected.trees, collected.waves, outcomes, strict=True))
+    ]
+    values = {"iteration": iteration, "curriculum": curriculum, "draws": draws}
+    _write(draws_file(run_dir, iteration), json.dumps(values) + "\n")
+
+
+def write_check(run_dir: Path, curriculum: str, report: CheckReport) -> None:
+    """Writes the result of a self-check."""
+    _write(run_dir / DRAWS / CHECK, json.dumps({"curriculum": curriculum, **report.to_dict()}, indent=1) + "\n")

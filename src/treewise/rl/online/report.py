@@ -1,20 +1,25 @@
-"""The figures of an iteration, and the line that is printed of them."""
+"""What an iteration reports: where every generated token went, its figures, and the line that is printed of them.
+
+Tokens that the sampler made, and first tokens of branches that a policy drew from recorded candidates, are recorded
+ones, or those of rollouts that failed or were never continued; recorded ones are trained but for the trees that were
+left out. Both are checked at every iteration, from the rows that the engine is given.
+"""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from transformers import TrainerCallback
 
-from treewise.errors import duration
+from treewise.errors import DataError, duration
 from treewise.objectives import PolicyGradient
 from treewise.rl.branching import PROMPT
-from treewise.rl.online.crediting import IterationAccount
-from treewise.rl.online.sampling import GrowingTree
-from treewise.rl.online.update import UpdateReport
+from treewise.rl.online.growing import GrowingTree
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.update import Update
+from treewise.tree.trajectory import Trajectory
 
 # What the line shows, in this order, with its format.
 _LINE = (
@@ -37,43 +42,89 @@ _LINE = (
 _ONLY_IF_SET = ("failed_rollouts",)
 
 
-class PrintedLine(TrainerCallback):
-    """Prints one line for each iteration, with an estimate of the time left."""
-
-    def __init__(self, write: Any) -> None:
-        self.write = write
-        self._began, self._first = 0.0, 0
-
-    def on_train_begin(self, *given: Any, **_: Any) -> None:
-        self._began, self._first = time.monotonic(), given[1].global_step
-
-    def on_log(self, *given: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        state = given[1]  # after the arguments of the run
-        if logs and "iteration" in logs:
-            done = state.global_step - self._first
-            left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step) if done else None
-            self.write(line_of(logs, state.max_steps, left) + "\n")
+# -- the account of tokens --------------------------------------------------------------------------------------------
 
 
-def line_of(logs: Mapping[str, float], num_iterations: int, seconds_left: float | None = None) -> str:
-    """The figures of an iteration in one line. seconds_left: of the run; None where it is not known yet."""
-    shown = [
-        text.format(logs[name]) for name, text in _LINE if name in logs and (logs[name] or name not in _ONLY_IF_SET)
-    ]
-    if seconds_left:
-        shown.append(f"ETA {duration(seconds_left)}")
-    return f"iteration {logs['iteration']:.0f}/{num_iterations}: " + ", ".join(shown)
+@dataclass(frozen=True, slots=True)
+class IterationAccount:
+    """Generated tokens of an iteration.
+
+    sampled: as they came from the sampler. chosen: from recorded candidates. generated: both, as they are in the nodes
+    of the trees. recorded: in rows. trained: in the rows of the update. failed: below rollouts without a reward.
+    unfinished: never continued to an end. left_out: recorded, in trees that the update leaves out.
+    """
+
+    sampled: int
+    chosen: int
+    generated: int
+    recorded: int
+    trained: int
+    failed: int
+    unfinished: int
+    left_out: int
+
+    def warning(self) -> str | None:
+        """A sentence where less than half of the generated tokens are in rows, so that figures are of few rollouts."""
+        if 2 * self.recorded >= self.generated:
+            return None
+        return (
+            f"{self.recorded:,} of {self.generated:,} generated tokens are recorded ({self.failed:,} of rollouts "
+            f"without a reward, {self.unfinished:,} of rollouts that did not end): the figures are of few rollouts. "
+            "Raise tokens_per_iteration, lower max_new_tokens, or mend the rewards."
+        )
+
+    def check(self, iteration: int) -> None:
+        """Raises `DataError` where a token is missing or counted twice."""
+        if self.sampled + self.chosen != self.generated:
+            raise DataError(
+                f"iteration {iteration}: the sampler gave {self.sampled} tokens and {self.chosen} were drawn from "
+                f"candidates, but {self.generated} are in the trees."
+            )
+        if self.generated != self.recorded + self.failed + self.unfinished:
+            raise DataError(
+                f"iteration {iteration}: {self.generated} generated tokens, but {self.recorded} recorded, "
+                f"{self.failed} of failed rollouts and {self.unfinished} unfinished."
+            )
+        if self.recorded != self.trained + self.left_out:
+            raise DataError(
+                f"iteration {iteration}: {self.recorded} recorded tokens, but {self.trained} in the update and "
+                f"{self.left_out} left out of it."
+            )
+
+
+def account_of(
+    trees: Sequence[GrowingTree], rows: Sequence[list[Trajectory]], update: Update | None, iteration: int
+) -> IterationAccount:
+    """Counts where every generated token went, from the rows of the update themselves.
+
+    Raises:
+        DataError: a token that is missing or counted twice, or rows that are not those of the trees.
+    """
+    in_update = {} if update is None else {own[0].group: own for own in update.trees}
+    totals = dict.fromkeys(("generated", "recorded", "trained", "failed", "unfinished", "left_out"), 0)
+    for each, own in zip(trees, rows, strict=True):
+        is_trained = each.tree.group in in_update
+        account = each.tree.account(in_update.get(each.tree.group, own))
+        for name in ("generated", "recorded", "failed", "unfinished"):
+            totals[name] += getattr(account, name)
+        totals["trained" if is_trained else "left_out"] += account.trained if is_trained else account.recorded
+    from_sampler = sum(each.num_sampled for each in trees)
+    result = IterationAccount(sampled=from_sampler, chosen=sum(each.num_chosen for each in trees), **totals)
+    result.check(iteration)
+    return result
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
 
 
 def figures(
     trees: Sequence[GrowingTree],
     account: IterationAccount,
-    update: UpdateReport | None,
     book: SuccessBook,
     seconds: Mapping[str, float],
     success_at: float,
 ) -> dict[str, float]:
-    """Everything that is logged of an iteration; means over rollouts, token counts, seconds."""
+    """What is logged of the rollouts of an iteration; means over rollouts, token counts, seconds."""
     rewards = [each.tree[leaf].reward for each in trees for leaf in each.tree.rewarded_leaves]
     known = np.array([reward for reward in rewards if reward is not None])
     leaves = [(each.tree, leaf) for each in trees for leaf in each.tree.leaves]
@@ -103,15 +154,10 @@ def figures(
     brier = book.calibration().brier
     if brier == brier:
         values["book_brier"] = brier
-    values["optimizer_steps"] = float(0 if update is None else update.num_steps)
-    if update is not None:
-        values |= update.metrics
-        values["share_ratio"] = update.flat_tokens / max(1, update.tree_tokens)
-        values["seconds_update"] = update.seconds
     return values
 
 
-def nothing_learned(trees: Sequence[GrowingTree], update: Update | None, objective: Any) -> str | None:
+def nothing_learned(trees: Sequence[GrowingTree], update: Update | None, objective: object) -> str | None:
     """That an iteration teaches nothing, and why: no rollout has an advantage. None where one has."""
     if not isinstance(objective, PolicyGradient):
         return None
@@ -136,3 +182,34 @@ def _branch_depths(trees: Sequence[GrowingTree]) -> list[int]:
         for node in each.tree.nodes
         if node.parent != PROMPT
     ]
+
+
+# -- the line ---------------------------------------------------------------------------------------------------------
+
+
+class PrintedLine(TrainerCallback):
+    """Prints one line for each iteration, with an estimate of the time left."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self.write = write
+        self._began, self._first = 0.0, 0
+
+    def on_train_begin(self, *given: Any, **_: Any) -> None:
+        self._began, self._first = time.monotonic(), given[1].global_step
+
+    def on_log(self, *given: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        state = given[1]  # after the arguments of the run
+        if logs and "iteration" in logs:
+            done = state.global_step - self._first
+            left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step) if done else None
+            self.write(line_of(logs, state.max_steps, left) + "\n")
+
+
+def line_of(logs: Mapping[str, float], num_iterations: int, seconds_left: float | None = None) -> str:
+    """The figures of an iteration in one line. seconds_left: of the run; None where it is not known yet."""
+    shown = [
+        text.format(logs[name]) for name, text in _LINE if name in logs and (logs[name] or name not in _ONLY_IF_SET)
+    ]
+    if seconds_left:
+        shown.append(f"ETA {duration(seconds_left)}")
+    return f"iteration {logs['iteration']:.0f}/{num_iterations}: " + ", ".join(shown)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treewise.errors import ConfigError, check_setting_types
 from treewise.rl.branching import Branching, branching_named
@@ -11,12 +11,41 @@ from treewise.rl.curriculum import Curriculum, curriculum_named
 from treewise.rl.curriculum.self_check import is_refusable
 from treewise.rl.success_book import BookSettings
 
+if TYPE_CHECKING:
+    from treewise.objectives import Objective
+    from treewise.trainer import TreeTrainingArguments
 
-def refuse_settings(args: Any) -> None:
-    """Raises `ConfigError` for settings of a training run that an online run does not have. args: of transformers."""
+
+def refuse_settings(args: "TreeTrainingArguments") -> None:
+    """Raises `ConfigError` for settings of a training run that an online run does not have."""
     for name, why in (("async_checkpoints", "saves between two iterations"), ("profile", "cannot be profiled")):
         if getattr(args, name):
             raise ConfigError(f"{name}: an online run {why}; leave it out.")
+    if int(args.world_size) > 1 and (args.shard_settings() is not None or args.ranks_per_batch * args.ep_size > 1):
+        raise ConfigError(
+            "an online run samples from the model in training, whole on every process; leave fsdp, tp_size, "
+            "ep_size and context_size out. Recorded rollouts train models sharded by fsdp: treewise rl --data."
+        )
+
+
+def own_objective(name: str) -> "Objective":
+    """An objective that is given by its name, with the settings of online runs."""
+    from treewise.objectives.registry import objective_named
+
+    more = {} if name in ("sft", "distillation") else {"measure_entropy": True}
+    return objective_named(name, weighting="per_rollout", **more)
+
+
+def check_reference(objective: "Objective", reference: object, model: object) -> None:
+    """Raises `ConfigError` for a KL without a reference that stays where it is, and for a reference without a KL."""
+    beta = getattr(objective, "beta", 0.0)
+    if beta and reference is None and not hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"beta={beta} is a KL to a reference, and the policy itself moves at every iteration; give "
+            "reference=<the model before the run>, or train adapters."
+        )
+    if reference is not None and not beta:
+        raise ConfigError("reference is given, but the objective has no KL to it (beta); leave one of them out.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

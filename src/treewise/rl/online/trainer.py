@@ -1,4 +1,4 @@
-"""`OnlineTrainer`: sample trees, reward, credit, train; again and again, and nothing is lost when the process dies.
+"""`OnlineTrainer`, the loop: collect rollouts, credit them, train on them, save; a process that dies loses nothing.
 
 An iteration is a deterministic function of the state before it: random streams are named by the seed, the iteration and
 the tree. Completions and rewards are in a journal as soon as they are known, and a checkpoint holds all state between
@@ -6,66 +6,61 @@ two iterations. So a run that is killed anywhere goes on from its last checkpoin
 the weights that an undisturbed one has (bit for bit where kernels are deterministic, as on a CPU).
 """
 
+import json
 import logging
+import math
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+import torch
+from torch import distributed, nn
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
 
 from treewise.distributed import ranks
-from treewise.distributed.signals import StepAbandoned, StopSignals
+from treewise.distributed.signals import StepAbandoned
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, StoppedError
+from treewise.engine.scoring import StepOutput
+from treewise.errors import CheckpointError, ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
-from treewise.objectives.registry import objective_named
 from treewise.rl.checks import gap_warning
 from treewise.rl.curriculum import TaskSampler
 from treewise.rl.curriculum.angles import angles_of
 from treewise.rl.curriculum.self_check import CheckReport
-from treewise.rl.online import state as states
-from treewise.rl.online.crediting import account_of, credited_rows, rows_of
+from treewise.rl.online import records
+from treewise.rl.online.collecting import Collected, Collector, token_progress
 from treewise.rl.online.curriculum import CurriculumCheck
-from treewise.rl.online.draw_log import write_draws
-from treewise.rl.online.items import pool_of
-from treewise.rl.online.journal import Journal, journal_file, journals
-from treewise.rl.online.practice import Practised, practise
-from treewise.rl.online.processes import hand_over, same_weights
-from treewise.rl.online.progress import token_progress
-from treewise.rl.online.records import NUM_SHOWN, Sample, best_and_worst, lines_of, write_evaluation, write_rollouts
-from treewise.rl.online.report import PrintedLine, figures, nothing_learned
-from treewise.rl.online.rewarding import check_failures
-from treewise.rl.online.rollout_factory import RolloutFactory
-from treewise.rl.online.sampling import Rounds
-from treewise.rl.online.settings import OnlineSettings, refuse_settings
-from treewise.rl.online.state import LoopState
-from treewise.rl.online.update import Updater
+from treewise.rl.online.growing import Rounds, check_failures
+from treewise.rl.online.journal import Journal, LoopState, journal_file, journals
+from treewise.rl.online.report import PrintedLine, account_of, figures, nothing_learned
+from treewise.rl.online.settings import OnlineSettings, check_reference, own_objective, refuse_settings
 from treewise.rl.rollout_batch import method_of
 from treewise.rl.samplers import Sampler, TransformersSampler
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import Calls, ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
-from treewise.rl.update import Update, scored
+from treewise.rl.update import Update, credited, scored, with_streams
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
-from treewise.trainer.nonfinite import NonFiniteGuard
+from treewise.trainer.data_loader import collate
 from treewise.trainer.run_context import entered_run, stop_of_all, stopped_error
 from treewise.tree.trajectory import Trajectory
 
 logger = logging.getLogger("treewise")
 
-_TREES, _BATCHES, _EVALUATION, _CHECK = 2, 3, 4, 6  # name random streams, beside those of curricula
-OBJECTIVE = {"weighting": "per_rollout", "measure_entropy": True}  # of an objective that is given by its name
+_TREES, _BATCHES, _EVALUATION = 2, 3, 4  # name random streams, beside those of curricula
 
 
-class OnlineTrainer:
+class OnlineTrainer(TreeTrainer):
     """Improves a policy on a task: each iteration samples rollout trees, rewards and credits them, and trains on them.
 
     Parameters:
@@ -81,14 +76,19 @@ class OnlineTrainer:
         reference: the model that a KL term is measured against; with adapters None is the model without them.
         callbacks: of transformers: trackers, or your own; `on_log` gets the figures of each iteration.
 
+    Attributes:
+        state: transformers' own; a step of it is an iteration. loop: what the loop adds to it.
+
     Raises:
         ConfigError: settings that contradict one another; sharded parameters.
         UnsupportedModelError: the model cannot follow a tree.
     """
 
+    _fits_costs = False  # processes take trees by predicted FLOPs
+
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         task: Task,
         tokenizer: Any,
         settings: OnlineSettings | None = None,
@@ -101,25 +101,16 @@ class OnlineTrainer:
     ) -> None:
         self.task, self.settings = task, settings or OnlineSettings()
         args = TreeTrainingArguments() if args is None else args
-        if int(args.world_size) > 1 and (args.shard_settings() is not None or args.ranks_per_batch * args.ep_size > 1):
-            raise ConfigError(
-                "an online run samples from the model in training, whole on every process; leave fsdp, tp_size, "
-                "ep_size and context_size out. Recorded rollouts train models sharded by fsdp: treewise rl --data."
-            )
         refuse_settings(args)
-        self.args = args
-        self.objective = _named(objective) if isinstance(objective, str) else objective
-        method_of(self.objective, self.settings.advantages)
+        objective = own_objective(objective) if isinstance(objective, str) else objective
+        method_of(objective, self.settings.advantages)
+        check_reference(objective, reference, model)
         self.reference = reference
-        _check_reference(self.objective, reference, model)
-        self._trainer = TreeTrainer(
-            model, args, objective=self.objective, processing_class=tokenizer, callbacks=list(callbacks)
-        )
+        super().__init__(model, args, objective=objective, processing_class=tokenizer, callbacks=list(callbacks))
         for callback in (PrinterCallback, ProgressCallback):
-            self._trainer.remove_callback(callback)
+            self.remove_callback(callback)
         if args.process_index == 0:
-            self._trainer.add_callback(PrintedLine(sys.stdout.write))
-        self.model = self._trainer.model
+            self.add_callback(PrintedLine(sys.stdout.write))
         self.folder = Path(args.output_dir)
         self.sampler: Sampler = TransformersSampler(self.model) if sampler is None else sampler
         self.rewards = RewardRunner(
@@ -127,7 +118,7 @@ class OnlineTrainer:
             self.settings.on_reward_error,  # type: ignore[arg-type]
             self.folder / ("reward_log.jsonl" if ranks.own() == 0 else f"reward_log-rank-{ranks.own()}.jsonl"),
         )
-        self.rollouts = RolloutFactory(
+        self.rollouts = Collector(
             task=task,
             chat=ChatTokens(tokenizer, self.settings.chat_template),
             settings=self.settings,
@@ -135,25 +126,19 @@ class OnlineTrainer:
             rewards=self.rewards,
             temperature=args.temperature,
             model=self.model,
-            eval_seed=args.seed + _EVALUATION,
         )
-        self.state = LoopState(SuccessBook(self.settings.settings_of_book()))
-        self._last_saved = 0  # iteration of the newest checkpoint
-        self.items = TaskSampler(self.settings.chosen_curriculum(), pool_of(task, self.settings), args.seed)
+        self.items = TaskSampler(self.settings.chosen_curriculum(), self.rollouts.pool(), args.seed)
+        self.loop = LoopState(SuccessBook(self.settings.settings_of_book()))
+        self._num_begun = 0  # optimizer steps; parameters may have changed with the first
 
     @property
     def log_history(self) -> list[dict[str, float]]:
         """The figures of each iteration so far, and the evaluation before the first as iteration 0."""
-        return self._trainer.state.log_history
-
-    @property
-    def engine(self) -> TreeEngine:
-        """What computes the updates, at the budget of now."""
-        return self._trainer.engine
+        return self.state.log_history
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> dict[str, float]:
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> dict[str, float]:  # type: ignore[override]
         """Runs all iterations that are left and saves the model; the figures of the last one.
 
         Parameters:
@@ -165,247 +150,164 @@ class OnlineTrainer:
             CheckpointError: a checkpoint that is damaged, or of another run.
             StoppedError: a signal ended the run, which can be resumed.
         """
-        signals = StopSignals(may_abandon=ranks.count() == 1)
+        logs: dict[str, float] = {}
         with ExitStack() as stack:
-            stack.enter_context(entered_run(self.args, signals))
+            stack.enter_context(entered_run(self.args, self._signals))
             stack.callback(self.sampler.close)
             stack.callback(self.rewards.close)
-            updater = self._begin(resume_from_checkpoint)
-            trainer = self._trainer
-            trainer.control = trainer.callback_handler.on_train_begin(self.args, trainer.state, trainer.control)
-            logs = self._iterations(updater, signals)
-            trainer.control = trainer.callback_handler.on_train_end(self.args, trainer.state, trainer.control)
-            trainer.save_model()
+            self._begin(resume_from_checkpoint)
+            self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+            for iteration in range(self.loop.iteration, self.settings.iterations):
+                logs = self._iteration_or_stop(iteration)
+                is_last = iteration + 1 == self.settings.iterations
+                has_to_stop = not is_last and stop_of_all(self._signals)
+                if has_to_stop or self._is_due(iteration, self.settings.save_every):
+                    self._save_loop()
+                if has_to_stop:
+                    raise self._stopped()
+            self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+            self.save_model()
             if self.args.should_save:
-                trainer.state.save_to_json(str(self.folder / contents.STATE))
+                self.state.save_to_json(str(self.folder / contents.STATE))
         return logs
 
-    def _iterations(self, updater: Updater, signals: StopSignals) -> dict[str, float]:
-        """All iterations that are left, each saved where it is due; the figures of the last one.
-
-        A signal abandons the iteration of a lone process, and several finish theirs. Either way the run is saved as it
-        is between two iterations, unless an optimizer step of the abandoned one was taken: then the journals since the
-        checkpoint before hold what was sampled.
+    def _iteration_or_stop(self, iteration: int) -> dict[str, float]:
+        """An iteration, which a signal abandons in a lone process; several finish theirs. The run is then saved as it
+        was before, unless an optimizer step was taken: then the journals since the checkpoint before hold what was
+        sampled.
         """
-        logs: dict[str, float] = {}
-        for iteration in range(self.state.iteration, self.settings.iterations):
-            before = deepcopy(self.items.state_dict()), self.rewards.failures.copy(), updater.num_begun
-            try:
-                with signals.computing():
-                    if iteration == 0:
-                        self._begin_curriculum()
-                    logs = self._iteration(iteration, updater)
-            except StepAbandoned:
-                clear_gradients(self.model.parameters())
-                items, self.rewards.failures, num_begun = before
-                self.items.load_state_dict(items)
-                if (self.state.iteration, updater.num_begun) == (iteration, num_begun):
-                    self._save(updater)
-                raise self._stopped(signals) from None
-            is_last = iteration + 1 == self.settings.iterations
-            has_to_stop = not is_last and stop_of_all(signals)
-            if has_to_stop or self._is_due(iteration, self.settings.save_every):
-                self._save(updater)
-            if has_to_stop:
-                raise self._stopped(signals)
-        return logs
+        before = deepcopy(self.items.state_dict()), self.rewards.failures.copy(), self._num_begun
+        try:
+            with self._signals.computing():
+                if iteration == 0:
+                    self._begin_curriculum()
+                return self._iteration(iteration)
+        except StepAbandoned:
+            clear_gradients(self.model.parameters())
+            items, self.rewards.failures, num_begun = before
+            self.items.load_state_dict(items)
+            if (self.loop.iteration, self._num_begun) == (iteration, num_begun):
+                self._save_loop()
+            raise self._stopped() from None
 
-    def _stopped(self, signals: StopSignals) -> StoppedError:
-        checkpoints = store.checkpoints(self.folder)
-        where = f"saved in {checkpoints[-1]} and the journal" if checkpoints else "the journal holds what was sampled"
-        return stopped_error(signals, f"stopped after iteration {self.state.iteration}; {where}.")
-
-    def _begin(self, wanted: str | bool | None) -> Updater:
-        trainer = self._trainer
-        same_weights(self.model)
-        num_updates = self.settings.iterations * self.settings.updates_per_iteration
-        trainer.create_optimizer_and_scheduler(num_updates)
-        guard = NonFiniteGuard(
-            self.args.nonfinite, self.args.max_skipped_steps, self.args.spike_factor, self.folder / "nonfinite.jsonl"
-        )
-        trainer.state.max_steps = self.settings.iterations
-        if wanted:
-            self._resume(wanted)
-        elif ranks.on_first_rank(lambda: bool(store.checkpoints(self.folder) or journals(self.folder))):
-            raise ConfigError(f"{self.folder} holds an online run; resume it, or choose another folder.")
-        return Updater(trainer.runner, trainer.optimizer, trainer.lr_scheduler, guard, self.args)
-
-    def _resume(self, wanted: str | bool) -> None:
-        trainer = self._trainer
-        found = ranks.on_first_rank(lambda: states.find_checkpoint(self.folder, wanted, self._facts(), self.args))
-        if found is None:
-            return
-        folder, manifest = found
-        trainer.runner.resume_budget(manifest.get("max_tokens"))
-        trainer.state, self.state = states.load(folder, self.model, trainer.optimizer, trainer.lr_scheduler)
-        trainer.state.max_steps = self.settings.iterations
-        self._last_saved = self.state.iteration
-        self.rewards.failures.update(self.state.failures)
-        self.items.load_state_dict(self.state.curriculum)
-        hand_over(self.sampler, self.model)
-
-    def _save(self, updater: Updater) -> None:
-        """One checkpoint with all state; journals of the iterations before it are no longer needed."""
-        if self.state.iteration == self._last_saved:
-            return
-        trainer = self._trainer
-        self.state.failures = dict(self.rewards.failures)
-        self.state.curriculum = self.items.state_dict()
-        exporters = [self.state]
-        run = contents.RunState(
-            self.args,
-            self.model,
-            updater.optimizer,
-            updater.scheduler,
-            trainer.state,
-            exporters,
-            trainer.processing_class,
-        )
-        facts = {"step": self.state.iteration, "max_tokens": trainer.engine.max_tokens, **self._facts()}
-        contents.save(run, self.folder, facts)
-        self._last_saved = self.state.iteration
-        if self.args.should_save:
-            store.prune(self.folder, self.args.save_total_limit, None)
-            for path in journals(self.folder, self.state.iteration):
-                path.unlink()
-
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "model": contents.fingerprint(self.model),
-            "task": self.task.name,
-            "seed": self.args.seed,
-            "online_settings": states.facts_as_text(self.settings.sampling_facts()),
-        }
-
-    def _is_due(self, iteration: int, every: int) -> bool:
-        return every > 0 and ((iteration + 1) % every == 0 or iteration + 1 == self.settings.iterations)
-
-    # -- the curriculum -----------------------------------------------------------------------------------------------
-
-    def check_curriculum(self, num_items: int, num_rollouts: int) -> CheckReport:
-        """The self-check on a sample of the items: which signal predicts what, under the model as it is.
-
-        Raises:
-            DataError: fewer than 3 items have rewards.
-        """
-        return self._curriculum_check().run(num_items, num_rollouts)[0]
-
-    def _curriculum_check(self) -> CurriculumCheck:
-        return CurriculumCheck(
-            items=self.items,
-            settings=self.settings,
-            engine=self.engine,
-            objective=self.objective,
-            reference=self._reference_engine(),
-            new_trees=partial(self.rollouts.new_trees, (self.args.seed, 0, _CHECK)),
-            prompt_of=self.rollouts.prompt_of,
-            rounds=self.rollouts.rounds(self.state, Journal(journal_file(self.folder, 0))),
-            rng=np.random.default_rng([self.args.seed, _CHECK]),
-        )
-
-    def _begin_curriculum(self) -> None:
-        checked = self._curriculum_check().begin(self.folder, is_writer=bool(self.args.should_save))
-        if checked is None:
-            return
-        report, trees = checked
-        for each in trees:
-            self.state.book.observe_tree(each.key, each.tree)
-        self.state.num_sampled += report.num_tokens
-        self._log({"check_tokens": float(report.num_tokens)})
-
-    # -- an iteration -------------------------------------------------------------------------------------------------
-
-    def _iteration(self, iteration: int, updater: Updater) -> dict[str, float]:
-        rounds = self.rollouts.rounds(self.state, Journal(journal_file(self.folder, iteration + 1)))
-        self.rewards.begin(self._trainer.state)
-        if iteration == 0 and self.settings.eval_every:
-            found, before = self._evaluation(0, rounds)
+    def _iteration(self, iteration: int) -> dict[str, float]:
+        """Collects rollouts, credits them, trains on them; its figures, which it logs."""
+        settings, number, tokenizer = self.settings, iteration + 1, self.rollouts.chat.tokenizer
+        rounds = self.rollouts.rounds(self.loop, Journal(journal_file(self.folder, number)))
+        self.rewards.begin(self.state)
+        if iteration == 0 and settings.eval_every:
+            found, held_out = self._evaluation(0, rounds)
             self._log({"iteration": 0.0, **found})
-            self._show("held out, before the first update", before[:NUM_SHOWN])
-        self.rewards.begin(self._trainer.state)
-        practised = self._practise(iteration, rounds)
-        check_failures(self.rewards.tally, self.settings.max_failed, f"iteration {iteration + 1}", rounds.journal)
-        trees = practised.trees
-        rows = rows_of(trees, iteration + 1)
+            self._show("held out, before the first update", held_out)
+        # Collect.
+        self.rewards.begin(self.state)
+        collected = self._collected(iteration, rounds)
+        check_failures(self.rewards.tally, settings.max_failed, f"iteration {number}", rounds.journal)
+        trees = collected.trees
+        rows = [each.tree.trajectories(source=f"iteration {number}, {each.tree.group}") for each in trees]
         if self.args.should_save:
-            write_rollouts(self.folder, iteration + 1, rows, self.rollouts.chat.tokenizer)
-        update = self._credited([rows[kept] for kept in practised.kept])
-        account = account_of(trees, rows, update, iteration + 1)
-        nothing = nothing_learned(trees, update, self.objective)
-        if nothing is not None and self.args.should_log:
-            logger.warning("iteration %d: %s", iteration + 1, nothing)
-        gap, report = {}, None
-        if update is not None:
-            update = scored(update, self.engine, batch_size=len(update.trees), reference=self._reference_engine())
-            gap = self._measured_gap(update)
-            report = updater.run(update.trees, self._batches(iteration, len(update.trees)), self.state.num_updates + 1)
-            hand_over(self.sampler, self.model)
-        self._observe(practised, 0 if report is None else report.num_steps)
-        logs = {"iteration": float(iteration + 1)} | figures(
-            trees, account, report, self.state.book, rounds.seconds, self.settings.success_at
+            records.write_rollouts(self.folder, number, rows, tokenizer)
+        # Credit.
+        update = self._credited([rows[kept] for kept in collected.kept])
+        account = account_of(trees, rows, update, number)
+        self._warn(number, nothing_learned(trees, update, self.loss_objective))
+        # Train.
+        trained = {"optimizer_steps": 0.0} if update is None else self._train_on(update, iteration)
+        self._observe(collected, int(trained["optimizer_steps"]))
+        # Log.
+        logs = {"iteration": float(number)} | figures(
+            trees, account, self.loop.book, rounds.seconds, settings.success_at
         )
-        logs |= practised.figures()
-        held_out: list[Sample] = []
+        logs |= trained | collected.figures()
         logs |= {name: float(np.mean(values)) for name, values in self.rewards.tally.metrics.items()}
-        logs |= {**gap, "learning_rate": float(updater.scheduler.get_last_lr()[0])}
-        if self._is_due(iteration, self.settings.eval_every):
-            found, held_out = self._evaluation(iteration + 1, rounds)
+        logs["learning_rate"] = float(self.lr_scheduler.get_last_lr()[0])
+        held_out = []
+        if self._is_due(iteration, settings.eval_every):
+            found, held_out = self._evaluation(number, rounds)
             logs |= found
         self._log(logs)
-        if (iteration == 0 and self.settings.show_every) or self._is_due(iteration, self.settings.show_every):
-            self._show("sampled", best_and_worst(rows, self.rollouts.chat.tokenizer))
-        self._show("held out", held_out[:NUM_SHOWN])
-        self._check_gap(logs)
-        line = account.warning()
-        if line is not None:
-            logger.warning("iteration %d: %s", iteration + 1, line)
+        if settings.show_every and (iteration == 0 or self._is_due(iteration, settings.show_every)):
+            self._show("sampled", records.best_and_worst(rows, tokenizer))
+        self._show("held out", held_out)
+        if getattr(self.loss_objective, "sampler_correction", None) is None:
+            self._warn(number, gap_warning(logs.get("logprob_gap", 1.0), settings.logprob_gap_limit))
+        self._warn(number, account.warning())
         return logs
 
-    def _evaluation(self, iteration: int, rounds: Rounds) -> tuple[dict[str, float], list[Sample]]:
-        """Figures of the held-out items, and their samples, which are written."""
-        found, samples = self.rollouts.evaluation(rounds)
-        if samples and self.args.should_save:
-            write_evaluation(self.folder, iteration, samples)
-        return found, samples
+    # -- its parts ----------------------------------------------------------------------------------------------------
 
-    def _show(self, title: str, samples: Sequence[Sample]) -> None:
-        if samples and self.settings.show_every and self.args.process_index == 0:
-            sys.stdout.write(lines_of(title, samples))
-
-    @property
-    def _budget(self) -> int:
-        """Generated tokens of the next iteration, less what earlier ones took too many."""
-        return max(self.settings.tokens_per_iteration - self.state.overshoot, self.settings.trees_per_iteration)
-
-    def _practise(self, iteration: int, rounds: Rounds) -> Practised:
-        """The trees of an iteration, as the curriculum asks for them."""
-        settings = self.settings
-        with token_progress(f"iteration {iteration + 1}", self._budget, hidden=bool(self.args.disable_tqdm)) as advance:
-            practised = practise(
-                self.items,
-                settings.trees_per_iteration,
-                self._budget,
-                partial(self.rollouts.new_trees, (self.args.seed, iteration, _TREES)),
-                replace(rounds, progress=advance),
-                settings.success_at,
-            )
+    def _collected(self, iteration: int, rounds: Rounds) -> Collected:
+        """The trees of an iteration, under its budget less what earlier ones took too many."""
+        budget = max(self.settings.tokens_per_iteration - self.loop.overshoot, self.settings.trees_per_iteration)
+        with token_progress(f"iteration {iteration + 1}", budget, hidden=bool(self.args.disable_tqdm)) as advance:
+            stream = (self.args.seed, iteration, _TREES)
+            collected = self.rollouts.collect(self.items, budget, stream, replace(rounds, progress=advance))
         if self.items.curriculum.kind.measures_angles:
-            prompts = [each.tree.prompt_ids for each in practised.trees]
-            found = angles_of(self.engine, prompts, self.items.memory["num_shared"])
-            practised.angles = found.total.tolist()
-        return practised
+            prompts = [each.tree.prompt_ids for each in collected.trees]
+            collected.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
+        return collected
 
     def _credited(self, rows: Sequence[list[Trajectory]]) -> Update | None:
-        settings = self.settings
-        return credited_rows(
-            rows,
-            self.objective,
+        """The rows with advantages and the log-probs that the objective needs; None where nothing is left to train."""
+        settings, objective, kept = self.settings, self.loss_objective, [own for own in rows if own]
+        if not kept:
+            return None
+        update = credited(
+            kept,
+            objective,
             method=settings.advantages,
             settings=settings.advantages_settings,
             drop_flat_groups=settings.drop_flat_groups,
-            num_updates=settings.updates_per_iteration,
-            old_logprobs=settings.old_logprobs,
+            may_be_empty=True,
         )
+        if not update.trees:
+            return None
+        updates = settings.updates_per_iteration
+        update = with_streams(update, objective, num_updates=updates, old_logprobs=settings.old_logprobs)
+        return scored(update, self.engine, batch_size=len(update.trees), reference=self._reference_engine)
+
+    def _train_on(self, update: Update, iteration: int) -> dict[str, float]:
+        """The optimizer steps of an iteration, and what is logged of them. Of several processes each trains its part of
+        a step.
+
+        Raises:
+            NonFiniteError: a loss or gradient that is not finite, as the arguments say.
+        """
+        gap = {}
+        if not isinstance(self.loss_objective, PolicyGradient):  # which measures it in its first step
+            gap["logprob_gap"] = logprob_gap(self.engine.scored([row for own in update.trees for row in own]))
+        started, runner = time.perf_counter(), self.runner
+        outs, norms = list[StepOutput | None](), list[float]()
+        merges = self.args.merge_across_trees and getattr(self.loss_objective, "weighting", "once") != "once"
+        for batch in self._batches(iteration, len(update.trees)):
+            step = self.loop.num_updates + len(norms) + 1
+            trees = [update.trees[index] for index in batch]
+            if self._placer is None:
+                own = collate(trees[ranks.own() :: ranks.count()], merges)
+            else:
+                own = self._placer.own_part(step, collate(trees, merges))
+            clear_gradients(self.model.parameters())
+            prepared = runner.prepare(own)
+            runner.begin_step([prepared], step)
+            outs.append(runner.train_batch(prepared))
+            norms.append(runner.end_step())
+            self._num_begun += 1
+            self.optimizer.step()
+            self.lr_scheduler.step()
+        clear_gradients(self.model.parameters())
+        done = [out for out in outs if out is not None]
+        tree_tokens, flat_tokens = sum(out.num_tree_tokens for out in done), sum(out.num_flat_tokens for out in done)
+        sums = runner.sum_over_batches(math.fsum(out.loss for out in done), tree_tokens, flat_tokens)
+        logs = {
+            "optimizer_steps": float(len(norms)),
+            "loss": sums[0] / len(norms),
+            "grad_norm": math.fsum(norms) / len(norms),
+            **runner.means.take(runner.sum_over_batches),
+            "share_ratio": sums[2] / max(1, sums[1]),
+            "seconds_update": time.perf_counter() - started,
+        }
+        self.rollouts.hand_over()
+        return logs | gap
 
     def _batches(self, iteration: int, num_trees: int) -> list[list[int]]:
         """The trees of each optimizer step: where fewer are left than `mini_batches`, each is a step."""
@@ -417,66 +319,141 @@ class OnlineTrainer:
             batches += [sorted(part.tolist()) for part in parts]
         return batches
 
-    def _observe(self, practised: Practised, num_updates: int) -> None:
+    def _observe(self, collected: Collected, num_updates: int) -> None:
         """Takes a finished iteration into the state."""
-        state, trees = self.state, practised.trees
-        outcomes = practised.outcomes(state.book, self.settings.success_at)
+        loop, trees = self.loop, collected.trees
+        outcomes = collected.outcomes(loop.book, self.settings.success_at)
         if self.args.should_save:
-            write_draws(self.folder, state.iteration + 1, self.settings.curriculum, practised, outcomes)
-        self.items.observe(outcomes, len(practised.kept))
+            records.write_draws(self.folder, loop.iteration + 1, self.settings.curriculum, collected, outcomes)
+        self.items.observe(outcomes, len(collected.kept))
         for each in trees:
-            state.book.observe_tree(each.key, each.tree)
+            loop.book.observe_tree(each.key, each.tree)
             lengths = [each.tree.num_sampled_before(leaf, len(each.tree[leaf])) for leaf in each.tree.leaves]
-            state.num_rollouts += len(lengths)
-            state.rollout_tokens += sum(lengths)
+            loop.num_rollouts += len(lengths)
+            loop.rollout_tokens += sum(lengths)
         sampled = sum(each.num_sampled for each in trees)
-        state.num_sampled += sampled
-        state.overshoot += sampled - practised.extra_budget - self.settings.tokens_per_iteration
-        state.num_updates += num_updates
-        state.iteration += 1
-        self._trainer.state.global_step = state.iteration
+        loop.num_sampled += sampled
+        loop.overshoot += sampled - collected.extra_budget - self.settings.tokens_per_iteration
+        loop.num_updates += num_updates
+        loop.iteration += 1
+        self.state.global_step = loop.iteration
 
-    # -- log-probs ----------------------------------------------------------------------------------------------------
+    def _evaluation(self, iteration: int, rounds: Rounds) -> tuple[dict[str, float], list[records.Sample]]:
+        """Figures of the held-out items, and the first of their samples, which are written."""
+        found, samples = self.rollouts.evaluation(rounds, self.args.seed + _EVALUATION)
+        if samples and self.args.should_save:
+            records.write_evaluation(self.folder, iteration, samples)
+        return found, samples[: records.NUM_SHOWN]
 
-    def _reference_engine(self) -> Any:
+    @cached_property
+    def _reference_engine(self) -> TreeEngine | None:
         if self.reference is None:
             return None
         args = self.args
         model = self.reference.to(args.device)
-        engine = TreeEngine(model, args.max_tokens, args.attention, temperature=args.temperature)
-        return lambda: engine
+        return TreeEngine(model, args.max_tokens, args.attention, temperature=args.temperature)
 
-    def _measured_gap(self, update: Update) -> dict[str, float]:
-        """The gap between sampler and engine where the objective does not measure it in its first step."""
-        if isinstance(self.objective, PolicyGradient):
-            return {}
-        engine = self.engine
-        items = engine.scored([row for own in update.trees for row in own])
-        return {"logprob_gap": logprob_gap(items)}
-
-    def _check_gap(self, logs: dict[str, float]) -> None:
-        is_corrected = getattr(self.objective, "sampler_correction", None) is not None
-        line = gap_warning(logs.get("logprob_gap", 1.0), self.settings.logprob_gap_limit)
-        if line is not None and not is_corrected:
-            logger.warning("iteration %d: %s", int(logs["iteration"]), line)
+    # -- what people see ----------------------------------------------------------------------------------------------
 
     def _log(self, logs: dict[str, float]) -> None:
-        trainer = self._trainer
-        trainer.state.log_history.append({**logs, "step": trainer.state.global_step})
-        trainer.control = trainer.callback_handler.on_log(self.args, trainer.state, trainer.control, dict(logs))
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, dict(logs))
 
+    def _show(self, title: str, samples: Sequence[records.Sample]) -> None:
+        if samples and self.settings.show_every and self.args.process_index == 0:
+            sys.stdout.write(records.lines_of(title, samples))
 
-def _named(name: str) -> Objective:
-    settings = OBJECTIVE if name not in ("sft", "distillation") else {"weighting": "per_rollout"}
-    return objective_named(name, **settings)
+    def _warn(self, iteration: int, line: str | None) -> None:
+        if line is not None and self.args.should_log:
+            logger.warning("iteration %d: %s", iteration, line)
 
+    # -- the curriculum -----------------------------------------------------------------------------------------------
 
-def _check_reference(objective: Any, reference: Any, model: Any) -> None:
-    needs = bool(getattr(objective, "beta", 0.0))
-    if needs and reference is None and not hasattr(model, "peft_config"):
-        raise ConfigError(
-            f"beta={objective.beta} is a KL to a reference, and the policy itself moves at every iteration; give "
-            "reference=<the model before the run>, or train adapters."
+    def check_curriculum(self, num_items: int, num_rollouts: int) -> CheckReport:
+        """The self-check on a sample of the items: which signal predicts what, under the model as it is.
+
+        Raises:
+            DataError: fewer than 3 items have rewards.
+        """
+        return self._curriculum_check().run(num_items, num_rollouts)
+
+    def _curriculum_check(self) -> CurriculumCheck:
+        return CurriculumCheck(
+            items=self.items,
+            rollouts=self.rollouts,
+            rounds=self.rollouts.rounds(self.loop, Journal(journal_file(self.folder, 0))),
+            engine=self.engine,
+            objective=self.loss_objective,
+            reference=self._reference_engine,
+            seed=self.args.seed,
         )
-    if reference is not None and not needs:
-        raise ConfigError("reference is given, but the objective has no KL to it (beta); leave one of them out.")
+
+    def _begin_curriculum(self) -> None:
+        num_tokens = self._curriculum_check().begin(self.folder, is_writer=bool(self.args.should_save))
+        if num_tokens is not None:
+            self.loop.num_sampled += num_tokens
+            self._log({"check_tokens": float(num_tokens)})
+
+    # -- begin, save, stop --------------------------------------------------------------------------------------------
+
+    def _begin(self, wanted: str | bool | None) -> None:
+        """Optimizer, schedule and state of a new run, or of the one that is resumed."""
+        _same_weights(self.model)
+        self.create_optimizer_and_scheduler(self.settings.iterations * self.settings.updates_per_iteration)
+        found = None
+        if wanted:
+            found = self._checkpoints.find(wanted, may_begin=True)
+        elif ranks.on_first_rank(lambda: bool(store.checkpoints(self.folder) or journals(self.folder))):
+            raise ConfigError(f"{self.folder} holds an online run; resume it, or choose another folder.")
+        if found is not None:
+            self.runner.resume_budget(found.max_tokens)
+            self.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
+            own = self.state.stateful_callbacks.pop(LoopState.__name__, None)
+            if not isinstance(own, dict):
+                raise CheckpointError(f"{found.folder}: not a checkpoint of an online run.")
+            self._load_from_checkpoint(str(found.folder))
+            self._load_optimizer_and_scheduler(str(found.folder))
+            self._load_rng_state(str(found.folder))
+            self.loop = LoopState.from_json(own)
+            self.rewards.failures.update(self.loop.failures)
+            self.items.load_state_dict(self.loop.curriculum)
+            self.rollouts.hand_over()
+        self.state.max_steps = self.settings.iterations
+
+    def _save_loop(self) -> None:
+        """One checkpoint with all state; journals of the iterations before it are no longer needed."""
+        if self.loop.iteration == self._checkpoints.last_step:
+            return
+        self.loop.failures = dict(self.rewards.failures)
+        self.loop.curriculum = self.items.state_dict()
+        self._save_checkpoint(self.model, None)
+        if self.args.should_save and self._checkpoints.last_step == self.loop.iteration:
+            for path in journals(self.folder, self.loop.iteration):
+                path.unlink()
+
+    def _exporters(self) -> list[ExportableState]:
+        return [self.loop]
+
+    def _run_facts(self) -> dict[str, Any]:
+        return {
+            "model": self._fingerprint,
+            "task": self.task.name,
+            "seed": self.args.seed,
+            "online_settings": json.dumps(self.settings.sampling_facts(), sort_keys=True, default=str),
+        }
+
+    def _is_due(self, iteration: int, every: int) -> bool:
+        return every > 0 and ((iteration + 1) % every == 0 or iteration + 1 == self.settings.iterations)
+
+    def _stopped(self) -> StoppedError:
+        checkpoints = store.checkpoints(self.folder)
+        where = f"saved in {checkpoints[-1]} and the journal" if checkpoints else "the journal holds what was sampled"
+        return stopped_error(self._signals, f"stopped after iteration {self.loop.iteration}; {where}.")
+
+
+def _same_weights(model: nn.Module) -> None:
+    """Copies the first process's parameters and buffers to all."""
+    if ranks.count() > 1:
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                distributed.broadcast(tensor.data, src=0)

@@ -17,7 +17,6 @@ from treewise.trainer.checkpoint.background import BackgroundWriter
 from treewise.trainer.checkpoint.changed_settings import check_settings
 from treewise.trainer.checkpoint.contents import RunState
 from treewise.trainer.checkpoint.manifest import check_same_run, read_manifest
-from treewise.trainer.data_loader import DataFacts
 from treewise.trainer.tree_order import TreeOrder
 
 logger = logging.getLogger("treewise")
@@ -35,29 +34,28 @@ class ResumePoint:
 class CheckpointManager:
     """The checkpoints in the folder of a run. Every rank calls each method.
 
-    model: `contents.fingerprint` of the model. data: sizes and fingerprint of the training data, read when needed.
-    placer: its costs are kept in checkpoints, so that a resumed run places as before. tree_order: its measurements
-    are, too, so that it orders as before.
+    run_facts: what identifies the run, as plain values, read when needed. placer: its costs are kept in checkpoints, so
+    that a resumed run places as before. tree_order: its measurements are, too, so that it orders as before.
     """
 
     def __init__(
         self,
         args: TreeTrainingArguments,
-        model: str,
-        data: Callable[[], DataFacts],
+        run_facts: Callable[[], dict[str, Any]],
         placer: OnlinePlacer | None = None,
         tree_order: TreeOrder | None = None,
     ) -> None:
         self._tree_order = tree_order
-        self.args, self.model = args, model
-        self._data, self._placer = data, placer
+        self.args, self._run_facts, self._placer = args, run_facts, placer
         self.last_step = 0  # of the newest checkpoint that was written or resumed from
         self._writer = BackgroundWriter()
         self._thread_group: Any = None
 
-    def find(self, wanted: str | bool | None) -> ResumePoint | None:
+    def find(self, wanted: str | bool | None, *, may_begin: bool = False) -> ResumePoint | None:
         """The checkpoint to resume from: a path, or True for the newest complete one, or None for a new run. Rank 0
         reads and verifies it for all, and prints the settings that changed; the placer takes its costs over.
+
+        may_begin: whether the run begins anew where there is none yet.
 
         Raises:
             CheckpointError: no such checkpoint, an incomplete or damaged one, one of another run, or settings that
@@ -66,7 +64,10 @@ class CheckpointManager:
         self.last_step = 0
         if not wanted:
             return None
-        folder, manifest = ranks.on_first_rank(lambda: self._verified(wanted))
+        found = ranks.on_first_rank(lambda: self._verified(wanted, may_begin=may_begin))
+        if found is None:
+            return None
+        folder, manifest = found
         if self._placer is not None and manifest.get("costs"):
             self._placer.restore(manifest["costs"])
         if self._tree_order is not None:
@@ -145,11 +146,13 @@ class CheckpointManager:
             self.last_step = store.step_of(checkpoint)
         return checkpoint
 
-    def _verified(self, wanted: str | bool) -> tuple[str, dict[str, Any]]:
+    def _verified(self, wanted: str | bool, *, may_begin: bool) -> tuple[str, dict[str, Any]] | None:
         if wanted is True:
             newest, passed_over = store.newest(self.args.output_dir)
             for reason in passed_over:
                 sys.stderr.write(f"passed over: {reason}\n")
+            if newest is None and may_begin:
+                return None
             if newest is None:
                 because = f" ({passed_over[0]})" if passed_over else ""
                 raise CheckpointError(f"{self.args.output_dir}: no complete checkpoint to resume from{because}.")
@@ -160,8 +163,3 @@ class CheckpointManager:
         for change in check_settings(newest, contents.ARGUMENTS, self.args):
             sys.stderr.write(f"changed since {newest.name}: {change}\n")
         return str(newest), manifest
-
-    def _run_facts(self) -> dict[str, Any]:
-        data = self._data()
-        own = {"data": data.fingerprint, "num_trees": data.num_trees, "model": self.model, **self.args.order_facts()}
-        return own | {"curriculum": None if self._tree_order is None else self._tree_order.description}

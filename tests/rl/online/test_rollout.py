@@ -5,9 +5,8 @@ import pytest
 
 from tests.rl.online.helpers import TOKENIZER, new_trainer
 from treewise.rl.branching import Branch, RolloutTree
-from treewise.rl.online.continuation import Continuation, Limits
-from treewise.rl.online.conversations import SingleTurn, start
-from treewise.rl.online.crediting import IterationAccount
+from treewise.rl.online.report import IterationAccount
+from treewise.rl.online.rollout import Continuation, Limits, SingleTurn, start
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, GuessNumber, SumTask
 
@@ -21,7 +20,7 @@ def completed(ids, finish):
 
 def single_turn(limits=LIMITS, **branch):
     tree = RolloutTree([1, 2, 3])
-    conversation = SingleTurn(SumTask(), SumTask().item("train", 0), TOKENIZER, 3, [1, 2, 3])
+    conversation = SingleTurn([1, 2, 3], SumTask(), SumTask().item("train", 0), TOKENIZER, 3)
     return Continuation(tree, Branch(**branch), conversation, limits, (0,))
 
 

@@ -1,13 +1,120 @@
-"""One continuation of a rollout tree while it is sampled: requests out, completions in, a node at the end."""
+"""One rollout while it is sampled: a conversation whose token ids grow, and what makes a node of its tree of it."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
+from treewise.data.render.messages import clean_conversation
+from treewise.errors import DataError
 from treewise.rl.branching import PROMPT, Branch, RolloutNode, RolloutTree
-from treewise.rl.online.conversations import Conversation
 from treewise.rl.samplers import Completion, SampleRequest
+from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, Episode, TaskItem, start_episode
+from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+
+
+class Conversation(Protocol):
+    """A rollout of a task as the loop sees it."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and all that followed: what the sampler continues."""
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Adds sampled tokens of the present turn."""
+
+    def end_turn(self, finish: str) -> tuple[list[int], str | None]:
+        """Ends the turn; the observation that follows it, and why the rollout ended (None where it goes on)."""
+
+    def branch(self, num_tokens: int) -> "Conversation":
+        """An independent conversation of the first `num_tokens` tokens.
+
+        Raises:
+            TaskError: the environment cannot be brought back there.
+        """
+
+
+@dataclass(slots=True)
+class OneTurn:
+    """A prompt and one completion."""
+
+    token_ids: list[int]
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self.token_ids += [int(token) for token in token_ids]
+
+    def end_turn(self, finish: str) -> tuple[list[int], str | None]:
+        return [], finish
+
+    def branch(self, num_tokens: int) -> "OneTurn":
+        return replace(self, token_ids=self.token_ids[:num_tokens])
+
+
+@dataclass(slots=True)
+class SingleTurn(OneTurn):
+    """A prompt of a task and its completion."""
+
+    task: SingleTurnTask
+    item: TaskItem
+    chat: ChatTokens
+    num_prompt_tokens: int
+
+    def request(self) -> RewardRequest:
+        """What its reward is computed from."""
+        prompt_ids, ids = self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens :]
+        text = self.chat.tokenizer.decode(ids, skip_special_tokens=True)
+        message = None if isinstance(self.item.prompt, str) else self.chat.message(ids, prompt_ids)
+        return RewardRequest(self.item, text, tuple(ids), message)
+
+
+@dataclass(slots=True)
+class Turns:
+    """An episode with an environment, and the tokens of the turn that has not ended."""
+
+    episode: Episode
+    pending: list[int] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.episode.token_ids, *self.pending]
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self.pending += [int(token) for token in token_ids]
+
+    def end_turn(self, finish: str) -> tuple[list[int], str | None]:
+        before = len(self.episode.token_ids) + len(self.pending)
+        self.episode.step(self.pending, finish)
+        self.pending = []
+        return self.episode.token_ids[before:], self.episode.end_reason
+
+    def branch(self, num_tokens: int) -> "Turns":
+        is_pending = num_tokens >= len(self.episode.token_ids) and self.episode.end_reason is None
+        starts = self.episode.turn_starts
+        turn = self.episode.num_turns if is_pending else bisect_right(starts, num_tokens) - 1
+        copy = self.episode.branch(turn)
+        return Turns(copy, self.token_ids[len(copy.token_ids) : num_tokens])
+
+
+def start(task: Task, item: TaskItem, chat: ChatTokens, calls: Calls) -> SingleTurn | Turns:
+    """A conversation that stands behind the prompt."""
+    if isinstance(task, EnvironmentTask):
+        return Turns(start_episode(task, item, chat, calls))
+    prompt = item.prompt
+    if isinstance(prompt, str):
+        ids = list(chat.text_ids(prompt))
+    else:
+        talk = chat.template.prepare(clean_conversation(list(prompt), item.key, "prompt"), item.key)
+        ids = list(chat.prompt_ids(talk.messages, None, item.key))
+    if not ids:
+        raise DataError(f"{item.key}: the prompt has no tokens.")
+    return SingleTurn(ids, task, item, chat, len(ids))  # type: ignore[arg-type]
+
+
+# -- continuations ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +129,7 @@ class Limits:
 
 
 class Continuation:
-    """What one `Branch` asks for once.
+    """What one `Branch` asks for once: requests out, completions in, a node at the end.
 
     A first token that the policy drew already stands in front, with the log-prob of that draw. A node that reaches
     `Branch.max_tokens` is left unfinished; one that reaches a limit of the loop ends as `length`.
@@ -87,10 +194,7 @@ class Continuation:
         self._observe(observation)
         if finish is None and self._limit_reached():
             finish = "length"
-        elif finish is None and self._is_segment_full():
-            self.is_finished = True
-            return
-        self._finish, self.is_finished = finish, finish is not None
+        self._finish, self.is_finished = finish, finish is not None or self._is_segment_full()
 
     def node(self) -> RolloutNode:
         """The finished node."""
@@ -108,27 +212,24 @@ class Continuation:
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _num_generated(self) -> int:
-        return sum(self._is_sampled)
-
     def _room(self) -> int:
         """Tokens that may be generated before some limit is reached."""
+        num_generated = sum(self._is_sampled)
         rooms = [
-            self._limits.max_new_tokens - self._num_before - self._num_generated,
+            self._limits.max_new_tokens - self._num_before - num_generated,
             self._limits.max_length - len(self.conversation.token_ids),
         ]
         if self.branch.max_tokens is not None:
-            rooms.append(self.branch.max_tokens - self._num_generated)
+            rooms.append(self.branch.max_tokens - num_generated)
         return min(rooms)
 
     def _is_segment_full(self) -> bool:
         """Whether `Branch.max_tokens` ended the continuation, and no limit of the loop did."""
         limit = self.branch.max_tokens
-        return limit is not None and self._num_generated >= limit and not self._limit_reached()
+        return limit is not None and sum(self._is_sampled) >= limit and not self._limit_reached()
 
     def _limit_reached(self) -> bool:
-        generated = self._num_before + self._num_generated
+        generated = self._num_before + sum(self._is_sampled)
         return generated >= self._limits.max_new_tokens or len(self.conversation.token_ids) >= self._limits.max_length
 
     # -- streams ------------------------------------------------------------------------------------------------------

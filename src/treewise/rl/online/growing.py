@@ -1,4 +1,4 @@
-"""Grows the rollout trees of an iteration: rounds of branches, sampled as one batch each, until budgets are spent.
+"""Grows rollout trees: rounds of branches, sampled as one batch each and rewarded, until budgets are spent.
 
 A round asks each tree's policy for branches, continues all of them turn by turn, gives the rollouts that ended their
 rewards, and goes on with the next round. Everything is a function of weights, settings, items and seed.
@@ -18,17 +18,17 @@ import numpy as np
 
 from treewise.distributed import ranks
 from treewise.errors import TaskError
-from treewise.rl.branching import PROMPT, Branch, Branching, RolloutTree
-from treewise.rl.online.continuation import Continuation, Limits
-from treewise.rl.online.conversations import Conversation
+from treewise.rl.branching import PROMPT, Branching, RolloutTree
 from treewise.rl.online.journal import Journal, completion_from_json, completion_to_json, question_of
-from treewise.rl.online.rewarding import judge
+from treewise.rl.online.rollout import Continuation, Conversation, Limits, SingleTurn
 from treewise.rl.samplers import Sampler, SampleRequest
 from treewise.rl.success_book import SuccessBook
-from treewise.rl.tasks import RewardRunner, TaskItem
+from treewise.rl.tasks import RewardFailure, RewardRunner, TaskItem
 from treewise.rl.tasks.rewards import RewardTally
 
 logger = logging.getLogger("treewise")
+
+_COUNTS = ("num_started", "num_sampled", "num_chosen", "num_refused", "is_complete")
 
 
 @dataclass(eq=False, slots=True)
@@ -56,24 +56,31 @@ class GrowingTree:
     num_refused: int = 0
     is_complete: bool = False
 
-    @property
-    def budget_left(self) -> int:
-        """Tokens that the sampler may still make; negative where the tree passed its budget."""
-        return self.budget - self.num_sampled
-
-    def continued(self, branches: Sequence[Branch], limits: Limits) -> list[Continuation]:
-        """Continuations for a round of branches. Branches that an environment refuses are counted and left out."""
+    def next_round(self, rounds: "Rounds") -> list[Continuation]:
+        """What the policy asks for next; nothing once the tree is complete. Branches that an environment refuses are
+        counted and left out.
+        """
+        if self.is_complete:
+            return []
+        limits = rounds.limits
+        signals = rounds.book.signals(self.key, self.tree, getattr(rounds.branching.settings, "points", "turns"))
+        longest = min(limits.max_new_tokens, limits.max_length - len(self.tree.prompt_ids))
+        signals = replace(signals, expected_tokens=rounds.expected_tokens, longest_tokens=longest)
         started = []
-        for branch in branches:
+        budget_left = self.budget - self.num_sampled  # negative where the tree passed its budget
+        for branch in rounds.branching.next_requests(self.tree, signals, budget_left, self.rng):
+            source = self.first if branch.node == PROMPT else self.conversations[branch.node]
+            num_tokens = len(self.tree.prefix_ids(branch.node, branch.position))
             for _ in range(branch.count):
                 self.num_started += 1
                 try:
-                    conversation = self._conversation_at(branch)
+                    conversation = source.branch(num_tokens)
                 except TaskError as error:
                     self.num_refused += 1
                     logger.warning("%s; this branch is left out (%d so far)", error, self.num_refused)
                     continue
                 started.append(Continuation(self.tree, branch, conversation, limits, (*self.seed, self.num_started)))
+        self.is_complete = not started  # also where every branch was refused: the policy would ask for the same again
         return started
 
     def add(self, continuation: Continuation) -> int:
@@ -86,19 +93,13 @@ class GrowingTree:
 
     def grown(self) -> dict[str, Any]:
         """What came of it, as plain JSON values."""
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        return {"tree": self.tree.to_json(), **counts}
+        return {"tree": self.tree.to_json(), **{name: getattr(self, name) for name in _COUNTS}}
 
     def take_grown(self, values: dict[str, Any]) -> None:
         """Becomes what another process has grown."""
         self.tree = RolloutTree.from_json(values["tree"])
         for name in _COUNTS:
             setattr(self, name, values[name])
-
-    def _conversation_at(self, branch: Branch) -> Conversation:
-        num_tokens = len(self.tree.prefix_ids(branch.node, branch.position))
-        source = self.first if branch.node == PROMPT else self.conversations[branch.node]
-        return source.branch(num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +120,6 @@ class Rounds:
     expected_tokens: float | None = None
     progress: Callable[[int], None] | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"sampling": 0.0, "reward": 0.0})
-
-
-_COUNTS = ("num_started", "num_sampled", "num_chosen", "num_refused", "is_complete")
 
 
 def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
@@ -157,18 +155,11 @@ def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
 
 
 def _grow(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
-    while True:
-        batch = [(tree, each) for tree in trees for each in _next_round(tree, rounds)]
-        if not batch:
-            return
+    while batch := [(tree, each) for tree in trees for each in tree.next_round(rounds)]:
         continue_all([each for _, each in batch], rounds)
-        ended = []
-        for tree, each in batch:
-            index = tree.add(each)
-            if tree.tree[index].has_ended:
-                ended.append((tree.tree, index, tree.item, tree.conversations[index]))
+        indices = [(tree, tree.add(each)) for tree, each in batch]
         started = time.perf_counter()
-        judge(ended, rounds.rewards, rounds.journal)
+        judge([(tree, index) for tree, index in indices if tree.tree[index].has_ended], rounds.rewards, rounds.journal)
         rounds.seconds["reward"] += time.perf_counter() - started
 
 
@@ -189,14 +180,61 @@ def continue_all(continuations: Sequence[Continuation], rounds: Rounds) -> None:
     rounds.seconds["sampling"] += time.perf_counter() - started
 
 
-def _next_round(tree: GrowingTree, rounds: Rounds) -> list[Continuation]:
-    if tree.is_complete:
+# -- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def judge(ended: Sequence[tuple[GrowingTree, int]], runner: RewardRunner, journal: Journal) -> None:
+    """Gives each rollout that ended (its tree and node) its reward; one whose reward failed is set aside, with the
+    reason on its node.
+
+    Raises:
+        TaskError: a reward failed, and the runner raises.
+    """
+    outcomes = rewards_of([(each.item, each.conversations[index]) for each, index in ended], runner, journal)
+    for (each, index), outcome in zip(ended, outcomes, strict=True):
+        if isinstance(outcome, RewardFailure):
+            each.tree.judge(index, error=str(outcome))
+        else:
+            each.tree.judge(index, reward=outcome)
+
+
+def rewards_of(
+    rollouts: Sequence[tuple[TaskItem, Conversation]], runner: RewardRunner, journal: Journal
+) -> list[float | RewardFailure]:
+    """A reward or a failure for each rollout, in their order; recorded ones are not computed again."""
+    if not rollouts:
         return []
-    points = getattr(rounds.branching.settings, "points", "turns")
-    signals = rounds.book.signals(tree.key, tree.tree, points)
-    longest = min(rounds.limits.max_new_tokens, rounds.limits.max_length - len(tree.tree.prompt_ids))
-    signals = replace(signals, expected_tokens=rounds.expected_tokens, longest_tokens=longest)
-    branches = rounds.branching.next_requests(tree.tree, signals, tree.budget_left, tree.rng)
-    started = tree.continued(branches, rounds.limits)
-    tree.is_complete = not started  # also where every branch was refused: the policy would ask for the same again
-    return started
+
+    def compute() -> Any:
+        conversations: list[Any] = [conversation for _, conversation in rollouts]
+        metrics: dict[str, list[float]] = {}
+        outcomes: list[float | RewardFailure]
+        if isinstance(conversations[0], SingleTurn):
+            requests = [each.request() for each in conversations]
+            outcomes, logged = runner.rewards(conversations[0].task, requests)
+            metrics = logged.metrics
+        else:
+            outcomes = runner.of_episodes([each.episode for each in conversations])
+        values = [[each.key, each.kind, each.message] if isinstance(each, RewardFailure) else each for each in outcomes]
+        return {"rewards": values, "metrics": metrics}
+
+    question = [[item.key, conversation.token_ids] for item, conversation in rollouts]
+    answer = journal.once("reward", question, compute)
+    outcomes = [RewardFailure(*each) if isinstance(each, list) else float(each) for each in answer["rewards"]]
+    if any(isinstance(each, RewardFailure) for each in outcomes):
+        journal.mark()
+    runner.count(outcomes, answer["metrics"])
+    return outcomes
+
+
+def check_failures(tally: RewardTally, max_failed: float, where: str, journal: Journal) -> None:
+    """Ends a run of which too many rewards fail; the failed ones are not recorded, so `--resume` computes them again.
+
+    Raises:
+        TaskError: more than `max_failed` of the rollouts have no reward.
+    """
+    try:
+        tally.check(max_failed, where)
+    except TaskError:
+        journal.forget_from_mark()
+        raise

@@ -8,8 +8,7 @@ from tests.rl.online.helpers import EvenBytes, digest, new_trainer
 from tests.rl.online.test_trainer import Killed, counted
 from treewise.errors import ConfigError
 from treewise.rl.curriculum import CURRICULA
-from treewise.rl.online.draw_log import draws_file
-from treewise.rl.online.records import rollouts_file
+from treewise.rl.online.records import draws_file, rollouts_file
 
 RUN = {
     "iterations": 2,

@@ -1,0 +1,283 @@
+"""Collects the rollouts of an iteration: which items, as the curriculum draws them wave by wave, and their trees, grown
+under a budget of generated tokens; and one rollout each of held-out items.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from treewise.distributed import ranks
+from treewise.errors import ConfigError, DataError
+from treewise.nn.model_checks import length_limit, refuse_lengths
+from treewise.rl.branching import Branch, RolloutTree
+from treewise.rl.curriculum import Outcome, Pool, TaskSampler
+from treewise.rl.node_values import node_values
+from treewise.rl.online.growing import GrowingTree, Rounds, check_failures, continue_all, grow_trees, rewards_of
+from treewise.rl.online.journal import Journal, LoopState
+from treewise.rl.online.records import Sample
+from treewise.rl.online.rollout import Continuation, Conversation, Limits, start
+from treewise.rl.online.settings import OnlineSettings
+from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
+from treewise.rl.success_book import SuccessBook
+from treewise.rl.tasks import ChatTokens, RewardFailure, RewardRunner, TaskItem
+from treewise.rl.tasks.protocol import Task
+from treewise.rl.tasks.rewards import RewardTally
+
+
+@dataclass(slots=True)
+class Collected:
+    """What an iteration has grown.
+
+    trees: all, in the order of their draw. indices: their items. waves: in which each was drawn. kept: positions in
+    `trees` of those that are trained. extra_budget: generated tokens that refills may spend beyond the iteration's.
+    angles: concentration of each tree's prompt, where the curriculum measures it.
+    """
+
+    trees: list[GrowingTree] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    waves: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    extra_budget: int = 0
+    angles: list[float] = field(default_factory=list)
+
+    def figures(self) -> dict[str, float]:
+        """What is logged: trees that were drawn, trained, and refilled, where there were any."""
+        num_refilled = float(sum(wave > 0 for wave in self.waves))
+        shown = {"refilled_trees": num_refilled} if num_refilled else {}
+        if len(self.kept) < len(self.trees):
+            shown |= {"drawn_trees": float(len(self.trees)), "kept_trees": float(len(self.kept))}
+        return shown
+
+    def outcomes(self, book: SuccessBook, success_at: float) -> list[Outcome]:
+        """What came of all trees so far. book: before it observes them. success_at: rewards from here on are
+        successes.
+        """
+        found = []
+        for position, (each, index) in enumerate(zip(self.trees, self.indices, strict=True)):
+            rewards = [each.tree[leaf].reward for leaf in each.tree.rewarded_leaves]
+            known = tuple(float(reward) for reward in rewards if reward is not None)
+            prompt = node_values(each.tree, success_at)[0]
+            found.append(
+                Outcome(
+                    index=index,
+                    predicted=book.success(each.key),
+                    rewards=known,
+                    success=prompt.value,
+                    trials=prompt.num_draws,
+                    num_successes=sum(reward >= success_at for reward in known),
+                    angle=self.angles[position] if self.angles else None,
+                )
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collector:
+    """What a run samples with. temperature: of training rollouts. model: that is trained."""
+
+    task: Task
+    chat: ChatTokens
+    settings: OnlineSettings
+    sampler: Sampler
+    rewards: RewardRunner
+    temperature: float
+    model: Any
+
+    def rounds(self, state: LoopState, journal: Journal) -> Rounds:
+        """How trees grow, from the state between two iterations."""
+        settings, policy = self.settings, self.settings.policy()
+        stop_ids = self.chat.end_ids()
+        request = SampleRequest(
+            (0,),
+            temperature=self.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop_ids=stop_ids,
+            want_entropy="entropies" in policy.streams,
+            num_top=settings.num_candidates,
+        )
+        return Rounds(
+            branching=policy,
+            sampler=self.sampler,
+            book=state.book,
+            rewards=self.rewards,
+            journal=journal,
+            limits=Limits(settings.max_new_tokens, self._longest(), stop_ids),
+            request=request,
+            expected_tokens=state.expected_tokens or float(settings.max_new_tokens),
+        )
+
+    def collect(self, items: TaskSampler, budget: int, stream: tuple[int, ...], rounds: Rounds) -> Collected:
+        """Draws and grows the trees of an iteration.
+
+        Parameters:
+            items: draws them, refills those that it leaves out, and decides which are trained.
+            budget: generated tokens of all first trees together; a refilled tree may spend the share of one more tree.
+            stream: names their random streams, with a tree's number.
+        """
+        done, count, wave = Collected(), self.settings.trees_per_iteration, 0
+        indices = items.draw(count, rounds.book)
+        share, more = divmod(budget, max(len(indices), 1))
+        shares = [share + (number < more) for number in range(len(indices))]
+        while indices:
+            first = len(done.trees)
+            trees = self.new_trees(stream, indices, first, shares)
+            grow_trees(trees, rounds)
+            done.trees += trees
+            done.indices += indices
+            done.waves += [wave] * len(trees)
+            done.extra_budget += sum(shares) if wave else 0
+            outcomes = done.outcomes(rounds.book, self.settings.success_at)
+            done.kept += [place for place in range(first, len(done.trees)) if items.is_kept(outcomes[place])]
+            missing, wave = count - len(done.kept), wave + 1
+            indices = items.refill(missing, rounds.book) if missing > 0 else []
+            shares = [max(1, budget // count)] * len(indices)
+        return done
+
+    def new_trees(
+        self, stream: tuple[int, ...], indices: Sequence[int], first_number: int, budgets: Sequence[int]
+    ) -> list[GrowingTree]:
+        """Trees of training items before their first round.
+
+        Parameters:
+            indices: of the items.
+            first_number: of the first tree; the others follow.
+            budgets: generated tokens of each.
+        """
+        trees = []
+        for number, (index, budget) in enumerate(zip(indices, budgets, strict=True), start=first_number):
+            item = self.task.item("train", index)
+            first, seed = self._start(item), (*stream, number)
+            tree = RolloutTree(first.token_ids, group=item.key)
+            key, rng = self._book_key(index), np.random.default_rng(seed)
+            trees.append(GrowingTree(number, item, key, tree, first, budget, seed, rng))
+        return trees
+
+    def hand_over(self) -> None:
+        """Gives new weights to the sampler: each process to its own, a server gets them from the first one alone."""
+        if ranks.own() == 0 or isinstance(self.sampler, TransformersSampler):
+            self.sampler.update(self.model)
+        ranks.on_first_rank(lambda: None)  # the others wait until a server has them
+
+    def pool(self) -> Pool:
+        """The items that a run practises.
+
+        Raises:
+            ConfigError: fewer items than trees.
+        """
+        sizes = [size for size in (self.task.num_items("train"), self.settings.num_items) if size is not None]
+        total, num_trees = min(sizes, default=None), self.settings.trees_per_iteration
+        if total is not None and total < num_trees:
+            raise ConfigError(
+                f"{self.task.name} has {total} training items, fewer than trees_per_iteration={num_trees}; the trees "
+                "of an iteration are of different items."
+            )
+        return Pool(total, self._book_key)
+
+    def prompt_of(self, index: int) -> list[int]:
+        """Token ids of a training item's prompt."""
+        return self._start(self.task.item("train", index)).token_ids
+
+    def _book_key(self, index: int) -> str:
+        return f"{self.task.name}/{index}"
+
+    def _start(self, item: TaskItem) -> Conversation:
+        """Raises `UnsupportedModelError` if the rollout might become longer than training follows; a `max_length` that
+        is set bounds it; `DataError` if no token can follow the prompt."""
+        conversation = start(self.task, item, self.chat, self.rewards.calls)
+        num_prompt, num_new, most = len(conversation.token_ids), self.settings.max_new_tokens, self.settings.max_length
+        what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
+        longest = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
+        refuse_lengths(self.model, longest, what, "Lower max_new_tokens, or set max_length")
+        if num_prompt >= self._longest():
+            raise DataError(
+                f"{item.key}: the prompt has {num_prompt:,} tokens, and prompt and rollout together may have "
+                f"{self._longest():,} (max_length, or the model's positions)."
+            )
+        return conversation
+
+    def _longest(self) -> int:
+        """Tokens at which a conversation ends: at most as many as training follows (`length_limit`)."""
+        own = self.settings.max_length or getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize
+        found = length_limit(self.model)
+        return own if found is None else min(own, found[0])
+
+    # -- held-out items -----------------------------------------------------------------------------------------------
+
+    def evaluation(self, rounds: Rounds, seed: int) -> tuple[dict[str, float], list[Sample]]:
+        """`eval_pass@1`, `eval_reward` and `eval_length` (generated tokens), means over the held-out items whose reward
+        is known, and `eval_failed`, the number of the others; and what was sampled: one rollout of each, without
+        branches. Empty where there are none. Every process calls this, and computes its part of them.
+
+        Parameters:
+            seed: of samples at other temperatures than 0; the same at every evaluation of a run.
+
+        Raises:
+            TaskError: more rewards failed than may.
+        """
+        settings, total = self.settings, self.task.num_items("held_out")
+        count = settings.eval_items if total is None else min(settings.eval_items, total)
+        if not count:
+            return {}, []
+        items = [self.task.item("held_out", index) for index in range(count)]
+        starts = [self._start(item) for item in items]
+        failures = self.rewards.failures.copy()  # those of evaluations are counted by `eval_failed` alone
+        request = replace(rounds.request, temperature=settings.eval_temperature, want_entropy=False, num_top=0)
+        rounds = replace(rounds, request=request, seconds=dict(rounds.seconds))
+
+        def work() -> list[tuple[int, Sample, str | None, int]]:
+            own = [(i, items[i], starts[i]) for i in range(ranks.own(), count, ranks.count())]
+            continuations = [_whole_rollout(first, rounds, (seed, i)) for i, _, first in own]
+            continue_all(continuations, rounds)
+            ended = [(item, each.conversation) for (_, item, _), each in zip(own, continuations, strict=True)]
+            found = []
+            outcomes = rewards_of(ended, rounds.rewards, rounds.journal)
+            for (i, item, first), each, outcome in zip(own, continuations, outcomes, strict=True):
+                ids, num_prompt = each.conversation.token_ids, len(first.token_ids)
+                reward, failure = (None, str(outcome)) if isinstance(outcome, RewardFailure) else (outcome, None)
+                prompt, text = (self.chat.tokenizer.decode(part) for part in (ids[:num_prompt], ids[num_prompt:]))
+                found.append((i, Sample(item.key, prompt, text, reward), failure, each.num_drawn))
+            return found
+
+        with torch.no_grad():
+            found = sorted((each for part in ranks.on_every_rank(work) for each in part), key=lambda each: each[0])
+        failed = [failure for _, _, failure, _ in found if failure is not None]
+        tally = RewardTally(count, len(failed), failed[0] if failed else None)
+        check_failures(tally, settings.max_failed, "evaluation", rounds.journal)
+        self.rewards.failures = failures
+        samples = [sample for _, sample, _, _ in found]
+        rewards = np.array([each.reward for each in samples if each.reward is not None])
+        figures = {
+            "eval_pass@1": float(np.mean(rewards >= settings.success_at)) if len(rewards) else float("nan"),
+            "eval_reward": float(np.mean(rewards)) if len(rewards) else float("nan"),
+            "eval_length": float(np.mean([length for _, _, _, length in found])),
+            "eval_failed": float(len(failed)),
+        }
+        return figures, samples
+
+
+def _whole_rollout(first: Conversation, rounds: Rounds, seed: tuple[int, ...]) -> Continuation:
+    tree = RolloutTree(first.token_ids)
+    return Continuation(tree, Branch(), first.branch(len(first.token_ids)), rounds.limits, seed)
+
+
+@contextmanager
+def token_progress(what: str, num_tokens: int, *, hidden: bool) -> Iterator[Callable[[int], None] | None]:
+    """A bar, on terminals alone, of how much of a budget of tokens is sampled; yields what to call with each batch's
+    number of tokens.
+    """
+    if hidden or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} tokens"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task(f"sampling, {what}", total=num_tokens)
+        yield lambda count: progress.advance(bar, count)
