@@ -19,7 +19,7 @@ from treewise.cli.main import main
 from treewise.cli.typed_values import kinds_of
 from treewise.data import RenderOptions
 from treewise.nn import load_model
-from treewise.rl import checks, rollout_batch, update
+from treewise.rl import checks, update
 from treewise.rl.curriculum import recorded_order
 from treewise.rl.online import OnlineSettings, tasks_by_name
 from treewise.trainer import TreeTrainingArguments
@@ -163,10 +163,9 @@ def seen(tmp_path, monkeypatch):
         (rl, "_print_update", None),
         (update, "credited", lambda bound: objective_seen(bound) or SimpleNamespace(trees=bound["trees"])),
         (update, "with_streams", lambda bound: bound["update"]),
-        (update, "scored", lambda bound: bound["reference"]() and bound["update"]),
+        (update, "scored", lambda bound: bound["update"]),
         (update, "save_scores", None),
-        (rollout_batch, "trees_per_batch", 1),
-        (rollout_batch, "scored", lambda bound: bound["trees"]),
+        (update, "trees_per_batch", 1),
         (checks, "warnings_of", []),
         (epoch_means, "GapWarning", None),
         (recorded_order, "RecordedOrder", ordered),

@@ -10,8 +10,8 @@ from treewise.advantages import group_tree
 from treewise.errors import ConfigError
 from treewise.rl import update
 from treewise.rl.branching import PROMPT, RolloutNode, RolloutTree
-from treewise.rl.rollout_batch import ADVANTAGES
 from treewise.rl.samplers import draw as sampler_draw
+from treewise.rl.update import ADVANTAGES
 from treewise.testing import crossings
 from treewise.testing.crossings import Crossings, Rule, WrongError
 from treewise.testing.crossings.plain_credit import CREDIT, advantages_of

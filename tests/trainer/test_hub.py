@@ -39,7 +39,7 @@ def test_the_model_at_the_end_is_uploaded_and_nothing_else_of_the_folder(make_tr
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "downloaded")
     for one, two in zip(trainer.model.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(one, two)
-    assert trainer.uploads.commit.commit_url.endswith("/commit/1")
+    assert trainer.uploaded.commit_url.endswith("/commit/1")
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -67,7 +67,7 @@ def test_an_upload_that_fails_is_a_warning_and_the_run_succeeds(make_trainer, tr
     assert "push_to_hub: checkpoint-1 was not uploaded (" in caplog.text
     assert f"the model was not uploaded; later: hf upload someone/model {tmp_path / 'run'}" in caplog.text
     assert "the quota of someone is used up" in caplog.text
-    assert trainer.uploads.commit is None
+    assert trainer.uploaded is None
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     server.fails = False
     trainer.push_to_hub()  # later, by hand

@@ -16,23 +16,19 @@ from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
 from treewise.tree.forest import Forest
 
 
-def plain(forests):
-    return PreparedBatch(tuple(forests), (), None)
+def plain(step, forests):
+    return PreparedBatch(tuple((step, each) for each in forests), (), None)
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_each_epoch_is_cut_into_steps_and_placed_with_their_numbers(is_ahead, tmp_path):
-    class Placer:
-        def own_part(self, step, batch):
-            return [(step, each) for each in batch]
-
     settings = {"gradient_accumulation_steps": 2, "prepare_ahead": is_ahead, "use_cpu": True, "report_to": "none"}
-    steps = PreparedSteps(plain, TreeTrainingArguments(str(tmp_path), **settings), Placer())
+    steps = PreparedSteps(plain, TreeTrainingArguments(str(tmp_path), **settings))
     epochs = iter(["a", "b", "c"]), iter(["d"])
-    found = [[list(batch) for batch in steps.next_step(epochs[0], 4 + step)] for step in range(2)]
+    found = [[list(batch.forests) for batch in steps.next_step(epochs[0], 4 + step)] for step in range(2)]
     assert found == [[[(4, "a")], [(4, "b")]], [[(5, "c")]]]
     assert steps.next_step(epochs[0], 6) == []
-    assert [list(batch) for batch in steps.next_step(epochs[1], 6)] == [[(6, "d")]]
+    assert [list(batch.forests) for batch in steps.next_step(epochs[1], 6)] == [[(6, "d")]]
 
 
 def test_an_epoch_begins_while_the_last_step_of_the_one_before_is_used(tmp_path):
@@ -43,21 +39,21 @@ def test_an_epoch_begins_while_the_last_step_of_the_one_before_is_used(tmp_path)
         begun.append(step)
         return second if step == 2 else None
 
-    def prepare(forests):
-        prepared.append(forests)
-        return plain(forests)
+    def prepare(step, forests):
+        prepared.append((step, forests))
+        return plain(step, forests)
 
-    steps = PreparedSteps(prepare, arguments, None, epoch_from)
+    steps = PreparedSteps(prepare, arguments, epoch_from)
     with steps.ended():
-        assert [list(batch) for batch in steps.next_step(first, 0)] == [["a"], ["b"]]
+        assert len(steps.next_step(first, 0)) == 2
         assert not begun
-        assert [list(batch) for batch in steps.next_step(first, 1)] == [["c"]]
+        assert len(steps.next_step(first, 1)) == 1
         assert begun == [2]
-        assert [list(batch) for batch in steps.next_step(second, 2)] == [["d"]]
+        assert len(steps.next_step(second, 2)) == 1
         assert begun == [2, 3]
         other = iter("e")  # not the one that was announced
-        assert [list(batch) for batch in steps.next_step(other, 3)] == [["e"]]
-    assert prepared == ["a", "b", "c", "d", "e"]
+        assert len(steps.next_step(other, 3)) == 1
+    assert prepared == [(0, "a"), (0, "b"), (1, "c"), (2, "d"), (3, "e")]
 
 
 class EndsEpochs(TrainerCallback):
@@ -191,7 +187,6 @@ def test_a_batch_without_trained_tokens_or_trees_has_nothing_to_plan(make_traine
     batch = trainer.runner.prepare([Forest.from_trajectories(item)])
     assert batch.ready is None
     assert batch.denominators == (0.0,)
-    assert batch[0] is batch.forests[0]
 
 
 def test_a_run_that_ends_within_an_epoch_leaves_no_thread_behind(make_trainer):

@@ -79,7 +79,7 @@ def test_an_epoch_trains_every_tree_once(make_trainer, trees, accumulation):
     )
     trained = []
     train = trainer.runner.train_batch
-    trainer.runner.train_batch = lambda batch, *args: (trained.extend(batch), train(batch, *args))[1]
+    trainer.runner.train_batch = lambda batch: (trained.extend(batch.forests), train(batch))[1]
     trainer.train()
     names = [forest.trajectories[0].source for forest in trained]
     assert sorted(names[:7]) == sorted(names[7:]) == [f"rows.jsonl:{tree}" for tree in range(7)]

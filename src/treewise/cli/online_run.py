@@ -120,7 +120,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
 
 def _settings(config: RunConfig, objective: Any) -> Any:
     from treewise.rl.online.settings import OnlineSettings
-    from treewise.rl.rollout_batch import method_of
+    from treewise.rl.update import method_of
 
     names = {each.name for each in fields(OnlineSettings)}
     values = {name: value for name, value in config.more.items() if name in names and value is not None}

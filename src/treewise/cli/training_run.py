@@ -237,8 +237,8 @@ def train(
     _save_final(trainer, Path(arguments.output_dir), command)
     if is_first_rank():
         print(f"model saved to {arguments.output_dir}")
-        if trainer.uploads.commit is not None:
-            print(f"uploaded to {trainer.uploads.commit.commit_url}")
+        if trainer.uploaded is not None:
+            print(f"uploaded to {trainer.uploaded.commit_url}")
 
 
 def _save_final(trainer: Any, folder: Path, command: str) -> None:

@@ -20,9 +20,9 @@ from treewise.rl.branching import PROMPT, Branch, Branching, RolloutTree, branch
 from treewise.rl.online.growing import Rounds, continue_all
 from treewise.rl.online.journal import Unrecorded
 from treewise.rl.online.rollout import Continuation, Limits, OneTurn
-from treewise.rl.rollout_batch import credit
 from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
 from treewise.rl.success_book import SuccessBook
+from treewise.rl.update import credit
 
 _WITHOUT_LIMIT = 1 << 62  # generated tokens; here the number of completions ends a tree
 _NEEDS_REWARDS = ("lcr",)

@@ -8,11 +8,15 @@ Computed log-probs are saved beside the run (`save_scores`), so that a resumed r
 """
 
 import hashlib
+import inspect
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +24,37 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from treewise.advantages import AdvantageReport
+from treewise import advantages
+from treewise.advantages import AdvantageReport, Credited, with_rollout_weights
 from treewise.engine.engine import TreeEngine
-from treewise.errors import CheckpointError, ConfigError, num
-from treewise.objectives import logprob_gap
-from treewise.rl.rollout_batch import (
-    GIVEN,
-    Streams,
-    Trees,
-    choose_streams,
-    credit,
-    fill_streams,
-    method_of,
-    without_groups,
-    without_partial_sampler,
-)
+from treewise.errors import CheckpointError, ConfigError, DataError, check_choice, num
+from treewise.objectives import Objective, PolicyGradient, logprob_gap
+from treewise.trainer.inputs import with_logprobs
 from treewise.tree.trajectory import Trajectory, number_rollouts
 
 logger = logging.getLogger("treewise")
 
+Trees = list[list[Trajectory]]
+
+# Every advantage by its name in `--advantages`, after the method that introduced it.
+ADVANTAGES: Mapping[str, Callable[..., Credited]] = {
+    "grpo": advantages.group_normalized,
+    "batch": partial(advantages.group_normalized, scale="batch"),
+    "dr_grpo": advantages.mean_centered,
+    "rloo": advantages.leave_one_out,
+    "siblings": advantages.sibling_relative,
+    "turns": advantages.per_turn,
+    "tree_path_mean": advantages.tree_path_mean,
+    "inter_intra": advantages.inter_intra,
+    "treerl": advantages.treerl,
+    "value_steps": advantages.value_steps,
+    "node_value": advantages.node_value,
+}
+_NOT_SETTINGS = ("trajectories", "turn_rewards", "tree_of")  # arguments of these functions that hold data
+GIVEN = "given"
+OLD_LOGPROBS = ("auto", "recompute", "sampler", GIVEN)
 SCORES = "scored.safetensors"
 _DIGEST = "sha256"  # of the log-probs
-_NO_STREAMS = Streams(None, None)
 _OLD = {
     GIVEN: "the rows' own",
     "sampler": "the sampler's",
@@ -49,6 +62,14 @@ _OLD = {
     None: "not needed (one update of the policy that sampled: the ratio is 1)",
 }
 _REF = {GIVEN: "the rows' own", None: "not needed (no KL)"}
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Where the log-probs of an update come from: `given`, `policy`, `sampler`, `reference`, or None (not needed)."""
+
+    old: str | None
+    ref: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +89,7 @@ class Update:
     method: str | None = None
     report: AdvantageReport | None = None
     num_dropped: int = 0
-    streams: Streams = _NO_STREAMS
+    streams: Streams = Streams(None, None)
     num_without_sampler: int = 0
 
     @property
@@ -78,9 +99,12 @@ class Update:
         return [*names, "ref_logprobs"] if self.streams.ref == "reference" else names
 
 
+# -- advantages -------------------------------------------------------------------------------------------------------
+
+
 def credited(
     trees: Trees,
-    objective: Any,
+    objective: Objective,
     *,
     method: str | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -90,7 +114,7 @@ def credited(
     """All rollouts with their advantages, where the objective takes any.
 
     Parameters:
-        method: of `treewise.rl.rollout_batch.ADVANTAGES`, or `given`; None for the rows' own advantages where they have
+        method: of `ADVANTAGES`, or `given`; None for the rows' own advantages where they have
             some, else the method that the objective carries.
         settings: of the method.
         drop_flat_groups: leave out groups whose rewards are all equal, and groups of one rollout without advantage.
@@ -109,10 +133,62 @@ def credited(
         silent = _silent_groups(trees)
         dropped = tuple(dict.fromkeys([*report.zero_variance_groups, *(silent & set(report.groups_of_one))]))
     if dropped:
-        trees = without_groups(trees, dropped)
+        left = [[item for item in tree if item.group not in dropped] for tree in trees]
+        trees = [tree for tree in left if tree]
     if not may_be_empty and not any(_acts(item) for tree in trees for item in tree):
         raise ConfigError(_nothing_to_learn(method, report))
     return Update(trees, method, report, num_dropped=len(dropped))
+
+
+def method_of(objective: Objective, method: str | None, trees: Sequence[list[Trajectory]] = ()) -> str | None:
+    """How rewards become advantages: the method that was chosen, else `given` where the rows have some, else the one
+    that the objective carries (`usual_advantages`). None: the objective takes none.
+
+    Raises:
+        ConfigError: a method for an objective that takes none; none is chosen, the rows hold none, and the objective
+            has no usual one.
+    """
+    if not hasattr(objective, "usual_advantages"):
+        if method is not None:
+            raise ConfigError(f"advantages={method!r}, but {type(objective).__name__} takes none; leave them out.")
+        return None
+    if method is None and trees and has_all(trees, "advantages"):
+        return GIVEN
+    method = objective.usual_advantages if method is None else method
+    if method is None:
+        raise ConfigError(
+            f"{type(objective).__name__} has no usual advantages, and the rows hold none; choose how they follow from "
+            f"rewards: advantages={', '.join(ADVANTAGES)}."
+        )
+    check_choice("advantages", method, [*ADVANTAGES, GIVEN])
+    return method
+
+
+def credit(trees: Trees, method: str, settings: Mapping[str, Any]) -> tuple[Trees, AdvantageReport | None]:
+    """The trajectories with advantages, over all groups at once. `given` leaves the rows' own.
+
+    Raises:
+        ConfigError: an unknown method or setting.
+        DataError: rows without a reward or a group, or with `given`, without advantages.
+    """
+    items = [item for tree in trees for item in tree]
+    if method == GIVEN:
+        if not has_all(trees, "advantages"):
+            raise DataError(
+                "the rows have no advantages; give them, or choose how they follow from rewards: "
+                f"advantages={', '.join(ADVANTAGES)}."
+            )
+        return _as_trees(with_rollout_weights(items), trees), None
+    check_choice("advantages", method, [*ADVANTAGES, GIVEN])
+    function = ADVANTAGES[method]
+    known = [name for name in inspect.signature(function).parameters if name not in _NOT_SETTINGS]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(
+                f"unknown setting {name!r} of advantages={method!r}. Known: {', '.join(known) or 'none'}."
+            )
+    result = function(items, **settings)
+    return _as_trees(result.trajectories, trees), result.report
 
 
 def _acts(item: Trajectory) -> bool:
@@ -136,10 +212,19 @@ def _nothing_to_learn(method: str, report: AdvantageReport | None) -> str:
     )
 
 
+def _as_trees(items: Sequence[Trajectory], like: Trees) -> Trees:
+    source = iter(items)
+    return [[next(source) for _ in tree] for tree in like]
+
+
+# -- where log-probs come from ----------------------------------------------------------------------------------------
+
+
 def with_streams(
-    update: Update, objective: Any, *, num_updates: int, old_logprobs: str = "auto", has_reference: bool = False
+    update: Update, objective: Objective, *, num_updates: int, old_logprobs: str = "auto", has_reference: bool = False
 ) -> Update:
-    """The update with its choice of log-probs; nothing is computed yet.
+    """The update with its choice of log-probs; nothing is computed yet. `sampler_logprobs` that some rows lack are
+    dropped from all.
 
     Parameters:
         num_updates: optimizer steps on these rollouts.
@@ -150,12 +235,69 @@ def with_streams(
         ConfigError: an unknown choice, or a reference that nothing uses.
         DataError: rows that lack a stream.
     """
-    streams = choose_streams(objective, update.trees, old_logprobs, num_updates)
+    trees = update.trees
+    streams = choose_streams(objective, trees, old_logprobs, num_updates)
     if has_reference and streams.ref != "reference":
         why = "the rows hold ref_logprobs already" if streams.ref else "the objective has no KL to it (--beta)"
         raise ConfigError(f"reference is given, but {why}; leave one of them out.")
-    trees, num_without = without_partial_sampler(objective, update.trees)
+    num_without = sum(item.sampler_logprobs is None for tree in trees for item in tree)
+    if getattr(objective, "sampler_correction", None) is not None:
+        if num_without and not has_all(trees, "sampler_logprobs"):
+            raise DataError("sampler_correction needs sampler_logprobs, and the rows have none.")
+        num_without = 0
+    elif 0 < num_without < sum(map(len, trees)):
+        trees = [[replace(item, sampler_logprobs=None) for item in tree] for tree in trees]
     return replace(update, trees=trees, streams=streams, num_without_sampler=num_without)
+
+
+def choose_streams(objective: Objective, trees: Trees, old: str, num_updates: int) -> Streams:
+    """Which log-probs an objective needs, and where they come from.
+
+    Parameters:
+        old: `auto` takes the rows' own `old_logprobs`; where they have none, computes them with the policy before the
+            update, unless there is but one update, in which that policy is the one that is trained (the ratio is 1).
+            `recompute` always computes them, `sampler` takes the sampler's instead, `given` asks for the rows' own.
+        num_updates: optimizer steps of the run.
+
+    Raises:
+        ConfigError: an unknown choice.
+        DataError: `given` or `sampler` without the stream on every row.
+    """
+    check_choice("old_logprobs", old, OLD_LOGPROBS)
+    if not isinstance(objective, PolicyGradient):
+        return Streams(None, None)
+    source: str | None
+    if old in (GIVEN, "sampler"):
+        name = "sampler_logprobs" if old == "sampler" else "old_logprobs"
+        if not has_all(trees, name):
+            raise DataError(f"old_logprobs={old!r}, but the rows have no {name}; use old_logprobs='recompute'.")
+        source = old
+    elif old == "auto" and has_all(trees, "old_logprobs"):
+        source = GIVEN
+    elif old == "auto" and (num_updates <= 1 or objective.surrogate == "reinforce"):
+        source = None
+    else:
+        source = "policy"
+    ref = None
+    if objective.beta:
+        ref = GIVEN if has_all(trees, "ref_logprobs") else "reference"
+    return Streams(source, ref)
+
+
+def has_all(trees: Sequence[Sequence[Trajectory]], name: str) -> bool:
+    """Whether every trajectory has a stream.
+
+    Raises:
+        DataError: some have it and some have not; the first without is named.
+    """
+    items = [item for tree in trees for item in tree]
+    without = [item for item in items if getattr(item, name) is None]
+    if without and len(without) < len(items):
+        raise DataError(
+            f"{without[0].source or 'a trajectory'}: no {name}, but {len(items) - len(without):,} of {len(items):,} "
+            "rows have them; give them on all rows or on none."
+        )
+    return not without
 
 
 def scored(update: Update, engine: TreeEngine, *, batch_size: int, reference: TreeEngine | None = None) -> Update:
@@ -166,7 +308,23 @@ def scored(update: Update, engine: TreeEngine, *, batch_size: int, reference: Tr
         batch_size: trees that are scored side by side.
         reference: the engine of the reference model; None for the policy itself, with adapters without them.
     """
-    return replace(update, trees=fill_streams(update.trees, update.streams, engine, reference, batch_size))
+    trees, old = update.trees, update.streams.old
+    if old == "sampler":
+        trees = [[replace(item, old_logprobs=item.sampler_logprobs) for item in tree] for tree in trees]
+    elif old is None:
+        trees = [[replace(item, old_logprobs=None) for item in tree] for tree in trees]
+    elif old == "policy":
+        trees = with_logprobs(engine, trees, "old_logprobs", batch_size)
+    if update.streams.ref == "reference":
+        adapters_off = getattr(engine.model, "disable_adapter", None)
+        if reference is not None:
+            trees = with_logprobs(reference, trees, "ref_logprobs", batch_size)
+        elif old == "policy" and adapters_off is None:  # the same model on the same tokens
+            trees = [[replace(item, ref_logprobs=item.old_logprobs) for item in tree] for tree in trees]
+        else:
+            with nullcontext() if adapters_off is None else adapters_off():
+                trees = with_logprobs(engine, trees, "ref_logprobs", batch_size)
+    return replace(update, trees=trees)
 
 
 # -- log-probs of a run that is resumed -------------------------------------------------------------------------------
@@ -268,3 +426,17 @@ def _gap(items: Sequence[Any], num_without: int) -> str:
     if any(item.old_logprobs is None for item in items):
         return "measured in the first step"
     return f"{logprob_gap(items):.4f} (1: none)"
+
+
+# -- mini-batches -----------------------------------------------------------------------------------------------------
+
+
+def trees_per_batch(num_trees: int, num_mini_batches: int, num_ranks: int) -> int:
+    """The most trees of one rank in each of `num_mini_batches` optimizer steps that together see every tree once.
+
+    Raises:
+        ConfigError: more mini-batches than trees.
+    """
+    if num_mini_batches < 1 or num_mini_batches > num_trees:
+        raise ConfigError(f"mini_batches={num_mini_batches}: give 1 to {num_trees}, the number of trees (groups).")
+    return ceil(num_trees / (num_mini_batches * num_ranks))

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +22,30 @@ from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model
 from treewise.objectives import SFT, Objective
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.tree_order import TreeOrder
 from treewise.tree.forest import Forest, forest_of
 from treewise.tree.trajectory import Trajectory, update_with_content
+
+
+class TreeOrder(Protocol):
+    """Orders the trees of each epoch other than by chance, as a curriculum does. Every tree is trained exactly once in
+    it.
+    """
+
+    @property
+    def description(self) -> str:
+        """Name and settings; a run is not resumed with another one."""
+
+    def begin(self) -> None:
+        """Measures what the order depends on, before the first step; nothing where it was restored."""
+
+    def order(self, epoch: int) -> np.ndarray:
+        """[trees] int64, a permutation."""
+
+    def state(self) -> dict[str, Any]:
+        """What was measured, as plain JSON values: part of every checkpoint."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over what `state` gave."""
 
 
 class TreeSampler(BatchSampler):
@@ -98,7 +119,7 @@ class TreeLoader(DataLoader):
 
     def __init__(self, dataset: Any, sampler: TreeSampler, merges: bool, **options: Any) -> None:
         super().__init__(
-            _Items(dataset),
+            dataset,
             batch_sampler=sampler,
             collate_fn=partial(collate, merges=merges),
             generator=torch.Generator().manual_seed(0),
@@ -127,19 +148,6 @@ class TreeLoader(DataLoader):
         if begun is not None and begun[0] == self.sampler_of_trees.epoch:
             return begun[1]
         return super().__iter__()
-
-
-class _Items(torch.utils.data.Dataset):
-    """Anything with a length and indices as a torch data set."""
-
-    def __init__(self, items: Any) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index]
 
 
 def collate(items: Sequence[Any], merges: bool) -> list[Forest]:
@@ -190,7 +198,10 @@ def as_trees(name: str, dataset: Any, tokenizer: Any, render: Any) -> Any:
         return load_trees(dataset, tokenizer, options=render)
     if name == "eval_dataset" and isinstance(dataset, dict):
         return {key: as_trees(f"eval_dataset[{key!r}]", value, tokenizer, render) for key, value in dataset.items()}
-    check_dataset(name, dataset)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(f"{name} is a {type(dataset).__name__}, which has no length and indices; give a list.")
+    if len(dataset) == 0:
+        raise ConfigError(f"{name} is empty.")
     return dataset
 
 
@@ -238,16 +249,6 @@ def _hash_forest(digest: Any, forest: Forest) -> None:
         digest.update(f"{name}:{values.dtype}{values.shape}".encode())
         digest.update(np.ascontiguousarray(values).data)
     update_with_content(digest, () if forest.tree_streams else forest.trajectories)
-
-
-def check_dataset(name: str, dataset: Any) -> None:
-    """Raises `ConfigError` for a data set without length and indices, or an empty one. None is allowed."""
-    if dataset is None:
-        return
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ConfigError(f"{name} is a {type(dataset).__name__}, which has no length and indices; give a list.")
-    if len(dataset) == 0:
-        raise ConfigError(f"{name} is empty.")
 
 
 # -- loaders of a run -------------------------------------------------------------------------------------------------

@@ -1,24 +1,23 @@
-"""Uploads a run's model to the Hub: the files of verified checkpoints, and of the model at the end.
+"""Uploads of a run to the Hub: the files of verified checkpoints, and of the model at the end.
 
-transformers' Trainer uploads the run's folder, whatever lies in it, and passes over uploads that failed in the
-background. Here only files of the model are uploaded; a failure is a warning that says what to do, and does not fail
-a run whose model is saved.
+transformers' Trainer uploads the run's folder, whatever lies in it, with its settings pickled, and passes over uploads
+that failed in the background. Here only files of the model are uploaded; a failure is a warning that says what to do,
+and does not fail a run whose model is saved.
 """
 
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers import Trainer
 from transformers.utils.hub import hf_api
-
-from treewise.trainer.arguments import TreeTrainingArguments
+from typing_extensions import override
 
 logger = logging.getLogger("treewise")
 
@@ -27,94 +26,119 @@ _OF_THE_RUN = ("optimizer*", "random_*", "schedule.json", "trainer_state.json", 
 _WHOLE_MODELS = ("model*.safetensors", "adapter_model.safetensors")
 
 
-class HubUploads:
-    """The uploads of one run, of which rank 0 alone makes use."""
+class UploadingTrainer(Trainer):
+    """A Trainer with uploads of its own, all from the first process.
 
-    def __init__(self, args: TreeTrainingArguments) -> None:
-        self._args = args
-        self._jobs: list[tuple[str, Future[Any]]] = []  # in the background, in order
-        self._tells_of_shards = True
-        self.commit: Any = None  # of the model at the end
+    Attributes:
+        model_files: of the run's folder, the names of the files that were saved as the model.
+        uploaded: the commit of the model at the end; None before.
+    """
+
+    model_files: Sequence[str] = ()
+    uploaded: Any = None
+    _warns_of_shards = True
 
     @cached_property
-    def _api(self) -> Any:
+    def _uploads(self) -> list[tuple[str, Future[Any]]]:
+        """Those in the background, in order."""
+        return []
+
+    @cached_property
+    def _hub(self) -> Any:
         """One client for all uploads: it runs those in the background one after another."""
         return hf_api()
 
-    def checkpoint(self, repo: str, checkpoint: Path) -> None:
-        """Begins to upload a verified checkpoint as `args.hub_strategy` says: its model, and all of it."""
-        with warning(f"{checkpoint.name} was not uploaded"):
-            self._checkpoint(repo, checkpoint)
+    @override
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model, and with `push_to_hub` uploads it; an upload that fails is a warning."""
+        super().save_model(output_dir, _internal_call=True)
+        if self.args.push_to_hub and not _internal_call:
+            later = f"hf upload {self.hub_model_id} {self.args.output_dir}, with --include for its files"
+            _warning_if_it_fails(f"the model was not uploaded; later: {later}", lambda: self._upload("Model save"))
 
-    def _checkpoint(self, repo: str, checkpoint: Path) -> None:
-        strategy = str(getattr(self._args.hub_strategy, "value", self._args.hub_strategy))
-        is_busy = any(not job.done() for _, job in self._jobs)
-        if strategy == "end" or (is_busy and not self._args.hub_always_push):
+    @override
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Saves and uploads the model with a card; the commit, or with `blocking=False` its future. kwargs: of
+        `create_model_card`.
+        """
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        options = {"run_as_future": not blocking, "token": token, "revision": revision}
+        given = {name: value for name, value in options.items() if value is not None}
+        return self._upload(commit_message or "End of training", given, **kwargs)
+
+    def _upload(self, message: str, options: dict[str, Any] | None = None, **card: Any) -> Any:
+        """Uploads the model in the run's folder, after what is in the background. options: of `upload_folder`."""
+        if not self.is_world_process_zero():
+            return None
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.create_model_card(**{"model_name": str(self.hub_model_id).split("/")[-1], **card})
+        self._finish_current_push()
+        folder, names = self.args.output_dir, [*self.model_files, "README.md"]
+        self.uploaded = self._commit(folder, message, allow_patterns=names, **(options or {}))
+        return self.uploaded
+
+    def upload_checkpoint(self, checkpoint: Path) -> None:
+        """Begins to upload a verified checkpoint as `args.hub_strategy` says: its model, and all of it."""
+        if self.args.push_to_hub and self.is_world_process_zero():
+            _warning_if_it_fails(f"{checkpoint.name} was not uploaded", lambda: self._begin_upload(checkpoint))
+
+    def _begin_upload(self, checkpoint: Path) -> None:
+        strategy = str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy))
+        is_busy = any(not job.done() for _, job in self._uploads)
+        if strategy == "end" or (is_busy and not self.args.hub_always_push):
             return
         self._warn_of_failures()
         files = [path for path in checkpoint.rglob("*") if path.is_file()]
+        parts: list[tuple[str | None, list[Path]]] = []
         if any(fnmatch(path.name, pattern) for path in files for pattern in _WHOLE_MODELS):
             of_model = [path for path in files if not any(fnmatch(path.name, pattern) for pattern in _OF_THE_RUN)]
-            self._begin(repo, checkpoint, of_model, None)
-        elif self._tells_of_shards:
-            self._tells_of_shards = False
+            parts.append((None, of_model))
+        elif self._warns_of_shards:
+            self._warns_of_shards = False
             logger.warning("push_to_hub: checkpoints of shards hold no whole model; the model at the end is uploaded.")
         if strategy in ("checkpoint", "all_checkpoints"):
-            self._begin(repo, checkpoint, files, "last-checkpoint" if strategy == "checkpoint" else checkpoint.name)
+            parts.append(("last-checkpoint" if strategy == "checkpoint" else checkpoint.name, files))
+        for path_in_repo, own in parts:
+            name = f".{checkpoint.name}.{path_in_repo or 'model'}.upload"
+            folder = _linked(checkpoint, own, checkpoint.with_name(name))
+            message = f"Training in progress, {checkpoint.name}"
+            job = self._commit(folder, message, path_in_repo=path_in_repo, run_as_future=True)
+            job.add_done_callback(lambda _, folder=folder: shutil.rmtree(folder, ignore_errors=True))
+            self._uploads.append((checkpoint.name, job))
 
-    def model(self, repo: str, names: Sequence[str], message: str, **options: Any) -> Any:
-        """Uploads files of the run's folder; the commit. options: of `HfApi.upload_folder`."""
-        self.finish()
-        self.commit = self._api.upload_folder(
-            repo_id=repo,
-            folder_path=self._args.output_dir,
-            allow_patterns=list(names),
-            commit_message=message,
-            **{"token": self._args.hub_token, "revision": self._args.hub_revision, **options},
-        )
-        return self.commit
+    def _commit(self, folder: Path | str, message: str, **options: Any) -> Any:
+        given = {"token": self.args.hub_token, "revision": self.args.hub_revision, **options}
+        return self._hub.upload_folder(repo_id=self.hub_model_id, folder_path=folder, commit_message=message, **given)
 
-    def finish(self) -> None:
-        """Waits for the uploads in the background."""
-        for _, job in self._jobs:
+    @override
+    def _finish_current_push(self) -> None:
+        for _, job in self._uploads:
             job.exception()
         self._warn_of_failures()
 
-    def _begin(self, repo: str, checkpoint: Path, files: Sequence[Path], path_in_repo: str | None) -> None:
-        folder = _linked(
-            checkpoint, files, checkpoint.with_name(f".{checkpoint.name}.{path_in_repo or 'model'}.upload")
-        )
-        job = self._api.upload_folder(
-            repo_id=repo,
-            folder_path=folder,
-            path_in_repo=path_in_repo,
-            commit_message=f"Training in progress, {checkpoint.name}",
-            token=self._args.hub_token,
-            revision=self._args.hub_revision,
-            run_as_future=True,
-        )
-        job.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
-        self._jobs.append((checkpoint.name, job))
-
     def _warn_of_failures(self) -> None:
-        for name, job in self._jobs:
-            if job.done() and job.exception() is not None:
-                _warn(f"{name} was not uploaded", job.exception())
-        self._jobs = [each for each in self._jobs if not each[1].done()]
+        done = [each for each in self._uploads if each[1].done()]
+        for each in done:
+            self._uploads.remove(each)
+            _warning_if_it_fails(f"{each[0]} was not uploaded", each[1].result)
 
 
-@contextmanager
-def warning(what: str) -> Iterator[None]:
-    """Logs an upload that fails."""
+def _warning_if_it_fails(what: str, upload: Callable[[], object]) -> None:
     try:
-        yield
+        upload()
     except Exception as error:
-        _warn(what, error)
-
-
-def _warn(what: str, error: BaseException | None) -> None:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    logger.warning("push_to_hub: %s (%s). The run and its files are complete without it.", what, reason)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        logger.warning("push_to_hub: %s (%s). The run and its files are complete without it.", what, reason)
 
 
 def _linked(checkpoint: Path, files: Sequence[Path], folder: Path) -> Path:

@@ -6,16 +6,16 @@ the trained model as it starts, with the adapters that it then has (new ones cha
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import set_seed
 
 from treewise.data.sources import is_raw_data
+from treewise.distributed import ranks
 from treewise.distributed.mesh import mesh_of, take_over
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
@@ -108,7 +108,7 @@ def with_references(
     scorer = (model if reference is None else reference).to(args.device)
     if not is_free:
         engine = TreeEngine(scorer, args.max_tokens, args.attention, temperature=args.temperature, processor=processor)
-        trees = scored(engine, trees, "ref_logprobs", int(args.per_device_train_batch_size))
+        trees = with_logprobs(engine, trees, "ref_logprobs", int(args.per_device_train_batch_size))
     names = [getattr(each.config, "_name_or_path", "") for each in (model, scorer)]
     dtype = str(next(scorer.parameters()).dtype)
     return ScoredTrees(trees, [survey(dataset).fingerprint, *names, dtype, repr(objective)])
@@ -120,36 +120,28 @@ def _rows(tree: Any) -> list[Trajectory]:
     )
 
 
-def scored(
+def with_logprobs(
     engine: TreeEngine, trees: Sequence[Sequence[Trajectory]], stream: str, batch_size: int
 ) -> list[list[Trajectory]]:
     """Trajectories with a stream of the engine's log-probs. Ranks share the work and all get the whole."""
-    rank, num_ranks = 0, 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    own: dict[int, list[np.ndarray]] = {}
+
+    def own_part() -> dict[int, list[np.ndarray]]:
+        found = {}
+        own = range(ranks.own(), len(trees), ranks.count())
+        for start in range(0, len(own), batch_size):
+            numbers = own[start : start + batch_size]
+            items = iter(engine.scored([item for number in numbers for item in trees[number]], stream=stream))
+            found.update({number: [getattr(next(items), stream) for _ in trees[number]] for number in numbers})
+        return found
+
     is_training = engine.model.training
     engine.model.eval()  # dropout has no place in a measurement
     try:
-        for tree_indices in _slices(range(rank, len(trees), num_ranks), batch_size):
-            items = iter(
-                engine.scored([item for tree_index in tree_indices for item in trees[tree_index]], stream=stream)
-            )
-            for tree_index in tree_indices:
-                own[tree_index] = [getattr(next(items), stream) for _ in trees[tree_index]]
+        parts = ranks.on_every_rank(own_part)
     finally:
         engine.model.train(is_training)
-    parts: list[Any] = [own]
-    if num_ranks > 1:
-        parts = [None] * num_ranks
-        torch.distributed.all_gather_object(parts, own)
-    whole = {tree_index: arrays for part in parts for tree_index, arrays in part.items()}
+    whole = {number: arrays for part in parts for number, arrays in part.items()}
     return [
-        [replace(item, **{stream: array}) for item, array in zip(tree, whole[tree_index], strict=True)]
-        for tree_index, tree in enumerate(trees)
+        [replace(item, **{stream: array}) for item, array in zip(tree, whole[number], strict=True)]
+        for number, tree in enumerate(trees)
     ]
-
-
-def _slices(tree_indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for start in range(0, len(tree_indices), size):
-        yield tree_indices[start : start + size]

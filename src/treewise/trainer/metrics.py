@@ -111,18 +111,18 @@ class Throughput:
             return None
         return float(sum(map(flops.tree, forests))), float(sum(map(flops.flat, forests)))
 
-    def add_flops(self, model: nn.Module, forests: Sequence[Forest]) -> float:
-        """Adds the FLOPs of these trees, forward and backward, and those of flat training; returns the former.
+    def add_flops(self, model: nn.Module, batch: PreparedBatch) -> float:
+        """Adds the FLOPs of its trees, forward and backward, and those of flat training; returns the former.
 
         FLOPs are those of `treewise.nn.flops`, without recomputation; 6 per parameter and tree token where the shapes
         of the model are not known.
         """
         if self._model is not model:
             self._model, self._flop_model = model, _flop_model_or_none(model)
-        flops = forests.flops if isinstance(forests, PreparedBatch) else None
-        flops = flops or self.flops_of(model, forests)
+        flops = batch.flops or self.flops_of(model, batch.forests)
         if flops is None:
-            return 6.0 * sum(each.num_tokens for each in forests) * sum(each.numel() for each in model.parameters())
+            num_parameters = sum(each.numel() for each in model.parameters())
+            return 6.0 * sum(each.num_tokens for each in batch.forests) * num_parameters
         self._tree_flops += flops[0]
         self._flat_flops += flops[1]
         return flops[0]

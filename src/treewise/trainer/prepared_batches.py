@@ -7,14 +7,12 @@ generators and everything that a checkpoint records are left as they are, so a r
 what it would have trained. The first step of a run waits for its trees: nothing computes before it.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from operator import length_hint
-from typing import overload
 
-from treewise.distributed.online_placement import OnlinePlacer
 from treewise.distributed.prefetch import prefetched
 from treewise.engine.prepared import PreparedForest
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -24,7 +22,7 @@ Batches = Iterator[list[Forest]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PreparedBatch(Sequence[Forest]):
+class PreparedBatch:
     """This rank's trees of a batch, with what its step needs of them.
 
     denominators: of each tree, by the objective. ready: all trees with a trained token as one, planned; None without
@@ -36,39 +34,25 @@ class PreparedBatch(Sequence[Forest]):
     ready: PreparedForest | None
     flops: tuple[float, float] | None = None
 
-    def __len__(self) -> int:
-        return len(self.forests)
-
-    @overload
-    def __getitem__(self, index: int) -> Forest: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Forest, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Forest | tuple[Forest, ...]:
-        return self.forests[index]
-
 
 class PreparedSteps:
     """This rank's batches of each optimizer step, the next step's prepared in a thread while the caller computes.
 
     Parameters:
-        prepare: maps this rank's trees of a batch to a prepared batch.
+        prepare: maps the index of a step and the trees of a batch to this rank's prepared batch.
         args: `gradient_accumulation_steps` batches make a step (the last of an epoch may have fewer); without
             `prepare_ahead` each step is prepared when it is asked for, in the caller's thread.
-        placer: takes this rank's part of each batch; None: a batch is this rank's as it is.
         epoch_from: begins the epoch whose first step has an index, and returns the iterator that the caller will give
             for it; None at the end of a run. Without it each epoch begins with the caller's first step of it.
     """
 
     def __init__(
         self,
-        prepare: Callable[[list[Forest]], PreparedBatch],
+        prepare: Callable[[int, list[Forest]], PreparedBatch],
         args: TreeTrainingArguments,
-        placer: OnlinePlacer | None = None,
         epoch_from: Callable[[int], Batches | None] | None = None,
     ) -> None:
-        self._prepare, self._placer, self._epoch_from = prepare, placer, epoch_from
+        self._prepare, self._epoch_from = prepare, epoch_from
         self._batches_per_step, self._is_ahead = args.gradient_accumulation_steps, args.prepare_ahead
         self._epoch: Batches | None = None  # of the step that comes next
         self._steps: Generator[list[PreparedBatch], None, None] | None = None
@@ -80,14 +64,12 @@ class PreparedSteps:
         """
         if self._steps is None or self._epoch is not epoch:
             self._close()
-            self._steps = self._steps_from(epoch, step)
+            self._epoch = epoch
+            if self._is_ahead:
+                self._steps = prefetched(self._steps_of_epochs(epoch, step), self._batches_of)
+            else:
+                self._steps = (self._batches_of((epoch, each)) for each in count(step))
         return next(self._steps, [])
-
-    def _steps_from(self, epoch: Batches, step: int) -> Generator[list[PreparedBatch], None, None]:
-        self._epoch = epoch
-        if not self._is_ahead:
-            return (self._batches_of((epoch, each)) for each in count(step))
-        return prefetched(self._steps_of_epochs(epoch, step), self._batches_of)
 
     def _steps_of_epochs(self, epoch: Batches | None, step: int) -> Iterator[tuple[Batches, int]]:
         """Epoch and index of each step. Runs in the caller's thread, one step ahead: before the last step of an epoch
@@ -103,7 +85,7 @@ class PreparedSteps:
 
     def _batches_of(self, item: tuple[Batches, int]) -> list[PreparedBatch]:
         epoch, step = item
-        return [self._prepared(step, batch) for batch in islice(epoch, self._batches_per_step)]
+        return [self._prepare(step, batch) for batch in islice(epoch, self._batches_per_step)]
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -117,6 +99,3 @@ class PreparedSteps:
         if self._steps is not None:
             self._steps.close()
         self._epoch = self._steps = None
-
-    def _prepared(self, step: int, batch: list[Forest]) -> PreparedBatch:
-        return self._prepare(batch if self._placer is None else self._placer.own_part(step, batch))

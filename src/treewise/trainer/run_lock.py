@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from treewise.errors import ConfigError
 
 try:
@@ -104,7 +106,7 @@ class RunLock:
                 raise ConfigError(self._in_use(holder)) from None
             except OSError:
                 pass  # a file system without locks
-        if holder and (holder.get("host") != socket.gethostname() or _is_alive(holder.get("pid"))):
+        if holder and (holder.get("host") != socket.gethostname() or psutil.pid_exists(int(holder.get("pid") or 0))):
             raise ConfigError(
                 f"{self._in_use(holder)} If that run is gone, remove {self.folder / NAME}: this file "
                 "system has no locks."
@@ -138,15 +140,3 @@ def _read(descriptor: int) -> dict[str, Any]:
         return holder if isinstance(holder, dict) else {}
     except (OSError, ValueError):
         return {}
-
-
-def _is_alive(pid: Any) -> bool:
-    if not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -195,7 +195,7 @@ class StepRunner:
             DataError: the step has no trained token.
         """
         self._step = step
-        self.guard.begin_step([forest for batch in batches for forest in batch])
+        self.guard.begin_step([forest for batch in batches for forest in batch.forests])
         self._denominator = self._denominator_of(batches)
         self._router_counts = self._counts_of(batches)
         return self._denominator

@@ -16,11 +16,6 @@ FIRST, LAST = 3, 5  # steps, counted from 1 in each start of a run; the first tw
 logger = logging.getLogger("treewise")
 
 
-def profilers(args: Any) -> list[TrainerCallback]:
-    """The callback that the settings of a run ask for, if they do."""
-    return [StepProfiler(args.output_dir)] if args.profile else []
-
-
 class StepProfiler(TrainerCallback):
     """Writes `profile.json`, the mean step by part, and `profile_trace.json`, the Chrome trace of the last one.
 

@@ -8,14 +8,14 @@ format of saved models are transformers' own.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
 
@@ -28,7 +28,6 @@ from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective
 from treewise.objectives.normalization import fixed_denominator
 from treewise.objectives.registry import checked_objective
-from treewise.trainer import hub
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents
 from treewise.trainer.checkpoint.changed_settings import saved_intervals_ignored
@@ -38,6 +37,7 @@ from treewise.trainer.checkpoint.weights import load_weights, refuse_unsaved
 from treewise.trainer.data_loader import (
     DataFacts,
     TreeLoader,
+    TreeOrder,
     as_trees,
     check_preferences,
     evaluation_loader,
@@ -45,20 +45,20 @@ from treewise.trainer.data_loader import (
     survey,
     training_loader,
 )
+from treewise.trainer.hub import UploadingTrainer
 from treewise.trainer.inputs import by_name, check_mesh, loaded, with_references
 from treewise.trainer.metrics import Throughput
 from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
 from treewise.trainer.run_context import entered_run, stop_of_all, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
 from treewise.trainer.step import StepRunner, leave_compilation_to_us, optimizer_bytes
-from treewise.trainer.step_profile import profilers
-from treewise.trainer.tree_order import TreeOrder
+from treewise.trainer.step_profile import StepProfiler
 from treewise.tree.forest import Forest, forest_of
 
 logger = logging.getLogger("treewise")
 
 
-class TreeTrainer(Trainer):
+class TreeTrainer(UploadingTrainer):
     """Trains a causal language model on trees; gradients equal those of flat training.
 
     Parameters:
@@ -121,6 +121,7 @@ class TreeTrainer(Trainer):
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._throughput, self._norm = Throughput(), 0.0  # of the gradient of the present step
         check_mesh(model, args)
+        profilers = [StepProfiler(args.output_dir)] if args.profile else []
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(
             model=model,
@@ -129,7 +130,7 @@ class TreeTrainer(Trainer):
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             model_init=model_init,
-            callbacks=[_StepEnd(self._signals, self._end_step), *profilers(args), *(callbacks or [])],
+            callbacks=[_StepEnd(self._signals, self._end_step), *profilers, *(callbacks or [])],
             optimizers=optimizers,
         )
         leave_compilation_to_us(self.accelerator)
@@ -137,12 +138,11 @@ class TreeTrainer(Trainer):
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         refuse_unsaved(self.model)
         self._placer = make_placer(args, self.model, self.loss_objective, fits=self._fits_costs)
-        self._steps = PreparedSteps(self._prepare, args, self._placer, self._epoch_from)
+        self._steps = PreparedSteps(self._prepare, args, self._epoch_from)
         self._fingerprint = contents.fingerprint(self.model)
         placer = self._placer if self._fits_costs else None
-        self._checkpoints = CheckpointManager(args, self._run_facts, placer, tree_order)
+        self._checkpoints = CheckpointManager(args, self._run_facts, placer, tree_order, self.upload_checkpoint)
         self._resumed: ResumePoint | None = None
-        self.uploads, self._model_files = hub.HubUploads(args), list[str]()
         self._runner = self._new_runner()
 
     # -- objects ------------------------------------------------------------------------------------------------------
@@ -216,8 +216,10 @@ class TreeTrainer(Trainer):
         with self._signals.computing():
             return batches, self.runner.begin_step(batches, step + 1)
 
-    def _prepare(self, forests: list[Forest]) -> PreparedBatch:
-        return self.runner.prepare(forests, self._throughput.flops_of(self.model, forests))
+    def _prepare(self, step: int, batch: list[Forest]) -> PreparedBatch:
+        """This rank's part of a batch, with all that the host computes for it."""
+        own = batch if self._placer is None else self._placer.own_part(step, batch)
+        return self.runner.prepare(own, self._throughput.flops_of(self.model, own))
 
     def _epoch_from(self, step: int) -> Iterator[list[Forest]] | None:
         """The epoch that begins with a step; None where the run ends before."""
@@ -225,13 +227,13 @@ class TreeTrainer(Trainer):
         return loader.begin_next_epoch() if step < self.state.max_steps and isinstance(loader, TreeLoader) else None
 
     @override
-    def floating_point_ops(self, inputs: Sequence[Forest]) -> float:
+    def floating_point_ops(self, inputs: PreparedBatch) -> float:
         return self._throughput.add_flops(self.model, inputs)
 
     @override
-    def _track_num_input_tokens(self, inputs: Sequence[Forest]) -> None:
+    def _track_num_input_tokens(self, inputs: PreparedBatch) -> None:
         if self.args.include_num_input_tokens_seen != "no":
-            (seen,) = self.runner.sum_over_batches(float(sum(forest.num_flat_tokens for forest in inputs)))
+            (seen,) = self.runner.sum_over_batches(float(sum(forest.num_flat_tokens for forest in inputs.forests)))
             self.state.num_input_tokens_seen += int(seen)
 
     # -- model --------------------------------------------------------------------------------------------------------
@@ -285,7 +287,7 @@ class TreeTrainer(Trainer):
         self._throughput.end_step()
         if self._placer is not None:
             self._placer.on_step_end(step)
-        self._collect_checkpoint(wait=False)
+        self._checkpoints.collect(wait=False)
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -328,10 +330,10 @@ class TreeTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        self._collect_checkpoint(wait=True)
+        self._checkpoints.collect(wait=True)
         of_loop = (self.optimizer, self.lr_scheduler, self.state, self._exporters())
         run = contents.RunState(self.args, self.model, *of_loop, self.processing_class)
-        self._push(self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens))
+        self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
 
     def _exporters(self) -> list[Any]:
         """Whose state a checkpoint holds, beside transformers' own of the loop."""
@@ -343,18 +345,10 @@ class TreeTrainer(Trainer):
         own = {"data": data.fingerprint, "num_trees": data.num_trees, "model": self._fingerprint}
         return own | self.args.order_facts() | {"curriculum": None if order is None else order.description}
 
-    def _collect_checkpoint(self, *, wait: bool) -> None:
-        """Takes note of a checkpoint that a thread has written, or raises its error."""
-        self._push(self._checkpoints.collect(wait=wait))
-
-    def _push(self, checkpoint: Path | None) -> None:
-        if checkpoint is not None and self.args.push_to_hub and self.is_world_process_zero():
-            self.uploads.checkpoint(self.hub_model_id, checkpoint)
-
     @override
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Loads the best model, which may be in the checkpoint that a thread still writes."""
-        self._collect_checkpoint(wait=True)
+        self._checkpoints.collect(wait=True)
         return super()._finalize_training(*args, **kwargs)
 
     @override
@@ -362,47 +356,7 @@ class TreeTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         names = contents.save_model(folder, self.model, self.processing_class, self.args)
         if folder == Path(self.args.output_dir):
-            self._model_files = names
-
-    @override
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model, and with `push_to_hub` uploads it; an upload that fails is a warning."""
-        super().save_model(output_dir, _internal_call=True)
-        if self.args.push_to_hub and not _internal_call:
-            later = f"hf upload {self.hub_model_id} {self.args.output_dir}, with --include for its files"
-            with hub.warning(f"the model was not uploaded; later: {later}"):
-                self._upload_model("Model save")
-
-    @override
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Saves and uploads the model with a card; the commit, or with `blocking=False` its future. kwargs: of
-        `create_model_card`.
-        """
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token, private=private)
-        self.save_model(_internal_call=True)
-        options = {"run_as_future": not blocking, "token": token, "revision": revision}
-        given = {name: value for name, value in options.items() if value is not None}
-        return self._upload_model(commit_message or "End of training", given, **kwargs)
-
-    def _upload_model(self, message: str, options: dict[str, Any] | None = None, **card: Any) -> Any:
-        if not self.is_world_process_zero():
-            return None
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self.create_model_card(**{"model_name": str(self.hub_model_id).split("/")[-1], **card})
-        return self.uploads.model(self.hub_model_id, [*self._model_files, "README.md"], message, **(options or {}))
-
-    @override
-    def _finish_current_push(self) -> None:
-        self.uploads.finish()
+            self.model_files = names
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -472,10 +426,10 @@ class TreeTrainer(Trainer):
                     result = super().train(self._resumed and str(self._resumed.folder), trial, ignore_keys_for_eval)
                 except StepAbandoned:
                     clear_gradients(self.model.parameters())
-                    self._collect_checkpoint(wait=True)
+                    self._checkpoints.collect(wait=True)
                     if self.state.global_step > self._checkpoints.last_step:
                         self._save_checkpoint(self.model_wrapped, trial)
-                        self._collect_checkpoint(wait=True)
+                        self._checkpoints.collect(wait=True)
                 else:
                     if self._signals.received is None or self.state.global_step >= self.state.max_steps:
                         return result

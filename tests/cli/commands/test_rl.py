@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.main import main
-from treewise.rl import rollout_batch
+from treewise.rl import update
 
 pytestmark = pytest.mark.xdist_group("cli/commands/test_rl")
 
@@ -213,7 +213,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(rl, folder, monk
     def fail(*_):
         raise AssertionError("scored again")
 
-    monkeypatch.setattr(rollout_batch, "fill_streams", fail)
+    monkeypatch.setattr(update, "scored", fail)
     assert rl(None, *flags, "--resume")[0] == 0
     found = parameters("out")
     assert all(torch.equal(found[name], value) for name, value in expected.items())

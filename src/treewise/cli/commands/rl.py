@@ -223,7 +223,7 @@ def _check_rewards(config: RunConfig, trees: Sequence[Sequence["Trajectory"]], o
 
 def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
     """The trainer's settings; the size of a batch follows from the number of mini-batches."""
-    from treewise.rl.rollout_batch import trees_per_batch
+    from treewise.rl.update import trees_per_batch
 
     settings = config.more.get("objective_settings") or {}
     if settings.get("weighting") == "once":  # a token counts once per tree, so trees must stay apart

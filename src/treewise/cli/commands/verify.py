@@ -90,11 +90,11 @@ def _trajectories(data: Trees, objective: Objective, args: argparse.Namespace) -
         if args.limit and sum(map(len, trees)) >= args.limit:
             break
     if isinstance(objective, PolicyGradient):
-        from treewise.rl import rollout_batch  # slow to import
+        from treewise.rl.update import credit, method_of  # slow to import
 
-        method = rollout_batch.method_of(objective, args.advantages, trees)
+        method = method_of(objective, args.advantages, trees)
         assert method is not None
-        trees, _ = rollout_batch.credit(trees, method, {})
+        trees, _ = credit(trees, method, {})
     elif args.advantages is not None:
         raise ConfigError(f"--advantages {args.advantages}: objective {args.objective!r} takes none.")
     return [item for tree in trees for item in tree][: args.limit or None]

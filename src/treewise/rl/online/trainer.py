@@ -43,12 +43,11 @@ from treewise.rl.online.growing import Rounds, check_failures
 from treewise.rl.online.journal import Journal, LoopState, journal_file, journals
 from treewise.rl.online.report import PrintedLine, account_of, figures, nothing_learned
 from treewise.rl.online.settings import OnlineSettings, check_reference, own_objective, refuse_settings
-from treewise.rl.rollout_batch import method_of
 from treewise.rl.samplers import Sampler, TransformersSampler
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import Calls, ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
-from treewise.rl.update import Update, credited, scored, with_streams
+from treewise.rl.update import Update, credited, method_of, scored, with_streams
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.data_loader import collate
@@ -282,12 +281,9 @@ class OnlineTrainer(TreeTrainer):
         for batch in self._batches(iteration, len(update.trees)):
             step = self.loop.num_updates + len(norms) + 1
             trees = [update.trees[index] for index in batch]
-            if self._placer is None:
-                own = collate(trees[ranks.own() :: ranks.count()], merges)
-            else:
-                own = self._placer.own_part(step, collate(trees, merges))
+            own = trees if self._placer is not None else trees[ranks.own() :: ranks.count()]
             clear_gradients(self.model.parameters())
-            prepared = runner.prepare(own)
+            prepared = self._prepare(step, collate(own, merges))
             runner.begin_step([prepared], step)
             outs.append(runner.train_batch(prepared))
             norms.append(runner.end_step())

@@ -17,7 +17,7 @@ from treewise.trainer.checkpoint.background import BackgroundWriter
 from treewise.trainer.checkpoint.changed_settings import check_settings
 from treewise.trainer.checkpoint.contents import RunState
 from treewise.trainer.checkpoint.manifest import check_same_run, read_manifest
-from treewise.trainer.tree_order import TreeOrder
+from treewise.trainer.data_loader import TreeOrder
 
 logger = logging.getLogger("treewise")
 
@@ -36,6 +36,7 @@ class CheckpointManager:
 
     run_facts: what identifies the run, as plain values, read when needed. placer: its costs are kept in checkpoints, so
     that a resumed run places as before. tree_order: its measurements are, too, so that it orders as before.
+    published: is given each checkpoint once it is complete.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class CheckpointManager:
         run_facts: Callable[[], dict[str, Any]],
         placer: OnlinePlacer | None = None,
         tree_order: TreeOrder | None = None,
+        published: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        self._tree_order = tree_order
+        self._tree_order, self._on_published = tree_order, published
         self.args, self._run_facts, self._placer = args, run_facts, placer
         self.last_step = 0  # of the newest checkpoint that was written or resumed from
         self._writer = BackgroundWriter()
@@ -144,6 +146,7 @@ class CheckpointManager:
             return None
         if checkpoint is not None:
             self.last_step = store.step_of(checkpoint)
+            self._on_published(checkpoint)
         return checkpoint
 
     def _verified(self, wanted: str | bool, *, may_begin: bool) -> tuple[str, dict[str, Any]] | None:
