@@ -27,7 +27,7 @@ _ORDER = 7  # names the random stream
 
 
 class RecordedOrder:
-    """The order of one run's trees (`treewise.trainer.tree_order.TreeOrder`).
+    """The order of one run's trees (`treewise.trainer.data_loader.TreeOrder`).
 
     Parameters:
         num_trees: of the data.
