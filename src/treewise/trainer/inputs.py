@@ -140,7 +140,7 @@ def with_logprobs(
         parts = ranks.on_every_rank(own_part)
     finally:
         engine.model.train(is_training)
-    whole = {number: arrays for part in parts for number, arrays in part.items()}
+    whole: dict[int, list[Any]] = {number: arrays for part in parts for number, arrays in part.items()}
     return [
         [replace(item, **{stream: array}) for item, array in zip(tree, whole[number], strict=True)]
         for number, tree in enumerate(trees)
