@@ -2,8 +2,11 @@
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from typing_extensions import override
 
 from treewise.distributed import ranks
 from treewise.distributed.signals import StopSignals
@@ -50,3 +53,19 @@ def stopped_error(signals: StopSignals, what: str) -> StoppedError:
     error = StoppedError(f"{signal.Signals(number).name}: {what}")
     error.exit_code = 128 + number
     return error
+
+
+class StepEnd(TrainerCallback):
+    """After each step: calls `end_step`, and stops all ranks if any of them has received a signal."""
+
+    def __init__(self, signals: StopSignals, end_step: Callable[[int], None]) -> None:
+        self._signals, self._end_step = signals, end_step
+
+    @override
+    def on_step_end(
+        self, args: TreeTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self._end_step(state.global_step)
+        if stop_of_all(self._signals):
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False

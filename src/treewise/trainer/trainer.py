@@ -8,7 +8,7 @@ format of saved models are transformers' own.
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +49,7 @@ from treewise.trainer.hub import UploadingTrainer
 from treewise.trainer.inputs import by_name, check_mesh, loaded, with_references
 from treewise.trainer.metrics import Throughput
 from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
-from treewise.trainer.run_context import entered_run, stop_of_all, stopped_error
+from treewise.trainer.run_context import StepEnd, entered_run, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
 from treewise.trainer.step import StepRunner, leave_compilation_to_us, optimizer_bytes
 from treewise.trainer.step_profile import StepProfiler
@@ -130,7 +130,7 @@ class TreeTrainer(UploadingTrainer):
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             model_init=model_init,
-            callbacks=[_StepEnd(self._signals, self._end_step), *profilers, *(callbacks or [])],
+            callbacks=[StepEnd(self._signals, self._end_step), *profilers, *(callbacks or [])],
             optimizers=optimizers,
         )
         leave_compilation_to_us(self.accelerator)
@@ -446,17 +446,3 @@ class TreeTrainer(UploadingTrainer):
         self.state = TrainerState.load_from_json(str(checkpoint / contents.STATE))
         logger.warning("%s is the end of the run: no step is left to train", checkpoint)
         return TrainOutput(self.state.global_step, float("nan"), {})
-
-
-class _StepEnd(TrainerCallback):
-    """After each step: calls `end_step`, and stops all ranks if any of them has received a signal."""
-
-    def __init__(self, signals: StopSignals, end_step: Callable[[int], None]) -> None:
-        self._signals, self._end_step = signals, end_step
-
-    @override
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end_step(state.global_step)
-        if stop_of_all(self._signals):
-            control.should_save = control.should_training_stop = True
-            control.should_evaluate = False

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from treewise.errors import ConfigError, check_setting_types
 from treewise.rl.branching import Branching, branching_named
 from treewise.rl.checks import MAX_GAP
@@ -185,6 +187,16 @@ class OnlineSettings:
     def updates_per_iteration(self) -> int:
         """Optimizer steps of an iteration."""
         return self.mini_batches * self.update_epochs
+
+    def batches(self, num_trees: int, stream: tuple[int, ...]) -> list[list[int]]:
+        """The trees of each optimizer step: where fewer are left than `mini_batches`, each is a step. stream: names the
+        random streams, with an epoch's number.
+        """
+        batches: list[list[int]] = []
+        for epoch in range(self.update_epochs):
+            order = np.random.default_rng([*stream, epoch]).permutation(num_trees)
+            batches += [sorted(part.tolist()) for part in np.array_split(order, min(self.mini_batches, num_trees))]
+        return batches
 
     def sampling_facts(self) -> dict[str, Any]:
         """What decides which rollouts a run samples; a resumed run must agree."""

@@ -278,7 +278,7 @@ class OnlineTrainer(TreeTrainer):
         started, runner = time.perf_counter(), self.runner
         outs, norms = list[StepOutput | None](), list[float]()
         merges = self.args.merge_across_trees and getattr(self.loss_objective, "weighting", "once") != "once"
-        for batch in self._batches(iteration, len(update.trees)):
+        for batch in self.settings.batches(len(update.trees), (self.args.seed, iteration, _BATCHES)):
             step = self.loop.num_updates + len(norms) + 1
             trees = [update.trees[index] for index in batch]
             own = trees if self._placer is not None else trees[ranks.own() :: ranks.count()]
@@ -304,16 +304,6 @@ class OnlineTrainer(TreeTrainer):
         }
         self.rollouts.hand_over()
         return logs | gap
-
-    def _batches(self, iteration: int, num_trees: int) -> list[list[int]]:
-        """The trees of each optimizer step: where fewer are left than `mini_batches`, each is a step."""
-        batches: list[list[int]] = []
-        for epoch in range(self.settings.update_epochs):
-            rng = np.random.default_rng([self.args.seed, iteration, _BATCHES, epoch])
-            order = rng.permutation(num_trees)
-            parts = np.array_split(order, min(self.settings.mini_batches, num_trees))
-            batches += [sorted(part.tolist()) for part in parts]
-        return batches
 
     def _observe(self, collected: Collected, num_updates: int) -> None:
         """Takes a finished iteration into the state."""
