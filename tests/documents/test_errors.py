@@ -66,8 +66,8 @@ def out_of_memory() -> None:
 
 def not_finite() -> None:
     guard = NonFiniteGuard("stop", 5, 10.0, Path("nonfinite.jsonl"))
-    guard.begin_step([tw.Forest.from_trajectories([tw.Trajectory([1, 2], source="rollouts.jsonl:4")])])
-    guard.check_step(17, float("nan"), is_finite=False)
+    forest = tw.Forest.from_trajectories([tw.Trajectory([1, 2], source="rollouts.jsonl:4")])
+    guard.check_step(17, float("nan"), [forest], is_finite=False)
 
 
 def no_checkpoint() -> None:

@@ -100,21 +100,15 @@ def guard_of(tmp_path, policy="stop", **settings):
 
 
 def test_a_guard_stops_or_skips_without_a_trainer(tmp_path):
-    forest = Forest.from_trajectories([Trajectory([1, 2], source="rows.jsonl:4")])
+    forests = [Forest.from_trajectories([Trajectory([1, 2], source="rows.jsonl:4")])]
     stops, skips = guard_of(tmp_path), guard_of(tmp_path, "skip")
-    for guard in (stops, skips):
-        guard.begin_step([forest])
-        guard.add_loss(float("nan"))
-        assert not guard.is_finite(1.0)
     with pytest.raises(NonFiniteError, match=r"the loss of step 3 is not finite; .* Its trees: rows.jsonl:4"):
-        stops.check_step(3, 1.0, is_finite=False)
-    assert not skips.check_step(3, 1.0, is_finite=False)
-    skips.begin_step([forest])
-    assert skips.is_finite(1.0)
-    assert skips.check_step(4, 1.0, is_finite=True)
-    assert not skips.check_step(5, float("inf"), is_finite=False)
+        stops.check_step(3, 1.0, forests, is_finite=False)
+    assert not skips.check_step(3, 1.0, forests, is_finite=False)
+    assert skips.check_step(4, 1.0, forests, is_finite=True)
+    assert not skips.check_step(5, float("inf"), forests, is_finite=False)
     with pytest.raises(NonFiniteError, match=r"the gradient of step 6 .* Skipped in a row before: 1 step\."):
-        skips.check_step(6, float("inf"), is_finite=False)
+        skips.check_step(6, float("inf"), forests, is_finite=False)
 
 
 def test_rows_hold_every_stream_and_label_and_load_again(tmp_path):

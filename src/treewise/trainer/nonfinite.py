@@ -34,38 +34,27 @@ class NonFiniteGuard:
 
     def __init__(self, policy: str, max_skipped: int, spike_factor: float, path: Path) -> None:
         self.policy, self.max_skipped, self.spike_factor, self.path = policy, max_skipped, spike_factor, path
-        self.num_skipped = 0
-        self.forests: list[Forest] = []  # of the current step, on this rank
-        self._is_loss_finite = True
-        self._num_consecutive = 0
+        self.num_skipped = self._num_consecutive = 0
         self._norms: deque[float] = deque(maxlen=_HISTORY)
 
-    def begin_step(self, forests: Sequence[Forest]) -> None:
-        self.forests, self._is_loss_finite = list(forests), True
-
-    def add_loss(self, loss: float) -> None:
-        self._is_loss_finite &= math.isfinite(loss)
-
-    def is_finite(self, norm: float) -> bool:
-        """Whether the losses of this rank's batches and the norm of the gradient are."""
-        return self._is_loss_finite and math.isfinite(norm)
-
-    def check_step(self, step: int, norm: float, is_finite: bool, nonfinite: Sequence[str] = ()) -> bool:
+    def check_step(
+        self, step: int, norm: float, forests: Sequence[Forest], *, is_finite: bool, nonfinite: Sequence[str] = ()
+    ) -> bool:
         """Whether the optimizer may apply step number `step`.
 
-        norm: of the whole gradient. is_finite: of loss and gradient, on all ranks. nonfinite: sources of the
-        trajectories whose own log-probs are not finite, where that is known.
+        norm: of the whole gradient. forests: of the step, on this rank. is_finite: whether loss and gradient are, on
+        all ranks. nonfinite: sources of the trajectories whose own log-probs are not finite, where that is known.
 
         Raises:
             NonFiniteError: under the policy `stop`, or after too many consecutive skipped updates.
         """
         if is_finite:
             self._num_consecutive = 0
-            self._warn_of_spike(step, norm)
+            self._warn_of_spike(step, norm, forests)
             return True
-        write_rows(self.path, self.forests, {"step": step})
+        write_rows(self.path, forests, {"step": step})
         what = "gradient" if not math.isfinite(norm) else "loss"
-        named = list(nonfinite) or sources(self.forests)
+        named = list(nonfinite) or sources(forests)
         trees = f" {'Not finite by themselves' if nonfinite else 'Its trees'}: {', '.join(named)}." if named else ""
         message = f"the {what} of step {step} is not finite; it was not applied.{trees} Written to {self.path}."
         self.num_skipped += 1
@@ -76,11 +65,11 @@ class NonFiniteGuard:
         many = f" Skipped in a row before: {num(self.max_skipped, 'step')}." if self.policy == "skip" else ""
         raise NonFiniteError(f"{message}{many} Lower learning_rate, or look at these records.")
 
-    def _warn_of_spike(self, step: int, norm: float) -> None:
+    def _warn_of_spike(self, step: int, norm: float, forests: Sequence[Forest]) -> None:
         if self.spike_factor and len(self._norms) >= _FEWEST_NORMS:
             median = statistics.median(self._norms)
             if norm > self.spike_factor * median > 0:
-                trees = ", ".join(sources(self.forests)) or "unnamed trees"
+                trees = ", ".join(sources(forests)) or "unnamed trees"
                 logger.warning("step %d: gradient norm %.3g, the median before is %.3g: %s", step, norm, median, trees)
         self._norms.append(norm)
 

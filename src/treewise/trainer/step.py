@@ -82,7 +82,8 @@ class StepRunner:
         self.guard = NonFiniteGuard(args.nonfinite, args.max_skipped_steps, args.spike_factor, rows_file)
         self.means = MetricMeans()
         # Of the present optimizer step.
-        self._step, self._denominator = 0, 1.0
+        self._step, self._denominator, self._is_finite = 0, 1.0, True
+        self._forests: list[Forest] = []
         self._router_counts: RouterCounts | None = None
         self.mesh = mesh_of(model)
         self.context = context_group(args.context_size, args.device.type)
@@ -194,8 +195,8 @@ class StepRunner:
         Raises:
             DataError: the step has no trained token.
         """
-        self._step = step
-        self.guard.begin_step([forest for batch in batches for forest in batch.forests])
+        self._step, self._is_finite = step, True
+        self._forests = [forest for batch in batches for forest in batch.forests]
         self._denominator = self._denominator_of(batches)
         self._router_counts = self._counts_of(batches)
         return self._denominator
@@ -206,7 +207,7 @@ class StepRunner:
             return fixed
         (total,) = self.sum_over_batches(math.fsum(each for batch in batches for each in batch.denominators))
         if not total > 0:
-            names = ", ".join(sources(self.guard.forests)) or "unnamed"
+            names = ", ".join(sources(self._forests)) or "unnamed"
             raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
         return total
 
@@ -249,7 +250,7 @@ class StepRunner:
                 out = self.engine.step(
                     batch.ready, self.objective, denominator=self._denominator, router_counts=self._router_counts
                 )
-        self.guard.add_loss(out.loss)
+        self._is_finite &= math.isfinite(out.loss)
         self.means.add(out)
         return out
 
@@ -266,9 +267,9 @@ class StepRunner:
             norm = gradient_norm(parameters, most, self.args.device)
         else:
             norm = float(nn.utils.clip_grad_norm_(parameters, most or math.inf))
-        (num_nonfinite,) = self.sum_over_batches(float(not self.guard.is_finite(norm)))
-        named = self.nonfinite_trajectories(self.guard.forests) if num_nonfinite else []
-        if not self.guard.check_step(self._step, norm, is_finite=not num_nonfinite, nonfinite=named):
+        (num_nonfinite,) = self.sum_over_batches(float(not (self._is_finite and math.isfinite(norm))))
+        named = self.nonfinite_trajectories(self._forests) if num_nonfinite else []
+        if not self.guard.check_step(self._step, norm, self._forests, is_finite=not num_nonfinite, nonfinite=named):
             clear_gradients(parameters)
         return norm
 

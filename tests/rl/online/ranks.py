@@ -47,6 +47,7 @@ def trainer_of(case, folder, **changes):
     """One process's part of a run. Other processes than the first begin with other weights."""
     longer = {"max_position_embeddings": 1024} if case == "turns" else {}
     model = tiny_policy(**longer)
+    budget = "auto" if case == "turns" else 64
     if os.environ.get("RANK", "0") != "0":
         for parameter in model.parameters():
             parameter.data += 0.1
@@ -55,7 +56,7 @@ def trainer_of(case, folder, **changes):
         task_of(case),
         model=model,
         sampler=TransformersSampler(model, isolate_requests=True),
-        arguments_={"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 1.0},
+        arguments_={"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 1.0, "max_tokens": budget},
         **{**CASES[case], **changes},
     )
 

@@ -275,6 +275,7 @@ class OnlineTrainer(TreeTrainer):
         gap = {}
         if not isinstance(self.loss_objective, PolicyGradient):  # which measures it in its first step
             gap["logprob_gap"] = logprob_gap(self.engine.scored([row for own in update.trees for row in own]))
+        self.train_dataset = update.trees  # with the first of which processes measure a budget
         started, runner = time.perf_counter(), self.runner
         outs, norms = list[StepOutput | None](), list[float]()
         merges = self.args.merge_across_trees and getattr(self.loss_objective, "weighting", "once") != "once"
