@@ -7,6 +7,7 @@ from tests.trainer.helpers import tiny_model
 from treewise.engine.scoring import StepOutput
 from treewise.nn.flops import flop_model
 from treewise.trainer import metrics
+from treewise.trainer.prepared_batches import PreparedBatch
 from treewise.tree.forest import Forest
 
 
@@ -61,7 +62,7 @@ def test_mfu_is_the_speed_over_the_peak_of_the_device(trees, monkeypatch):
         throughput.begin_run(torch.device(name), dtype)
         with throughput.waiting_for_batches():
             pass
-        assert throughput.add_flops(model, forests) == needed
+        assert throughput.add_flops(model, PreparedBatch(tuple(forests), (), None)) == needed
         throughput.end_step()
         found[name, dtype] = throughput.take(1.0, 1.0)
         assert found[name, dtype]["batch_wait_share"] == 0.25
