@@ -143,27 +143,36 @@ def test_a_part_of_the_gradient_and_values_used_twice() -> None:
             handle.remove()
 
 
+@pytest.mark.parametrize("earlier", [None, 5.0])
 @pytest.mark.parametrize("max_tokens", [None, 3])
-def test_hooks_of_a_parameter_that_gets_no_gradient_do_not_run(max_tokens: int | None) -> None:
-    """As in flat training; a gradient from elsewhere in the graph still comes to them, once."""
+def test_hooks_of_a_parameter_that_gets_no_gradient_do_not_run(max_tokens: int | None, earlier: float | None) -> None:
+    """As in flat training, whether it has an earlier gradient or none; one from elsewhere in the graph still comes to
+    them, once."""
     model, items = tiny_model(num_hidden_layers=2), [Trajectory(np.arange(1, 10)), Trajectory(np.r_[1:5, 20:24])]
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(2)))
+    model.unused.grad = None if earlier is None else torch.full((2,), earlier)
     calls: list[torch.Tensor] = []
 
     def twice(grad: torch.Tensor) -> torch.Tensor:
         calls.append(grad)
         return 2 * grad
 
+    def add_one(parameter: torch.nn.Parameter) -> None:
+        calls.append(parameter)
+        parameter.grad += 1
+
     model.unused.register_hook(twice)
+    model.unused.register_post_accumulate_grad_hook(add_one)
     engine = TreeEngine(model, max_tokens, check=False)
     logprobs = [torch.cat(engine.logprobs(items)).sum() for _ in range(2)]
     (logprobs[0] + logprobs[1]).backward(retain_graph=True)
     assert not calls
-    assert model.unused.grad is None
+    assert model.unused.grad is None if earlier is None else model.unused.grad.tolist() == [earlier] * 2
     assert list(model.unused._backward_hooks.values()) == [twice]
+    assert list(model.unused._post_accumulate_grad_hooks.values()) == [add_one]
     (logprobs[0] + model.unused.sum()).backward()
-    assert len(calls) == 1
-    assert model.unused.grad.tolist() == [2, 2]
+    assert len(calls) == 2
+    assert model.unused.grad.tolist() == [3 + (earlier or 0)] * 2
 
 
 @pytest.mark.parametrize("max_tokens", [None, 3])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treewise.nn import lm_head
-from treewise.nn.lm_head import OUTPUTS, Head, edge_values
+from treewise.nn.lm_head import OUTPUTS, Head, ModuleHead, edge_values
 
 
 @settings(max_examples=60)
@@ -124,3 +124,27 @@ def test_low_precision_accumulates_in_float32() -> None:
             logprobs.sum().backward()
         errors.append((low.grad.double() - exact.grad).norm() / exact.grad.norm())
     assert errors[1] < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5])
+def test_gradients_of_a_few_rows_are_as_accurate_as_those_of_many(num_rows: int, is_module: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(40_000, 16, generator=generator)
+    hidden, target = torch.randn(8, 16, generator=generator), torch.randint(40_000, (8,), generator=generator)
+
+    def error(rows: slice) -> float:
+        found, exact = (gradient(rows, dtype) for dtype in (torch.float32, torch.float64))
+        return ((found.double() - exact).norm() / exact.norm()).item()
+
+    def gradient(rows: slice, dtype: torch.dtype) -> torch.Tensor:
+        leaf, own = hidden[rows].to(dtype).requires_grad_(), weight.to(dtype)
+        project = torch.nn.Linear(16, 40_000, bias=False)
+        project.weight = torch.nn.Parameter(own)
+        head = ModuleHead(project, 40_000) if is_module else Head(own)
+        edge_values(leaf, head, torch.arange(len(leaf)), target[rows])["log_probs"].sum().backward()
+        return leaf.grad
+
+    many = error(slice(8))
+    for first in range(0, 8 - num_rows, num_rows):
+        assert error(slice(first, first + num_rows)) < 3 * many

@@ -89,11 +89,13 @@ class _Hooked:
 
 
 def _hooked(model: nn.Module) -> list[_Hooked]:
-    found = (
-        _Hooked(name, each, each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None))
-        for name, each in model.named_parameters()
-    )
+    found = (_Hooked(name, each, *_hooks_of(each)) for name, each in model.named_parameters())
     return [each for each in found if each.on_tensor or each.on_grad]
+
+
+def _hooks_of(parameter: nn.Parameter) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
+    """Those on its gradient before it is added to `.grad`, and those after."""
+    return parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 @contextmanager
@@ -142,18 +144,19 @@ def hooks_run_once(model: nn.Module, *, scale: float = 1.0) -> Iterator[None]:
                 hook(parameter)
 
 
-def spare_hooks_no_gradient(parameters: Iterable[torch.Tensor]) -> None:
+def spare_hooks_no_gradient(parameters: Iterable[nn.Parameter]) -> None:
     """Within a backward: until it ends, hooks of parameters to which nothing came do not run, as in one graph.
 
-    Autograd calls them with None where a function has no gradient for one of its inputs; something may still come to
+    Autograd calls both kinds where a function has no gradient for one of its inputs; something may still come to
     the parameter from elsewhere in the graph, so only they can tell.
     """
-    hooks_of = [each._backward_hooks for each in parameters if each._backward_hooks]
-    for hooks in hooks_of:
-        hooks.update({key: hook if isinstance(hook, _Spared) else _Spared(hook) for key, hook in hooks.items()})
+    hooks_of = [(each, hooks) for each in parameters for hooks in _hooks_of(each) if hooks]
+    for parameter, hooks in hooks_of:
+        before = None if parameter.grad is None else (parameter.grad, parameter.grad._version)
+        hooks.update({key: hook if isinstance(hook, _Spared) else _Spared(hook, before) for key, hook in hooks.items()})
 
     def put_back() -> None:
-        for hooks in hooks_of:
+        for _, hooks in hooks_of:
             hooks.update({key: hook.hook for key, hook in hooks.items() if isinstance(hook, _Spared)})
 
     if hooks_of:
@@ -162,10 +165,18 @@ def spare_hooks_no_gradient(parameters: Iterable[torch.Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Spared:
-    hook: Callable[[torch.Tensor], torch.Tensor | None]
+    """before: the accumulated gradient of earlier, and its version."""
 
-    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        return None if grad is None else self.hook(grad)
+    hook: Callable[[torch.Tensor], torch.Tensor | None]
+    before: tuple[torch.Tensor, int] | None
+
+    def __call__(self, argument: torch.Tensor | None) -> torch.Tensor | None:
+        """argument: what came, or the parameter that it was added to."""
+        if not isinstance(argument, nn.Parameter):
+            return None if argument is None else self.hook(argument)
+        grad, (earlier, version) = argument.grad, self.before or (None, 0)
+        is_as_before = grad is earlier and (grad is None or grad._version == version)
+        return None if is_as_before else self.hook(argument)
 
 
 def refuse_hooks(model: nn.Module, why: str, *, on_any_gradient: bool = False) -> None:
