@@ -100,9 +100,13 @@ def test_groups_against_plain_loops(items: list[Trajectory]) -> None:
 
 def test_batch_scale_divides_by_the_deviation_of_all_rollouts() -> None:
     items = [rollout([1, 2], 0.0), rollout([1, 3], 1.0), rollout([1, 2], 4.0, "b"), rollout([1, 3], 6.0, "b")]
-    found, _ = group_normalized(items, scale="batch", epsilon=0.0)
-    expected = np.array([-0.5, 0.5, -1, 1]) / np.std([0, 1, 4, 6], ddof=1)
-    assert [advantage_of(item) for item in found] == pytest.approx(expected)
+    for epsilon in (0.0, 0.5):
+        found, _ = group_normalized(items, scale="batch", epsilon=epsilon)
+        expected = np.array([-0.5, 0.5, -1, 1]) / (np.std([0, 1, 4, 6], ddof=1) + epsilon)
+        assert [advantage_of(item) for item in found] == pytest.approx(expected)
+    pair, _ = group_normalized(items[2:], scale="batch", epsilon=0.0)
+    assert [advantage_of(item) for item in pair] == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    assert advantage_of(group_normalized(items[:1], scale="batch", epsilon=0.0)[0][0]) == 0
 
 
 def test_the_report_names_groups_that_teach_nothing() -> None:
@@ -118,8 +122,37 @@ def test_the_report_names_groups_that_teach_nothing() -> None:
     assert (report.num_trajectories, report.num_rollouts, report.num_groups) == (6, 6, 3)
     assert report.num_silent_rollouts == 4
     assert [advantage_of(item) for item in found[:4]] == [0, 0, 0, 0]  # exactly, though 0.1 + 0.1 + 0.1 is not 0.3
-    assert "1 group of equal rewards, from which nothing is learned: equal." in str(report)
-    assert "1 group of one rollout, which is compared with nothing: single." in str(report)
+    assert str(report) == (
+        "group_normalized(scale='group'): 6 rollouts in 6 trajectories, 3 groups, mean reward 0.3833.\n"
+        "of advantage 0 throughout: 4 rollouts.\n"
+        "1 group of equal rewards, from which nothing is learned: equal.\n"
+        "1 group of one rollout, which is compared with nothing: single."
+    )
+    for count, names in ((8, "0, 1, 2, 3, 4, 5, 6, 7."), (9, "0, 1, 2, 3, 4, 5, 6, 7 and 1 more.")):
+        _, report = per_turn([Trajectory([1, 2], group=n) for n in range(count)], [[1.0]] * count)
+        lines = str(report).splitlines()
+        assert lines[0].endswith(f": {count} rollouts in {count} trajectories, {count} groups.")
+        assert lines[2] == f"{count} groups of one rollout, which is compared with nothing: {names}"
+        assert lines[3:] == list(report.notes)
+
+
+@pytest.mark.parametrize(("name", "method"), METHODS.items(), ids=METHODS.keys())
+@given(items=rollout_lists())
+def test_groups_are_credited_by_themselves_and_named(name: str, method, items: list[Trajectory]) -> None:
+    """Two groups together get what each gets alone, and every rollout its weight."""
+    together, report = method(items)
+    functions = {
+        "siblings": "sibling_relative",
+        "turns": "per_turn",
+        "mean": "mean_centered",
+        "one_out": "leave_one_out",
+    }
+    assert report.method.startswith(functions.get(name.split()[0], "group_normalized"))
+    assert [item.rollout_weight for item in together] == [item.weight for item in items]
+    alone = {g: iter(method([item for item in items if item.group == g])[0]) for g in {each.group for each in items}}
+    if name != "batch":
+        for item in together:
+            np.testing.assert_array_equal(item.advantages, next(alone[item.group]).advantages)
 
 
 # -- rows of one rollout ----------------------------------------------------------------------------------------------
@@ -195,9 +228,22 @@ def test_siblings_by_hand() -> None:
     expected = [[0, 0, third - 0.5, 1 - third], [0, 0, third - 0.5, -third], [0, 0, third - 0.5, -third]]
     np.testing.assert_allclose([item.advantages for item in found], [*expected, [0, 0, 0.5, 0.5]], atol=1e-7)
     assert report.notes == ("2 forks at which rollouts part; 0 of them with children of equal value.",)
-    scaled, _ = sibling_relative(forked(), scale="siblings", epsilon=0.0)
     deviation = np.std([1, 0, 0, 1], ddof=1)
-    np.testing.assert_allclose(scaled[3].advantages, [0, 0, 0.5 / deviation, 0.5 / deviation], atol=1e-6)
+    for options, epsilon in (({}, 1e-4), ({"epsilon": 0.0}, 0.0), ({"epsilon": 0.5}, 0.5)):
+        scaled, _ = sibling_relative(forked(), scale="siblings", **options)
+        np.testing.assert_allclose(scaled[3].advantages[2:], [0.5 / (deviation + epsilon)] * 2, rtol=1e-6)
+    # Token 3 was drawn once, with three rollouts: they weigh as much as the one below 7.
+    drawn = [replace(item, draws=[-1, -1, item.token_ids[2] == 7, n]) for n, item in enumerate(forked(), start=2)]
+    weights = np.array([1, 1, 1, 3]) / 6
+    mean = weights @ [1, 0, 0, 1]
+    deviation = np.sqrt(weights @ (np.array([1, 0, 0, 1]) - mean) ** 2 / (1 - weights @ weights))
+    scaled, _ = sibling_relative(drawn, scale="siblings", epsilon=0.0)
+    np.testing.assert_allclose(scaled[3].advantages[2:], [(1 - mean) / deviation] * 2, rtol=1e-6)
+    pair, report = sibling_relative([*forked()[:2], *(replace(each, group="b") for each in forked())], scale="siblings")
+    np.testing.assert_allclose(pair[0].advantages[3], 0.5 / (0.5**0.5 + 1e-4), rtol=1e-6)
+    assert report.notes == ("3 forks at which rollouts part; 0 of them with children of equal value.",)
+    _, report = sibling_relative([rollout([1, n], 1.0, g) for g in "ab" for n in (2, 3)])
+    assert report.notes == ("2 forks at which rollouts part; 2 of them with children of equal value.",)
 
 
 def test_segment_values_by_hand() -> None:
@@ -256,8 +302,10 @@ def test_turns_are_runs_of_trained_tokens() -> None:
     item = Trajectory([1, 2, 3, 4, 5, 6], [0, 1, 1, 0, 0.5, 2])
     assert turns_of(item) == [(1, 3), (4, 6)]
     assert spread_over_turns(item, [3.0, -1.0]).tolist() == [0, 3, 3, 0, -1, -1]
-    with pytest.raises(DataError, match="1 values for 2 turns"):
+    with pytest.raises(DataError, match=r"^trajectory: 1 values for 2 turns"):
         spread_over_turns(item, [1.0])
+    with pytest.raises(DataError, match=r"^a.jsonl:3: 1 values for 2 turns"):
+        spread_over_turns(replace(item, source="a.jsonl:3"), [1.0])
 
 
 def test_returns_by_turn() -> None:
@@ -277,10 +325,32 @@ def test_returns_by_turn() -> None:
     by_group, _ = per_turn(items, rewards, discount=0.5, baseline="group", scale=True, epsilon=0.0)
     deviation = np.std([2, 2, 4, 1, 2], ddof=1)
     np.testing.assert_allclose(by_group[0].advantages[5], (4 - 2.2) / deviation, rtol=1e-6)
-    with pytest.raises(DataError, match=r"turn rewards .* for 3 turns"):
+    for baseline, members in (("group", [2, 2, 4, 1, 2]), ("turn", [2, 1])):
+        for options, epsilon in (({}, 1e-4), ({"epsilon": 0.5}, 0.5)):
+            scaled, _ = per_turn(items, rewards, discount=0.5, baseline=baseline, scale=True, **options)
+            expected = (2 - np.mean(members)) / (np.std(members, ddof=1) + epsilon)
+            np.testing.assert_allclose(scaled[0].advantages[1], expected, rtol=1e-6)
+    outcome, report = per_turn(items, discount=0.5, baseline="none")
+    assert outcome[0].advantages.tolist() == [0, 1, 0, 2, 0, 4]
+    assert report.notes == ("5 turns; of them compared with no other and 0: 0.",)
+    last, _ = per_turn(items, discount=0.0, baseline="none")
+    assert last[0].advantages.tolist() == [0, 0, 0, 0, 0, 4]
+    with pytest.raises(DataError, match=r"^trajectory 0: turn rewards .* for 3 turns"):
         per_turn(items, [[1.0], [0.0, 2.0]])
+    with pytest.raises(DataError, match=r"^a.jsonl:3: turn rewards .* for 3 turns"):
+        per_turn([replace(items[0], source="a.jsonl:3"), items[1]], [[1.0], [0.0, 2.0]])
     with pytest.raises(DataError, match="1 lists of turn rewards for 2 trajectories"):
         per_turn(items, [[1.0, 0.0, 0.0]])
+
+
+def test_rows_of_one_rollout_have_its_turns_one_after_the_other() -> None:
+    """Three rows of a turn each, with another rollout's row in between."""
+    rows = [
+        rollout([1, 2, 3, 4, 5, 6][:end], None, rollout=1, loss_weights=[0.0] * (end - 1) + [1]) for end in (2, 4, 6)
+    ]
+    rows.insert(1, rollout([1, 9], 0.0, rollout=2))
+    found, _ = per_turn(rows, [[1.0], [0.0], [10.0], [100.0]], discount=0.5, baseline="none")
+    assert [item.advantages[-1] for item in found] == [1 + 0.5 * 10 + 0.25 * 100, 0, 10 + 0.5 * 100, 100]
 
 
 def test_turn_rewards_stand_in_for_an_outcome() -> None:

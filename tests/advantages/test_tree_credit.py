@@ -110,6 +110,20 @@ def test_cutting_rollouts_into_rows_changes_nothing(method, items: list[Trajecto
     assert report_of_rows.num_silent_rollouts == report.num_silent_rollouts
 
 
+@given(items=st.one_of(rollout_lists(), drawn_trees()))
+@pytest.mark.parametrize(("name", "method"), METHODS.items(), ids=METHODS.keys())
+def test_groups_are_credited_by_themselves_and_named(name: str, method, items: list[Trajectory]) -> None:
+    """Two groups together get what each gets alone."""
+    items = [*items, *(replace(item, group=f"{item.group} again") for item in items)]
+    together, report = method(items)
+    functions = {"path": "tree_path_mean", "inter": "inter_intra", "treerl": "treerl", "value": "value_steps"}
+    assert report.method.startswith(functions.get(name.split()[0], "node_value") + "(" * (name != "inter intra"))
+    alone = {g: iter(method([item for item in items if item.group == g])[0]) for g in {each.group for each in items}}
+    if name != "path mean whitened":
+        for item in together:
+            np.testing.assert_array_equal(item.advantages, next(alone[item.group]).advantages)
+
+
 @pytest.mark.representatives("tree_path_mean", "inter_intra", "value_steps")
 @given(items=rollout_lists(), reward=st.sampled_from([0.1, 0.7]))
 @pytest.mark.parametrize("method", [each for name, each in METHODS.items() if name != "path mean whitened"])
@@ -134,6 +148,7 @@ def test_unknown_settings() -> None:
         (lambda: tree_path_mean(items, scale="group"), "scale='group' one of none, batch"),
         (lambda: inter_intra(items, epsilon=-1), "epsilon=-1 must not be negative"),
         (lambda: value_steps(items, mask_above=1.5), "mask_above=1.5 must lie in 0..1"),
+        (lambda: value_steps(items, mask_above=0.0), "mask_above=0.0 must lie in 0..1"),
         (lambda: value_steps(items, scale="group"), "scale='group' is unknown"),
         (lambda: node_value(items, weights="size"), "weights='size' must be one of equal, entropy"),
     ):
@@ -158,10 +173,12 @@ def test_path_mean_by_hand() -> None:
     by_size = (4 * 0.5 + 3 * 2 / 3) / 7
     np.testing.assert_allclose(advantages(tree_path_mean(forked(), average="size"))[0], by_size, rtol=1e-6)
     values = np.array([first, second, second, other])
-    white = (values - values.mean()) / values.std()
-    np.testing.assert_allclose(
-        [row[0] for row in advantages(tree_path_mean(forked(), scale="batch"))], white, rtol=1e-6
-    )
+    for epsilon in (0.0, 0.5):
+        white = (values - values.mean()) / (values.std() + epsilon)
+        found = [row[0] for row in advantages(tree_path_mean(forked(), scale="batch", epsilon=epsilon))]
+        np.testing.assert_allclose(found, white, rtol=1e-6)
+    equal = [replace(item, reward=0.5) for item in forked()]
+    assert not np.any(advantages(tree_path_mean(equal, scale="batch", epsilon=0.0)))
 
 
 def test_inter_intra_by_hand() -> None:
@@ -202,6 +219,13 @@ def test_value_steps_by_hand() -> None:
     np.testing.assert_allclose(rows[3], [0, 0, 1 - mean, 0], rtol=1e-6)
     assert value_steps(items).report.notes[1] == "2 of 12 trained tokens are masked."
     np.testing.assert_allclose(advantages(value_steps(items, mask_above=None))[0][3], 2 / 3, rtol=1e-6)
+    assert value_steps(items, mask_above=None).report.notes[0].startswith("2 forks")
+    # The log-probs of before the update count where there are any; a sure token is masked at 1, too.
+    items[0] = replace(items[0], old_logprobs=[0, -1, -1, 0], sampler_logprobs=[-1] * 4)
+    assert advantages(value_steps(items, mask_above=1.0))[0] == pytest.approx([0, 0, 1 / 3 - mean, 0])
+    for options, epsilon in (({}, 1e-8), ({"epsilon": 0.5}, 0.5)):
+        scaled = advantages(value_steps(items, mask_above=None, scale="siblings", **options))
+        assert scaled[3][2] == pytest.approx(0.5 / (np.std([1, 0, 0, 1], ddof=1) + epsilon))
 
 
 def test_node_value_by_hand() -> None:
@@ -218,6 +242,18 @@ def test_node_value_by_hand() -> None:
     items[0] = replace(items[0], sampler_logprobs=[0, -1, -1, -3])  # surprise 3 against 1 and 1
     heavy = np.exp([3.0, 1, 1]) @ [1, -1, -1] / np.exp([3.0, 1, 1]).sum()
     np.testing.assert_allclose(advantages(node_value(items, weights="entropy", epsilon=0.0))[1][2], heavy, rtol=1e-6)
+
+
+def test_entropy_is_of_what_a_draw_wrote_until_its_rollouts_part() -> None:
+    """Trained tokens of all rows of one rollout, by the log-probs of before the update."""
+    sampler = {"rollout": 1, "sampler_logprobs": [-9.0] * 5}
+    items = [
+        rollout([1, 2, 3, 4, 6], 1.0, **sampler, old_logprobs=[0, -9, -1, -3, -4], loss_weights=[0, 0, 1, 1, 1]),
+        rollout([1, 2, 3, 5, 7], 1.0, **sampler, old_logprobs=[0, -9, -1, -2, -50], loss_weights=[0, 0, 1, 1, 0]),
+        rollout([1, 2, 9], 0.0, rollout=2, loss_weights=[0, 0, 1]),
+    ]
+    heavy = np.exp([(1 + 3 + 4 + 2) / 4, 1]) @ [1, -1] / np.exp([(1 + 3 + 4 + 2) / 4, 1]).sum()
+    np.testing.assert_allclose(advantages(node_value(items, weights="entropy", epsilon=0.0))[0][1], heavy, rtol=1e-6)
 
 
 # -- against comparisons of prefixes ----------------------------------------------------------------------------------
