@@ -4,14 +4,18 @@ Messages name the location (file and line, trajectory, layer), the number that i
 at the end write what many of them share.
 """
 
+import math
 import numbers
+import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
 
 
 class TreewiseError(Exception):
@@ -120,6 +124,59 @@ def pip_install(*packages: str) -> str:
     return "pip install " + " ".join(f"'{wanted.get(name.lower(), name)}'" for name in packages)
 
 
+# -- settings: an annotation declares a type, its limits and its choices, and all checks read it ----------------------
+
+_LIMITS = {
+    Ge: ("ge", operator.ge, "at least {:,}", "0 or positive"),
+    Gt: ("gt", operator.gt, "above {:,}", "positive"),
+    Le: ("le", operator.le, "at most {:,}", "0 or negative"),
+    Lt: ("lt", operator.lt, "below {:,}", "negative"),
+}
+_TYPE_NAMES = {float: "a number", int: "an integer", str: "text", bool: "true or false", types.NoneType: "none"}
+
+
+def parts_of(annotation: object) -> Iterator[tuple[Any, tuple[object, ...]]]:
+    """The plain types of an annotation, each with what `Annotated` declares of it: `int | Annotated[float, Gt(0)]`."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        inner, *declared = typing.get_args(annotation)
+        yield from ((kind, (*own, *declared)) for kind, own in parts_of(inner))
+    elif origin in (typing.Union, types.UnionType):
+        for each in typing.get_args(annotation):
+            yield from parts_of(each)
+    else:
+        yield annotation, ()
+
+
+def check_fields(settings: object) -> None:
+    """Checks the fields of a dataclass against the choices (`Literal`) and limits (`annotated_types`) that it declares.
+
+    Raises:
+        ConfigError: a value beyond its limits, or none of its choices; a text in the annotation is what to do.
+    """
+    for name, annotation in typing.get_type_hints(type(settings), include_extras=True).items():
+        value = getattr(settings, name, None)
+        for kind, declared in parts_of(annotation) if value is not None else ():
+            if typing.get_origin(kind) is Literal:
+                check_choice(name, value, typing.get_args(kind))
+            if wanted := beyond_limits(value, declared):
+                advice = "".join(f"; {each}" for each in declared if isinstance(each, str))
+                shown = f"{value:g}" if isinstance(value, float) else repr(value)
+                raise ConfigError(f"{name}={shown} must be {wanted}{advice}.")
+
+
+def beyond_limits(value: Any, declared: Iterable[object]) -> str | None:
+    """What a number must be, in words, where it is beyond the limits that are declared; None where it is within."""
+    words, is_within = [], True
+    for limit in declared:
+        if type(limit) in _LIMITS:
+            attribute, holds, said, said_of_0 = _LIMITS[type(limit)]
+            bound = getattr(limit, attribute)
+            is_within &= isinstance(value, numbers.Real) and holds(value, bound)
+            words.append("finite" if bound == math.inf else said.format(bound) if bound else said_of_0)
+    return None if is_within else " and ".join(words)
+
+
 def check_setting_types(owner: str, settings: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Checks settings out of a configuration. owner: whose they are, for messages. known: the type of each setting.
 
@@ -130,22 +187,8 @@ def check_setting_types(owner: str, settings: Mapping[str, Any], known: Mapping[
         if setting not in known:
             hint = did_you_mean(setting, known)
             raise ConfigError(f"unknown setting {setting!r} of {owner}.{hint} Known: {', '.join(known)}.")
-        if not _is_of(value, known[setting]):
-            raise ConfigError(f"{owner}: {setting}={value!r} must be {_type_name(known[setting])}.")
-
-
-def _kinds(annotation: Any) -> tuple[type, ...]:
-    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-
-
-def _is_of(value: Any, annotation: Any) -> bool:
-    """Whether a value has an annotated type; integers are numbers, booleans are not."""
-    kinds = _kinds(annotation)
-    if isinstance(value, bool):
-        return bool in kinds
-    return isinstance(value, kinds) or (float in kinds and isinstance(value, numbers.Real))
-
-
-def _type_name(annotation: Any) -> str:
-    names = {float: "a number", int: "an integer", str: "text", bool: "true or false", types.NoneType: "none"}
-    return " or ".join(names[kind] for kind in _kinds(annotation))
+        kinds = tuple(kind for kind, _ in parts_of(known[setting]))
+        is_number = float in kinds and isinstance(value, numbers.Real)
+        if bool not in kinds if isinstance(value, bool) else not (isinstance(value, kinds) or is_number):
+            names = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
+            raise ConfigError(f"{owner}: {setting}={value!r} must be {names}.")

@@ -1,21 +1,18 @@
 """Calls a command as the dispatcher does, on rows and a model made here."""
 
-import argparse
 import json
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from treewise.cli.parser import module_of, parse
 from treewise.testing import tiny_model
 
 
 def call(command: str, *arguments: object) -> int:
     """The exit code of `treewise COMMAND ARGUMENTS`."""
-    module = import_module(f"treewise.cli.commands.{command}")
-    parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
-    return module.run(parser.parse_args([str(argument) for argument in arguments]))
+    args = parse(command, [command, *map(str, arguments)])
+    return int(module_of(command).run(args))
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:

@@ -4,7 +4,8 @@ import pytest
 
 from treewise.cli.aliases import ALIASES, INSTEAD, names_of, resolve_flags
 from treewise.cli.commands import rl
-from treewise.cli.config import read_config, schema
+from treewise.cli.config import read_config
+from treewise.cli.keys import schema
 from treewise.cli.main import main
 from treewise.errors import ConfigError
 

@@ -1,8 +1,6 @@
 """Each key of each command that trains, as a flag and in a file, reaches the object that computes with it."""
 
-import enum
 import inspect
-import typing
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +10,11 @@ import treewise.data
 import treewise.rl.online
 import treewise.rl.samplers
 from tests.cli.helpers import save_tiny_model, write_rows
-from treewise.cli import epoch_means, online_run, run_folder, training_run
+from treewise.cli import online_run, progress, run_folder, training_run
 from treewise.cli.commands import rl, train
-from treewise.cli.config import key_names, schema
+from treewise.cli.keys import key_names, schema
 from treewise.cli.main import main
-from treewise.cli.typed_values import kinds_of
+from treewise.cli.values import choices_of, kinds_of
 from treewise.data import RenderOptions
 from treewise.nn import load_model
 from treewise.rl import checks, update
@@ -81,9 +79,8 @@ def value_of(key, annotation):
         return GIVEN[key]
     default = getattr(TreeTrainingArguments, key, None)
     kinds = kinds_of(annotation)
-    for kind in (annotation, *typing.get_args(annotation)):
-        if isinstance(kind, enum.EnumType):
-            return next(each.value for each in kind if each.value not in (default, "no", "best"))
+    if names := choices_of(annotation):
+        return next(each for each in names if each not in (default, "no", "best"))
     if bool in kinds and not {int, str} & kinds:
         return key not in ("merge_siblings",) and default is not True
     values = {int: 3, float: 0.5, str: f"a-{key}", list: ["a"], dict: {"a": 1}, bool: True}
@@ -143,6 +140,10 @@ def seen(tmp_path, monkeypatch):
         objective_seen(bound)
         return SimpleNamespace(train=lambda _: None)
 
+    def trained(bound):
+        if bound["objective"] is not None:
+            objective_seen(bound)
+
     def ordered(bound):
         found["RecordedOrder.curriculum"] = bound["curriculum"].name
         found["RecordedOrder.settings"] = {"force": bound["curriculum"].settings.force}
@@ -158,7 +159,7 @@ def seen(tmp_path, monkeypatch):
         (training_run, "adapted", lambda _: model),
         (training_run, "locate", None),
         (training_run, "check_settings", None),
-        (training_run, "train", lambda bound: objective_seen(bound) if bound["objective"] is not None else None),
+        (training_run, "train", lambda bound: trained(bound["trainer_settings"])),
         (run_folder, "begin", None),
         (rl, "_print_update", None),
         (update, "credited", lambda bound: objective_seen(bound) or SimpleNamespace(trees=bound["trees"])),
@@ -167,7 +168,7 @@ def seen(tmp_path, monkeypatch):
         (update, "save_scores", None),
         (update, "trees_per_batch", 1),
         (checks, "warnings_of", []),
-        (epoch_means, "GapWarning", None),
+        (progress, "GapWarning", None),
         (recorded_order, "RecordedOrder", ordered),
         (tasks_by_name, "task_named", SimpleNamespace(name="sum")),
         (treewise.rl.online, "OnlineTrainer", looped),

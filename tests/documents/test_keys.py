@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from treewise import TreeTrainingArguments
 from treewise.cli.commands import rl
-from treewise.cli.config import schema
+from treewise.cli.keys import schema
 from treewise.data import RenderOptions
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -18,7 +18,7 @@ from treewise.cli import online_run
 from treewise.cli import parser as command_line
 from treewise.cli.aliases import ALIASES
 from treewise.cli.commands import rl
-from treewise.cli.config import schema
+from treewise.cli.keys import schema
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"])

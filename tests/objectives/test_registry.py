@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from treewise.cli.commands import rl
-from treewise.cli.objective import typed_settings
+from treewise.cli.objectives import typed_settings
 from treewise.errors import ConfigError
 from treewise.objectives.policy_gradient import PolicyGradient
 from treewise.objectives.registry import DETERMINED, OBJECTIVES, PREFERENCES, objective_named, setting_types

@@ -6,49 +6,26 @@ Keys are flat, but for mappings (`lora`, `chat_template_kwargs`); flags write th
 import dataclasses
 import enum
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from treewise.cli.aliases import ALIASES, INSTEAD, names_of, train_on_of_roles
-from treewise.cli.key_help import RENDERING, TRAINING, declared
-from treewise.cli.typed_values import coerce, kinds_of, scalar
-from treewise.cli.yaml_file import read_file
+from treewise.cli.aliases import ALIASES, names_of, train_on_of_roles
+from treewise.cli.keys import ELSEWHERE, OWN, RunKeys, schema
+from treewise.cli.values import coerce, kinds_of, read_file, scalar
 from treewise.data import RenderOptions
-from treewise.errors import ConfigError, did_you_mean, pip_install
+from treewise.errors import ConfigError, beyond_limits, did_you_mean, parts_of, pip_install
 from treewise.nn.adapters import adapter_folder
+
+if TYPE_CHECKING:
+    from treewise.trainer import TreeTrainingArguments
 
 Values = dict[str, Any]
 
-# Ours; those of rendering and of training are added by `schema`.
-_OWN: dict[str, Any] = {
-    "model": str,
-    "gguf_file": str | None,
-    "dtype": str,
-    "tokenizer": str | None,
-    "data": str | list[str | dict],
-    "eval_data": str | list[str | dict] | None,
-    "eval_split": float | None,
-    "lora": dict | None,
-    "load_in_4bit": bool,
-    "load_in_8bit": bool,
-    "num_workers": int | None,
-    "on_bad_record": str,
-}
 REQUIRED = ("model", "data", "output_dir")
-# transformers' own flags that the command line answers in another way.
-_ELSEWHERE = {
-    "resume_from_checkpoint": "use --resume [CHECKPOINT]",
-    "do_train": "`treewise train` always trains",
-    "do_eval": "give eval_data",
-    "do_predict": "give eval_data",
-    "local_rank": "torchrun sets it",
-    "debug": "use --debug",
-    **INSTEAD,
-}
 # Left out of the resolved configuration: a secret, an object, and old names of other keys.
 _UNWRITTEN = ("hub_token", "accelerator_config", "gradient_checkpointing", "gradient_checkpointing_kwargs")
 # Keys of LoRA that trees cannot follow.
@@ -59,22 +36,10 @@ _LORA_REFUSED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RunConfig:
-    """A checked configuration. `training` and `lora` are keyword arguments; defaults are not filled in."""
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(RunKeys):
+    """A checked configuration. `training` and `lora` are keyword arguments; defaults of training are not filled in."""
 
-    model: str
-    data: str | list[str | Values]
-    gguf_file: str | None
-    dtype: str
-    tokenizer: str | None
-    eval_data: str | list[str | Values] | None
-    eval_split: float | None
-    num_workers: int | None
-    on_bad_record: str
-    lora: Values | None
-    load_in_4bit: bool
-    load_in_8bit: bool
     render: RenderOptions
     training: Values
     more: Values = field(default_factory=dict)  # keys of one command alone
@@ -107,7 +72,7 @@ def read_config(
     """
     in_file = {} if path is None else read_file(Path(path), required)
     known = schema(more)
-    names, refused = names_of(known, aliases), {**_ELSEWHERE, **(elsewhere or {})}
+    names, refused = names_of(known, aliases), {**ELSEWHERE, **(elsewhere or {})}
     renamed: list[tuple[str, str]] = []
     values: dict[str, tuple[Any, str]] = {}
     flags = {key: (value, f"--{key}") for key, value in parse_flags(overrides).items()}
@@ -137,23 +102,6 @@ def read_config(
     return dataclasses.replace(config, renamed=tuple(dict.fromkeys(renamed)))
 
 
-def schema(more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Every key with its type; `more` are those of one command."""
-    from treewise.trainer import TreeTrainingArguments
-
-    training = typing.get_type_hints(TreeTrainingArguments)
-    names = [item.name for item in dataclasses.fields(TreeTrainingArguments) if item.init]
-    rendering = typing.get_type_hints(RenderOptions)
-    keys = {**_OWN, **rendering, **{name: training[name] for name in names if name not in _ELSEWHERE}}
-    return {**keys, **(more or {})}
-
-
-def key_names(more: Iterable[str] = ()) -> list[str]:
-    """The keys of `schema` without their types, and without the seconds that torch and transformers take."""
-    training = [name for each in TRAINING for name in declared(*each) if name not in _ELSEWHERE]
-    return list(dict.fromkeys([*_OWN, *declared(*RENDERING), *training, *more]))
-
-
 def parse_flags(words: Sequence[str]) -> dict[str, Any]:
     """`--key value`, `--key=value`, `--key a b` (a list), and `--key` alone (true). Values stay text.
 
@@ -176,10 +124,10 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
     return {key: value[0] if len(value) == 1 else value or "true" for key, value in flags.items()}
 
 
-def resolved_text(config: RunConfig, arguments: Any) -> str:
+def resolved_text(config: RunConfig, arguments: "TreeTrainingArguments") -> str:
     """The configuration with all defaults, as YAML that `treewise train` reads back."""
     known = schema()
-    values: Values = {name: getattr(config, name) for name in _OWN} | config.more
+    values: Values = {name: getattr(config, name) for name in OWN} | config.more
     values |= {item.name: _plain(getattr(config.render, item.name)) for item in dataclasses.fields(config.render)}
     for item in dataclasses.fields(arguments):
         if item.name in known and item.name not in (*_UNWRITTEN, *config.unwritten):
@@ -195,7 +143,7 @@ def differences(old_text: str, new_text: str) -> list[str]:
     return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A setting as YAML can hold it; None where it cannot."""
     if isinstance(value, enum.Enum):
         return value.value
@@ -234,10 +182,15 @@ def _put(
     values[outer] = ({**(mapping or {}), inner: scalar(value)}, location)
 
 
-def _checked(key: str, value: Any, known: Mapping[str, Any], location: str) -> Any:
+def _checked(key: str, value: object, known: Mapping[str, Any], location: str) -> Any:
     try:
         checked = coerce(key, value, known[key])
-        return _checked_lora(checked) if key == "lora" and checked is not None else checked
+        if checked is None:
+            return None
+        for _, limits in parts_of(OWN.get(key, str)):  # other keys are checked by the classes that declare them
+            if wanted := beyond_limits(checked, limits):
+                raise ConfigError(f"{key} is {checked!r}; it must be {wanted}.")
+        return _checked_lora(checked) if key == "lora" else checked
     except ConfigError as error:
         raise ConfigError(f"{location}: {error}") from None
 
@@ -287,21 +240,19 @@ def _unknown(key: str, known: Sequence[str], location: str = "") -> ConfigError:
 
 
 def _config(values: Values, more: Mapping[str, Any], unwritten: tuple[str, ...]) -> RunConfig:
-    own = {name: values.pop(name, None) for name in _OWN}
+    own = {"data": None} | {name: values.pop(name) for name in OWN if values.get(name) is not None}
     others = {name: values.pop(name) for name in more if name in values}
-    own["dtype"] = own["dtype"] or "float32"
-    own["on_bad_record"] = own["on_bad_record"] or "error"
-    own["load_in_4bit"], own["load_in_8bit"] = bool(own["load_in_4bit"]), bool(own["load_in_8bit"])
-    rendering = {item.name for item in dataclasses.fields(RenderOptions)}
-    render = {name: values.pop(name) for name in list(values) if name in rendering}
+    render = {name: values.pop(name) for name in RenderOptions.__dataclass_fields__ if name in values}
     if render.get("chat_template_kwargs", ...) is None:
         del render["chat_template_kwargs"]
-    if own["eval_split"] is not None and own["eval_data"] is not None:
+    has_evaluation = {"eval_data", "eval_split"} & set(own)
+    if len(has_evaluation) == 2:
         raise ConfigError("eval_split and eval_data are both given; choose one.")
-    if own["eval_split"] is not None and not 0 < own["eval_split"] < 1:
-        raise ConfigError(f"eval_split is {own['eval_split']!r}; give a fraction between 0 and 1, such as 0.05.")
-    if own["eval_data"] is not None or own["eval_split"] is not None:
-        values.setdefault("eval_strategy", "epoch")
-    elif values.get("eval_strategy", "no") != "no":
-        raise ConfigError(f"eval_strategy is {values['eval_strategy']!r}, but there is no eval_data and no eval_split.")
-    return RunConfig(render=RenderOptions(**render), training=values, more=others, unwritten=unwritten, **own)
+    training = {name: value for name, value in values.items() if name not in OWN}
+    if has_evaluation:
+        training.setdefault("eval_strategy", "epoch")
+    elif training.get("eval_strategy", "no") != "no":
+        raise ConfigError(
+            f"eval_strategy is {training['eval_strategy']!r}, but there is no eval_data and no eval_split."
+        )
+    return RunConfig(render=RenderOptions(**render), training=training, more=others, unwritten=unwritten, **own)

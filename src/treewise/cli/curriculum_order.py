@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treewise.cli.config import RunConfig
-from treewise.cli.typed_values import coerce
+from treewise.cli.values import coerce
 from treewise.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from treewise.engine.engine import TreeEngine
+    from treewise.objectives import Objective
     from treewise.rl.curriculum.recorded_order import RecordedOrder
     from treewise.trainer import TreeTrainingArguments
 
-KEYS: dict[str, Any] = {"curriculum": str, "curriculum_settings": dict | None}
 NUM_CHECKED = 48  # trees of the self-check
 
 
@@ -26,7 +29,11 @@ def check_curriculum(config: RunConfig) -> None:
 
 
 def order_of(
-    config: RunConfig, arguments: "TreeTrainingArguments", model: Any, trees: Any, objective: Any
+    config: RunConfig,
+    arguments: "TreeTrainingArguments",
+    model: "PreTrainedModel",
+    trees: Any,
+    objective: "Objective | None",
 ) -> "RecordedOrder | None":
     """The order that the configuration asks for; None for `uniform`. Nothing is measured yet.
 
@@ -56,7 +63,11 @@ def _curriculum(config: RunConfig) -> Any:
 
 
 def _measured(
-    curriculum: Any, arguments: "TreeTrainingArguments", model: Any, trees: Any, objective: Any
+    curriculum: Any,
+    arguments: "TreeTrainingArguments",
+    model: "PreTrainedModel",
+    trees: Any,
+    objective: "Objective | None",
 ) -> Mapping[str, np.ndarray]:
     """What the curriculum orders by, of all trees; a curriculum of angles is checked on some of them first."""
     from treewise.engine.engine import TreeEngine
@@ -76,7 +87,13 @@ def _measured(
     return found
 
 
-def _check(curriculum: Any, arguments: "TreeTrainingArguments", engine: Any, rows: list[Any], objective: Any) -> None:
+def _check(
+    curriculum: Any,
+    arguments: "TreeTrainingArguments",
+    engine: "TreeEngine",
+    rows: list[Any],
+    objective: "Objective | None",
+) -> None:
     from treewise.rl.curriculum.recorded import check_on_trees
     from treewise.rl.curriculum.self_check import refusal
     from treewise.rl.online.records import write_check

@@ -1,16 +1,20 @@
-"""DATA and how it is read: the arguments that every command which reads data shares, and the trees that they name."""
+"""The arguments that several commands have: DATA and how it is read, and flags of models, budgets and devices."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from treewise.cli.config import RunConfig, read_config
-from treewise.cli.yaml_file import read_mapping
+from treewise.cli.keys import RL, help_of
+from treewise.cli.values import choices_of, kinds_of, read_mapping
 from treewise.data import RenderOptions, Trees, load_trees
-from treewise.data.io.options import ON_DRIFT, ON_HIDDEN, THINKING, TRAIN_ON
-from treewise.errors import ConfigError
-from treewise.nn.load_model import load_processor
+from treewise.errors import ConfigError, beyond_limits
+from treewise.nn.attention import IMPLEMENTATIONS
+from treewise.nn.load_model import DTYPES, load_processor
+
+if TYPE_CHECKING:
+    import torch
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,26 +27,46 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="RUN.yaml", help="data, model, rendering and budget of a training run")
     parser.add_argument("--gguf_file", help="a GGUF file inside the model's folder")
     how = parser.add_argument_group("rendering (the same keys as in RUN.yaml)")
-    how.add_argument("--chat_template", help="a Jinja template, a file that holds one, or chatml")
-    how.add_argument(
-        "--chat_template_kwargs", metavar="YAML", help="variables of the template: '{enable_thinking: no}'"
-    )
-    how.add_argument("--thinking", choices=THINKING)
-    how.add_argument("--train_on", choices=TRAIN_ON)
-    how.add_argument("--max_length", type=int, help="longest trajectory allowed, in tokens; a longer one is an error")
-    how.add_argument("--on_drift", choices=ON_DRIFT, help="where a row's text gives other token ids than the row holds")
-    how.add_argument("--on_hidden", choices=ON_HIDDEN, help="where the template leaves out a field of a message")
-    how.add_argument(
-        "--images_from_network", choices=("true", "false"), help="download images of http and https addresses"
-    )
-    how.add_argument("--merge_siblings", choices=("true", "false"), help="declared siblings with equal tokens")
-    how.add_argument("--max_record_bytes", type=int, help="longest line allowed, in bytes")
-    how.add_argument("--max_image_bytes", type=int, help="largest image allowed, in bytes as stored")
-    how.add_argument("--group_by", help="field that names a record's tree, in place of group or task_id")
+    for name, annotation in get_type_hints(RenderOptions, include_extras=True).items():
+        kinds = kinds_of(annotation)
+        how.add_argument(
+            f"--{name}",
+            help=help_of(name),
+            choices=("true", "false") if bool in kinds else choices_of(annotation) or None,
+            type=int if int in kinds else str,
+            metavar="YAML" if dict in kinds else None,
+        )
     parser.add_argument("--num_workers", type=int, help="processes that render; 0 for none")
     parser.add_argument(
         "--on_bad_record", choices=("error", "quarantine"), help="stop at it, or write it out and go on"
     )
+
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "model": {"help": "folder, Hub name, .gguf file or smollm2-demo"},
+    "tokenizer": {"help": "folder or name of a tokenizer; the model's where not given"},
+    "dtype": {"choices": DTYPES, "help": "of the model (float32)"},
+    "device": {"help": "cpu, cuda, cuda:1, ...; the first GPU where there is one"},
+    "max_tokens": {"type": int, "help": "budget of a micro-batch"},
+    "attention": {"choices": ("auto", *IMPLEMENTATIONS)},
+    "limit": {"type": int, "default": 32, "help": "the first K trajectories (32; 0 for all)"},
+    "json": {"action": "store_true", "help": "print the same facts as JSON"},
+}
+
+
+def add_flags(parser: Any, *names: str, **changed: Mapping[str, Any]) -> None:
+    """Adds flags that several commands have; `changed` are their names with what is different here."""
+    for name in (*names, *changed):
+        parser.add_argument(f"--{name}", **{**_FLAGS[name], **changed.get(name, {})})
+
+
+def check_numbers(args: argparse.Namespace, **limits: object) -> None:
+    """Raises `ConfigError` for a flag beyond its limit (`annotated_types`); flags that were not given have none."""
+    for name, limit in limits.items():
+        value = getattr(args, name)
+        for each in value if isinstance(value, list) else () if value is None else (value,):
+            if wanted := beyond_limits(each, (limit,)):
+                raise ConfigError(f"--{name} is {each}; it must be {wanted}.")
 
 
 def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defaults: Any) -> RunConfig | None:
@@ -55,9 +79,9 @@ def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defau
     """
     render, config = RenderOptions(), None
     if args.config is not None:
-        from treewise.cli.commands.rl import KEYS, aliases  # slow to import
+        from treewise.cli.commands.rl import aliases  # slow to import
 
-        config = read_config(args.config, more=KEYS, aliases=aliases())
+        config = read_config(args.config, more=RL, aliases=aliases())
         render = config.render
         values = {name: getattr(config, name) for name in _FROM_RUN} | {
             name: config.training.get(name) for name in ("max_tokens", "attention")
@@ -115,3 +139,28 @@ def data_tokenizer(args: argparse.Namespace) -> Any:
     if args.model is not None:
         return load_processor(args.model, args.gguf_file, required=False)
     return None
+
+
+def chosen_device(name: str | None) -> "torch.device":
+    """The device of `--device`; without a name the first GPU where there is one, else the CPU.
+
+    Raises:
+        ConfigError: no name of a device, a kind that treewise does not run on, or one that this machine lacks.
+    """
+    import torch  # slow
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device is {name!r}, which is not a device; give cpu, cuda, cuda:1, ...") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device is {name!r}; treewise runs on cpu and cuda.")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise ConfigError(f"--device is {name!r}, and torch {torch.__version__} finds no GPU here.")
+        if (device.index or 0) >= count:
+            raise ConfigError(f"--device is {name!r}, and there are {count} GPUs here, numbered from 0.")
+    return device

@@ -7,27 +7,25 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treewise.cli import run_folder, training_run
 from treewise.cli.aliases import ALIASES
 from treewise.cli.config import RunConfig, parse_flags
-from treewise.cli.key_help import ONLINE, RENDERING, declared
-from treewise.cli.yaml_file import read_file
+from treewise.cli.keys import ONLINE, RENDERING, TASKS, declared
+from treewise.cli.values import read_file
 from treewise.errors import ConfigError, check_choice, num
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from treewise.objectives import Objective
+    from treewise.rl.online import OnlineSettings
+    from treewise.rl.samplers.protocol import Sampler
+    from treewise.rl.tasks.protocol import Task
 
 REQUIRED = ("model", "tasks", "output_dir")
 SAMPLERS = ("transformers", "vllm")
-# Keys of the command beside the fields of `OnlineSettings`.
-_OWN: dict[str, Any] = {
-    "tasks": str,
-    "tasks_settings": dict | None,
-    "tasks_seed": int,
-    "reward_functions": list[str],
-    "reward_weights": list[float] | None,
-    "sampler": str,
-    "sampler_settings": dict | None,
-}
 _NO_DATA = "with tasks no recorded data is read; leave it out"
 # Keys of epochs over recorded data, with what an online run has in their place.
 ELSEWHERE: dict[str, str] = {
@@ -60,17 +58,17 @@ def given_keys(path: str | None, overrides: Sequence[str]) -> set[str]:
 
 def names() -> list[str]:
     """The names of `keys`, without importing what declares them."""
-    return [*declared(*ONLINE), *_OWN]
+    return [*declared(*ONLINE), *TASKS]
 
 
 def keys() -> dict[str, Any]:
     """Every key of the loop with its type."""
     from treewise.rl.online.settings import OnlineSettings
 
-    return typing.get_type_hints(OnlineSettings) | _OWN
+    return {**typing.get_type_hints(OnlineSettings, include_extras=True), **TASKS}
 
 
-def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
+def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> None:
     """Runs the loop, or with `--dry_run` checks everything and prints what it would do.
 
     Raises:
@@ -118,7 +116,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: Any) -> None:
         print(f"model saved to {arguments.output_dir}")
 
 
-def _settings(config: RunConfig, objective: Any) -> Any:
+def _settings(config: RunConfig, objective: "Objective") -> "OnlineSettings":
     from treewise.rl.online.settings import OnlineSettings
     from treewise.rl.update import method_of
 
@@ -128,7 +126,7 @@ def _settings(config: RunConfig, objective: Any) -> Any:
     return OnlineSettings(**values)
 
 
-def _task(config: RunConfig) -> Any:
+def _task(config: RunConfig) -> "Task":
     from treewise.rl.online.tasks_by_name import task_named
 
     more = config.more
@@ -141,7 +139,7 @@ def _task(config: RunConfig) -> Any:
     )
 
 
-def _check_first_prompt(task: Any, tokenizer: Any, settings: Any) -> None:
+def _check_first_prompt(task: "Task", tokenizer: Any, settings: "OnlineSettings") -> None:
     """Raises what the first prompt of a run would: of a chat template that cannot write it, of `reset`, of tools."""
     from treewise.rl.online.rollout import start
     from treewise.rl.tasks import Calls, ChatTokens
@@ -161,7 +159,7 @@ def _tokenizer(config: RunConfig) -> Any:
     return load_tokenizer(config.model, config.gguf_file)
 
 
-def _reference(config: RunConfig) -> Any:
+def _reference(config: RunConfig) -> "PreTrainedModel | None":
     """The model of a KL term: the one that the run starts from, where none is given and no adapters are trained."""
     from treewise.nn.load_model import load_weights
 
@@ -172,7 +170,7 @@ def _reference(config: RunConfig) -> Any:
     return load_weights(name or config.model, None if name else config.gguf_file, config.dtype)
 
 
-def _sampler(config: RunConfig, model: Any) -> Any:
+def _sampler(config: RunConfig, model: "PreTrainedModel") -> "Sampler":
     from treewise.rl.samplers import TransformersSampler, VLLMSampler
 
     name, settings = config.more.get("sampler", "transformers"), config.more.get("sampler_settings") or {}
@@ -182,7 +180,7 @@ def _sampler(config: RunConfig, model: Any) -> Any:
         raise ConfigError(f"sampler_settings of {name!r}: {error}") from None
 
 
-def _summary(config: RunConfig, settings: Any, task: Any) -> str:
+def _summary(config: RunConfig, settings: "OnlineSettings", task: "Task") -> str:
     lines = [
         ("task", task.name),
         ("objective", f"{config.more['objective']}, advantages {settings.advantages}"),

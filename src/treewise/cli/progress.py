@@ -10,14 +10,24 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from typing_extensions import override
 
 from treewise.cli.run_folder import LOG
 from treewise.errors import duration, num
+from treewise.rl.checks import gap_warning
 from treewise.trainer.checkpoint.manifest import own_file
 
 # Metrics of objectives that a line shows, with their short names.
@@ -29,6 +39,7 @@ METRICS = {
     "ratio": "ratio",
     "logprob_gap": "gap",
 }
+Logs = Mapping[str, float] | None
 MAX_SECONDS = 100 * 3600  # of an ETA
 
 
@@ -64,7 +75,9 @@ class StepLines(TrainerCallback):
         self._began, self._first_step = 0.0, 0
 
     @override
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._began, self._first_step = time.monotonic(), state.global_step
         if not state.is_world_process_zero:
             return
@@ -73,18 +86,24 @@ class StepLines(TrainerCallback):
             self._bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
 
     @override
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
     @override
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     @override
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Logs = None, **kwargs: object
+    ) -> None:
         if not logs or not state.is_world_process_zero:
             return
         entry = {"step": state.global_step, **logs}
@@ -108,7 +127,53 @@ class StepLines(TrainerCallback):
             self._bar.refresh()
 
 
-def replace_printers(trainer: Any, callbacks: Sequence[TrainerCallback]) -> None:
+class EpochMeans(TrainerCallback):
+    """Prints one line for each epoch: the means of its logged steps."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._logs: list[dict[str, float]] = []
+
+    @override
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Logs = None, **kwargs: object
+    ) -> None:
+        if logs and "loss" in logs:
+            self._logs.append({name: float(logs[name]) for name in self.names if name in logs})
+
+    @override
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        steps, self._logs = self._logs, []
+        if not steps or not state.is_world_process_zero:
+            return
+        names = [name for name in self.names if all(name in logs for logs in steps)]
+        means = ", ".join(f"{name} {fmean(logs[name] for logs in steps):.4g}" for name in names)
+        sys.stdout.write(f"epoch {round(state.epoch)}: {means} (mean of {num(len(steps), 'step')})\n")
+        sys.stdout.flush()
+
+
+class GapWarning(TrainerCallback):
+    """Warns at the first step where the gap between policy and sampler is beyond a limit."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._is_done = False
+
+    @override
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Logs = None, **kwargs: object
+    ) -> None:
+        if self._is_done or not logs or "logprob_gap" not in logs:
+            return
+        self._is_done = True
+        line = gap_warning(float(logs["logprob_gap"]), self._limit)
+        if line is not None and state.is_world_process_zero:
+            print(f"warning: {line}", file=sys.stderr)
+
+
+def replace_printers(trainer: Trainer, callbacks: Sequence[TrainerCallback]) -> None:
     """Puts callbacks in the place of transformers' own printing."""
     for theirs in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(theirs)

@@ -3,12 +3,12 @@
 import argparse
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli.aliases import as_text
-from treewise.cli.argument_checks import check_settings
 from treewise.cli.config import RunConfig
 from treewise.cli.output import is_first_rank
 from treewise.cli.run_folder import FINISHED
@@ -18,6 +18,8 @@ from treewise.nn.adapters import adapted
 from treewise.nn.load_model import load_processor, load_weights, locate
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainerCallback
+
     from treewise.data import Trees
     from treewise.trainer import TreeTrainingArguments
 
@@ -33,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser, folder: str) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help=f"remove the run that {folder} holds, and start anew")
     parser.add_argument(
-        "--dry_run", "--dry-run", action="store_true", help="check everything, print the derived numbers, write nothing"
+        "--dry_run", action="store_true", help="check everything, print the derived numbers, write nothing"
     )
     parser.set_defaults(overrides=[])
 
@@ -75,6 +77,33 @@ def training_arguments(config: RunConfig) -> "TreeTrainingArguments":
         raise ConfigError(str(error).strip().splitlines()[0]) from error
     check_settings(arguments)
     return arguments
+
+
+def check_settings(arguments: "TreeTrainingArguments") -> None:
+    """Checks the length of the run, and that the packages of optimizer and trackers are there.
+
+    Raises:
+        ConfigError: a run of no steps, an optimizer or tracker whose package is missing.
+    """
+    from transformers import Trainer
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    if arguments.max_steps < -1:
+        raise ConfigError(f"max_steps is {arguments.max_steps}; give a number of steps, or -1 for no limit.")
+    if arguments.max_steps <= 0 and not arguments.num_train_epochs > 0:
+        raise ConfigError(f"num_train_epochs is {arguments.num_train_epochs:g}: nothing would be trained.")
+    metric = arguments.metric_for_best_model
+    if metric is not None and metric not in ("loss", "eval_loss"):
+        raise ConfigError(f"metric_for_best_model is {metric!r}; an evaluation measures eval_loss alone.")
+    try:
+        for tracker in get_reporting_integration_callbacks(arguments.report_to):
+            tracker()  # raises where its package is missing
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"report_to: {' '.join(str(error).split())}") from error
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(arguments)
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optim {arguments.optim}: {' '.join(str(error).split())}") from error
 
 
 def check_lora(settings: dict[str, Any]) -> None:
@@ -119,7 +148,7 @@ def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["Trees", "
             options=config.render,
             num_workers=config.num_workers,
             progress=is_first_rank() and sys.stderr.isatty(),
-            on_bad_record=config.on_bad_record,  # type: ignore[arg-type]
+            on_bad_record=config.on_bad_record,
             read_only=read_only,
         )
         if is_first_rank():
@@ -147,7 +176,7 @@ def _report(name: str, dataset: "Trees", limit: int = 5) -> None:
             print(f"{name}: {kind}: {len(lines) - limit} more; see treewise inspect", file=sys.stderr)
 
 
-def load_model(config: RunConfig, arguments: "TreeTrainingArguments") -> Any:
+def load_model(config: RunConfig, arguments: "TreeTrainingArguments") -> "PreTrainedModel":
     """The model to train, with new adapters where the configuration asks for them."""
     from treewise.distributed.mesh import load_on_mesh
 
@@ -163,7 +192,7 @@ def bits_of(config: RunConfig) -> int | None:
     return 4 if config.load_in_4bit else 8 if config.load_in_8bit else None
 
 
-def with_adapters(model: Any, config: RunConfig, seed: int) -> Any:
+def with_adapters(model: "PreTrainedModel", config: RunConfig, seed: int) -> "PreTrainedModel":
     """The model with new adapters where the configuration asks for them, else as it is."""
     if config.lora is None:
         return model
@@ -174,7 +203,7 @@ def with_adapters(model: Any, config: RunConfig, seed: int) -> Any:
     return adapted(model, config.lora, str(place.resolve()) if place.exists() else config.model)
 
 
-def dry_run(arguments: "TreeTrainingArguments", model: Any, dataset: Any) -> int:
+def dry_run(arguments: "TreeTrainingArguments", model: "PreTrainedModel", dataset: Any) -> int:
     """Prints what a run would do; returns the exit code."""
     from treewise.engine.engine import TreeEngine
     from treewise.trainer.data_loader import survey
@@ -188,33 +217,19 @@ def dry_run(arguments: "TreeTrainingArguments", model: Any, dataset: Any) -> int
 
 def train(
     arguments: "TreeTrainingArguments",
-    model: Any,
-    tokenizer: Any,
-    train_data: Any,
-    eval_data: "Trees | None",
-    resume_from: str | bool | None,
     command: str,
-    objective: Any = None,
-    callbacks: Any = (),
-    tree_order: Any = None,
+    resume_from: str | bool | None,
+    callbacks: Sequence["TrainerCallback"] = (),
+    **trainer_settings: Any,
 ) -> None:
-    """Trains and saves the model. command: what the user typed, for the advice on resuming."""
-
+    """Trains and saves the model. command: what the user typed, for advice. trainer_settings: of `TreeTrainer`."""
     import torch
 
     from treewise.cli.progress import StepLines, replace_printers
     from treewise.trainer import TreeTrainer
 
     try:
-        trainer = TreeTrainer(
-            model,
-            arguments,
-            train_dataset=train_data,
-            eval_dataset=eval_data,
-            objective=objective,
-            tree_order=tree_order,
-            processing_class=tokenizer,
-        )
+        trainer = TreeTrainer(args=arguments, **trainer_settings)
     except Exception as error:
         if arguments.push_to_hub and not isinstance(error, TreewiseError):
             raise ConfigError(f"push_to_hub: {' '.join(str(error).split())}") from error

@@ -30,7 +30,6 @@ from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
 
-COST_SOURCES = ("auto", "flops", "measured")
 FIT_STEPS = 16  # steps after which costs are fitted
 # Minimum measured steps before costs are fitted: the first is a warm-up, fewer than 3 are too noisy.
 MIN_FIT_STEPS = 4

@@ -4,10 +4,9 @@ Every report is plain numbers under stable names (`to_dict()`); a `*_view` funct
 draws them as HTML. Nothing is printed here.
 """
 
-from treewise.report.analysis.context_facts import report_context
-from treewise.report.analysis.facts import Finding, InspectReport, TreeFacts, inspect_forests, sum_facts, tree_facts
-from treewise.report.analysis.mesh_facts import MeshReport, read_bytes_setting, read_mesh, report_mesh
-from treewise.report.analysis.plan_facts import BudgetMemory, PlanReport, report_budgets, report_plan
+from treewise.report.analysis.facts import inspect_forests
+from treewise.report.analysis.mesh_facts import read_bytes_setting, read_mesh, report_context, report_mesh
+from treewise.report.analysis.plan_facts import BudgetMemory, report_budgets, report_plan
 from treewise.report.analysis.run_log import RunReport, read_run
 from treewise.report.terminal import (
     budgets_view,
@@ -19,29 +18,6 @@ from treewise.report.terminal import (
     verification_view,
 )
 
-__all__ = [
-    "BudgetMemory",
-    "Finding",
-    "InspectReport",
-    "MeshReport",
-    "PlanReport",
-    "RunReport",
-    "TreeFacts",
-    "budgets_view",
-    "inspect_forests",
-    "inspect_view",
-    "mesh_view",
-    "plan_view",
-    "read_bytes_setting",
-    "read_mesh",
-    "read_run",
-    "report_budgets",
-    "report_context",
-    "report_mesh",
-    "report_plan",
-    "run_view",
-    "sum_facts",
-    "tree_facts",
-    "verdict_view",
-    "verification_view",
-]
+__all__ = ["BudgetMemory", "RunReport", "budgets_view", "inspect_forests", "inspect_view", "mesh_view", "plan_view"]
+__all__ += ["read_bytes_setting", "read_mesh", "read_run", "report_budgets", "report_context", "report_mesh"]
+__all__ += ["report_plan", "run_view", "verdict_view", "verification_view"]

@@ -10,9 +10,8 @@ from rich.text import Text
 
 from treewise.errors import bytes_as_text, num
 from treewise.planning.planner import Plan
-from treewise.report.analysis.context_facts import ContextReport
 from treewise.report.analysis.facts import Finding, InspectReport
-from treewise.report.analysis.mesh_facts import USABLE, MeshReport
+from treewise.report.analysis.mesh_facts import USABLE, ContextReport, MeshReport
 from treewise.report.analysis.plan_facts import BudgetMemory, PlanReport
 from treewise.report.analysis.run_log import RunReport
 from treewise.verification.report import VerificationReport
@@ -60,12 +59,9 @@ def short_name(name: str) -> str:
 
 
 def _best_trees_table(report: InspectReport) -> Table:
-    table = Table(title="best trees, by leaf ratio (ratios are flat / tree)", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("tree", overflow="fold")
     names = ["trajectories", "flat tokens", "tree", "share", "leaf", "pair"]
-    with_bound = report.total.flop_bound is not None
-    for name in names + (["FLOPs"] if with_bound else []):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = names if report.total.flop_bound is None else [*names, "FLOPs"]
+    table = _table("best trees, by leaf ratio (ratios are flat / tree)", "tree", *numbers)
     for tree in report.best_trees:
         counts = (tree.num_trajectories, tree.num_flat_tokens, tree.num_tree_tokens)
         ratios = [tree.share_ratio, tree.leaf_ratio, tree.pair_ratio]
@@ -77,9 +73,7 @@ def _best_trees_table(report: InspectReport) -> Table:
 
 
 def _findings_table(findings: Sequence[Finding]) -> Table:
-    table = Table(title="worth a look", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("finding")
-    table.add_column("count", justify="right")
+    table = _table("worth a look", "finding", "count")
     table.add_column("what it means, and where", overflow="fold")
     for finding in findings:
         places = "; ".join(finding.examples) + ("; ..." if finding.count > len(finding.examples) else "")
@@ -125,9 +119,7 @@ def budgets_view(budgets: Sequence[BudgetMemory]) -> RenderableType:
     """What each budget would cost."""
     has_memory = budgets[0].bytes_step is not None
     title = "peak of a step beside weights, gradients, AdamW" if has_memory else "budgets"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("budget", "micro-batches", "recomputed", *(["peak"] if has_memory else [])):
-        table.add_column(name, justify="right")
+    table = _table(title, "budget", "micro-batches", "recomputed", *(["peak"] if has_memory else []))
     for each in budgets:
         budget = "none" if each.max_tokens is None else f"{each.max_tokens:,}"
         peak = [bytes_as_text(each.bytes_step)] if has_memory else []
@@ -173,10 +165,7 @@ def mesh_view(
 
 def run_view(report: RunReport) -> RenderableType:
     """What a run logged: first, best and last of each value."""
-    table = Table(title=escape(f"run {report.folder}"), title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("logged")
-    for name in ("times", "first", "lowest", "highest", "last"):
-        table.add_column(name, justify="right")
+    table = _table(escape(f"run {report.folder}"), "logged", "times", "first", "lowest", "highest", "last")
     for each in report.series:
         values = (each.values[0], min(each.values), max(each.values), each.values[-1])
         label = f"{each.label}, {each.unit}" if each.unit else each.label
@@ -197,6 +186,15 @@ def verification_view(report: VerificationReport) -> RenderableType:
     text.highlight_words(["flat and tree: equal"], style="green")
     text.highlight_words(["flat and tree: DIFFERENT", *report.failures], style="bold red")
     return text
+
+
+def _table(title: str, first: str, *numbers: str) -> Table:
+    """A table whose columns but the first hold numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column(first, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _facts_table(title: str) -> Table:

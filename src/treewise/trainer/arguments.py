@@ -1,12 +1,14 @@
 """Settings of a run: those of transformers, some of treewise, and errors for those that cannot hold on trees."""
 
 import json
+import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from accelerate.utils import DynamoBackend
+from annotated_types import Ge, Gt, Lt
 from torch import distributed
 from transformers import TrainingArguments
 
@@ -14,13 +16,11 @@ from treewise.distributed import watchdog
 from treewise.distributed.context import check_context_size
 from treewise.distributed.fsdp import ShardSettings, shard_settings
 from treewise.distributed.mesh import mesh_config
-from treewise.distributed.online_placement import COST_SOURCES
 from treewise.engine.budget import Budget
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, beyond_limits, check_fields
 from treewise.nn.attention import choose
 from treewise.nn.compilation import DEFAULT_BACKEND, check_compilation
-from treewise.objectives import NORMALIZATIONS, SFT
-from treewise.tree.weights import WEIGHTINGS
+from treewise.objectives import SFT
 
 # Settings of transformers that are impossible on trees, or would do something else than their user expects.
 _UNSUPPORTED = {
@@ -36,7 +36,13 @@ _UNSUPPORTED = {
     "enable_jit_checkpoint": "a run is always saved when a signal ends it; leave it off.",
     "parallelism_config": "give tp_size, ep_size or context_size.",
 }
-_CHOICES = {"nonfinite": ("stop", "skip"), "on_save_failure": ("stop", "continue"), "balance_costs": COST_SOURCES}
+# Settings of transformers that it accepts and that fail later or train nothing.
+_LIMITS = {
+    **dict.fromkeys(("seed", "data_seed"), (Ge(0), Lt(2**32))),
+    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon"), (Ge(0), Lt(math.inf))),
+    **dict.fromkeys(("max_grad_norm", "spike_factor"), (Ge(0), Lt(math.inf))),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), (Ge(0), Lt(1))),
+}
 _SIZES = ("tp_size", "ep_size", "context_size")
 _SAMPLING = ("random", "sequential")
 
@@ -97,40 +103,42 @@ class TreeTrainingArguments(TrainingArguments):
         ConfigError: an unknown value, or a setting of transformers that cannot hold on trees.
     """
 
-    max_tokens: int | str | None = field(
-        default="auto", metadata={"help": "The most tokens that hold activations at a time; auto measures it."}
-    )
-    steps_per_epoch: int | None = field(default=None, metadata={"help": "Cut an epoch into so many optimizer steps."})
-    attention: str = field(default="auto", metadata={"help": "auto, reference, cascade, flex or flash."})
-    temperature: float = field(default=1.0, metadata={"help": "Divides the logits, as the sampler did."})
-    offload: bool = field(default=False, metadata={"help": "Move gateways and held activations to host memory."})
-    router_z_coefficient: float = field(default=0.0, metadata={"help": "Factor of a z-loss on router logits."})
-    weighting: str = field(default="per_trajectory", metadata={"help": ", ".join(WEIGHTINGS)})
-    normalization: str = field(default="token_mean", metadata={"help": ", ".join(NORMALIZATIONS)})
-    constant: float | None = field(default=None, metadata={"help": "The divisor of rollout_sum and constant."})
-    nonfinite: str = field(default="stop", metadata={"help": "stop or skip when a loss or gradient is not finite."})
-    max_skipped_steps: int = field(default=5, metadata={"help": "nonfinite=skip: stop after so many in a row."})
-    spike_factor: float = field(default=10.0, metadata={"help": "Warn of gradient norms beyond n medians; 0: off."})
-    on_save_failure: str = field(default="stop", metadata={"help": "stop or continue when a save fails."})
-    async_checkpoints: bool = field(default=False, metadata={"help": "Write checkpoints in a thread."})
-    prepare_ahead: bool = field(default=True, metadata={"help": "Load and plan the next step's trees in a thread."})
-    profile: bool = field(default=False, metadata={"help": "Profile steps 3 to 5: profile.json, a Chrome trace."})
-    initial_optimizer: str | None = field(
-        default=None, metadata={"help": "A folder with optimizer state to begin with."}
-    )
-    sharded: bool = field(default=False, metadata={"help": "Shard parameters over the processes, by FSDP2."})
-    shard_config: dict[str, Any] | None = field(default=None, metadata={"help": "How; as transformers' fsdp_config."})
-    tp_size: int = field(default=1, metadata={"help": "Processes that share each layer (tensor parallelism)."})
-    ep_size: int = field(default=1, metadata={"help": "Processes that share a mixture's experts."})
-    context_size: int = field(default=1, metadata={"help": "Processes that share each micro-batch's tokens."})
-    balance_ranks: bool = field(default=True, metadata={"help": "Place trees on processes by predicted time."})
-    balance_costs: str = field(default="auto", metadata={"help": "Costs of placements: auto, flops or measured."})
-    merge_across_trees: bool = field(default=True, metadata={"help": "Compute prefixes common to several trees once."})
+    max_tokens: int | str | None = "auto"
+    steps_per_epoch: Annotated[int, Ge(1), "leave it out for no limit"] | None = None
+    attention: str = "auto"
+    temperature: Annotated[float, Gt(0), Lt(math.inf)] = 1.0
+    offload: bool = False
+    router_z_coefficient: Annotated[float, Ge(0), Lt(math.inf)] = 0.0
+    weighting: str = "per_trajectory"
+    normalization: str = "token_mean"
+    constant: float | None = None
+    nonfinite: Literal["stop", "skip"] = "stop"
+    max_skipped_steps: int = 5
+    spike_factor: float = 10.0
+    on_save_failure: Literal["stop", "continue"] = "stop"
+    async_checkpoints: bool = False
+    prepare_ahead: bool = True
+    profile: bool = False
+    initial_optimizer: str | None = None
+    sharded: bool = False
+    shard_config: dict[str, Any] | None = None
+    tp_size: int = 1
+    ep_size: int = 1
+    context_size: int = 1
+    balance_ranks: bool = True
+    balance_costs: Literal["auto", "flops", "measured"] = "auto"
+    merge_across_trees: bool = True
 
-    # Other defaults than transformers'.
-    logging_steps: float = field(default=1, metadata={"help": "Steps of trees are few and long: each is logged."})
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "A loss that is not finite stops the run."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Items are trees; they have no columns."})
+    # transformers' own: other defaults, and limits.
+    logging_steps: Annotated[float, Gt(0), "logging_strategy=no for never"] = 1  # steps of trees are few and long
+    logging_nan_inf_filter: bool = False  # a loss that is not finite stops the run
+    remove_unused_columns: bool = False  # items are trees
+    per_device_train_batch_size: Annotated[int, Ge(1)] = 8
+    per_device_eval_batch_size: Annotated[int, Ge(1)] = 8
+    gradient_accumulation_steps: Annotated[int, Ge(1)] = 1
+    save_total_limit: Annotated[int, Ge(1), "leave it out for no limit"] | None = None
+    save_steps: Annotated[float, Gt(0), "save_strategy=no for never"] = 500
+    eval_steps: Annotated[float, Gt(0), "eval_strategy=no for never"] | None = None
 
     def __post_init__(self) -> None:
         for name, reason in _UNSUPPORTED.items():
@@ -146,22 +154,11 @@ class TreeTrainingArguments(TrainingArguments):
             self.max_tokens = None
         Budget(self.max_tokens)
         choose(self.attention, "cpu")  # an unknown name is an error now
-        if not 0 < self.temperature < float("inf"):
-            raise ConfigError(f"temperature={self.temperature!r} must be positive.")
-        if not 0 <= self.router_z_coefficient < float("inf"):
-            raise ConfigError(f"router_z_coefficient={self.router_z_coefficient!r} must be 0 or positive.")
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1.")
-        for name in ("steps_per_epoch", "save_total_limit"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1; leave it out for no limit.")
-        for name in ("save_steps", "eval_steps", "logging_steps"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name):g} must be positive; {name[:-5]}strategy=no for never.")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose {' or '.join(choices)}.")
+        check_fields(self)
+        for name, limits in _LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and (wanted := beyond_limits(value, limits)):
+                raise ConfigError(f"{name} is {value:g}; it must be {wanted}.")
         self.objective()
         self._take_over_fsdp()
         if self.shard_config and not self.sharded:

@@ -7,9 +7,8 @@ from hypothesis import given
 from treewise.data import LoadReport
 from treewise.nn.flops import FlopModel, LayerReach
 from treewise.planning.planner import plan
-from treewise.report.analysis.budget_costs import BudgetCosts
-from treewise.report.analysis.facts import inspect_forests, sum_facts, tree_facts
-from treewise.report.analysis.findings import suspicions
+from treewise.report.analysis.facts import inspect_forests, sum_facts, suspicions, tree_facts
+from treewise.report.analysis.plan_facts import BudgetCosts
 from treewise.report.analysis.token_text import TokenText
 from treewise.report.html.build import build_data_report, interesting
 from treewise.testing.strategies import forests

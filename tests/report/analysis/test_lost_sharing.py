@@ -14,11 +14,11 @@ from treewise.report.analysis.lost_sharing import (
     REWRITTEN,
     SAMPLED,
     VOLATILE,
+    LostCollector,
     cause_of,
     lost_in_tree,
     speaker_of,
 )
-from treewise.report.analysis.lost_totals import LostCollector
 from treewise.report.analysis.token_text import TokenText
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -141,7 +141,7 @@ def test_trees_are_compared_with_one_another(tokenizer) -> None:
 
 
 def test_only_the_costliest_forks_are_kept_and_all_are_counted(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treewise.report.analysis.lost_totals.MAX_SHOWN_FORKS", 1)
+    monkeypatch.setattr("treewise.report.analysis.lost_sharing.MAX_SHOWN_FORKS", 1)
     collector = LostCollector(TokenText(tokenizer))
     trees = named_trees(tokenizer)
     for tree in trees:

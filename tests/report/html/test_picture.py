@@ -1,17 +1,31 @@
 """What a page draws is the forest: arrays survive packing, and runs say of every token what the forest says."""
 
 import base64
+import io
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from treewise.planning.planner import plan
 from treewise.report.analysis.token_text import TokenText
-from treewise.report.html.picture import Vocabulary, micro_batch_runs, packed, picture, picture_size, segment_table
-from treewise.report.html.thumbnails import Thumbnails
+from treewise.report.html import picture as pictures
+from treewise.report.html.picture import (
+    ABSENT,
+    Thumbnails,
+    Vocabulary,
+    micro_batch_runs,
+    packed,
+    picture,
+    picture_size,
+    segment_table,
+)
+from treewise.testing.images import png
 from treewise.testing.strategies import forests, forests_and_budgets
 from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
 KINDS = {"u2": np.uint16, "u4": np.uint32, "i4": np.int32, "f4": np.float32}
@@ -116,3 +130,24 @@ def test_a_tree_without_room_for_tokens_has_none() -> None:
 
 def test_packing_is_little_endian() -> None:
     assert base64.b64decode(packed([1, 256], "u2")["data"]) == b"\x01\x00\x00\x01"
+
+
+def test_each_image_has_one_small_copy():
+    page = Thumbnails()
+    spans = [ImageSpan(png(seed, 600, 300), 0, 4) for seed in (1, 2, 1)]
+    assert [page.index(each) for each in spans] == [0, 1, 0]
+    head, _, data = page.addresses[0].partition(",")
+    small = Image.open(io.BytesIO(base64.b64decode(data)))
+    assert (head, small.format, small.size) == ("data:image/jpeg;base64", "JPEG", (240, 120))
+
+
+def test_what_has_no_room_or_cannot_be_read_is_absent(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    page, path = Thumbnails(), tmp_path / "a.png"
+    path.write_bytes(png(3))
+    gone = ImageSpan(path, 0, 4)
+    path.unlink()
+    assert page.index(gone) == ABSENT
+    assert page.index(ImageSpan(png(1), 0, 4)) == 0
+    monkeypatch.setattr(pictures, "MAX_CHARS", page.num_chars)
+    assert page.index(ImageSpan(png(2), 0, 4)) == ABSENT
+    assert len(page.addresses) == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from annotated_types import Ge, Gt
 from rich.console import Console
 
 from treewise import bench
@@ -19,8 +20,7 @@ from treewise.bench.contestants import AGAINST
 from treewise.bench.images import ImageFormat
 from treewise.bench.results import MIN_SPEED, command_line
 from treewise.bench.terminal import LEGEND, row_view
-from treewise.cli.data_arguments import add_data_arguments, apply_config, load_data
-from treewise.cli.devices import chosen_device
+from treewise.cli.data_arguments import add_data_arguments, apply_config, check_numbers, chosen_device, load_data
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.nn.compilation import DEFAULT_BACKEND
@@ -52,17 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     against = parser.add_argument_group("contestants")
     against.add_argument("--against", nargs="+", default=list(AGAINST), choices=AGAINST)
-    against.add_argument("--max_tokens", "--max-tokens", nargs="+", type=int, help="budgets; a quarter of each tree")
+    against.add_argument("--max_tokens", nargs="+", type=int, help="budgets; a quarter of each tree")
     against.add_argument("--checkpointing", action="store_true", help="each also with gradient checkpointing")
     against.add_argument("--compile", action="store_true", help="each also with compiled decoder layers (minutes)")
-    against.add_argument("--compile_backend", "--compile-backend", help="of torch.compile (inductor)")
-    against.add_argument("--row_tokens", "--row-tokens", type=int, help="of a packed row of flat training; by memory")
+    against.add_argument("--compile_backend", help="of torch.compile (inductor)")
+    against.add_argument("--row_tokens", type=int, help="of a packed row of flat training; by memory")
     against.add_argument("--attention", choices=("auto", *IMPLEMENTATIONS))
     how = parser.add_argument_group("how")
     how.add_argument("--dtype", choices=DTYPES, help="float32 on a CPU, bfloat16 on a GPU")
     how.add_argument("--device", help="cuda where there is a GPU, else cpu")
     how.add_argument("--repetitions", type=int, default=3, help="after one to warm up (3)")
-    how.add_argument("--max_seconds", "--max-seconds", type=float, help="no repetition of a workload begins after them")
+    how.add_argument("--max_seconds", type=float, help="no repetition of a workload begins after them")
     how.add_argument("--reference", default="auto", choices=bench.REFERENCES, help="of the gradient errors")
     out = parser.add_argument_group("results")
     out.add_argument("--json", metavar="OUT", help="a file, or a folder for NAME-<hardware>.json; rows are added to it")
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--check", metavar="BASELINE", help="results to compare with: exit code 1 where treewise is slower"
     )
-    out.add_argument("--min_share", "--min-share", type=float, default=MIN_SPEED, help="of a baseline's speed (0.9)")
+    out.add_argument("--min_share", type=float, default=MIN_SPEED, help="of a baseline's speed (0.9)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,14 +104,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.repetitions < 1:
-        raise ConfigError(f"--repetitions is {args.repetitions}; give at least 1.")
-    for flag in ("max_flat_tokens", "row_tokens", "max_seconds"):
-        value = getattr(args, flag)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{flag} is {value}; it must be positive.")
-    if any(budget < 1 for budget in args.max_tokens or ()):
-        raise ConfigError("--max_tokens: a budget is at least 1 token.")
+    limits = dict.fromkeys(("max_flat_tokens", "row_tokens", "max_seconds"), Gt(0))
+    check_numbers(args, repetitions=Ge(1), max_tokens=Ge(1), **limits)
     if args.compile_backend is not None and not args.compile:
         raise ConfigError("--compile_backend chooses for --compile, which is not given.")
     if not args.data and (args.trees or args.max_flat_tokens):

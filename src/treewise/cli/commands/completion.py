@@ -35,11 +35,11 @@ def complete_parser() -> argparse.ArgumentParser:
     import shtab
 
     from treewise.cli.aliases import ALIASES
-    from treewise.cli.commands import rl, train
-    from treewise.cli.config import schema
+    from treewise.cli.commands import rl
+    from treewise.cli.keys import TRAIN, schema
 
     parser, by_name = parsers.make_parsers(*parsers.COMMANDS)
-    keys = {"train": [*schema(train.KEYS), *ALIASES], "rl": [*schema(rl.all_keys()), *ALIASES, *rl.aliases()]}
+    keys = {"train": [*schema(TRAIN), *ALIASES], "rl": [*schema(rl.all_keys()), *ALIASES, *rl.aliases()]}
     for name, command in by_name.items():
         command.formatter_class = argparse.HelpFormatter  # without the list of keys
         command.usage = command.epilog = None

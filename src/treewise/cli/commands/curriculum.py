@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.cli.yaml_file import read_mapping
+from treewise.cli.values import read_mapping
 from treewise.nn.load_model import load_tokenizer, load_weights
 
 

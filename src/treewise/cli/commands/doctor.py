@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import treewise
-from treewise.cli.devices import chosen_device
+from treewise.cli.data_arguments import add_flags, chosen_device
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, bytes_as_text, pip_install
 from treewise.nn.attention import AUTO, choose
@@ -26,8 +25,8 @@ from treewise.nn.device import free_bytes
 from treewise.nn.support_table import CapabilityTable, installed_version
 from treewise.objectives import logprob_gap
 from treewise.rl.samplers import SampleRequest, TransformersSampler
-from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
+from treewise.verification.compare import verify
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "numpy")
 _OPTIONAL = {
@@ -42,10 +41,9 @@ _LIMIT = 1e-4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; the first GPU where there is one")
+    add_flags(parser, "device", "json")
     parser.add_argument("--gpu", action="store_true", help="kernels against the reference, speed, memory: two minutes")
-    parser.add_argument("--max_seconds", "--max-seconds", type=float, default=120.0, help="of --gpu (120)")
-    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    parser.add_argument("--max_seconds", type=float, default=120.0, help="of --gpu (120)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,13 +128,8 @@ def _self_check(device: torch.device) -> dict[str, Any]:
     base = [3, 1, 4, 1, 5, 9, 2, 6]
     rollouts = [Trajectory(np.array([*base, *rest])) for rest in ([5, 3, 5], [8, 9, 7, 9], [5, 3, 8])]
     try:
-        expected = _flat_gradient(model, rollouts, device)
-        errors = {}
-        for budget in (None, 6):
-            model.zero_grad()
-            TreeEngine(model, budget).step(Forest.from_trajectories(rollouts))
-            gap = torch.linalg.vector_norm(_gradient(model) - expected) / torch.linalg.vector_norm(expected)
-            errors["whole" if budget is None else f"max_tokens={budget}"] = float(gap)
+        budgets = {"whole": len(base) * len(rollouts), "max_tokens=6": 6}
+        errors = {name: verify(model, rollouts, budget).gradient_error for name, budget in budgets.items()}
         sampler = _sampler_gap(model, base)
     except Exception as error:  # whatever a broken installation raises is what this command is to show
         return {"passed": False, "error": f"{type(error).__name__}: {error}"}
@@ -168,19 +161,6 @@ def _sampler_gap(model: Any, base: list[int]) -> float:
         ids = np.concatenate([base, completion.token_ids])
         rows.append(Trajectory(ids, weights, sampler_logprobs=logprobs))
     return logprob_gap(TreeEngine(model).scored(rows, stream="old_logprobs"))
-
-
-def _flat_gradient(model: nn.Module, rollouts: list[Trajectory], device: torch.device) -> torch.Tensor:
-    total = sum(len(item.token_ids) - 1 for item in rollouts)
-    for item in rollouts:
-        ids = torch.as_tensor(item.token_ids, dtype=torch.long, device=device)[None]
-        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], dim=-1)
-        (-logprobs.gather(1, ids[0, 1:, None]).sum() / total).backward()
-    return _gradient(model)
-
-
-def _gradient(model: nn.Module) -> torch.Tensor:
-    return torch.cat([each.grad.reshape(-1) for each in model.parameters() if each.grad is not None]).double()
 
 
 def _print(facts: dict[str, dict[str, Any]], gpu: list[str]) -> None:

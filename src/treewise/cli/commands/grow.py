@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=DEFAULTS.rank, help="mango: rank of its tensor ring")
     parser.add_argument("--steps", type=int, default=DEFAULTS.steps, help="ligo, mango: optimizer steps")
     parser.add_argument("--learning_rate", type=float, default=DEFAULTS.learning_rate, help="ligo, mango: of Adam")
-    parser.add_argument("--max_tokens", "--max-tokens", type=int, help="ligo, mango: budget of a micro-batch")
+    parser.add_argument("--max_tokens", type=int, help="ligo, mango: budget of a micro-batch")
     parser.add_argument("--json", action="store_true", help="print the facts of grow.json")
 
 

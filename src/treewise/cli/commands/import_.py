@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--reward", metavar="NAME", help="which reward counts, where records hold several")
     parser.add_argument("--strict", action="store_true", help="text without ids, or with other ids, is an error")
-    parser.add_argument("--keep_messages", "--keep-messages", action="store_true", help="keep messages beside ids")
+    parser.add_argument("--keep_messages", action="store_true", help="keep messages beside ids")
     parser.add_argument("--overwrite", action="store_true", help="replace the output file")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 

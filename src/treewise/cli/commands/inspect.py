@@ -5,15 +5,23 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from annotated_types import Ge
 from rich.console import Console
 
 import treewise
-from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
+from treewise.cli.data_arguments import (
+    add_data_arguments,
+    add_flags,
+    apply_config,
+    check_numbers,
+    data_tokenizer,
+    load_data,
+)
 from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model
-from treewise.nn.load_model import DTYPES, load_shapes
+from treewise.nn.load_model import load_shapes
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view, verdict_view
-from treewise.report.analysis.lost_totals import LostCollector
+from treewise.report.analysis.lost_sharing import LostCollector
 from treewise.report.analysis.token_text import TokenText
 from treewise.report.analysis.verdict import verdict
 from treewise.tree.forest import Forest
@@ -25,13 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", dest="run_folder", metavar="OUTPUT_DIR", help="a run's folder: what it logged")
     parser.add_argument("--html", metavar="REPORT.html", help="write one page with everything, and its .json twin")
     parser.add_argument("--trees", type=int, default=12, help="trees that the page draws, the most interesting ones")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the model, for the page's bytes (float32)")
-    parser.add_argument(
-        "--model", help="folder, Hub name, .gguf file or smollm2-demo: for its FLOP bound and tokenizer"
+    add_flags(
+        parser,
+        "tokenizer",
+        "json",
+        dtype={"help": "of the model, for the page's bytes (float32)"},
+        model={"help": "folder, Hub name, .gguf file or smollm2-demo: for its FLOP bound and tokenizer"},
+        max_tokens={"help": "budget: names the trees that exceed it"},
     )
-    parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
-    parser.add_argument("--max_tokens", "--max-tokens", type=int, help="budget: names the trees that exceed it")
-    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,10 +48,7 @@ def run(args: argparse.Namespace) -> int:
     apply_config(args, dtype="float32")
     if not args.data and args.run_folder is None:
         raise ConfigError("nothing to inspect: name data files, or a run's folder with --run.")
-    if args.max_tokens is not None and args.max_tokens < 1:
-        raise ConfigError(f"--max_tokens is {args.max_tokens}; a micro-batch holds at least 1 token.")
-    if args.trees < 0:
-        raise ConfigError(f"--trees is {args.trees}; give the number of trees to draw.")
+    check_numbers(args, max_tokens=Ge(1), trees=Ge(0))
     logged = None if args.run_folder is None else read_run(args.run_folder)
     if args.html is not None:
         return _write_html(args, logged)

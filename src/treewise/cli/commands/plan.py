@@ -7,12 +7,20 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from annotated_types import Ge
 from rich.console import Console
 
-from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
+from treewise.cli.data_arguments import (
+    add_data_arguments,
+    add_flags,
+    apply_config,
+    check_numbers,
+    data_tokenizer,
+    load_data,
+)
 from treewise.errors import ConfigError, DataError
 from treewise.nn.flops import flop_model
-from treewise.nn.load_model import DTYPES, load_config, load_shapes
+from treewise.nn.load_model import load_config, load_shapes
 from treewise.planning.planner import plan
 from treewise.report import (
     BudgetMemory,
@@ -32,25 +40,25 @@ from treewise.tree.forest import one_forest
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     add_data_arguments(parser)
-    parser.add_argument(
-        "--max_tokens", "--max-tokens", type=int, help="budget of a micro-batch; none: all trees in one"
+    add_flags(
+        parser,
+        "tokenizer",
+        "json",
+        model={"help": "folder, Hub name, .gguf file or smollm2-demo: for bytes, time and tokenizer"},
+        max_tokens={"help": "budget of a micro-batch; none: all trees in one"},
+        dtype={"help": "of the model, for its bytes (float32)"},
+        limit={"default": None, "help": "plan the first K trees only"},
     )
     parser.add_argument("--hold", default="auto", choices=("auto", "never", "always"), help="keep open micro-batches")
-    parser.add_argument("--limit", type=int, help="plan the first K trees only")
-    parser.add_argument("--model", help="folder, Hub name, .gguf file or smollm2-demo: for bytes, time and tokenizer")
-    parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the model, for its bytes (float32)")
     parser.add_argument("--mesh", help="sizes of tp, ep, context, fsdp and dp, as tp=2,fsdp=4; needs --model")
     parser.add_argument("--memory", action="store_true", help="predict the peak memory of a step (seconds to a minute)")
-    parser.add_argument("--gpu_memory", "--gpu-memory", help="of each process, as 80GiB: says whether it fits")
-    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    parser.add_argument("--gpu_memory", help="of each process, as 80GiB: says whether it fits")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of all trees side by side; returns the exit code."""
     config = apply_config(args, ("data",), dtype="float32")
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit is {args.limit}; give the number of trees to plan, at least 1.")
+    check_numbers(args, limit=Ge(1))
     if args.model is None and (args.mesh or args.gpu_memory):
         raise ConfigError("--mesh and --gpu_memory count the bytes of a model; name it with --model.")
     mesh, gpu = read_mesh(args.mesh or "tp=1"), args.gpu_memory and read_bytes_setting(args.gpu_memory)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from annotated_types import Ge
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -16,15 +17,21 @@ from torch import nn
 
 from treewise.cli import training_run
 from treewise.cli.config import RunConfig
-from treewise.cli.data_arguments import add_data_arguments, apply_config, data_tokenizer, load_data
-from treewise.cli.devices import chosen_device
+from treewise.cli.data_arguments import (
+    add_data_arguments,
+    add_flags,
+    apply_config,
+    check_numbers,
+    chosen_device,
+    data_tokenizer,
+    load_data,
+)
 from treewise.engine.budget import AUTO
 from treewise.engine.engine import TreeEngine
 from treewise.engine.profiling import PARTS, Profile, mean, profile_step
 from treewise.errors import ConfigError, num
-from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.nn.gradients import zero_gradients
-from treewise.nn.load_model import DTYPES, load_weights
+from treewise.nn.load_model import load_weights
 from treewise.nn.model_checks import zero_dropout
 from treewise.tree.forest import Forest
 
@@ -34,28 +41,17 @@ SEED = 42  # of adapters, as in training
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     add_data_arguments(parser)
-    parser.add_argument("--model", help="folder, Hub name, .gguf file or smollm2-demo")
-    parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the model (float32)")
-    parser.add_argument("--device", help="cuda where there is a GPU, else cpu")
-    parser.add_argument(
-        "--max_tokens", "--max-tokens", type=_budget, help="budget of a micro-batch, or auto; whole trees without"
-    )
-    parser.add_argument("--attention", choices=("auto", *IMPLEMENTATIONS))
-    parser.add_argument("--limit", type=int, default=32, help="the first K trajectories (32; 0 for all)")
+    add_flags(parser, "model", "tokenizer", "dtype", "device", "attention", "limit", "json")
+    add_flags(parser, max_tokens={"type": _budget, "help": "budget of a micro-batch, or auto; whole trees without"})
     parser.add_argument("--steps", type=int, default=3, help="profiled steps, after one that warms up (3)")
-    parser.add_argument("--no_flat", "--no-flat", action="store_true", help="leave flat training out")
+    parser.add_argument("--no_flat", action="store_true", help="leave flat training out")
     parser.add_argument("--trace", metavar="FILE", help="Chrome trace of the last step on the tree, as JSON")
-    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints seconds and FLOP/s by part."""
     config = apply_config(args, ("data", "model"), dtype="float32", attention="auto")
-    if args.limit < 0:
-        raise ConfigError(f"--limit is {args.limit}; give a number of trajectories, or 0 for all.")
-    if args.steps < 1:
-        raise ConfigError(f"--steps is {args.steps}; give at least 1.")
+    check_numbers(args, limit=Ge(0), steps=Ge(1))
     trace = _writable(args.trace)
     device = chosen_device(args.device)
     model = _model(args, config).to(device).train()

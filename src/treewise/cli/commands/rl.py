@@ -13,31 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli import curriculum_order, online_run, run_folder, training_run
-from treewise.cli.config import RunConfig, key_names, read_config
-from treewise.cli.key_help import formatter_with
-from treewise.cli.objective import typed_settings
+from treewise.cli.config import RunConfig, read_config
+from treewise.cli.keys import RL as KEYS
+from treewise.cli.keys import formatter_with, key_names
+from treewise.cli.objectives import typed_settings
 from treewise.cli.output import is_first_rank
 from treewise.data.sources import open_sources
 from treewise.errors import ConfigError, DataError
 from treewise.nn.adapters import adapter_folder
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from treewise.objectives import Objective
     from treewise.rl.update import Update
     from treewise.trainer import TreeTrainingArguments
     from treewise.tree.trajectory import Trajectory
 
-KEYS: dict[str, Any] = {
-    "objective": str,
-    "objective_settings": dict | None,
-    "advantages": str,
-    "advantages_settings": dict | None,
-    "old_logprobs": str,
-    "reference": str | None,
-    "mini_batches": int | None,
-    "drop_flat_groups": bool,
-    "logprob_gap_limit": float,
-    **curriculum_order.KEYS,
-}
 # Other defaults than those of supervised training: one epoch, small constant steps, no decay.
 DEFAULTS = {
     "num_train_epochs": 1.0,
@@ -68,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def all_keys() -> dict[str, Any]:
     """Every key with its type, on recorded rollouts and with tasks."""
-    return KEYS | online_run.keys()
+    return {**KEYS, **online_run.keys()}
 
 
 def aliases() -> dict[str, str]:
@@ -105,9 +97,9 @@ def run(args: argparse.Namespace) -> int:
     return _run_recorded(args, config, objective)
 
 
-def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: Any) -> int:
+def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> int:
     """Credits the recorded rollouts, computes their log-probs and trains on them; returns the exit code."""
-    from treewise.cli.epoch_means import EpochMeans, GapWarning
+    from treewise.cli.progress import EpochMeans, GapWarning
     from treewise.rl import checks as rl_checks
     from treewise.rl import update as rl_update  # slow to import
     from treewise.trainer.run_summary import num_optimizer_steps
@@ -151,9 +143,8 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: Any) -
             for line in rl_checks.warnings_of(update.trees, getattr(objective, "weighting", "per_trajectory")):
                 print(f"warning: {line}", file=sys.stderr)
         order = curriculum_order.order_of(config, arguments, model, update.trees, objective)
-        training_run.train(
-            arguments, model, tokenizer, update.trees, None, resume_from, command, objective, callbacks, order
-        )
+        trainer = {"model": model, "processing_class": tokenizer, "objective": objective, "tree_order": order}
+        training_run.train(arguments, command, resume_from, callbacks, train_dataset=update.trees, **trainer)
     return 0
 
 
@@ -180,7 +171,7 @@ def _check_mesh(config: RunConfig) -> None:
             raise ConfigError(f"{key}: treewise rl does not score rollouts on a mesh yet; leave it out (or: fsdp).")
 
 
-def _objective(config: RunConfig) -> Any:
+def _objective(config: RunConfig) -> "Objective":
     from treewise.objectives.registry import PREFERENCES, MissingSettingError, objective_named
 
     name = config.more.get("objective")
@@ -201,7 +192,7 @@ def _objective(config: RunConfig) -> Any:
         raise
 
 
-def _check_rewards(config: RunConfig, trees: Sequence[Sequence["Trajectory"]], objective: Any) -> None:
+def _check_rewards(config: RunConfig, trees: Sequence[Sequence["Trajectory"]], objective: "Objective") -> None:
     """Raises `DataError` where no row has a reward or advantages, with the fields that could be one."""
     from treewise.objectives import PolicyGradient
     from treewise.rl.checks import reward_like
@@ -250,13 +241,15 @@ def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
     return training_run.training_arguments(config)
 
 
-def _scored(config: RunConfig, arguments: "TreeTrainingArguments", model: Any, update: "Update") -> "Update":
+def _scored(
+    config: RunConfig, arguments: "TreeTrainingArguments", model: "PreTrainedModel", update: "Update"
+) -> "Update":
     """The update with the log-probs of the policy and the reference."""
     from treewise.engine.engine import TreeEngine
     from treewise.nn.load_model import load_weights
     from treewise.rl.update import scored
 
-    def engine(model: Any) -> TreeEngine:
+    def engine(model: "PreTrainedModel") -> TreeEngine:
         return TreeEngine(
             model.to(arguments.device), arguments.max_tokens, arguments.attention, temperature=arguments.temperature
         )

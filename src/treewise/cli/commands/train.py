@@ -6,17 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from treewise.cli import curriculum_order, preferences, run_folder, training_run
-from treewise.cli.config import key_names, read_config
-from treewise.cli.key_help import formatter_with
+from treewise.cli import curriculum_order, objectives, run_folder, training_run
+from treewise.cli.config import read_config
+from treewise.cli.keys import TRAIN as KEYS
+from treewise.cli.keys import formatter_with, key_names
 from treewise.cli.output import is_first_rank
-
-KEYS = {
-    "objective": str | None,
-    "objective_settings": dict | None,
-    "reference": str | None,
-    **curriculum_order.KEYS,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
     config = read_config(*training_run.split_words(args), KEYS)
-    objective = preferences.objective_of(config)
+    objective = objectives.objective_of(config)
     curriculum_order.check_curriculum(config)
     training_run.check_flags(args, config)
     arguments = training_run.training_arguments(config)
@@ -53,11 +47,10 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         resume_from = run_folder.begin(stack, args, config, arguments)
         run_folder.check_steps_left(arguments, len(train_data), resume_from)
-        own = (objective, model, preferences.reference_of(config), arguments)
+        own = (objective, model, objectives.reference_of(config), arguments)
         train: Any = with_references(train_data, *own)
         evaluation: Any = with_references(eval_data, *own)
         order = curriculum_order.order_of(config, arguments, model, train, objective)
-        training_run.train(
-            arguments, model, tokenizer, train, evaluation, resume_from, command, objective, tree_order=order
-        )
+        trainer = {"model": model, "processing_class": tokenizer, "objective": objective, "tree_order": order}
+        training_run.train(arguments, command, resume_from, train_dataset=train, eval_dataset=evaluation, **trainer)
     return 0

@@ -3,15 +3,21 @@
 import argparse
 import json
 
+from annotated_types import Ge
 from rich.console import Console
 
-from treewise.cli.data_arguments import add_data_arguments, apply_config, load_data
-from treewise.cli.devices import chosen_device
-from treewise.cli.objective import typed_settings
-from treewise.cli.yaml_file import read_mapping
+from treewise.cli.data_arguments import (
+    add_data_arguments,
+    add_flags,
+    apply_config,
+    check_numbers,
+    chosen_device,
+    load_data,
+)
+from treewise.cli.objectives import typed_settings
+from treewise.cli.values import read_mapping
 from treewise.data import Trees
 from treewise.errors import ConfigError
-from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.nn.load_model import DTYPES, load_model, load_processor
 from treewise.objectives import WEIGHTINGS, Objective, PolicyGradient, objective_named
 from treewise.report import verification_view
@@ -22,18 +28,13 @@ from treewise.verification.compare import verify
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     add_data_arguments(parser)
-    parser.add_argument("--model", help="folder, Hub name, .gguf file or smollm2-demo")
-    parser.add_argument("--tokenizer", help="folder or name of a tokenizer; the model's where not given")
-    parser.add_argument("--dtype", choices=(*DTYPES, "auto"), help="of the model (float32)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    parser.add_argument(
-        "--max_tokens",
-        "--max-tokens",
-        type=int,
-        help="budget of a micro-batch; whole trees, and half of the largest, if not given",
+    add_flags(parser, "model", "tokenizer", "attention", "limit", "json")
+    add_flags(
+        parser,
+        dtype={"choices": (*DTYPES, "auto")},
+        device={"default": "cpu"},
+        max_tokens={"help": "budget of a micro-batch; whole trees, and half of the largest, if not given"},
     )
-    parser.add_argument("--limit", type=int, default=32, help="the first K trajectories (32; 0 for all)")
-    parser.add_argument("--attention", choices=("auto", *IMPLEMENTATIONS))
     parser.add_argument("--objective", default="sft", help="whose loss is compared: sft, grpo, dapo, cispo, ... (sft)")
     parser.add_argument("--settings", default="{}", metavar="YAML", help="of the objective: '{clip_high: 0.28}'")
     parser.add_argument(
@@ -43,14 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", type=float, help="relative error allowed in the gradient; if not given, by dtype"
     )
-    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison; returns 1 where an error is beyond its limit."""
     apply_config(args, ("data", "model"), dtype="float32", attention="auto")
-    if args.limit < 0:
-        raise ConfigError(f"--limit is {args.limit}; give a number of trajectories, or 0 for all.")
+    check_numbers(args, limit=Ge(0))
     objective = _objective(args)
     device = chosen_device(args.device)
     model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)

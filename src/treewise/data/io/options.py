@@ -3,16 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from treewise.data.io.files import DEFAULT_MAX_RECORD_BYTES
 from treewise.data.io.printable import shown
-from treewise.errors import ConfigError, did_you_mean
-
-THINKING = ("as_inference", "keep")
-ON_DRIFT = ("warn", "error")
-ON_HIDDEN = ("error", "warn")
-TRAIN_ON = ("all_assistant", "last_assistant")
+from treewise.errors import ConfigError, check_fields, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +39,17 @@ class RenderOptions:
     train_on: Literal["all_assistant", "last_assistant"] = "all_assistant"
     merge_siblings: bool = True
     group_by: str | None = None
-    max_length: int | None = None
+    max_length: Annotated[int, Ge(2)] | None = None
     chat_template: str | None = None
     on_drift: Literal["warn", "error"] = "warn"
     on_hidden: Literal["error", "warn"] = "error"
-    max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES
-    max_image_bytes: int = 50_000_000
+    max_record_bytes: Annotated[int, Ge(1)] = DEFAULT_MAX_RECORD_BYTES
+    max_image_bytes: Annotated[int, Ge(1)] = 50_000_000
     images_from_network: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_choice("thinking", self.thinking, THINKING)
-        _check_choice("train_on", self.train_on, TRAIN_ON)
-        _check_choice("on_drift", self.on_drift, ON_DRIFT)
-        _check_choice("on_hidden", self.on_hidden, ON_HIDDEN)
-        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 2):
-            raise ConfigError(f"max_length is {self.max_length!r}; give an integer of at least 2, or None.")
-        for name in ("max_record_bytes", "max_image_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; give a number of bytes, at least 1.")
+        check_fields(self)
         try:
             json.dumps(dict(self.chat_template_kwargs))
         except (TypeError, ValueError) as error:
@@ -106,9 +94,3 @@ class LoadReport:
         """`meta (367 records)` for every key that nothing reads, the most frequent first."""
         counts = sorted(self.unused_keys.items(), key=lambda item: -item[1])
         return [f"{shown(name)[1:-1]} ({count:,} {'record' if count == 1 else 'records'})" for name, count in counts]
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        hint = did_you_mean(value, choices)
-        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}.{hint}")

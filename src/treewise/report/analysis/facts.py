@@ -1,5 +1,7 @@
 """Facts about data: sizes of trees, their ratios, and findings. Plain numbers, with a JSON twin."""
 
+import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -9,12 +11,34 @@ import numpy as np
 
 from treewise.data import LoadReport
 from treewise.nn.flops import FlopModel
-from treewise.report.analysis.findings import MEANINGS, Duplicates, long_trajectories, sources_of, suspicions
 from treewise.report.analysis.token_text import TokenText
 from treewise.tree.forest import Forest
 
 NUM_BEST_TREES = 5
 NUM_EXAMPLES = 3
+VERY_SHORT = 16  # tokens
+LITTLE_SHARING = 1.05  # share ratio
+FEW_TRAINED = 0.005  # of the tokens of a trajectory
+LONG_FACTOR = 8  # times the median length
+MAX_SEARCHED_TOKENS = 4_000_000  # per tree, for special tokens
+
+EQUAL_REWARDS = "rewards all equal"
+MEANINGS = {
+    "dropped record": "left out of training",
+    "retokenised or unusual": "read with a warning",
+    "unused key": "nothing reads it, and nothing of it is trained",
+    EQUAL_REWARDS: "group-relative advantages are zero, so reinforcement learning learns nothing from it",
+    "special token in text": "a control token spelled out as ordinary text; the model would learn to write it",
+    "turn ends inside an answer": "a token that begins or ends a turn is trained, and the answer goes on behind it",
+    "duplicated trajectory": "the same tokens as an earlier one; counts again in the loss, costs nothing",
+    "duplicate in another tree": "the same tokens in two trees; a leak, if one of them is held out",
+    "extremely long trajectory": f"more than {LONG_FACTOR} times the median length, and twice what 95 % stay below",
+    "hardly any trained token": f"fewer than {FEW_TRAINED:.1%} of its tokens; nearly all of its cost is context",
+    "very short trajectory": f"fewer than {VERY_SHORT} tokens",
+    "no sharing": f"several trajectories, share ratio below {LITTLE_SHARING}; check that they share their prompt",
+    "single trajectory": "a tree of one, which trains as fast as flat",
+    "beyond max_tokens": "larger than one micro-batch: cut, with gateways",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +231,137 @@ def sum_facts(name: str, facts: Sequence[TreeFacts]) -> TreeFacts:
 
 def _quotient(above: float | None, below: float | None) -> float | None:
     return None if above is None or below is None else above / below
+
+
+# -- likely mistakes and waste: kinds, and the trajectories concerned ------------------------------------------------
+
+
+def suspicions(
+    name: str, forest: Forest, max_tokens: int | None = None, text: TokenText | None = None
+) -> dict[str, list[str]]:
+    """Sources of one tree's trajectories, by kind of finding. max_tokens: a budget; text: finds special tokens, too."""
+    sources = sources_of(name, forest)
+    _, first = np.unique(forest.segments.end_segment, return_index=True)
+    repeated = np.setdiff1d(np.arange(forest.num_trajectories), first)
+    single = forest.num_trajectories == 1
+    examples = {
+        EQUAL_REWARDS: _equal_rewards(name, forest),
+        "duplicated trajectory": [sources[index] for index in repeated],
+        "hardly any trained token": [sources[index] for index in _hardly_trained(forest)],
+        "very short trajectory": [sources[index] for index in np.flatnonzero(forest.path_lengths < VERY_SHORT)],
+        "no sharing": [name] if not single and forest.share_ratio < LITTLE_SHARING else [],
+        "single trajectory": [name] if single else [],
+        "beyond max_tokens": [name] if max_tokens is not None and forest.num_tokens > max_tokens else [],
+    }
+    if text is not None and text.has_text:
+        examples |= _special_tokens(sources, forest, text)
+    return examples
+
+
+def long_trajectories(lengths: list[np.ndarray], sources: list[list[str]]) -> list[str]:
+    """Trajectories of all trees far above the median length, the longest first. lengths: [N] int64 of each tree."""
+    all_lengths = np.concatenate(lengths)
+    # Where lengths vary widely, many are far from the median; the quantile keeps those out.
+    limit = max(LONG_FACTOR * np.median(all_lengths), 2 * np.quantile(all_lengths, 0.95))
+    names = [source for each in sources for source in each]
+    longest = np.flatnonzero(all_lengths > limit)
+    longest = longest[np.argsort(-all_lengths[longest], kind="stable")]
+    return [f"{names[index]} ({all_lengths[index]:,} tokens)" for index in longest]
+
+
+class Duplicates:
+    """Finds trajectories whose tokens and images are in another tree, too, by hash."""
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, tuple[str, str]] = {}
+
+    def add(self, name: str, forest: Forest, sources: list[str]) -> list[str]:
+        """Sources in one tree, each with that of its duplicate."""
+        duplicates = []
+        for item, source in zip(forest.trajectories, sources, strict=False):
+            seen = "".join(f"{image.start} {image.digest}" for image in item.images).encode()
+            key = hashlib.blake2b(item.token_ids.tobytes() + seen, digest_size=16).digest()
+            tree, original = self._first.setdefault(key, (name, source))
+            if tree != name:
+                duplicates.append(f"{source}, as {original}")
+        return duplicates
+
+
+def sources_of(name: str, forest: Forest) -> list[str]:
+    """Where each trajectory came from: `file:line`, or its index in the tree."""
+    return [item.source or f"{name}: trajectory {index}" for index, item in enumerate(forest.trajectories)]
+
+
+def _hardly_trained(forest: Forest) -> list[int]:
+    return [
+        index
+        for index, item in enumerate(forest.trajectories)
+        if item.num_trained_tokens < FEW_TRAINED * len(item.token_ids)
+    ]
+
+
+def _equal_rewards(name: str, forest: Forest) -> list[str]:
+    """Groups of at least two rollouts whose rewards are all the same."""
+    rewards: dict[Any, dict[Any, float]] = defaultdict(dict)
+    for index, item in enumerate(forest.trajectories):
+        if item.reward is not None:
+            rollout = index if item.rollout is None else item.rollout
+            rewards[name if item.group is None else item.group][rollout] = item.reward
+    return [str(group) for group, each in rewards.items() if len(each) > 1 and len(set(each.values())) == 1]
+
+
+def _special_tokens(sources: list[str], forest: Forest, text: TokenText) -> dict[str, list[str]]:
+    """Special tokens sources they should not be. Shared tokens are looked at once, and placed at one trajectory."""
+    searched = forest.token_ids[:MAX_SEARCHED_TOKENS]
+    is_special = np.isin(searched, np.array(sorted(text.special_ids), dtype=np.int64))
+    spelled = _spelled_out(searched, is_special, text)
+    inside = _inside_answers(searched, forest, text)
+    return {
+        "special token in text": _described(spelled, sources, forest, searched, text),
+        "turn ends inside an answer": _described(inside, sources, forest, searched, text),
+    }
+
+
+def _inside_answers(ids: np.ndarray, forest: Forest, text: TokenText) -> np.ndarray:
+    """[n] int64 positions of trained tokens that begin or end a text (`turn_ids`) and are followed by the same answer.
+
+    Other special tokens are valid inside answers: tool calls and channels use them. White space that closes a turn does
+    not count as a continuation.
+    """
+    trained = forest.token_weights()[: len(ids)] > 0
+    goes_on = np.zeros(len(ids), dtype=bool)
+    goes_on[:-1] = trained[:-1] & trained[1:] & (forest.parent[1 : len(ids)] == np.arange(len(ids) - 1))
+    candidates = np.flatnonzero(goes_on & np.isin(ids, np.array(sorted(text.turn_ids), dtype=np.int64)))
+    is_end = [
+        not goes_on[position + 1] and not text.read(ids[position + 1 : position + 2]).strip() for position in candidates
+    ]
+    return candidates[~np.array(is_end, dtype=bool)]
+
+
+def _spelled_out(ids: np.ndarray, is_special: np.ndarray, text: TokenText) -> np.ndarray:
+    """[n] int64 positions of ordinary tokens at which the text of a special token begins."""
+    if not text.special_texts:
+        return np.zeros(0, dtype=np.int64)
+    pieces = text.token_bytes(ids)
+    # A special token becomes one byte that no text contains, so no match spans it.
+    pieces = [b"\xff" if special else piece for piece, special in zip(pieces, is_special.tolist(), strict=True)]
+    ends = np.cumsum([len(piece) for piece in pieces])
+    pattern = re.compile(b"|".join(re.escape(each.encode()) for each in text.special_texts if len(each) > 2) or b"(?!)")
+    begins = [match.start() for match in pattern.finditer(b"".join(pieces))]
+    return np.unique(np.searchsorted(ends, begins, side="right"))
+
+
+def _described(
+    positions: np.ndarray, sources: list[str], forest: Forest, ids: np.ndarray, text: TokenText, limit: int = 1000
+) -> list[str]:
+    """For each tree position: the source of the first trajectory through it, the depth, and the text around it."""
+    descriptions = []
+    segments = forest.segments
+    order = np.argsort(segments.end_segment, kind="stable")
+    ends = segments.end_segment[order]
+    for position in positions[:limit].tolist():
+        segment = int(forest.segment_of_token[position])
+        below = order[int(np.searchsorted(ends, segment))]
+        excerpt = text.read(ids[position : position + 8])[:40]
+        descriptions.append(f"{sources[below]}, token {forest.depth[position]:,}: {excerpt!r}")
+    return descriptions + ["more"] * max(0, len(positions) - limit)

@@ -5,15 +5,17 @@ difference (`alignment.py`). They are computed twice, and would be computed once
 lower bound: only the heaviest path below each fork is compared, and runs shorter than `alignment.WINDOW` do not count.
 """
 
+import heapq
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from treewise.report.analysis.alignment import Fork, chain_heads, realigned_forks
-from treewise.report.analysis.findings import sources_of
+from treewise.report.analysis.facts import sources_of
 from treewise.report.analysis.token_text import TokenText
 from treewise.tree import prefix_merge
 from treewise.tree.forest import Forest
@@ -25,6 +27,7 @@ MAX_READ = 4096  # tokens of a difference from which its cause is read
 CONTEXT = 24  # tokens shown before and after it
 MAX_ROOT_TOKENS = 16_384  # of a tree, compared with other trees
 MAX_COMPARED_TREES = 2048
+MAX_SHOWN_FORKS = 30  # inside trees, and as many between them
 BETWEEN_TREES = "between trees"
 
 RETOKENISED = "retokenised"
@@ -255,3 +258,99 @@ def _location(tree: TokenTree, position: int) -> str:
     segment = int(np.searchsorted(tree.segments.start, position, side="right") - 1)
     ends = np.where(tree.segments.end_segment >= segment, tree.segments.end_segment, len(tree.segments.start))
     return tree.sources[int(np.argmin(ends))]
+
+
+# -- over a whole data set: totals by cause, and the most expensive forks --------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CauseTotal:
+    """One cause over all trees. is_avoidable: a change of templates or data handling can likely remove it."""
+
+    cause: str
+    meaning: str
+    is_avoidable: bool
+    num_forks: int
+    num_lost_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LostReport:
+    """Lost sharing inside trees and between them, with the numbers of branches and trees that were not compared.
+
+    causes: totals inside trees. causes_between: totals between trees, of their first tokens.
+    """
+
+    causes: tuple[CauseTotal, ...]
+    forks: tuple[LostSharing, ...]
+    causes_between: tuple[CauseTotal, ...]
+    forks_between: tuple[LostSharing, ...]
+    num_branches_not_compared: int
+    num_trees_compared: int
+    num_trees: int
+    max_branches_per_tree: int = MAX_BRANCHES
+    max_tokens_between_trees: int = MAX_ROOT_TOKENS
+
+    @property
+    def num_avoidable_tokens(self) -> int:
+        """Tree tokens that are computed twice for an avoidable cause, inside trees."""
+        return sum(each.num_lost_tokens for each in self.causes if each.is_avoidable)
+
+    @property
+    def num_avoidable_tokens_between(self) -> int:
+        """The same between trees."""
+        return sum(each.num_lost_tokens for each in self.causes_between if each.is_avoidable)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        names = ("num_avoidable_tokens", "num_avoidable_tokens_between")
+        return {name: getattr(self, name) for name in names} | asdict(self)
+
+
+class LostCollector:
+    """Adds trees one at a time; keeps totals, the most expensive forks, and the first tokens of each tree."""
+
+    def __init__(self, text: TokenText) -> None:
+        self._text = text
+        self._forks, self._tokens = Counter[str](), Counter[str]()  # by cause
+        self._kept: list[tuple[int, int, LostSharing]] = []
+        self._trunks: list[TokenTree] = []
+        self._num_skipped = self._num_trees = 0
+
+    def add(self, name: str, forest: Forest) -> int:
+        """Adds one tree; returns the number of its tokens that could likely be saved."""
+        in_tree, num_skipped = lost_in_tree(name, forest, self._text)
+        self._num_trees += 1
+        self._num_skipped += num_skipped
+        for each in in_tree:
+            self._forks[each.cause] += 1
+            self._tokens[each.cause] += each.num_lost_tokens
+            # Avoidable causes are shown first; forks that were sampled apart are many and cannot be avoided.
+            rank = each.num_lost_tokens if each.cause in AVOIDABLE else each.num_lost_tokens - 2**40
+            heapq.heappush(self._kept, (rank, -self._forks.total(), each))
+            if len(self._kept) > MAX_SHOWN_FORKS:
+                heapq.heappop(self._kept)
+        if len(self._trunks) < MAX_COMPARED_TREES:
+            self._trunks.append(trunk_of(name, forest))
+        return sum(each.num_lost_tokens for each in in_tree if each.cause in AVOIDABLE)
+
+    def result(self) -> LostReport:
+        """The report; compares the trees with one another."""
+        between = lost_between_trees(self._trunks, self._text)[0] if len(self._trunks) > 1 else []
+        forks, tokens = Counter(each.cause for each in between), Counter[str]()
+        for each in between:
+            tokens[each.cause] += each.num_lost_tokens
+        return LostReport(
+            _causes(self._forks, self._tokens),
+            tuple(each for _, _, each in sorted(self._kept, reverse=True)),
+            _causes(forks, tokens),
+            tuple(each for each in between if each.cause in AVOIDABLE)[:MAX_SHOWN_FORKS],
+            self._num_skipped,
+            len(self._trunks),
+            self._num_trees,
+        )
+
+
+def _causes(forks: Counter[str], tokens: Counter[str]) -> tuple[CauseTotal, ...]:
+    found = [(cause, meaning) for cause, meaning in CAUSES.items() if forks[cause]]
+    return tuple(CauseTotal(cause, text, cause in AVOIDABLE, forks[cause], tokens[cause]) for cause, text in found)

@@ -1,9 +1,10 @@
-"""Memory of each process of a mesh, from a model's configuration alone.
+"""What each process of a mesh holds and sends: predictions from a model's configuration and a plan, not measurements.
 
-Counts what transformers' tensor- and expert-parallel plans split, what FSDP2 shards of it, and what every process holds
-whole: predictions from shapes, not measurements.
+Counts what transformers' tensor- and expert-parallel plans split, what FSDP2 shards of it, what every process holds
+whole, and what processes that compute each micro-batch together (context parallelism) read from one another.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,9 +13,12 @@ import torch
 from torch import nn
 
 from treewise.distributed.context import check_context_size
-from treewise.distributed.mesh import experts_fit
+from treewise.distributed.mesh import mesh_config
 from treewise.errors import ConfigError
-from treewise.nn.flops import flop_model, gateway_bytes
+from treewise.nn.flops import FlopModel, flop_model, gateway_bytes
+from treewise.planning.context_parts import context_part, part_bounds
+from treewise.planning.layout import lay_out
+from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Plan
 from treewise.report.analysis.plan_facts import ADAMW_VALUES
 
 AXES = ("tp", "ep", "context", "fsdp", "dp")
@@ -70,7 +74,7 @@ def read_mesh(text: str) -> dict[str, int]:
     """Sizes by axis from `tp=2,fsdp=4`; those left out are 1.
 
     Raises:
-        ConfigError: an unknown axis, no whole number, or an ep that does not fit.
+        ConfigError: an unknown axis, no whole number, or sizes that do not fit the processes (tp x fsdp x dp).
     """
     sizes = dict.fromkeys(AXES, 1)
     for part in text.replace(" ", "").split(","):
@@ -80,18 +84,12 @@ def read_mesh(text: str) -> dict[str, int]:
                 f"--mesh {text!r}: {part!r} is not an axis; give some of {', '.join(AXES)}, as tp=2,fsdp=4."
             )
         sizes[axis] = int(size)
-    processes = sizes["tp"] * sizes["fsdp"] * sizes["dp"]
-    if not experts_fit(sizes["ep"], sizes["tp"], processes):
-        raise ConfigError(
-            f"--mesh {text!r}: ep={sizes['ep']} must be a multiple of tp={sizes['tp']} and divide the {processes} "
-            "processes (tp x fsdp x dp); change one of them."
-        )
-    if processes % sizes["context"]:
-        raise ConfigError(
-            f"--mesh {text!r}: context={sizes['context']} must divide the {processes} processes (tp x fsdp x dp), each "
-            f"of which holds a copy (dp={sizes['context']}) or shards (fsdp={sizes['context']}); change one of them."
-        )
-    check_context_size(sizes["context"], processes, sizes["tp"], sizes["ep"])
+    tp, ep, context, processes = sizes["tp"], sizes["ep"], sizes["context"], sizes["tp"] * sizes["fsdp"] * sizes["dp"]
+    try:
+        mesh_config(tp, ep, processes)
+        check_context_size(context, processes, tp, ep)
+    except ConfigError as error:
+        raise ConfigError(f"--mesh {text!r}, of tp x fsdp x dp = {processes} processes: {error}") from None
     return sizes
 
 
@@ -125,28 +123,28 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
         if mesh[axis] > 1 and not plan:
             raise ConfigError(f"{type(model).__name__} has no plan for {axis}={mesh[axis]}; leave {axis} out.")
     text, width = config.get_text_config(), dtype.itemsize
-    layers = set(getattr(model, "_no_split_modules", None) or ())
-    held = whole = largest_layer = split_sizes = all_sizes = 0.0
-    in_layers: dict[str, float] = {}
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in kinds]  # FSDP2's units
+    held = whole = split_sizes = all_sizes = 0.0
+    in_layers: dict[str, float] = defaultdict(float)
     for name, parameter, parts, sizes, experts in _parts(model, mesh):
         numel = parameter.numel() / parts
         data = mesh["fsdp"] if not experts else max(1, mesh["fsdp"] * mesh["tp"] // mesh["ep"])
         held += numel / data
-        layer = _layer_of(model, name, layers)
+        layer = next((each for each in layers if name.startswith(each)), None)
         if layer is None:
             whole += 2 * numel
         else:
-            in_layers[layer] = in_layers.get(layer, 0.0) + numel
+            in_layers[layer] += numel
             all_sizes += sum(parameter.shape[-2:])
             split_sizes += sizes
-    largest_layer = max(in_layers.values(), default=0.0)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     local_heads = heads if mesh["tp"] == 1 else get_kv_heads_per_rank(model.tp_plan, heads, mesh["tp"])
     if local_heads is None:
         raise ConfigError(f"{heads} heads of keys cannot be shared by tp={mesh['tp']} processes; give a divisor.")
     flops = flop_model(model)
     local_values = flops.gateway_values * local_heads // heads
-    gathered = whole + _WHOLE_LAYERS * largest_layer if mesh["fsdp"] > 1 else 0
+    gathered = whole + _WHOLE_LAYERS * max(in_layers.values(), default=0) if mesh["fsdp"] > 1 else 0
     static = width * (held * (2 + ADAMW_VALUES) + gathered)
     activation = max(1, round(width * flops.activation_values * split_sizes / max(1.0, all_sizes)))
     room = None if gpu_bytes is None else max(0, int((USABLE * gpu_bytes - static) / activation))
@@ -189,11 +187,60 @@ def _style(name: str, plan: dict[str, str]) -> str | None:
     return plan.get(generic, plan.get(generic.rpartition(".")[0]))
 
 
-def _layer_of(model: nn.Module, name: str, layers: set[str]) -> str | None:
-    """The name of the unit of FSDP2 that a parameter is in."""
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        prefix = ".".join(parts[:end])
-        if type(model.get_submodule(prefix)).__name__ in layers:
-            return prefix
-    return None
+# -- context parallelism ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ContextReport:
+    """Tokens and bytes of one process, of those that share each micro-batch.
+
+    live_tokens: with activations; read_tokens: of other processes, whose keys and values are kept for the backward:
+    both at the moment and of the process that needs most memory. bytes_sent: in one step, by one process to the others:
+    keys and values of each forward, their gradients in float32 of each backward, padded to the largest part; without
+    activation checkpoints, which exchange keys and values once more, and without the gradients of parameters.
+    """
+
+    size: int
+    live_tokens: int
+    read_tokens: int
+    bytes_sent: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values under stable names."""
+        return asdict(self)
+
+
+def report_context(plan: Plan, flops: FlopModel, size: int, dtype: torch.dtype) -> ContextReport:
+    """Tokens and bytes of the `size` processes that compute each micro-batch of a plan, with activations in `dtype`."""
+    parts, padded = _token_parts(plan, flops, size)
+    width, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+    costs = width * flops.activation_values, width * flops.gateway_values
+    held: list[Counter[str]] = [Counter() for _ in range(size)]
+    most, most_bytes, sent_values = Counter[str](), -1, 0
+    for step in plan.schedule:
+        # What a hold has computed is there until its backward.
+        now = [Counter[str]() if step.action == BACKWARD else part for part in parts[step.micro_batch]]
+        for own, more in zip(held, now, strict=True):
+            needed = costs[0] * (own["live"] + more["live"]) + costs[1] * (own["read"] + more["read"])
+            if needed > most_bytes:
+                most, most_bytes = own + more, needed
+        if step.action in (HOLD, BACKWARD):
+            for own, part in zip(held, parts[step.micro_batch], strict=True):
+                own.update(part) if step.action == HOLD else own.subtract(part)
+        if step.action != BACKWARD:
+            sent_values += width * padded[step.micro_batch]
+        if step.action not in (FORWARD, HOLD):
+            sent_values += wide * padded[step.micro_batch]
+    return ContextReport(size, most["live"], most["read"], (size - 1) * flops.gateway_values * sent_values)
+
+
+def _token_parts(plan: Plan, flops: FlopModel, size: int) -> tuple[list[list[Counter[str]]], list[int]]:
+    """Of each micro-batch: tokens that each process computes and reads, and the tokens of the largest part."""
+    parts, padded = [], []
+    for index in range(plan.num_micro_batches):
+        layout = lay_out(plan, index)
+        bounds = part_bounds(flops.of_tokens(layout.depth), size)
+        own = [context_part(layout, bounds, number) for number in range(size)]
+        parts.append([Counter(live=each.layout.num_tokens, read=len(each.rows)) for each in own])
+        padded.append(int((bounds[1:] - bounds[:-1]).max()))
+    return parts, padded

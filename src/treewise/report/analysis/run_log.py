@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treewise.errors import ConfigError
-from treewise.report.analysis.curriculum_log import CurriculumReport, read_curriculum
-from treewise.report.analysis.online_log import OnlineReport, read_online
+from treewise.report.analysis.online_log import CurriculumReport, OnlineReport, read_curriculum, read_online
 
 STATE = "trainer_state.json"
 RESOLVED = "resolved_config.yaml"

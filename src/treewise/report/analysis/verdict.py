@@ -1,10 +1,8 @@
 """Three lines that decide: what tree training is worth here, what costs most sharing, and what to change."""
 
 from treewise.errors import num
-from treewise.report.analysis.facts import InspectReport, TreeFacts
-from treewise.report.analysis.findings import EQUAL_REWARDS
-from treewise.report.analysis.lost_sharing import REMEDIES
-from treewise.report.analysis.lost_totals import LostReport
+from treewise.report.analysis.facts import EQUAL_REWARDS, InspectReport, TreeFacts
+from treewise.report.analysis.lost_sharing import REMEDIES, LostReport
 
 WORTH = 1.2  # times less work, below which the gain drowns in the noise of a machine
 MIN_PART = 0.01  # of the tree tokens, below which a loss is not named

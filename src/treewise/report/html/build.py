@@ -6,48 +6,36 @@ are loaded again, planned side by side, and turned into pictures.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import nn
 
-from treewise.data import LoadReport
+from treewise.data import LoadReport, Trees
 from treewise.nn.flops import flop_model
 from treewise.planning.planner import Plan, plan
-from treewise.report.analysis.budget_costs import BudgetCosts, Cost
 from treewise.report.analysis.facts import InspectReport, TreeFacts, inspect_forests
-from treewise.report.analysis.lost_totals import LostCollector, LostReport
+from treewise.report.analysis.lost_sharing import LostCollector, LostReport
 from treewise.report.analysis.online_log import OnlineReport
-from treewise.report.analysis.plan_facts import PlanReport, report_plan
+from treewise.report.analysis.plan_facts import BudgetCosts, Cost, PlanReport, report_plan
 from treewise.report.analysis.run_log import RunReport
 from treewise.report.analysis.token_text import TokenText
 from treewise.report.analysis.verdict import ratios_without, verdict
 from treewise.report.html.charts import Chart, histogram, histogram_chart, line_chart
-from treewise.report.html.picture import Vocabulary, micro_batch_runs, picture, picture_size, segment_table
-from treewise.report.html.thumbnails import Thumbnails
+from treewise.report.html.picture import (
+    Thumbnails,
+    Vocabulary,
+    micro_batch_runs,
+    picture,
+    picture_size,
+    segment_table,
+)
 from treewise.tree.forest import Forest
 
 SCHEMA, SCHEMA_VERSION = "treewise.report", 1
 MAX_PAGE_CHARS = 20_000_000  # of pictures
 MAX_TIMELINE_POINTS = 5000
 DRAWN_RULE = "in turn the tree with the most tokens, the highest leaf ratio, and the most lost sharing"
-
-
-class NamedTree(Protocol):
-    """A tree with a name, built on access."""
-
-    @property
-    def name(self) -> str: ...
-
-    def forest(self) -> Forest: ...
-
-
-class NamedTrees(Protocol):
-    """Trees by index, as `TreeDataset` holds them."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> NamedTree: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +126,7 @@ class DataReport:
 
 
 def build_data_report(
-    trees: NamedTrees,
+    trees: Trees,
     load: LoadReport,
     *,
     sources: Sequence[str] = (),
@@ -152,7 +140,7 @@ def build_data_report(
     """Everything that a page shows about data.
 
     Parameters:
-        trees: named trees by index, such as a `TreeDataset`.
+        trees: by index, as `tw.load_trees` returns them.
         load: warnings and dropped records of the load.
         sources: where they came from, for the heading.
         tokenizer: turns tokens into text; without it they are shown as numbers.

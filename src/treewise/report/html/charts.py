@@ -1,4 +1,4 @@
-"""The geometry of charts: bars and lines in a box of fixed size, drawn as SVG by the page's template.
+"""The geometry of charts and of trees of rollouts, drawn as SVG by the page's template.
 
 Nothing here is text of the data: labels are numbers and words of ours, and the template escapes them all.
 """
@@ -10,12 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from treewise.report.analysis.online_log import RewardTree
+
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40  # margins; the first two are wider where labels need it
 CHARACTER = 9.2  # width of one in a label, at the font of narrow screens
 NUM_BINS = 18
 MAX_POINTS = 500  # of a line; more are thinned to the extremes of each column
 LOG_RANGE = 6.0  # values that span more than this factor get logarithmic bins
+ROW = 18  # pixels of a row of a tree of rollouts
+TREE_WIDTH, TREE_TOP, TREE_LEFT, TREE_RIGHT = 820, 14, 10, 70
+PROMPT = 40  # pixels of the prompt, whose length says nothing of the rollouts
 
 Tick = tuple[float, str]  # position in the box, label
 
@@ -258,3 +263,49 @@ def _short(value: float) -> str:
     if size >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+# -- trees of rollouts: pieces from left to right by tokens, values at forks, rewards at ends --------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A fork with its value, or an end with its reward."""
+
+    x: float
+    y: float
+    text: str
+    is_leaf: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """SVG paths and marks in a box of `width` by `height` pixels."""
+
+    width: int
+    height: int
+    paths: tuple[str, ...]
+    marks: tuple[Mark, ...]
+
+
+def drawing(tree: RewardTree) -> Drawing:
+    """Where everything of a tree is drawn."""
+    longest = max(piece.end for piece in tree.pieces)
+    rows = max(piece.row for piece in tree.pieces)
+    per_token = (TREE_WIDTH - TREE_LEFT - TREE_RIGHT - PROMPT) / max(1, longest - tree.prompt_tokens)
+
+    def x(depth: int) -> float:
+        if depth <= tree.prompt_tokens:
+            return TREE_LEFT + PROMPT * depth / max(1, tree.prompt_tokens)
+        return TREE_LEFT + PROMPT + per_token * (depth - tree.prompt_tokens)
+
+    def y(row: float) -> float:
+        return TREE_TOP + ROW * row
+
+    paths, marks = [], []
+    for piece in tree.pieces:
+        at = y(piece.row)
+        above = at if piece.parent < 0 else y(tree.pieces[piece.parent].row)
+        paths.append(f"M{x(piece.start):.1f} {above:.1f}V{at:.1f}H{x(piece.end):.1f}")
+        marks.append(Mark(round(x(piece.end), 1), round(at, 1), f"{piece.value:.3g}", piece.is_leaf))
+    return Drawing(TREE_WIDTH, int(2 * TREE_TOP + ROW * rows), tuple(paths), tuple(marks))

@@ -19,8 +19,7 @@ from treewise.errors import ConfigError, bytes_as_text
 from treewise.report.analysis.lost_sharing import AVOIDABLE
 from treewise.report.analysis.run_log import RunReport
 from treewise.report.html.build import DRAWN_RULE, DataReport, memory_chart, run_charts, timeline_chart, twin
-from treewise.report.html.charts import Chart
-from treewise.report.html.reward_drawing import drawing
+from treewise.report.html.charts import Chart, drawing
 
 SCRIPTS = ("arrays.js", "tree.js", "colours.js", "draw.js", "detail.js", "picture.js", "input.js", "page.js")
 STYLES = ("sections.css", "picture.css", "report.css")  # the last has the rules of narrow screens

@@ -7,6 +7,7 @@ Letters: T tree tokens, S segments, N trajectories, R runs.
 """
 
 import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,13 +15,18 @@ from typing import Any
 
 import numpy as np
 
+from treewise.data.images import decoded
+from treewise.errors import ConfigError, DataError
 from treewise.planning.planner import Plan
-from treewise.report.analysis.findings import sources_of
+from treewise.report.analysis.facts import sources_of
 from treewise.report.analysis.token_text import TokenText
-from treewise.report.html.thumbnails import Thumbnails
 from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
 
 MAX_LISTED_TRAJECTORIES = 5000
+MAX_WIDTH, MAX_HEIGHT = 240, 160  # pixels of a thumbnail
+MAX_CHARS = 4_000_000  # of all thumbnails of a page
+ABSENT = -1
 
 
 @dataclass(slots=True)
@@ -62,7 +68,7 @@ def picture(
     name: str,
     forest: Forest,
     vocabulary: Vocabulary,
-    thumbnails: Thumbnails,
+    thumbnails: "Thumbnails",
     micro_batches: Sequence[tuple[np.ndarray, np.ndarray]],
     *,
     with_tokens: bool = True,
@@ -167,7 +173,7 @@ def _segment_rewards(forest: Forest) -> np.ndarray | None:
     return (total[after] - total[:-1]) / forest.segment_multiplicity
 
 
-def _images(forest: Forest, thumbnails: Thumbnails) -> dict[str, Any]:
+def _images(forest: Forest, thumbnails: "Thumbnails") -> dict[str, Any]:
     """Where images are on the tree, and which thumbnail of the page each is (`ABSENT`: none)."""
     images = forest.images
     numbers = [thumbnails.index(each) for each in images.sources]
@@ -187,3 +193,46 @@ def _trajectories(name: str, forest: Forest) -> dict[str, Any]:
         "rewards": [item.reward for item in items],
         "num_trained": [item.num_trained_tokens for item in items],
     }
+
+
+# -- small copies of images, as data addresses in the page itself; together they are bounded ---------------------------
+
+
+@dataclass(slots=True)
+class Thumbnails:
+    """The thumbnails of a page, in order of appearance, each distinct image once."""
+
+    addresses: list[str] = field(default_factory=list)
+    num_chars: int = 0
+    _index: dict[str, int] = field(default_factory=dict)
+
+    def index(self, image: ImageSpan) -> int:
+        """The page's index of an image; `ABSENT` where it cannot be read any more, or the page has no room for it."""
+        if image.digest not in self._index:
+            self._index[image.digest] = self._add(image)
+        return self._index[image.digest]
+
+    def _add(self, image: ImageSpan) -> int:
+        try:
+            address = thumbnail(image)
+        except (DataError, ConfigError):  # the page tells that it is absent
+            return ABSENT
+        if self.num_chars + len(address) > MAX_CHARS:
+            return ABSENT
+        self.num_chars += len(address)
+        self.addresses.append(address)
+        return len(self.addresses) - 1
+
+
+def thumbnail(image: ImageSpan) -> str:
+    """An image as the data address of a JPEG within `MAX_WIDTH` and `MAX_HEIGHT`.
+
+    Raises:
+        DataError: the image cannot be read.
+        ConfigError: Pillow is not installed.
+    """
+    small = decoded(image.read(), image.name)
+    small.thumbnail((MAX_WIDTH, MAX_HEIGHT))
+    stream = io.BytesIO()
+    small.save(stream, "JPEG", quality=70)
+    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"

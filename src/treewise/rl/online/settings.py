@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Le
 
-from treewise.errors import ConfigError, check_setting_types
+from treewise.errors import ConfigError, check_fields, check_setting_types
 from treewise.rl.branching import Branching, branching_named
 from treewise.rl.checks import MAX_GAP
 from treewise.rl.curriculum import Curriculum, curriculum_named
@@ -16,6 +17,9 @@ from treewise.rl.success_book import BookSettings
 if TYPE_CHECKING:
     from treewise.objectives import Objective
     from treewise.trainer import TreeTrainingArguments
+
+Count = Annotated[int, Ge(1)]
+CountOrNone = Annotated[int, Ge(0)]  # 0: none, or never
 
 
 def refuse_settings(args: "TreeTrainingArguments") -> None:
@@ -94,49 +98,43 @@ class OnlineSettings:
         ConfigError: a value out of range, an unknown branching or curriculum, or one of their settings.
     """
 
-    iterations: int = 50
-    trees_per_iteration: int = 8
-    tokens_per_iteration: int = 8192
-    max_new_tokens: int = 256
+    iterations: Count = 50
+    trees_per_iteration: Count = 8
+    tokens_per_iteration: Count = 8192
+    max_new_tokens: Count = 256
     max_length: int | None = None
     branching: str = "none"
     branching_settings: Mapping[str, Any] = field(default_factory=dict)
     advantages: str | None = None
     advantages_settings: Mapping[str, Any] = field(default_factory=dict)
     drop_flat_groups: bool = False
-    mini_batches: int = 1
-    update_epochs: int = 1
+    mini_batches: Count = 1
+    update_epochs: Count = 1
     old_logprobs: str = "auto"
     top_p: float = 1.0
-    top_k: int = 0
-    num_candidates: int = 0
+    top_k: CountOrNone = 0
+    num_candidates: CountOrNone = 0
     curriculum: str = "uniform"
     curriculum_settings: Mapping[str, Any] = field(default_factory=dict)
     book_settings: Mapping[str, Any] = field(default_factory=dict)
-    check_items: int = 24
+    check_items: CountOrNone = 24
     check_rollouts: int = 8
     num_items: int | None = None
-    eval_every: int = 10
-    eval_items: int = 64
-    eval_temperature: float = 0.0
-    show_every: int = 10
+    eval_every: CountOrNone = 10
+    eval_items: Count = 64
+    eval_temperature: Annotated[float, Ge(0)] = 0.0
+    show_every: CountOrNone = 10
     success_at: float = 0.5
-    save_every: int = 5
+    save_every: Count = 5
     reward_timeout: float | None = 30.0
     on_reward_error: str = "quarantine"
-    max_failed: float = 0.5
+    max_failed: Annotated[float, Ge(0), Le(1), "it is a share of rollouts"] = 0.5
     reward_workers: int = 0
-    logprob_gap_limit: float = MAX_GAP
+    logprob_gap_limit: Annotated[float, Ge(1), "at 1 there is no gap"] = MAX_GAP
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
-        positive = ("iterations", "trees_per_iteration", "tokens_per_iteration", "max_new_tokens", "mini_batches")
-        for name in (*positive, "update_epochs", "save_every", "eval_items"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("eval_every", "show_every", "num_candidates", "top_k", "eval_temperature", "check_items"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must not be negative.")
+        check_fields(self)
         if self.mini_batches > self.trees_per_iteration:
             raise ConfigError(
                 f"mini_batches={self.mini_batches} needs at least so many trees, but "
@@ -147,10 +145,6 @@ class OnlineSettings:
                 f"num_items={self.num_items} is less than trees_per_iteration={self.trees_per_iteration}; the trees "
                 "of an iteration are of different items."
             )
-        if not 0 <= self.max_failed <= 1:
-            raise ConfigError(f"max_failed={self.max_failed} is a share of rollouts; it must be in [0, 1].")
-        if not self.logprob_gap_limit >= 1:
-            raise ConfigError(f"logprob_gap_limit={self.logprob_gap_limit} must be at least 1 (1: no gap).")
         self.policy()
         self._check_of_curriculum()
         self.settings_of_book()

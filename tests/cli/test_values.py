@@ -2,8 +2,8 @@
 
 import pytest
 
-from treewise.cli.config import schema
-from treewise.cli.typed_values import coerce
+from treewise.cli.keys import schema
+from treewise.cli.values import coerce
 from treewise.errors import ConfigError
 
 

@@ -1,14 +1,31 @@
-"""A YAML file as keys with their lines, read without making anything but plain values."""
+"""Files and flags to values: YAML as keys with their lines, and text as the types that keys declare."""
 
-from collections.abc import Sequence
+import enum
+import math
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, did_you_mean, parts_of
 
 MAX_VALUES = 100_000  # of a configuration, each alias counted as what it stands for
+_MAX_DIGITS = 1000  # of an integer; Python reads a few thousand at most
+_TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
+_NAMES: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+    type(None): "nothing",
+}
 
 
 def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]:
@@ -116,3 +133,93 @@ def _check_unique(node: yaml.Node, path: Path, name: str) -> None:
 
 def _one_line(reason: object) -> str:
     return " ".join(str(reason).split())[:200]
+
+
+# -- types ------------------------------------------------------------------------------------------------------------
+
+
+def coerce(key: str, value: Any, annotation: object) -> Any:
+    """The value as the annotated type: numbers and booleans may be written as text, as flags are and `1e-5` in YAML.
+
+    Raises:
+        ConfigError: it is not of that type, or none of its choices; names both.
+    """
+    kinds = kinds_of(annotation)
+    if isinstance(value, str):
+        value = _from_text(value, kinds)
+    if value is False and str in kinds and bool not in kinds and key.endswith("_strategy"):
+        value = "no"  # YAML 1.1 reads a bare `no` as false
+    if isinstance(value, float) and int in kinds and float not in kinds and value.is_integer():
+        value = int(value)
+    if isinstance(value, str) and list in kinds and str not in kinds:
+        value = [part.strip() for part in value.split(",")]
+    if _fits(value, kinds):
+        names = choices_of(annotation)
+        if names and isinstance(value, str) and value not in names:
+            raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(names)}.{did_you_mean(value, names)}")
+        items = [kind for kind, _ in parts_of(annotation) if typing.get_origin(kind) is list]
+        if not isinstance(value, list) or not items:
+            return value
+        return [coerce(f"{key}[{index}]", each, *typing.get_args(items[0])) for index, each in enumerate(value)]
+    wanted = " or ".join(dict.fromkeys(_NAMES[kind] for kind in _NAMES if kind in kinds))
+    actual = f"{value!r} ({_NAMES.get(type(value), type(value).__name__)})"
+    hint = " Quote it if it is meant as text." if isinstance(value, bool) and str in kinds else ""
+    raise ConfigError(f"{key} must be {wanted}, found {actual}.{hint}")
+
+
+def kinds_of(annotation: object) -> set[Any]:
+    """The plain types of an annotation; what has no plain type may also be given as text."""
+    found: set[Any] = set()
+    for part, _ in parts_of(annotation):
+        kind = typing.get_origin(part) or part
+        if kind is Literal:
+            found |= {type(each) for each in typing.get_args(part)}
+        elif kind is Any:
+            found |= set(_NAMES)
+        elif is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, Mapping)):
+            found.add(dict)
+        else:
+            found.add(kind if kind in _NAMES else str)
+    return found
+
+
+def choices_of(annotation: object) -> list[str]:
+    """The names that an annotation allows: of a `Literal`, or of an enumeration of transformers; none for any text."""
+    kinds = [kind for kind, _ in parts_of(annotation)]
+    names = [str(each.value) for kind in kinds if isinstance(kind, enum.EnumType) for each in list[Any](kind)]
+    literals = [each for kind in kinds if typing.get_origin(kind) is Literal for each in typing.get_args(kind)]
+    return names + [each for each in literals if isinstance(each, str)]
+
+
+def _fits(value: object, kinds: set[Any]) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+def _from_text(text: str, kinds: set[Any]) -> Any:
+    """The text as a value of the first of these types that it can be parsed as, else the text itself."""
+    word = text.strip().lower()
+    if bool in kinds and word in (*_TRUE, *_FALSE):
+        return word in _TRUE
+    if type(None) in kinds and str not in kinds and word in ("none", "null", "~", ""):
+        return None
+    if int in kinds and len(word) < _MAX_DIGITS and re.fullmatch(r"[+-]?[0-9][0-9_]*", word):
+        return int(word)
+    if {int, float} & kinds:
+        with suppress(ValueError):
+            return float(word)
+    if (list in kinds and word.startswith("[")) or (dict in kinds and word.startswith("{")):
+        with suppress(yaml.YAMLError):
+            return read_value(text)
+    return text
+
+
+def scalar(value: Any) -> Any:
+    """A flag of a key without a declared type: what YAML reads, and `1e-5` as the number it is."""
+    if not isinstance(value, str):
+        return value
+    with suppress(yaml.YAMLError):
+        read = read_value(value)
+        return _from_text(read, {float}) if isinstance(read, str) else read
+    return value

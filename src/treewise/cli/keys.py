@@ -1,0 +1,252 @@
+"""Every key of a configuration, declared once: its type, limits, choices and one sentence of help.
+
+Keys of rendering, of training and of online runs are the fields of `RenderOptions`, `TreeTrainingArguments` and
+`OnlineSettings`; all others stand here. Flags, YAML files, the JSON schema, shell completion and `--help` are made from
+them. Help and completion read those classes from their source, because importing torch and transformers takes seconds.
+"""
+
+import argparse
+import ast
+import dataclasses
+import importlib.util
+import re
+import textwrap
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt, Lt
+from typing_extensions import Doc
+
+from treewise.cli.aliases import INSTEAD, names_of
+from treewise.data import RenderOptions
+from treewise.errors import parts_of
+
+Keys = Mapping[str, Any]  # annotations by key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunKeys:
+    """The keys of every run besides rendering, training and those of one command."""
+
+    model: Annotated[str, Doc("a folder, a Hub name, a .gguf file, or smollm2-demo")]
+    gguf_file: Annotated[str | None, Doc("a GGUF file inside model")] = None
+    dtype: Annotated[str, Doc("of the parameters: float32, bfloat16, float16, float64, auto (the checkpoint's)")] = (
+        "float32"
+    )
+    tokenizer: Annotated[str | None, Doc("folder or name; the model's where not given")] = None
+    data: Annotated[str | list[str | dict], Doc("files, folders or globs; one or a list")]
+    eval_data: Annotated[
+        str | list[str | dict] | None, Doc("as data; evaluated each epoch, or as eval_strategy says")
+    ] = None
+    eval_split: Annotated[
+        float | None, Gt(0), Lt(1), Doc("in place of eval_data: this fraction of the trees is held back")
+    ] = None
+    lora: Annotated[dict | None, Doc("settings of peft.LoraConfig; with a flag --lora.r 16")] = None
+    load_in_4bit: Annotated[bool, Doc("QLoRA: weights in 4 bits (bitsandbytes) below the adapters of lora")] = False
+    load_in_8bit: Annotated[bool, Doc("weights in 8 bits (bitsandbytes) below the adapters of lora")] = False
+    num_workers: Annotated[int | None, Doc("processes that render; all cores for large data")] = None
+    on_bad_record: Annotated[
+        Literal["error", "quarantine"], Doc("error, or quarantine: write it out, count it, go on")
+    ] = "error"
+
+
+OWN: Keys = typing.get_type_hints(RunKeys, include_extras=True)
+TRAIN: Keys = {
+    "objective": Annotated[str | None, Doc("grpo, dr_grpo, dapo, gspo, cispo, ppo, reinforce, ...")],
+    "objective_settings": Annotated[dict | None, Doc("of the objective, a mapping; each is a flag of its own, too")],
+    "reference": Annotated[str | None, Doc("the model of the KL term; the starting policy where not given")],
+    "curriculum": Annotated[
+        str, Doc("order of the trees, or of the tasks of an online run: uniform, ... (docs/curricula.md)")
+    ],
+    "curriculum_settings": Annotated[dict | None, Doc("of the curriculum, a mapping")],
+}
+RL: Keys = {
+    **TRAIN,
+    "advantages": Annotated[str, Doc("how they follow from rewards: grpo, rloo, dr_grpo, ..., or given")],
+    "advantages_settings": Annotated[dict | None, Doc("of the advantages, a mapping")],
+    "old_logprobs": Annotated[str, Doc("auto, recompute, sampler or given")],
+    "mini_batches": Annotated[int | None, Doc("optimizer steps that an epoch is cut into")],
+    "drop_flat_groups": Annotated[bool, Doc("leave out groups whose rewards are all equal, and groups of one rollout")],
+    "logprob_gap_limit": Annotated[float, Doc("a run warns where sampler and policy differ by more (1: no gap)")],
+}
+TASKS: Keys = {
+    "tasks": Annotated[str, Doc("what is practised: reasoning_gym:NAME, sum, rows.jsonl, module:name, file.py:name")],
+    "tasks_settings": Annotated[dict | None, Doc("of the task, a mapping")],
+    "tasks_seed": Annotated[int, Doc("other seeds make other items")],
+    "reward_functions": Annotated[list[str], Doc("of rows: module:function or file.py:function; several add up")],
+    "reward_weights": Annotated[list[float] | None, Doc("what each of reward_functions counts")],
+    "sampler": Annotated[str, Doc("transformers, or vllm")],
+    "sampler_settings": Annotated[dict | None, Doc("of the sampler, a mapping")],
+}
+# Keys of transformers that few know by their names.
+_THEIRS = {
+    "output_dir": "the run's folder",
+    "per_device_train_batch_size": "trees of a batch",
+    "gradient_accumulation_steps": "batches of an optimizer step",
+    "num_train_epochs": "passes over the data",
+    "max_steps": "optimizer steps; in place of num_train_epochs",
+    "learning_rate": "the highest one of the schedule",
+    "lr_scheduler_type": "linear, cosine, constant, constant_with_warmup, ...",
+    "warmup_steps": "steps of rising learning rate; below 1: a fraction of all steps",
+    "optim": "adamw_torch_fused, adamw_torch, sgd, adafactor, ...",
+    "weight_decay": "of AdamW",
+    "max_grad_norm": "gradients are clipped to this norm; 0: never",
+    "bf16": "compute in bfloat16, with parameters of dtype",
+    "activation_checkpointing": "recompute activations in the backward",
+    "use_cpu": "also where there is a GPU",
+    "seed": "of the order of trees and of new adapters",
+    "data_seed": "of the order of trees, in place of seed",
+    "full_determinism": "kernels that repeat bit for bit",
+    "eval_strategy": "no, steps or epoch",
+    "eval_steps": "steps between evaluations",
+    "per_device_eval_batch_size": "trees of a batch of an evaluation",
+    "save_strategy": "no, steps, epoch or best",
+    "save_steps": "steps between checkpoints",
+    "save_total_limit": "checkpoints that are kept",
+    "load_best_model_at_end": "by eval_loss",
+    "report_to": "none, all, wandb, tensorboard, ...",
+    "run_name": "for trackers",
+    "push_to_hub": "upload checkpoints and model to the Hub",
+    "hub_model_id": "the Hub's name of what is uploaded",
+    "logging_steps": "steps between lines of the log",
+}
+_GROUPS = {
+    "Model and data": (
+        "model data output_dir eval_data eval_split tokenizer dtype gguf_file num_workers on_bad_record"
+    ),
+    "Adapters": "lora load_in_4bit load_in_8bit",
+    "Rendering of records": (
+        "thinking train_on merge_siblings group_by max_length chat_template chat_template_kwargs on_drift on_hidden "
+        "max_record_bytes images_from_network max_image_bytes"
+    ),
+    "Reinforcement learning": (
+        "objective objective_settings advantages advantages_settings old_logprobs reference mini_batches "
+        "drop_flat_groups logprob_gap_limit"
+    ),
+    "Trees": (
+        "max_tokens attention merge_across_trees temperature offload router_z_coefficient weighting normalization "
+        "constant"
+    ),
+    "Steps": (
+        "per_device_train_batch_size gradient_accumulation_steps steps_per_epoch num_train_epochs max_steps "
+        "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm bf16 initial_optimizer "
+        "activation_checkpointing prepare_ahead use_cpu seed data_seed full_determinism curriculum "
+        "curriculum_settings"
+    ),
+    "Evaluation, checkpoints, logs": (
+        "eval_strategy eval_steps per_device_eval_batch_size save_strategy save_steps save_total_limit "
+        "async_checkpoints load_best_model_at_end push_to_hub hub_model_id logging_steps report_to run_name profile"
+    ),
+    "When something goes wrong": "nonfinite max_skipped_steps spike_factor on_save_failure",
+    "Several processes": "sharded shard_config tp_size ep_size context_size balance_ranks balance_costs",
+}
+GROUPS = {title: keys.split() for title, keys in _GROUPS.items()}
+ONLINE_GROUP = "Online runs (tasks in place of data)"  # every key of ours that no group above has
+# transformers' own flags that the command line answers in another way.
+ELSEWHERE = {
+    "resume_from_checkpoint": "use --resume [CHECKPOINT]",
+    "do_train": "`treewise train` always trains",
+    **dict.fromkeys(("do_eval", "do_predict"), "give eval_data"),
+    "local_rank": "torchrun sets it",
+    "debug": "use --debug",
+    **INSTEAD,
+}
+WIDTH = 100
+COLUMN = 32
+# The classes whose fields are keys, each in a file of its package.
+RENDERING = ("treewise", "data/io/options.py", "RenderOptions")
+TRAINING = (
+    ("transformers", "training_args.py", "TrainingArguments"),
+    ("treewise", "trainer/arguments.py", "TreeTrainingArguments"),
+)
+ONLINE = ("treewise", "rl/online/settings.py", "OnlineSettings")
+
+
+def schema(more: Keys | None = None) -> dict[str, Any]:
+    """The annotation of every key; `more` are those of one command."""
+    from treewise.trainer import TreeTrainingArguments
+
+    training = typing.get_type_hints(TreeTrainingArguments, include_extras=True)
+    names = [item.name for item in dataclasses.fields(TreeTrainingArguments) if item.init]
+    rendering = typing.get_type_hints(RenderOptions, include_extras=True)
+    return {**OWN, **rendering, **{name: training[name] for name in names if name not in ELSEWHERE}, **(more or {})}
+
+
+def key_names(more: Iterable[str] = ()) -> list[str]:
+    """The keys of `schema` without their types, and without the seconds that torch and transformers take."""
+    training = [name for each in TRAINING for name in declared(*each) if name not in ELSEWHERE]
+    return list(dict.fromkeys([*OWN, *declared(*RENDERING), *training, *more]))
+
+
+@cache
+def declared(package: str, file: str, name: str) -> Mapping[str, str]:
+    """The fields of a dataclass that a caller may give, each with the first sentence of its docstring about it."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    fields = [node for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    names = [node.target.id for node in fields if not _is_computed(node)]  # type: ignore[union-attr]
+    texts: dict[str, str] = {}
+    for match in re.finditer(r"^ {4}([\w, ]+): ((?:.|\n {8})+)", ast.get_docstring(found) or "", re.MULTILINE):
+        keys, text = match[1].split(", "), " ".join(match[2].split())
+        for sentence in re.split(r"(?<=[.\]]) (?=\w+: )", text):  # `eval_every: ... eval_items: their number.`
+            inner, _, rest = sentence.partition(": ")
+            for key in [inner] if inner in names else keys:
+                said = rest if inner in names else sentence
+                texts.setdefault(key, said.split(". ")[0].rstrip(".").replace("`", ""))
+    return {name: texts.get(name, "") for name in names}
+
+
+def _is_computed(field: ast.AnnAssign) -> bool:
+    words = field.value.keywords if isinstance(field.value, ast.Call) else ()
+    return any(word.arg == "init" and ast.unparse(word.value) == "False" for word in words)
+
+
+def help_of(key: str) -> str:
+    """One sentence about a key."""
+    for keys in (OWN, RL, TASKS):
+        for _, about in parts_of(keys.get(key, str)):
+            for each in about:
+                if isinstance(each, Doc):
+                    return each.documentation
+    found = (declared(*each).get(key) for each in (RENDERING, *TRAINING, ONLINE))
+    return _THEIRS.get(key) or next(filter(None, found), "")
+
+
+def keys_text(known: Iterable[str]) -> str:
+    """All keys by group, with their aliases, as `--help` shows them. known: the keys of the command."""
+    keys_of_command, ours = list(known), set(declared(*TRAINING[0]))
+    aliases: dict[str, list[str]] = {}
+    for alias, name in names_of(keys_of_command).items():
+        aliases.setdefault(name.split(".")[0] if name.startswith("lora.") else name, []).append(alias)
+    lines, listed = ["Keys, in CONFIG.yaml or as flags (--key value):"], set[str]()
+    rest = [key for key in keys_of_command if key not in ours and not any(key in keys for keys in GROUPS.values())]
+    for group, keys in {**GROUPS, ONLINE_GROUP: rest}.items():
+        members = [key for key in keys if key in keys_of_command]
+        listed.update(members)
+        if not members:
+            continue
+        lines += ["", f"{group}:"]
+        for key in members:
+            same = f" (also: {', '.join(aliases[key])})" if key in aliases else ""
+            wrapped = textwrap.wrap(help_of(key) + same, WIDTH - COLUMN) or [""]
+            lines.append(f"  {key:<{COLUMN - 2}}{wrapped[0]}".rstrip())
+            lines += [" " * COLUMN + more for more in wrapped[1:]]
+    others = ", ".join(key for key in keys_of_command if key not in listed)
+    lines += ["", "Further keys of transformers.TrainingArguments:", *textwrap.wrap(others, WIDTH - 2)]
+    return "\n".join(lines) + "\n"
+
+
+def formatter_with(keys: Callable[[], Iterable[str]]) -> Any:
+    """A formatter of argparse whose help ends in all keys; they are looked up only when help is asked for."""
+
+    class WithKeys(argparse.HelpFormatter):
+        def format_help(self) -> str:
+            return super().format_help() + "\n" + keys_text(keys())
+
+    return WithKeys
