@@ -36,6 +36,15 @@ def test_import_loads_no_heavy_module(statement):
     assert not modules_loaded_by(statement) & HEAVY_MODULES
 
 
+def test_a_release_has_its_section_and_workflows_run_commands_that_there_are():
+    assert f"\n## [{treewise.__version__}] - 20" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        called = re.findall(r"\bmake (?:PYTHON=\S+ )?([a-z-]+)", path.read_text(encoding="utf-8"))
+        assert set(called) <= set(targets), path.name
+    assert " test\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
 def test_types_are_shipped():
     assert importlib.resources.files("treewise").joinpath("py.typed").is_file()
 

@@ -39,10 +39,13 @@ def test_the_files_are_what_the_command_prints(name, capsys):
         assert printed["properties"].get(key) == written["properties"].get(key), f"treewise schema {name} > its file"
 
 
-@pytest.mark.representatives("mistake1", "mistake4")
+@pytest.mark.representatives("mistake1", "mistake4", "mistake6")
 @pytest.mark.parametrize(
     "mistake",
-    [{"learning_rat": 1}, {"max_steps": "x"}, {"lora": {"r0": 1}}, {"thinking": "kep"}, {"lora": {"lora_dropout": 1}}],
+    [
+        *({"learning_rat": 1}, {"max_steps": "x"}, {"lora": {"r0": 1}}, {"thinking": "kep"}),
+        *({"lora": {"lora_dropout": 1}}, {"nonfinite": "x"}, {"max_length": 1}, {"eval_split": 1}),
+    ],
 )
 def test_mistakes_do_not(mistake):
     pytest.importorskip("peft")
