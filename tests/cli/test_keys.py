@@ -1,6 +1,7 @@
 """Each key of each command that trains, as a flag and in a file, reaches the object that computes with it."""
 
 import inspect
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -160,7 +161,7 @@ def seen(tmp_path, monkeypatch):
         (training_run, "locate", None),
         (training_run, "check_settings", None),
         (training_run, "train", lambda bound: trained(bound["trainer_settings"])),
-        (run_folder, "begin", None),
+        (run_folder, "opened", lambda _: nullcontext()),
         (rl, "_print_update", None),
         (update, "credited", lambda bound: objective_seen(bound) or SimpleNamespace(trees=bound["trees"])),
         (update, "with_streams", lambda bound: bound["update"]),

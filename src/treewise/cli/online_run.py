@@ -4,7 +4,6 @@ import argparse
 import shutil
 import typing
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,8 +85,6 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     task = _task(config)
     check_choice("sampler", config.more.get("sampler", "transformers"), SAMPLERS)
     folder = Path(config.training["output_dir"])
-    if not args.dry_run:
-        run_folder.check_folder(folder, args.resume, args.overwrite)
     arguments = training_run.training_arguments(config)
     tokenizer = _tokenizer(config)
     model = training_run.load_model(config, arguments)
@@ -97,8 +94,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     if args.dry_run:
         TreeEngine(model, arguments.max_tokens, arguments.attention)
         return
-    with ExitStack() as stack:
-        resume_from = run_folder.begin(stack, args, config, arguments)
+    with run_folder.opened(args, config, arguments) as resume_from:
         if args.overwrite:
             for name in ("journal", "rollouts", "evaluations"):
                 shutil.rmtree(folder / name, ignore_errors=True)

@@ -47,15 +47,16 @@ def check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
         )
 
 
-def begin(
-    stack: ExitStack, args: argparse.Namespace, config: RunConfig, arguments: "TreeTrainingArguments"
-) -> str | bool | None:
-    """Locks the run's folder until `stack` closes, prepares it, and returns what to resume from. The first rank acts.
+@contextmanager
+def opened(
+    args: argparse.Namespace, config: RunConfig, arguments: "TreeTrainingArguments", num_trees: int | None = None
+) -> Iterator[str | bool | None]:
+    """Locks the run's folder, prepares it, and gives what to resume from. The first rank acts. num_trees: of an epoch.
 
     From now on the process of a run on a CPU keeps the memory that it frees (`_KEEP_MEMORY`).
 
     Raises:
-        ConfigError: the folder holds another run, is in use, or cannot be written.
+        ConfigError: the folder holds another run, or one without further steps, is in use, or cannot be written.
         CheckpointError: no such checkpoint.
     """
     from treewise.distributed import ranks
@@ -74,10 +75,14 @@ def begin(
         _write_resolved(folder, config, arguments, args.overwrite, resume_from is not None)
         return resume_from
 
-    return ranks.on_first_rank(prepare)
+    with ExitStack() as stack:
+        resume_from = ranks.on_first_rank(prepare)
+        if num_trees is not None:
+            _check_steps_left(arguments, num_trees, resume_from)
+        yield resume_from
 
 
-def check_steps_left(arguments: "TreeTrainingArguments", num_trees: int, resume_from: str | bool | None) -> None:
+def _check_steps_left(arguments: "TreeTrainingArguments", num_trees: int, resume_from: str | bool | None) -> None:
     """Raises `ConfigError` where a finished run is resumed without further steps; a run with further steps is open."""
     from treewise.trainer.checkpoint import store
     from treewise.trainer.run_summary import num_optimizer_steps

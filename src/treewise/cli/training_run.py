@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from treewise.cli.aliases import as_text
 from treewise.cli.config import RunConfig
 from treewise.cli.output import is_first_rank
-from treewise.cli.run_folder import FINISHED
+from treewise.cli.run_folder import FINISHED, check_folder
 from treewise.data.io.printable import printable, shown
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
 from treewise.nn.adapters import adapted
@@ -58,17 +58,19 @@ def check_flags(args: argparse.Namespace, config: RunConfig) -> None:
     locate(config.model, config.gguf_file)  # a path that does not exist is an error before anything is loaded
     if config.lora is not None:
         check_lora(config.lora)
+    folder = str(config.training["output_dir"])
+    if not folder.strip():
+        raise ConfigError("output_dir is empty; name the folder of the run.")
+    if "\0" in folder:
+        raise ConfigError(f"output_dir {shown(folder)} holds a null byte, which no path can; correct it.")
+    if not args.dry_run and is_first_rank():
+        check_folder(Path(folder), args.resume, args.overwrite)
 
 
 def training_arguments(config: RunConfig) -> "TreeTrainingArguments":
     """The settings of a run. Raises `ConfigError` for a value that is invalid in transformers."""
     from treewise.trainer import TreeTrainingArguments
 
-    folder = str(config.training["output_dir"])
-    if not folder.strip():
-        raise ConfigError("output_dir is empty; name the folder of the run.")
-    if "\0" in folder:
-        raise ConfigError(f"output_dir {shown(folder)} holds a null byte, which no path can; correct it.")
     try:
         arguments = TreeTrainingArguments(**config.training)
     except (ValueError, TypeError, ImportError) as error:

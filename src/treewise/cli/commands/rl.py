@@ -8,7 +8,6 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +91,6 @@ def run(args: argparse.Namespace) -> int:
     _check_mesh(config)
     objective = _objective(config)
     curriculum_order.check_curriculum(config)
-    if not args.dry_run and is_first_rank():
-        run_folder.check_folder(Path(config.training["output_dir"]), args.resume, args.overwrite)
     return _run_recorded(args, config, objective)
 
 
@@ -130,9 +127,7 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objec
     command = shlex.join(["treewise", "rl", *args.overrides])
     folder = Path(arguments.output_dir)
     facts = [dataset.fingerprint, config.model, config.more.get("reference"), config.dtype]
-    with ExitStack() as stack:
-        resume_from = run_folder.begin(stack, args, config, arguments)
-        run_folder.check_steps_left(arguments, len(update.trees), resume_from)
+    with run_folder.opened(args, config, arguments, len(update.trees)) as resume_from:
         saved = rl_update.load_scores(folder, update, facts) if resume_from else None
         update = saved or _scored(config, arguments, model, update)
         _print_update(config, update)

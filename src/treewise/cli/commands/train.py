@@ -2,15 +2,12 @@
 
 import argparse
 import shlex
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from treewise.cli import curriculum_order, objectives, run_folder, training_run
 from treewise.cli.config import read_config
 from treewise.cli.keys import TRAIN as KEYS
 from treewise.cli.keys import formatter_with, key_names
-from treewise.cli.output import is_first_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +28,6 @@ def run(args: argparse.Namespace) -> int:
     curriculum_order.check_curriculum(config)
     training_run.check_flags(args, config)
     arguments = training_run.training_arguments(config)
-    if not args.dry_run and is_first_rank():
-        run_folder.check_folder(Path(arguments.output_dir), args.resume, args.overwrite)
     train_data, eval_data, tokenizer = training_run.load_data(config, read_only=args.dry_run)
     model = training_run.load_model(config, arguments)
     for dataset in (train_data, *([] if eval_data is None else [eval_data])):
@@ -44,9 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return training_run.dry_run(arguments, model, train_data)
     command = shlex.join(["treewise", "train", *args.overrides])
-    with ExitStack() as stack:
-        resume_from = run_folder.begin(stack, args, config, arguments)
-        run_folder.check_steps_left(arguments, len(train_data), resume_from)
+    with run_folder.opened(args, config, arguments, len(train_data)) as resume_from:
         own = (objective, model, objectives.reference_of(config), arguments)
         train: Any = with_references(train_data, *own)
         evaluation: Any = with_references(eval_data, *own)
