@@ -41,7 +41,6 @@ def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"{path}: the configuration cannot be read ({reason}).") from None
-    loader = None
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -50,17 +49,11 @@ def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}: a configuration is a mapping, `key: value` line by line.")
         _check_size(node, str(path))
-        values: dict[str, tuple[Any, str]] = {}
-        for key_node, value_node in node.value:
-            location = f"{path}:{key_node.start_mark.line + 1}"
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{location}: a key must be a word, as in `key: value`.")
-            key = str(key_node.value)
-            if key in values:
-                raise ConfigError(f"{location}: {key} is given twice (first at {values[key][1]}).")
-            _check_unique(value_node, path, key)
-            values[key] = (loader.construct_object(value_node, deep=True), location)
-        return values
+        _check_keys(node, path)
+        return {
+            key.value: (loader.construct_object(value, deep=True), f"{path}:{key.start_mark.line + 1}")
+            for key, value in node.value
+        }
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -70,9 +63,6 @@ def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: not valid YAML ({_one_line(error)}).") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def read_value(text: str) -> Any:
@@ -118,17 +108,19 @@ def _check_size(root: yaml.Node, location: str) -> None:
         raise ConfigError(f"{location}: its aliases stand for more than {MAX_VALUES:,} values; write them out.")
 
 
-def _check_unique(node: yaml.Node, path: Path, name: str) -> None:
-    """Mappings inside of mappings; PyYAML would take the last of several equal keys silently."""
-    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-    keys: set[str] = set()
-    for key_node, value_node in pairs:
-        key = f"{name}.{key_node.value}"
-        if key in keys:
-            raise ConfigError(f"{path}:{key_node.start_mark.line + 1}: {key} is given twice.")
-        keys.add(key)
+def _check_keys(node: yaml.Node, path: Path, above: str = "") -> None:
+    """Keys of mappings, at any depth, are words, each given once; PyYAML would take the last of equal ones silently."""
+    first: dict[str, str] = {}
+    for key_node, value_node in node.value if isinstance(node, yaml.MappingNode) else ():
+        location = f"{path}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{location}: a key must be a word, as in `key: value`.")
+        key = f"{above}{key_node.value}"
+        if key in first:
+            raise ConfigError(f"{location}: {key} is given twice (first at {first[key]}).")
+        first[key] = location
         if value_node is not node:  # an alias may lead back
-            _check_unique(value_node, path, key)
+            _check_keys(value_node, path, f"{key}.")
 
 
 def _one_line(reason: object) -> str:

@@ -1,11 +1,14 @@
 """`treewise models` and `treewise doctor`."""
 
 import json
+from typing import Any
 
 import pytest
 
 from treewise.cli.commands import doctor
 from treewise.cli.main import main
+from treewise.engine.engine import TreeEngine
+from treewise.engine.scoring import StepOutput
 from treewise.nn.support_table import REFUSED, SUPPORTED, CapabilityTable
 
 TABLE = CapabilityTable.load()
@@ -56,8 +59,15 @@ def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_fails_where_gradients_are_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = doctor._flat_gradient
-    monkeypatch.setattr(doctor, "_flat_gradient", lambda *args: 1.001 * own(*args))
+    own = TreeEngine.step
+
+    def wrong(engine: TreeEngine, *args: Any, **settings: Any) -> StepOutput:
+        out = own(engine, *args, **settings)
+        for parameter in engine.model.parameters():
+            parameter.grad.mul_(1.001)
+        return out
+
+    monkeypatch.setattr(TreeEngine, "step", wrong)
     assert main(["doctor", "--device", "cpu"]) == 1
     assert "FAILED" in capsys.readouterr().out
 
@@ -77,6 +87,6 @@ def test_doctor_shows_what_a_broken_installation_raises(
     def broken(*args: object) -> None:
         raise OSError("libtorch is gone")
 
-    monkeypatch.setattr(doctor, "_flat_gradient", broken)
+    monkeypatch.setattr(TreeEngine, "step", broken)
     assert main(["doctor", "--device", "cpu"]) == 1
     assert "OSError: libtorch is gone" in capsys.readouterr().out
