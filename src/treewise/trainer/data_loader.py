@@ -115,13 +115,15 @@ class TreeSampler(BatchSampler):
 class TreeLoader(DataLoader):
     """A loader of forests, with a random generator of its own, so that the global generators are left unchanged."""
 
-    sampler_of_trees: TreeSampler
-
-    def __init__(self, dataset: Any, sampler: TreeSampler, merges: bool, **options: Any) -> None:
+    def __init__(self, args: TreeTrainingArguments, dataset: Any, sampler: TreeSampler) -> None:
+        options: dict[str, Any] = {"num_workers": args.dataloader_num_workers}
+        if args.dataloader_num_workers:
+            options["prefetch_factor"] = args.dataloader_prefetch_factor
+            options["multiprocessing_context"] = args.dataloader_multiprocessing_context
         super().__init__(
             dataset,
             batch_sampler=sampler,
-            collate_fn=partial(collate, merges=merges),
+            collate_fn=partial(collate, merges=args.merges_trees),
             generator=torch.Generator().manual_seed(0),
             **options,
         )
@@ -272,15 +274,10 @@ def training_loader(
 ) -> TreeLoader:
     """Batches of one epoch. transformers sets the epoch before each one, but earlier versions of it not in an epoch
     that is resumed in its middle; so the first one is given here.
-
-    Raises:
-        ConfigError: no data set.
     """
-    if dataset is None:
-        raise ConfigError("training needs a train_dataset.")
     sampler = make_sampler(args, len(dataset), tree_order)
     sampler.set_epoch(epoch)
-    return _loader(args, dataset, sampler)
+    return TreeLoader(args, dataset, sampler)
 
 
 def evaluation_loader(args: TreeTrainingArguments, dataset: Any) -> TreeLoader:
@@ -288,15 +285,7 @@ def evaluation_loader(args: TreeTrainingArguments, dataset: Any) -> TreeLoader:
     if dataset is None:
         raise ConfigError("evaluation needs an eval_dataset.")
     size = args.per_device_eval_batch_size
-    return _loader(args, dataset, TreeSampler(len(dataset), size, None, args.data_index, args.data_size))
-
-
-def _loader(args: TreeTrainingArguments, dataset: Any, sampler: TreeSampler) -> TreeLoader:
-    options: dict[str, Any] = {"num_workers": args.dataloader_num_workers}
-    if args.dataloader_num_workers:
-        options["prefetch_factor"] = args.dataloader_prefetch_factor
-        options["multiprocessing_context"] = args.dataloader_multiprocessing_context
-    return TreeLoader(dataset, sampler, args.merges_trees, **options)
+    return TreeLoader(args, dataset, TreeSampler(len(dataset), size, None, args.data_index, args.data_size))
 
 
 def make_placer(

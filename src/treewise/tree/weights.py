@@ -17,7 +17,8 @@ WEIGHTINGS = ("per_trajectory", "once", "per_rollout")
 
 def check_weighting(weighting: str) -> None:
     """Raises `ConfigError` for an unknown weighting."""
-    check_choice("weighting", weighting, WEIGHTINGS)
+    if weighting not in WEIGHTINGS:
+        check_choice("weighting", weighting, WEIGHTINGS)
 
 
 def divided_by_counts(weights_F: np.ndarray, key_F: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class Collected:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Collector:
     """What a run samples with. temperature: of training rollouts. model: that is trained."""
 
@@ -107,7 +108,7 @@ class Collector:
             book=state.book,
             rewards=self.rewards,
             journal=journal,
-            limits=Limits(settings.max_new_tokens, self._longest(), stop_ids),
+            limits=Limits(settings.max_new_tokens, self._longest, stop_ids),
             request=request,
             expected_tokens=state.expected_tokens or float(settings.max_new_tokens),
         )
@@ -194,13 +195,14 @@ class Collector:
         what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
         longest = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
         refuse_lengths(self.model, longest, what, "Lower max_new_tokens, or set max_length")
-        if num_prompt >= self._longest():
+        if num_prompt >= self._longest:
             raise DataError(
                 f"{item.key}: the prompt has {num_prompt:,} tokens, and prompt and rollout together may have "
-                f"{self._longest():,} (max_length, or the model's positions)."
+                f"{self._longest:,} (max_length, or the model's positions)."
             )
         return conversation
 
+    @cached_property
     def _longest(self) -> int:
         """Tokens at which a conversation ends: at most as many as training follows (`length_limit`)."""
         own = self.settings.max_length or getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize
