@@ -9,7 +9,7 @@ each token, which TRL's loss takes. `share_prefixes` then computes every shared 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from treewise.rl.online.rollout import Continuation, Limits, OneTurn
 from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.update import credit
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
 
 _WITHOUT_LIMIT = 1 << 62  # generated tokens; here the number of completions ends a tree
 _NEEDS_REWARDS = ("lcr",)
@@ -83,7 +86,7 @@ class TreeRollouts:
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: "GRPOTrainer",
         policy: Branching,
         sampler: Sampler,
         advantages: str | None,
@@ -114,7 +117,7 @@ class TreeRollouts:
         """Puts this in place of the trainer's own sampling."""
         trainer = self.trainer
 
-        def calculate(_: Any, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> torch.Tensor:
+        def calculate(_: object, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> torch.Tensor:
             known = [each.rewards.get(leaf) for each in self._grown for leaf in each.tree.leaves]
             if known and all(each is not None for each in known):
                 self._rewards = torch.stack(known)  # type: ignore[arg-type]
@@ -122,7 +125,7 @@ class TreeRollouts:
                 self._rewards = self._calculate(inputs, prompts, completions, completion_ids)
             return self._rewards
 
-        def generate(_: Any, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        def generate(_: object, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             self._inputs = inputs
             output: dict[str, Any] = self._generate(inputs)
             if self.trainer.model.training:
@@ -136,7 +139,7 @@ class TreeRollouts:
 
     # -- sampling -----------------------------------------------------------------------------------------------------
 
-    def rollouts(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    def rollouts(self, prompts: list[Any], trainer: "GRPOTrainer") -> dict[str, Any]:
         """TRL's `rollout_func`: `num_generations` completions of each prompt, from one tree.
 
         Raises:
@@ -178,7 +181,7 @@ class TreeRollouts:
             found.append(_Grown(tree, first, prompts[first], key, seed, np.random.default_rng(seed)))
         return found
 
-    def _rounds(self, trainer: Any, policy: Branching) -> Rounds:
+    def _rounds(self, trainer: "GRPOTrainer", policy: Branching) -> Rounds:
         stop_ids = tuple(dict.fromkeys(int(token) for token in trainer.eos_token_ids))
         request = SampleRequest(
             (0,),
@@ -270,7 +273,7 @@ class TreeRollouts:
 
 
 def tree_rollouts(
-    trainer: Any,
+    trainer: "GRPOTrainer",
     branching: str = "random",
     *,
     branching_settings: Mapping[str, Any] | None = None,
@@ -311,7 +314,7 @@ def tree_rollouts(
     return installed
 
 
-def _check_trainer(trainer: Any, policy: Branching, advantages: str | None) -> None:
+def _check_trainer(trainer: "GRPOTrainer", policy: Branching, advantages: str | None) -> None:
     if not hasattr(trainer, "_generate_and_score_completions") or not hasattr(trainer, "rollout_func"):
         raise ConfigError(f"tree_rollouts needs a GRPOTrainer of TRL 1.15 or later, not {type(trainer).__name__}.")
     if policy.name in _NOT_FOR_COMPLETIONS:
@@ -352,7 +355,7 @@ def _check_groups(prompts: Sequence[Any], size: int) -> None:
             )
 
 
-def _totals(trainer: Any, rewards: torch.Tensor) -> list[float]:
+def _totals(trainer: "GRPOTrainer", rewards: torch.Tensor) -> list[float]:
     """The weighted sum of each row; NaN where no function rewards it."""
     weighted = rewards * trainer.reward_weights.to(rewards.device)[None]
     totals = weighted.nansum(dim=1)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from treewise.objectives import SFT, Objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest, forest_of
 from treewise.tree.trajectory import Trajectory, update_with_content
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class TreeOrder(Protocol):
@@ -115,13 +118,13 @@ class TreeSampler(BatchSampler):
 class TreeLoader(DataLoader):
     """A loader of forests, with a random generator of its own, so that the global generators are left unchanged."""
 
-    def __init__(self, args: TreeTrainingArguments, dataset: Any, sampler: TreeSampler) -> None:
+    def __init__(self, args: TreeTrainingArguments, dataset: Sequence[Any], sampler: TreeSampler) -> None:
         options: dict[str, Any] = {"num_workers": args.dataloader_num_workers}
         if args.dataloader_num_workers:
             options["prefetch_factor"] = args.dataloader_prefetch_factor
             options["multiprocessing_context"] = args.dataloader_multiprocessing_context
         super().__init__(
-            dataset,
+            dataset,  # type: ignore[arg-type]
             batch_sampler=sampler,
             collate_fn=partial(collate, merges=args.merges_trees),
             generator=torch.Generator().manual_seed(0),
@@ -145,7 +148,7 @@ class TreeLoader(DataLoader):
         return begun
 
     @override
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[list[Forest]]:  # type: ignore[override]
         begun, self._begun = self._begun, None
         if begun is not None and begun[0] == self.sampler_of_trees.epoch:
             return begun[1]
@@ -192,7 +195,7 @@ class DataFacts:
     num_images: int = 0
 
 
-def as_trees(name: str, dataset: Any, tokenizer: Any, render: Any) -> Any:
+def as_trees(name: str, dataset: Any, tokenizer: "PreTrainedTokenizerBase | None", render: Any) -> Any:
     """A data set of trees, loaded where records are given. Raises `ConfigError` for an empty one, or something else."""
     if dataset is None:
         return None
@@ -207,7 +210,7 @@ def as_trees(name: str, dataset: Any, tokenizer: Any, render: Any) -> Any:
     return dataset
 
 
-def check_preferences(dataset: Any, objective: Objective) -> None:
+def check_preferences(dataset: object, objective: Objective) -> None:
     """Raises `ConfigError` where SFT would imitate the rejected completions of preference data."""
     num_preferences = getattr(getattr(dataset, "report", None), "num_preferences", 0)
     if num_preferences and isinstance(objective, SFT):
@@ -217,7 +220,7 @@ def check_preferences(dataset: Any, objective: Objective) -> None:
         )
 
 
-def survey(dataset: Any) -> DataFacts:
+def survey(dataset: Sequence[Any]) -> DataFacts:
     """One pass over all trees. Uses the data set's own `fingerprint` if it has one."""
     known = getattr(dataset, "fingerprint", None)
     digest = hashlib.sha256()
@@ -242,7 +245,7 @@ def survey(dataset: Any) -> DataFacts:
     )
 
 
-def _hash_forest(digest: Any, forest: Forest) -> None:
+def _hash_forest(digest: "hashlib._Hash", forest: Forest) -> None:
     """Feeds a `hashlib` object with the shape of a tree and everything that is trained on it."""
     tables = {"parent": forest.parent, "ends": forest.ends}
     if forest.tree_streams:
@@ -270,7 +273,7 @@ def make_sampler(args: TreeTrainingArguments, num_trees: int, tree_order: TreeOr
 
 
 def training_loader(
-    args: TreeTrainingArguments, dataset: Any, epoch: int = 0, tree_order: TreeOrder | None = None
+    args: TreeTrainingArguments, dataset: Sequence[Any], epoch: int = 0, tree_order: TreeOrder | None = None
 ) -> TreeLoader:
     """Batches of one epoch. transformers sets the epoch before each one, but earlier versions of it not in an epoch
     that is resumed in its middle; so the first one is given here.
@@ -280,7 +283,7 @@ def training_loader(
     return TreeLoader(args, dataset, sampler)
 
 
-def evaluation_loader(args: TreeTrainingArguments, dataset: Any) -> TreeLoader:
+def evaluation_loader(args: TreeTrainingArguments, dataset: Sequence[Any] | None) -> TreeLoader:
     """This rank's batches of an evaluation set, in order. Raises `ConfigError` without a data set."""
     if dataset is None:
         raise ConfigError("evaluation needs an eval_dataset.")
@@ -289,7 +292,7 @@ def evaluation_loader(args: TreeTrainingArguments, dataset: Any) -> TreeLoader:
 
 
 def make_placer(
-    args: TreeTrainingArguments, model: Any, objective: Objective, *, fits: bool = True
+    args: TreeTrainingArguments, model: torch.nn.Module, objective: Objective, *, fits: bool = True
 ) -> OnlinePlacer | None:
     """Places trees on the ranks of a run by predicted time; None where ranks take them in turn. fits: costs, where the
     settings ask for it.

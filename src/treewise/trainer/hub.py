@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import CommitInfo, HfApi
 from transformers import Trainer
 from transformers.utils.hub import hf_api
 from typing_extensions import override
@@ -35,7 +36,7 @@ class UploadingTrainer(Trainer):
     """
 
     model_files: Sequence[str] = ()
-    uploaded: Any = None
+    uploaded: CommitInfo | None = None
     _warns_of_shards = True
 
     @cached_property
@@ -44,7 +45,7 @@ class UploadingTrainer(Trainer):
         return []
 
     @cached_property
-    def _hub(self) -> Any:
+    def _hub(self) -> HfApi:
         """One client for all uploads: it runs those in the background one after another."""
         return hf_api()
 
@@ -65,7 +66,7 @@ class UploadingTrainer(Trainer):
         revision: str | None = None,
         private: bool | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> "CommitInfo | Future[CommitInfo] | None":
         """Saves and uploads the model with a card; the commit, or with `blocking=False` its future. kwargs: of
         `create_model_card`.
         """
@@ -76,7 +77,7 @@ class UploadingTrainer(Trainer):
         given = {name: value for name, value in options.items() if value is not None}
         return self._upload(commit_message or "End of training", given, **kwargs)
 
-    def _upload(self, message: str, options: dict[str, Any] | None = None, **card: Any) -> Any:
+    def _upload(self, message: str, options: dict[str, Any] | None = None, **card: Any) -> CommitInfo | None:
         """Uploads the model in the run's folder, after what is in the background. options: of `upload_folder`."""
         if not self.is_world_process_zero():
             return None
@@ -112,11 +113,11 @@ class UploadingTrainer(Trainer):
             name = f".{checkpoint.name}.{path_in_repo or 'model'}.upload"
             folder = _linked(checkpoint, own, checkpoint.with_name(name))
             message = f"Training in progress, {checkpoint.name}"
-            job = self._commit(folder, message, path_in_repo=path_in_repo, run_as_future=True)
+            job: Any = self._commit(folder, message, path_in_repo=path_in_repo, run_as_future=True)
             job.add_done_callback(lambda _, folder=folder: shutil.rmtree(folder, ignore_errors=True))
             self._uploads.append((checkpoint.name, job))
 
-    def _commit(self, folder: Path | str, message: str, **options: Any) -> Any:
+    def _commit(self, folder: Path | str, message: str, **options: Any) -> CommitInfo:
         given = {"token": self.args.hub_token, "revision": self.args.hub_revision, **options}
         return self._hub.upload_folder(repo_id=self.hub_model_id, folder_path=folder, commit_message=message, **given)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 
 from treewise.data.sources import is_raw_data
 from treewise.distributed import ranks
@@ -21,14 +21,14 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
 from treewise.nn import load_model
 from treewise.nn.adapters import adapted
-from treewise.objectives import DPO, KTO, with_mismatched
+from treewise.objectives import DPO, KTO, Objective, with_mismatched
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.data_loader import survey
 from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import Trajectory
 
 
-def by_name(model: Any) -> Any:
+def by_name(model: PreTrainedModel | str | Path | None) -> PreTrainedModel | None:
     """The model, loaded in float32 where it is given by its name."""
     return load_model.load_weights(str(model)) if isinstance(model, str | Path) else model
 
@@ -52,11 +52,13 @@ def loaded(model: Any, processor: Any, dataset: Any, peft_config: Any, seed: int
     return model, processor
 
 
-def check_mesh(model: Any, args: TreeTrainingArguments) -> None:
+def check_mesh(model: PreTrainedModel | None, args: TreeTrainingArguments) -> None:
     """Raises `ConfigError` where the settings name another mesh than the one that the model was loaded on."""
-    mesh = None if model is None else mesh_of(model)
+    if model is None:
+        return
+    mesh = mesh_of(model)
     own = (1, 1) if mesh is None else (mesh.tensor.size(), mesh.expert.size())
-    if model is not None and own != (args.tp_size, args.ep_size):
+    if own != (args.tp_size, args.ep_size):
         raise ConfigError(
             f"tp_size={args.tp_size}, ep_size={args.ep_size}, and the model was loaded with tp_size={own[0]}, "
             f"ep_size={own[1]}; load it with treewise.distributed.mesh.load_on_mesh(folder, tp_size={args.tp_size}, "
@@ -83,7 +85,12 @@ class ScoredTrees:
 
 
 def with_references(
-    dataset: Any, objective: Any, model: Any, reference: Any, args: TreeTrainingArguments, processor: Any = None
+    dataset: Any,
+    objective: Objective,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    args: TreeTrainingArguments,
+    processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
 ) -> Any:
     """The data with `ref_logprobs` where the objective needs them and a row lacks them; else as it is.
 
@@ -114,7 +121,7 @@ def with_references(
     return ScoredTrees(trees, [survey(dataset).fingerprint, *names, dtype, repr(objective)])
 
 
-def _rows(tree: Any) -> list[Trajectory]:
+def _rows(tree: object) -> list[Trajectory]:
     return list(
         tree.labelled_trajectories() if hasattr(tree, "labelled_trajectories") else forest_of(tree).trajectories
     )

@@ -3,6 +3,7 @@
 import logging
 import math
 import sys
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def num_optimizer_steps(args: TreeTrainingArguments, num_trees: int) -> int:
     return math.ceil(args.num_train_epochs * steps_per_epoch(args, num_trees))
 
 
-def length_warning(config: Any, facts: DataFacts) -> str | None:
+def length_warning(config: object, facts: DataFacts) -> str | None:
     """A warning if a trajectory exceeds the model's `max_position_embeddings`; it is trained untruncated."""
     limit = getattr(config, "max_position_embeddings", None)
     if not limit or facts.num_longest_tokens <= limit:
@@ -42,7 +43,7 @@ def length_warning(config: Any, facts: DataFacts) -> str | None:
     )
 
 
-def summarize_run(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -> str:
+def summarize_run(args: TreeTrainingArguments, dataset: Sequence[Any], facts: DataFacts) -> str:
     """A table of text. Its last line describes the first optimizer step of this rank."""
     sampler = make_sampler(args, facts.num_trees)
     steps = num_optimizer_steps(args, facts.num_trees)
@@ -91,7 +92,7 @@ def summarize_run(args: TreeTrainingArguments, dataset: Any, facts: DataFacts) -
 
 
 def print_summary(
-    args: TreeTrainingArguments, dataset: Any, facts: DataFacts, model_config: Any, resumed: Path | None
+    args: TreeTrainingArguments, dataset: Sequence[Any], facts: DataFacts, model_config: object, resumed: Path | None
 ) -> None:
     """Prints the table, and logs `length_warning`."""
     resuming = f"resuming from {resumed}\n" if resumed else ""

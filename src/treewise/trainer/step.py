@@ -18,8 +18,10 @@ from operator import add
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from treewise.distributed import ranks
 from treewise.distributed.context import context_group
@@ -63,7 +65,7 @@ class StepRunner:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         objective: Objective,
         args: TreeTrainingArguments,
         first_tree: Callable[[], Forest],
@@ -71,7 +73,7 @@ class StepRunner:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         placer: OnlinePlacer | None = None,
         reserve_bytes: int = 0,
-        processor: Any = None,
+        processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.model, self.objective, self.args = model, objective, args
         self._first_tree, self._autocast, self._placer = first_tree, autocast, placer
@@ -341,7 +343,7 @@ class StepRunner:
             ) from error
 
 
-def optimizer_bytes(model: nn.Module, optimizer: Any) -> int:
+def optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Memory that an Adam is still going to take: two moments of every trained parameter; 0 once it has run."""
     if getattr(optimizer, "state", None):
         return 0
@@ -349,6 +351,6 @@ def optimizer_bytes(model: nn.Module, optimizer: Any) -> int:
     return 2 * sum(each.numel() * each.element_size() for each in trained)
 
 
-def leave_compilation_to_us(accelerator: Any) -> None:
+def leave_compilation_to_us(accelerator: Accelerator) -> None:
     """accelerate would compile the model as a whole, which no tree runs through; `StepRunner` compiles its layers."""
     accelerator.state.dynamo_plugin.backend = DynamoBackend.NO

@@ -4,9 +4,8 @@ import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
 from treewise.engine.profiling import Profile, Recording, mean
@@ -29,14 +28,14 @@ class StepProfiler(TrainerCallback):
         self._profiles: list[Profile] = []
 
     @override
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._num_begun += 1
         if state.is_world_process_zero and FIRST <= self._num_begun <= LAST:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._recording = Recording(args.device)
 
     @override
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self._recording is None:
             return
         recording, self._recording = self._recording, None
@@ -44,6 +43,6 @@ class StepProfiler(TrainerCallback):
         (self._folder / FILE).write_text(json.dumps(asdict(mean(self._profiles)), indent=1) + "\n")
 
     @override
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if state.is_world_process_zero and not self._profiles:
             logger.warning(f"profile: the run ended before step {FIRST}; nothing was profiled.")

@@ -8,14 +8,14 @@ format of saved models are transformers' own.
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerState
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
 
@@ -102,7 +102,7 @@ class TreeTrainer(UploadingTrainer):
         processing_class: Any = None,
         peft_config: Any = None,
         render: Any = None,
-        model_init: Any = None,
+        model_init: Callable[..., PreTrainedModel] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
@@ -239,7 +239,7 @@ class TreeTrainer(UploadingTrainer):
     # -- model --------------------------------------------------------------------------------------------------------
 
     @override
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Shards the model first, if asked for: the optimizer is made of the shards. A new one of a new run begins with
         the state in `initial_optimizer`.
         """
@@ -254,7 +254,9 @@ class TreeTrainer(UploadingTrainer):
         return optimizer
 
     @override
-    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+    def _wrap_model(
+        self, model: torch.nn.Module, training: bool = True, dataloader: TreeLoader | None = None
+    ) -> torch.nn.Module:
         if not self.runner.is_spread:
             return super()._wrap_model(model, training, dataloader)
         return model if isinstance(model, ShardedModel) else ShardedModel(model)
@@ -359,7 +361,7 @@ class TreeTrainer(UploadingTrainer):
             self.model_files = names
 
     @override
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         load_weights(self.model, Path(resume_from_checkpoint))
 
     @override

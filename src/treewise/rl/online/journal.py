@@ -108,7 +108,7 @@ class Journal:
         if path.is_file():
             self._read()
 
-    def once(self, kind: str, question: Any, compute: Callable[[], Any]) -> Any:
+    def once(self, kind: str, question: object, compute: Callable[[], Any]) -> Any:
         """The answer to a question, computed or as recorded; both are plain JSON values."""
         key = hashlib.sha256(json.dumps([kind, question], sort_keys=True).encode()).hexdigest()
         if self._next < len(self._entries):
@@ -152,7 +152,7 @@ class Journal:
                 break
             self._size += len(line)
 
-    def _append(self, key: str, kind: str, answer: Any) -> None:
+    def _append(self, key: str, kind: str, answer: object) -> None:
         line = json.dumps({"kind": kind, "key": key, "answer": answer}).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with own_file(self.path, "r+b" if self.path.exists() else "w+b") as stream:
@@ -172,7 +172,7 @@ class Unrecorded(Journal):
     def __init__(self) -> None:
         super().__init__(Path())
 
-    def once(self, kind: str, question: Any, compute: Callable[[], Any]) -> Any:
+    def once(self, kind: str, question: object, compute: Callable[[], Any]) -> Any:
         """The answer, computed."""
         del kind, question
         return compute()

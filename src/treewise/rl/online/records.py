@@ -17,6 +17,8 @@ from treewise.trainer.checkpoint.manifest import write_atomically
 from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from treewise.rl.online.collecting import Collected
 
 ROLLOUTS, EVALUATIONS, DRAWS = "rollouts", "evaluations", "curriculum"  # folders
@@ -40,7 +42,9 @@ def rollouts_file(run_dir: Path, iteration: int) -> Path:
     return run_dir / ROLLOUTS / f"iteration-{iteration:05d}.jsonl"
 
 
-def write_rollouts(run_dir: Path, iteration: int, rows: Sequence[Sequence[Trajectory]], tokenizer: Any) -> None:
+def write_rollouts(
+    run_dir: Path, iteration: int, rows: Sequence[Sequence[Trajectory]], tokenizer: "PreTrainedTokenizerBase"
+) -> None:
     """Writes all rows of an iteration, or none of them."""
     records = [each for own in rows for each in _records(own, iteration, tokenizer)]
     _write(rollouts_file(run_dir, iteration), "".join(json.dumps(each) + "\n" for each in records))
@@ -57,7 +61,9 @@ def _write(path: Path, text: str) -> None:
     write_atomically(path, text)
 
 
-def _records(rows: Sequence[Trajectory], iteration: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
+def _records(
+    rows: Sequence[Trajectory], iteration: int, tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[dict[str, Any]]:
     for row in rows:
         assert row.sampler_logprobs is not None
         assert row.draws is not None
@@ -80,13 +86,13 @@ def _records(rows: Sequence[Trajectory], iteration: int, tokenizer: Any) -> Iter
         }
 
 
-def sample_of(row: Trajectory, tokenizer: Any) -> Sample:
+def sample_of(row: Trajectory, tokenizer: "PreTrainedTokenizerBase") -> Sample:
     """A row as text: the prompt ends before the first trained token."""
     ids, first = row.token_ids.tolist(), int(np.argmax(np.asarray(row.loss_weights) > 0))
     return Sample(str(row.group), tokenizer.decode(ids[:first]), tokenizer.decode(ids[first:]), row.reward)
 
 
-def best_and_worst(trees: Sequence[Sequence[Trajectory]], tokenizer: Any) -> list[Sample]:
+def best_and_worst(trees: Sequence[Sequence[Trajectory]], tokenizer: "PreTrainedTokenizerBase") -> list[Sample]:
     """Of the first tree with unequal rewards (else of the first tree) a best and a worst rollout."""
     rewarded = [[row for row in rows if row.reward is not None] for rows in trees]
     spans = [sorted(rows, key=lambda row: float(row.reward or 0.0), reverse=True) for rows in rewarded if rows]

@@ -8,10 +8,9 @@ left out. Both are checked at every iteration, from the rows that the engine is 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from treewise.errors import DataError, duration
 from treewise.objectives import PolicyGradient
@@ -194,11 +193,17 @@ class PrintedLine(TrainerCallback):
         self.write = write
         self._began, self._first = 0.0, 0
 
-    def on_train_begin(self, *given: Any, **_: Any) -> None:
-        self._began, self._first = time.monotonic(), given[1].global_step
+    def on_train_begin(self, _args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
+        self._began, self._first = time.monotonic(), state.global_step
 
-    def on_log(self, *given: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        state = given[1]  # after the arguments of the run
+    def on_log(
+        self,
+        _args: TrainingArguments,
+        state: TrainerState,
+        *_: object,
+        logs: dict[str, float] | None = None,
+        **__: object,
+    ) -> None:
         if logs and "iteration" in logs:
             done = state.global_step - self._first
             left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step) if done else None

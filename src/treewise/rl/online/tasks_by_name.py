@@ -95,6 +95,6 @@ def _rows_task(name: str, functions: Sequence[str], weights: Sequence[float] | N
     return RowsTask(rows, list(functions), weights, name=task, locations=locations, **given)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value of a column as TRL's trainers get it: lists, not arrays."""
     return value.tolist() if isinstance(value, np.ndarray) else value

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed, nn
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
+from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from treewise.distributed import ranks
@@ -89,13 +89,13 @@ class OnlineTrainer(TreeTrainer):
         self,
         model: nn.Module,
         task: Task,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         settings: OnlineSettings | None = None,
         args: TreeTrainingArguments | None = None,
         *,
         objective: Objective | str = "grpo",
         sampler: Sampler | None = None,
-        reference: Any = None,
+        reference: nn.Module | None = None,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         self.task, self.settings = task, settings or OnlineSettings()
