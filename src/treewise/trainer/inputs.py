@@ -86,7 +86,7 @@ class ScoredTrees:
 
 def with_references(
     dataset: Any,
-    objective: Objective,
+    objective: Objective | None,
     model: PreTrainedModel,
     reference: PreTrainedModel | None,
     args: TreeTrainingArguments,
