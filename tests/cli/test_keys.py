@@ -19,7 +19,7 @@ from treewise.cli.values import choices_of, kinds_of
 from treewise.data import RenderOptions
 from treewise.nn import load_model
 from treewise.rl import checks, update
-from treewise.rl.curriculum import recorded_order
+from treewise.rl.curriculum import recorded
 from treewise.rl.online import OnlineSettings, tasks_by_name
 from treewise.trainer import TreeTrainingArguments
 
@@ -170,7 +170,7 @@ def seen(tmp_path, monkeypatch):
         (update, "trees_per_batch", 1),
         (checks, "warnings_of", []),
         (progress, "GapWarning", None),
-        (recorded_order, "RecordedOrder", ordered),
+        (recorded, "RecordedOrder", ordered),
         (tasks_by_name, "task_named", SimpleNamespace(name="sum")),
         (treewise.rl.online, "OnlineTrainer", looped),
     ):

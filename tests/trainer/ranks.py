@@ -23,8 +23,8 @@ from treewise.engine import TreeEngine, budget
 from treewise.errors import StoppedError
 from treewise.objectives import PolicyGradient
 from treewise.rl.curriculum import curriculum_named
-from treewise.rl.curriculum.angles import angles_of
-from treewise.rl.curriculum.recorded_order import RecordedOrder
+from treewise.rl.curriculum.recorded import RecordedOrder
+from treewise.rl.curriculum.signals import angles_of
 from treewise.testing.families import tiny_model as family_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import optimizer_state

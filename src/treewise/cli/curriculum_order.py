@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from treewise.engine.engine import TreeEngine
     from treewise.objectives import Objective
-    from treewise.rl.curriculum.recorded_order import RecordedOrder
+    from treewise.rl.curriculum.recorded import RecordedOrder
     from treewise.trainer import TreeTrainingArguments
 
 NUM_CHECKED = 48  # trees of the self-check
@@ -39,7 +39,7 @@ def order_of(
 
     trees: as the trainer gets them. objective: whose gradient a self-check measures; None for SFT.
     """
-    from treewise.rl.curriculum.recorded_order import RecordedOrder
+    from treewise.rl.curriculum.recorded import RecordedOrder
 
     curriculum = _curriculum(config)
     if curriculum is None:
@@ -50,7 +50,7 @@ def order_of(
 
 def _curriculum(config: RunConfig) -> Any:
     from treewise.rl.curriculum import curriculum_named
-    from treewise.rl.curriculum.recorded_order import check_orders
+    from treewise.rl.curriculum.recorded import check_orders
 
     name = config.more.get("curriculum", "uniform")
     settings = config.more.get("curriculum_settings") or {}
@@ -71,9 +71,8 @@ def _measured(
 ) -> Mapping[str, np.ndarray]:
     """What the curriculum orders by, of all trees; a curriculum of angles is checked on some of them first."""
     from treewise.engine.engine import TreeEngine
-    from treewise.rl.curriculum.angles import angles_of
-    from treewise.rl.curriculum.recorded import learnabilities, prompt_of
-    from treewise.rl.curriculum.recorded_order import NEEDS
+    from treewise.rl.curriculum.recorded import NEEDS, learnabilities, prompt_of
+    from treewise.rl.curriculum.signals import angles_of
 
     needs = NEEDS[curriculum.name]
     rows = [_rows(trees[index]) for index in range(len(trees))] if needs else []

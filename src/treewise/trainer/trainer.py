@@ -73,7 +73,7 @@ class TreeTrainer(UploadingTrainer):
             given, or whose records were given, by name.
         peft_config: new adapters (`peft.LoraConfig`, or a mapping of its settings); they alone are trained.
         render: how records are rendered (`RenderOptions`, or a mapping of its fields).
-        tree_order: a curriculum that orders the trees of each epoch (`treewise.rl.curriculum.recorded_order`); None:
+        tree_order: a curriculum that orders the trees of each epoch (`treewise.rl.curriculum.recorded`); None:
             by chance, as `args` has it.
         objective: a loss (`tw.GRPO()`, ...), in place of the one that `args` names. Its metrics are logged.
         reference: of `tw.DPO`, `tw.IPO` and `tw.KTO`, a model or its name. It scores the rows that lack `ref_logprobs`,

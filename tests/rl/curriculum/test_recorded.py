@@ -1,14 +1,28 @@
-"""Signals of recorded trees against what the rows say."""
+"""Signals of recorded trees against what the rows say; orders with the probabilities of their rules, also restored."""
+
+import itertools
+import json
 
 import numpy as np
 import pytest
 
-from treewise import TreeEngine
-from treewise.errors import DataError
-from treewise.rl.curriculum.gradient_norms import gradient_norms
-from treewise.rl.curriculum.recorded import check_on_trees, learnabilities, outcomes_of, prompt_of
+from treewise import ConfigError, DataError, TreeEngine
+from treewise.errors import CheckpointError
+from treewise.rl.curriculum import curriculum_named
+from treewise.rl.curriculum.recorded import (
+    NEEDS,
+    RecordedOrder,
+    check_on_trees,
+    learnabilities,
+    outcomes_of,
+    prompt_of,
+    waiting_times,
+)
+from treewise.rl.curriculum.signals import gradient_norms
 from treewise.testing import tiny_model
 from treewise.tree.trajectory import Trajectory
+
+SCORES = {"angle": np.array([0.1, 0.9, 0.5, 0.7]), "learnability": np.array([0.25, 0.0, 0.1, 0.2])}
 
 
 def row(ids, num_prompt, reward=None, rollout=None):
@@ -54,3 +68,63 @@ def test_the_second_half_is_the_target():
     variances = [np.var([each.reward for each in rows], ddof=1) for rows in seen]
     assert {check.target for check in found.checks} == {"gradient_norm", "variance"}
     assert len(set(variances)) <= 2
+
+
+def new_order(name, scores=None, seed=0, **settings):
+    known = SCORES if scores is None else scores
+    return RecordedOrder(
+        curriculum_named(name, **settings),
+        4,
+        seed,
+        lambda: {each: known[each] for each in NEEDS[name.replace("-", "_")]},
+    )
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_every_tree_once_an_epoch_and_the_same_after_a_restore(name):
+    order = new_order(name)
+    order.begin()
+    orders = [order.order(epoch).tolist() for epoch in range(20)]
+    assert all(sorted(each) == [0, 1, 2, 3] for each in orders)
+    assert len({tuple(each) for each in orders}) > 1
+    again = RecordedOrder(curriculum_named(name), 4, 0, pytest.fail)
+    again.restore(json.loads(json.dumps(order.state())))
+    again.begin()  # measures nothing
+    assert [again.order(epoch).tolist() for epoch in range(20)] == orders
+
+
+def test_learnability_draws_one_after_another():
+    weights = SCORES["learnability"]
+    drawn = [tuple(np.argsort(waiting_times(weights, np.random.default_rng(number)))) for number in range(2000)]
+    assert all(each[3] == 1 for each in drawn)  # of weight 0
+    total = weights.sum()
+    for first, second in itertools.permutations((0, 2, 3), 2):
+        expected = weights[first] / total * weights[second] / (total - weights[first])
+        assert sum(each[:2] == (first, second) for each in drawn) / 2000 == pytest.approx(expected, abs=0.035)
+
+
+def test_gain_is_the_ranks_where_it_is_narrow():
+    order = new_order("gain", width=1e-9)
+    order.begin()
+    assert order.order(0).tolist() == order.order(1).tolist() == [1, 3, 2, 0]
+    shuffled = [tuple(_narrow(seed).order(0)) for seed in range(10)]
+    assert len(set(shuffled)) > 2
+
+
+def _narrow(seed):
+    order = new_order("gain-shuffled", seed=seed, width=1e-9)
+    order.begin()
+    return order
+
+
+def test_what_is_refused():
+    with pytest.raises(ConfigError, match="'dynamic' chooses what to sample next"):
+        RecordedOrder(curriculum_named("dynamic"), 4, 0, dict)
+    with pytest.raises(ConfigError, match="thompson draws what to sample next"):
+        RecordedOrder(curriculum_named("learnability", thompson=True), 4, 0, dict)
+    with pytest.raises(CheckpointError, match="not the state of a curriculum"):
+        new_order("gain").restore({})
+    with pytest.raises(CheckpointError, match="2 values of angle for 4 trees"):
+        new_order("gain").restore({"angle": [1.0, 2.0]})
+    with pytest.raises(ValueError, match="item 3: its angle concentration is nan"):
+        new_order("gain", {"angle": np.array([1, 2, 3, np.nan])}).begin()

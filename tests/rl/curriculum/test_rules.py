@@ -1,17 +1,31 @@
 """Each rule of a draw against its formula, computed plainly."""
 
 import itertools
+import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from treewise.errors import ConfigError
-from treewise.rl.curriculum import CURRICULA, Outcome, curriculum_named
-from treewise.rl.curriculum.learnability import LearnabilitySettings, by_learnability
-from treewise.rl.curriculum.protocol import View, drawn_by_weight
-from treewise.rl.curriculum.uniform import in_passes
+from treewise import ConfigError, DataError
+from treewise.rl.curriculum import CURRICULA, Outcome, Pool, TaskSampler, curriculum_named
+from treewise.rl.curriculum.rules import (
+    GainSettings,
+    LearnabilitySettings,
+    View,
+    by_angle,
+    by_learnability,
+    by_shuffled_rank,
+    drawn_by_weight,
+    gain_after,
+    in_passes,
+    ranks_by_angle,
+    shuffled_ranks,
+)
+from treewise.rl.success_book import SuccessBook
 
+SCORES = [0.1, 0.9, 0.5, 0.7]
 COUNTS = np.array([[1.0, 99.0], [99.0, 1.0], [50.0, 50.0], [20.0, 80.0]])
 
 
@@ -98,3 +112,54 @@ def test_names_and_settings():
     ):
         with pytest.raises(ConfigError, match=message):
             curriculum_named(name, **settings)
+
+
+def test_the_highest_angle_has_rank_zero_and_nan_is_refused():
+    assert ranks_by_angle(SCORES).tolist() == [3, 0, 2, 1]
+    assert ranks_by_angle([1.0, 1.0]).tolist() == [0, 1]
+    with pytest.raises(DataError, match="item 1: its angle concentration is nan"):
+        ranks_by_angle([0.5, float("nan"), 0.2])
+
+
+def test_the_mean_moves_by_the_formula():
+    settings = GainSettings(step=0.1, alpha=2.0, beta=0.5)
+
+    def moved(mean, *pairs):
+        memory = {"scores": [0.0] * 50, "mean": mean}
+        outcomes = [replace(outcome(0), success=success, angle=angle) for success, angle in pairs]
+        return gain_after(memory, outcomes, settings)["mean"]
+
+    expected = 3 + 0.1 * 50 * np.tanh(2 * (0.8 - 0.5)) + 0.1 * 50 * np.tanh(2 * 0.4)
+    assert moved(3.0, (0.6, 0.3), (1.0, 0.5), (None, None)) == pytest.approx(expected)
+    assert moved(0.0, (0.0, 0.0)) == 0  # not below the first
+    assert moved(49.0, (1.0, 1.0)) == 49
+    assert moved(3.0, (None, 0.3)) == 3  # nothing was rewarded
+
+
+def test_the_draw_and_its_control():
+    settings = GainSettings(width=0.25)
+    memory = {"scores": SCORES, "mean": 0.5, "num_shared": 1}
+    weights = np.exp(-0.5 * (np.array([3, 0, 2, 1]) - 0.5) ** 2)
+    drawn = [by_angle(view(memory=memory, iteration=number), 1, settings).indices[0] for number in range(1200)]
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 1200, weights / weights.sum(), atol=0.045)
+    ranks = shuffled_ranks(4, 3)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    first = int(np.flatnonzero(ranks == 0)[0])
+    narrow = GainSettings(width=0.01)
+    assert by_shuffled_rank(view(memory={**memory, "mean": 0.0}), 1, narrow).indices == [first]
+    assert by_angle(view(memory={**memory, "mean": 0.0}), 1, narrow).indices == [1]
+    assert len(by_angle(view(memory=memory), 4, narrow).indices) == 4  # the others underflow and come last
+
+
+def test_state_and_missing_angles():
+    sampler = TaskSampler(curriculum_named("gain-shuffled"), Pool(4, str), 0)
+    book = SuccessBook()
+    with pytest.raises(ConfigError, match="of all 4 items, found none"):
+        TaskSampler(curriculum_named("gain"), Pool(4, str), 0).draw(1, book)
+    with pytest.raises(DataError, match="item 0"):
+        sampler.begin([float("inf")] * 4, 1)
+    sampler.begin(SCORES, 2)
+    sampler.draw(2, book)
+    again = TaskSampler(curriculum_named("gain_shuffled"), Pool(4, str), 0)
+    again.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert again.draw(3, book) == sampler.draw(3, book)

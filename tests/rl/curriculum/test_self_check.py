@@ -1,10 +1,68 @@
-"""Verdicts follow intervals; reports survive JSON."""
+"""Ranks and correlations against plain loops; verdicts follow intervals, and reports survive JSON."""
 
 import json
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from treewise.rl.curriculum.self_check import CheckReport, check_signals, is_refusable, refusal
+from treewise import DataError
+from treewise.rl.curriculum.self_check import (
+    CheckReport,
+    check_signals,
+    correlation,
+    is_refusable,
+    ranks,
+    refusal,
+    spearman,
+)
+
+VALUES = st.lists(st.integers(0, 5), min_size=3, max_size=12)
+
+
+@given(values=VALUES)
+def test_ranks_by_counting(values):
+    naive = [sum(b < a for b in values) + (sum(b == a for b in values) - 1) / 2 for a in values]
+    np.testing.assert_array_equal(ranks(np.array(values)), naive)
+
+
+@given(pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=3, max_size=12))
+def test_spearman_is_the_correlation_of_ranks(pairs):
+    a, b = np.array(pairs, dtype=float).T
+    expected = 0.0
+    if len(set(a)) > 1 and len(set(b)) > 1:
+        expected = np.corrcoef(ranks(a), ranks(b))[0, 1]
+    assert spearman(a, b) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_interval_is_that_of_resampled_tasks():
+    rng = np.random.default_rng(0)
+    signal = rng.normal(size=40)
+    target = signal + 0.5 * rng.normal(size=40)
+    found = correlation(signal, target, num_samples=400, seed=1)
+    drawn = np.random.default_rng(1).integers(0, 40, (400, 40))
+    naive = [np.corrcoef(ranks(signal[each]), ranks(target[each]))[0, 1] for each in drawn]
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(naive, [0.025, 0.975])))
+    assert found.is_above_zero
+    assert not correlation(-signal, target).is_above_zero
+    assert str(found).startswith("+0.")
+
+
+def test_noise_is_seldom_above_zero():
+    rng = np.random.default_rng(2)
+    above = [correlation(rng.normal(size=30), rng.normal(size=30), 200).is_above_zero for _ in range(100)]
+    assert sum(above) <= 10
+
+
+def test_constant_values_predict_nothing_and_others_are_refused():
+    found = correlation(np.ones(5), np.arange(5))
+    assert (found.value, found.low, found.is_above_zero) == (0, 0, False)
+    for wrong in (np.nan, np.inf):
+        with pytest.raises(DataError, match="1 of 3 values are not finite"):
+            correlation(np.array([1, wrong, 2]), np.arange(3))
+    with pytest.raises(DataError, match="2 and 2 tasks"):
+        correlation(np.arange(2), np.arange(2))
 
 
 def report(sign=1.0, varied=5):

@@ -28,7 +28,7 @@ def practised(sampler, book, count=3, rollouts=6):
         kept += sum(map(sampler.is_kept, wave))
         indices = sampler.refill(count - kept, book) if kept < count else []
         drawn += indices
-    sampler.observe(outcomes, kept)
+    sampler.observe(outcomes)
     for each in outcomes:
         book.observe(sampler.pool.key_of(each.index), each.num_successes, each.trials)
     return drawn

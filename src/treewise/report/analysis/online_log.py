@@ -11,8 +11,7 @@ import numpy as np
 
 from treewise.advantages import segment_values
 from treewise.errors import ConfigError, DataError
-from treewise.rl.curriculum.correlation import spearman
-from treewise.rl.curriculum.self_check import CheckReport
+from treewise.rl.curriculum.self_check import CheckReport, spearman
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

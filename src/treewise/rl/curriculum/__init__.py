@@ -1,7 +1,6 @@
 """Curricula: which tasks, or recorded trees, to train on next."""
 
-from treewise.rl.curriculum.protocol import Outcome
-from treewise.rl.curriculum.registry import CURRICULA, Curriculum, curriculum_named
+from treewise.rl.curriculum.rules import CURRICULA, Curriculum, Outcome, curriculum_named
 from treewise.rl.curriculum.task_sampler import Pool, TaskSampler
 
 __all__ = ["CURRICULA", "Curriculum", "Outcome", "Pool", "TaskSampler", "curriculum_named"]

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 
 from treewise.errors import ConfigError, DataError
-from treewise.rl.curriculum.gain import ranks_by_angle
-from treewise.rl.curriculum.protocol import Choose, Outcome, View
-from treewise.rl.curriculum.registry import Curriculum
+from treewise.rl.curriculum.rules import Choose, Curriculum, Outcome, View, ranks_by_angle
 from treewise.rl.success_book import SuccessBook
 
 FORMAT = 1
@@ -73,13 +71,13 @@ class TaskSampler:
     def is_kept(self, outcome: Outcome) -> bool:
         """Whether the tree of an item is trained."""
         keep = self.curriculum.kind.keep
-        return keep is None or keep(outcome, self.curriculum.settings)
+        return keep is None or keep(outcome)
 
-    def observe(self, outcomes: Sequence[Outcome], num_kept: int) -> None:
-        """Ends the iteration. outcomes: of all its trees; num_kept: how many of them are trained."""
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Ends the iteration, of all of whose trees these are the outcomes."""
         learn = self.curriculum.kind.learn
         if learn is not None:
-            self.memory = learn(self.memory, outcomes, num_kept, self.curriculum.settings)
+            self.memory = learn(self.memory, outcomes, self.curriculum.settings)
         self.iteration += 1
         self._taken, self._wave = [], 0
 

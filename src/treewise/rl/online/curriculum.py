@@ -5,7 +5,6 @@ The self-check samples rollouts of a few items; half of them predict the other h
 
 import logging
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ from treewise.errors import ConfigError
 from treewise.objectives import Objective
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.curriculum import TaskSampler
-from treewise.rl.curriculum.angles import angles_of
-from treewise.rl.curriculum.gradient_norms import gradient_norms
-from treewise.rl.curriculum.self_check import SIGNAL_OF, CheckReport, check_signals, is_refusable, refusal
+from treewise.rl.curriculum.recorded import check_on_trees
+from treewise.rl.curriculum.self_check import SIGNAL_OF, CheckReport, is_refusable, refusal
+from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online.collecting import Collector
 from treewise.rl.online.growing import GrowingTree, Rounds, grow_trees
 from treewise.rl.online.journal import journals
 from treewise.rl.online.records import write_check
-from treewise.rl.success_book import SuccessBook
 from treewise.rl.update import credited, scored, with_streams
 from treewise.tree.trajectory import Trajectory
 
@@ -88,11 +86,8 @@ class CurriculumCheck:
         return report.num_tokens
 
     def run(self, num_items: int, num_rollouts: int) -> CheckReport:
-        """Samples rollouts of some items and compares signals with what they claim to predict.
-
-        Signals: angles of the prompts, and p (1 - p) of the posterior after the even rollouts. Targets, of the odd
-        ones: the norm of their gradient, and the variance of their outcomes. Items without a reward in either half are
-        left out.
+        """Samples rollouts of some items and compares signals with what they claim to predict (`check_on_trees`). Items
+        without a reward in either half are left out.
 
         Raises:
             DataError: fewer than 3 items have rewards.
@@ -106,30 +101,18 @@ class CurriculumCheck:
         trees = self.rollouts.new_trees((self.seed, 0, _CHECK), chosen.tolist(), 0, [0] * len(chosen))
         branching: Any = FixedRollouts(num_rollouts)
         grow_trees(trees, replace(self.rounds, branching=branching))
-        measured = [each for each in trees if len(each.tree.rewarded_leaves) >= 2]
-        prompts = [each.tree.prompt_ids for each in measured]
-        rows = [each.tree.trajectories(source=f"self-check, {each.tree.group}") for each in measured]
-        halves = [(own[::2], own[1::2]) for own in rows]
-        angles = angles_of(self.engine, prompts, self.items.memory.get("num_shared")) if measured else None
-        credited = [self._credited(second) for _, second in halves]
-        norms = gradient_norms(self.engine, credited, self.objective)
-        columns = {
-            "angle": [] if angles is None else angles.total,
-            "intra": [] if angles is None else angles.intra,
-            "inter": [] if angles is None else angles.inter,
-            "learnability": [_learnability(first, self.rounds.book, success_at) for first, _ in halves],
-            "length": [len(ids) for ids in prompts],
-            "gradient_norm": list(norms),
-            "variance": [_variance(second, success_at) for _, second in halves],
-        }
-        arrays = {name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
-        report = check_signals(
-            {name: arrays[name] for name in ("angle", "intra", "inter", "learnability", "length")},
-            {name: arrays[name] for name in ("gradient_norm", "variance")},
-            num_rollouts=sum(len(each.tree.leaves) for each in trees),
-            num_tokens=sum(each.num_sampled for each in trees),
-            num_varied=sum(len({row.reward for row in own}) > 1 for own in rows),
+        rows = [each.tree.trajectories(source=f"self-check, {each.tree.group}") for each in trees]
+        report = check_on_trees(
+            [own for own in rows if len(own) >= 2],
+            self.engine,
+            self.objective,
+            self._credited,
+            success_at,
+            num_shared=self.items.memory.get("num_shared"),
+            book_settings=self.rounds.book.settings,
         )
+        num_rollouts, num_tokens = sum(len(each.tree.leaves) for each in trees), sum(each.num_sampled for each in trees)
+        report = replace(report, num_rollouts=num_rollouts, num_tokens=num_tokens)
         return report, trees
 
     def _credited(self, rows: list[Trajectory]) -> list[Trajectory]:
@@ -144,16 +127,3 @@ class CurriculumCheck:
         )
         update = with_streams(update, self.objective, num_updates=1, old_logprobs="auto")
         return scored(update, self.engine, batch_size=1, reference=self.reference).trees[0]
-
-
-def _learnability(rows: Sequence[Trajectory], prior: SuccessBook, success_at: float) -> float:
-    """p (1 - p) at the posterior mean after some rollouts of a task that was never tried."""
-    book = SuccessBook(prior.settings)
-    book.observe("task", sum((row.reward or 0.0) >= success_at for row in rows), len(rows))
-    return book.learnability("task")
-
-
-def _variance(rows: Sequence[Trajectory], success_at: float) -> float:
-    """The unbiased variance of outcomes; 0 of a single one."""
-    outcomes = [float((row.reward or 0.0) >= success_at) for row in rows]
-    return float(np.var(outcomes, ddof=1)) if len(outcomes) > 1 else 0.0

@@ -34,8 +34,8 @@ from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.rl.checks import gap_warning
 from treewise.rl.curriculum import TaskSampler
-from treewise.rl.curriculum.angles import angles_of
 from treewise.rl.curriculum.self_check import CheckReport
+from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online import records
 from treewise.rl.online.collecting import Collected, Collector, token_progress
 from treewise.rl.online.curriculum import CurriculumCheck
@@ -312,7 +312,7 @@ class OnlineTrainer(TreeTrainer):
         outcomes = collected.outcomes(loop.book, self.settings.success_at)
         if self.args.should_save:
             records.write_draws(self.folder, loop.iteration + 1, self.settings.curriculum, collected, outcomes)
-        self.items.observe(outcomes, len(collected.kept))
+        self.items.observe(outcomes)
         for each in trees:
             loop.book.observe_tree(each.key, each.tree)
             lengths = [each.tree.num_sampled_before(leaf, len(each.tree[leaf])) for leaf in each.tree.leaves]

@@ -1,4 +1,7 @@
-"""Angle concentration of prompts (GAIN-RL, 2506.02281), from the hidden rows of one pass of the engine over their tree.
+"""What curricula measure on a model: angle concentrations of prompts (GAIN-RL, 2506.02281), and what they claim to predict:
+the norm of each tree's own gradient.
+
+Angles come from the hidden rows of one pass of the engine over the tree of all prompts.
 
 For a prompt of m tokens whose first n are the prefix that all prompts share (system prompt, examples),
 
@@ -13,6 +16,7 @@ prompts share, and a row without a direction is an error.
 Letters: N prompts, S segments, T tokens of a micro-batch, M model width.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +28,8 @@ from treewise.engine.engine import TreeEngine
 from treewise.engine.walk import MicroBatchOutput
 from treewise.errors import DataError
 from treewise.nn.device import to_device
+from treewise.nn.gradients import clear_gradients, gradients_restored
+from treewise.objectives import Objective
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -110,3 +116,25 @@ def _sums_of_unit_rows(engine: TreeEngine, forest: Forest, num_shared: int) -> t
         if parent >= 0:
             totals[segment] += totals[parent]
     return sums_S[0], totals[forest.segments.end_segment]
+
+
+def gradient_norms(
+    engine: TreeEngine, trees: Sequence[Sequence[Trajectory]], objective: Objective | None
+) -> list[float]:
+    """The norm over all trained parameters of each tree's own gradient; earlier gradients are restored.
+
+    objective: None for SFT; of a policy gradient the trees must hold their advantages.
+    """
+    model, norms = engine.model, []
+    was_training = model.training
+    model.eval()
+    try:
+        for tree in trees:
+            with gradients_restored(model):
+                engine.step(Forest.from_trajectories(list(tree)), objective)
+                grads = [each.grad for each in model.parameters() if each.grad is not None]
+                norms.append(math.sqrt(math.fsum(float(each.double().square().sum()) for each in grads)))
+                clear_gradients(model.parameters())
+    finally:
+        model.train(was_training)
+    return norms

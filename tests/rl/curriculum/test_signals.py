@@ -1,13 +1,13 @@
-"""Angle concentration against O(m^2) cosines of every prompt computed alone."""
+"""Angle concentration against O(m^2) cosines of every prompt computed alone; norms of single trees against transformers."""
 
 import numpy as np
 import pytest
 import torch
 
-from treewise import TreeEngine
-from treewise.errors import DataError
-from treewise.rl.curriculum.angles import angles_of, num_shared_tokens
+from treewise import DataError, TreeEngine
+from treewise.rl.curriculum.signals import angles_of, gradient_norms, num_shared_tokens
 from treewise.testing import tiny_model
+from treewise.tree.trajectory import Trajectory
 
 PREFIX = [3, 1, 4, 1, 5, 9]
 PROMPTS = [[*PREFIX, *rest] for rest in ([2, 6, 5], [2, 6, 7, 8], [2, 6], [7], [7, 7, 7, 7, 7, 7, 7], [2, 6, 5])]
@@ -63,3 +63,23 @@ def test_rows_without_a_direction_are_refused():
         model.model.norm.weight.zero_()
     with pytest.raises(DataError, match="zero or not finite"):
         angles_of(TreeEngine(model, check=False), PROMPTS)
+
+
+def test_norms_are_those_of_each_tree_alone():
+    model = tiny_model(vocab_size=16).train()
+    trees = [[Trajectory([1, 2, 3, 4]), Trajectory([1, 2, 5])], [Trajectory([7, 8, 9])]]
+    before = torch.ones_like(model.lm_head.weight)
+    model.lm_head.weight.grad = before.clone()
+    found = gradient_norms(TreeEngine(model, 3), trees, None)
+    assert torch.equal(model.lm_head.weight.grad, before)
+    assert model.training
+    for tree, norm in zip(trees, found, strict=True):
+        model.zero_grad()
+        total, count = torch.zeros(()), 0
+        for row in tree:
+            ids = torch.tensor([row.token_ids.tolist()])
+            total = total + model(ids, labels=ids).loss * (len(row) - 1)
+            count += len(row) - 1
+        (total / count).backward()
+        expected = sum(float(each.grad.square().sum()) for each in model.parameters() if each.grad is not None) ** 0.5
+        assert norm == pytest.approx(expected, rel=1e-4)
