@@ -1,4 +1,4 @@
-"""Angle concentration against O(m^2) cosines of every prompt computed alone; norms of single trees against transformers."""
+"""Angle concentration against O(m^2) cosines of every prompt alone; norms of single trees against transformers."""
 
 import numpy as np
 import pytest

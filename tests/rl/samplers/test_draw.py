@@ -5,25 +5,29 @@ import pytest
 import torch
 
 from treewise.rl.samplers import SampleRequest
-from treewise.rl.samplers.draw import RowRule, draw_tokens, exponentials, stream_key
-from treewise.rl.samplers.remote import can_be_drawn
+from treewise.rl.samplers.draw import can_be_drawn, draw_tokens, exponentials, stream_key
 
-PLAIN = RowRule(1.0, 1.0, 0)
+
+def rule_of(temperature: float, top_p: float, top_k: int) -> SampleRequest:
+    return SampleRequest((1,), temperature=temperature, top_p=top_p, top_k=top_k, num_top=5)
+
+
+PLAIN = rule_of(1.0, 1.0, 0)
 
 
 def _logits(rows: int = 1, size: int = 7) -> torch.Tensor:
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(3)) * 1.5
 
 
-def _frequencies(rule: RowRule, logits: torch.Tensor, num: int = 20_000) -> np.ndarray:
+def _frequencies(rule: SampleRequest, logits: torch.Tensor, num: int = 20_000) -> np.ndarray:
     keys = [stream_key(5, i, 0) for i in range(num)]
     ids = draw_tokens(logits.expand(num, -1), [rule] * num, keys).token_ids
     return np.bincount(ids.numpy(), minlength=logits.shape[1]) / num
 
 
 @pytest.mark.representatives("rule2")
-@pytest.mark.parametrize("rule", [PLAIN, RowRule(0.5, 1.0, 0), RowRule(1.3, 1.0, 3), RowRule(1.0, 0.8, 0)])
-def test_frequencies_are_the_probabilities_of_what_is_kept(rule: RowRule) -> None:
+@pytest.mark.parametrize("rule", [PLAIN, rule_of(0.5, 1.0, 0), rule_of(1.3, 1.0, 3), rule_of(1.0, 0.8, 0)])
+def test_frequencies_are_the_probabilities_of_what_is_kept(rule: SampleRequest) -> None:
     logits = _logits()
     probabilities = torch.softmax(logits[0].double() / rule.temperature, -1).numpy()
     order = np.argsort(-probabilities)
@@ -38,7 +42,7 @@ def test_frequencies_are_the_probabilities_of_what_is_kept(rule: RowRule) -> Non
 
 def test_logprobs_are_tempered_and_kept_mass_restores_what_was_drawn_from() -> None:
     logits = _logits()
-    rule = RowRule(0.7, 0.6, 4)
+    rule = rule_of(0.7, 0.6, 4)
     draw = draw_tokens(logits, [rule], [1], want_entropy=True, num_top=3)
     reference = torch.log_softmax(logits[0] / 0.7, -1)
     assert draw.logprobs[0] == pytest.approx(float(reference[draw.token_ids[0]]), abs=1e-6)
@@ -55,17 +59,16 @@ def test_logprobs_are_tempered_and_kept_mass_restores_what_was_drawn_from() -> N
 
 
 @pytest.mark.parametrize(
-    "rule", [PLAIN, RowRule(0.7, 0.6, 4), RowRule(1.0, 0.8, 0), RowRule(1.3, 1.0, 3), RowRule(0, 1, 0)]
+    "rule", [PLAIN, rule_of(0.7, 0.6, 4), rule_of(1.0, 0.8, 0), rule_of(1.3, 1.0, 3), rule_of(0, 1, 0)]
 )
-def test_servers_candidates_are_cut_like_ours(rule: RowRule) -> None:
+def test_servers_candidates_are_cut_like_ours(rule: SampleRequest) -> None:
     """What a server gives before its cuts, cut here, is what our own draw could have drawn."""
     logits = _logits(30)
     draw = draw_tokens(logits, [rule] * 30, [1] * 30, num_top=5)
     assert draw.top_logprobs is not None
-    plain = draw_tokens(logits, [RowRule(rule.temperature or 1.0, 1.0, 0)] * 30, [1] * 30, num_top=5).top_logprobs
+    plain = draw_tokens(logits, [rule_of(rule.temperature or 1.0, 1.0, 0)] * 30, [1] * 30, num_top=5).top_logprobs
     assert plain is not None
-    request = SampleRequest((1,), temperature=rule.temperature, top_p=rule.top_p, top_k=rule.top_k, num_top=5)
-    assert np.array_equal(can_be_drawn(request, plain.numpy()), torch.isfinite(draw.top_logprobs).numpy())
+    assert np.array_equal(can_be_drawn(rule, plain.numpy()), torch.isfinite(draw.top_logprobs).numpy())
 
 
 def test_a_row_draws_the_same_whatever_is_beside_it() -> None:
@@ -93,7 +96,7 @@ def test_exponentials_are_exponential_and_independent_of_their_neighbours() -> N
 
 def test_temperature_zero_takes_the_most_likely_token_and_its_plain_logprob() -> None:
     logits = _logits(3)
-    draw = draw_tokens(logits, [RowRule(0.0, 0.5, 2)] * 3, [1, 2, 3])
+    draw = draw_tokens(logits, [rule_of(0.0, 0.5, 2)] * 3, [1, 2, 3])
     assert draw.token_ids.tolist() == logits.argmax(-1).tolist()
     assert torch.allclose(draw.logprobs, torch.log_softmax(logits, -1).max(-1).values)
     assert draw.log_kept_mass.tolist() == [0, 0, 0]

@@ -11,10 +11,9 @@ import torch
 from treewise import Trajectory, TreeEngine
 from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler, shared_prefix
-from treewise.rl.samplers.choose import why_not
-from treewise.rl.samplers.model_mode import sampling_mode
+from treewise.rl.samplers.decoder import Recompute, why_not
 from treewise.rl.samplers.shared_prefix import SharedPrefix
-from treewise.rl.samplers.steppers import Recompute
+from treewise.rl.samplers.transformers_sampler import sampling_mode
 from treewise.testing import tiny_model
 
 TRUNK = (11, 23, 5, 40, 8, 61, 17, 33)
@@ -104,10 +103,10 @@ def test_first_logits_of_random_prefixes_are_those_of_a_plain_forward(forward_to
         prefixes = sorted({(*draw.choice(stems), *draw.choices(range(4), k=draw.randint(1, 6))) for _ in range(7)})
         counts = [draw.randint(1, 3) for _ in prefixes]
         with sampling_mode(model):
-            steppers = [SharedPrefix(model), Recompute(model)]
-            found = [each.start(prefixes, counts, 3) for each in steppers]
+            decoders = [SharedPrefix(model), Recompute(model)]
+            found = [each.start(prefixes, counts, 3) for each in decoders]
             tokens = torch.arange(sum(counts)) % 50
-            later = [each.step(tokens) for each in steppers]
+            later = [each.step(tokens) for each in decoders]
         torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4)
         torch.testing.assert_close(later[0], later[1], rtol=0, atol=1e-4)
 
@@ -195,8 +194,6 @@ def test_a_shared_prefix_is_refused_where_it_does_not_hold() -> None:
 
 
 def test_wrong_logits_of_a_cache_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from treewise.rl.samplers import shared_prefix
-
     model = tiny_model("llama")
     right = shared_prefix.attention_forward
 

@@ -1,8 +1,8 @@
 """The self-check: whether a curriculum's signal predicts, on a sample of one's own tasks, what it claims to predict.
 
 Of each task one half of its rollouts is what is known, the other half is what comes: a posterior that is compared with
-the rollouts that it was made of would look good on noise. A signal predicts by its rank correlation with what comes; one
-whose bootstrap interval is not above zero is useless here.
+the rollouts that it was made of would look good on noise. A signal predicts by its rank correlation with what comes;
+one whose bootstrap interval is not above zero is useless here.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""What curricula measure on a model: angle concentrations of prompts (GAIN-RL, 2506.02281), and what they claim to predict:
-the norm of each tree's own gradient.
+"""What curricula measure on a model: angle concentrations of prompts (GAIN-RL, 2506.02281), and what these claim to
+predict: the norm of each tree's own gradient.
 
 Angles come from the hidden rows of one pass of the engine over the tree of all prompts.
 

@@ -13,7 +13,10 @@ Letters: R rows, V vocabulary, k the number of most likely tokens asked for.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from treewise.rl.samplers.protocol import SampleRequest
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -23,7 +26,7 @@ ROWS_AT_ONCE = 16  # bounds the memory of the random numbers: float64 and int64 
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class DrawnTokens:
     """token_ids int64 [R]; logprobs, log_kept_mass and entropies float32 [R]; top_ids int64 and top_logprobs float32
     [R, k], of what could have been drawn, `-inf` where that is less than k.
     """
@@ -36,80 +39,54 @@ class Draw:
     top_logprobs: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class RowRule:
-    """How one row is sampled; the fields of a request."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-
-    @property
-    def truncates(self) -> bool:
-        """Whether top-k or top-p apply."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0)
-
-
 def stream_key(seed: int, continuation: int, index: int) -> int:
     """The 64-bit key of one draw, as a signed integer: equal arguments, equal random numbers."""
     key = 0
     for part in (seed, continuation, index):
         key = _mix((key ^ _mix(part & _MASK)) + _GAMMA)
-    return key - (1 << 64) if key >> 63 else key
-
-
-def tempered_logprobs(logits: torch.Tensor, rules: Sequence[RowRule]) -> torch.Tensor:
-    """float32 [R, V]: log-softmax of logits / temperature, of the plain logits where the temperature is 0."""
-    temperatures = torch.tensor([rule.temperature or 1.0 for rule in rules], device=logits.device)
-    return torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
+    return _signed(key)
 
 
 def draw_tokens(
-    logits: torch.Tensor, rules: Sequence[RowRule], keys: Sequence[int], want_entropy: bool = False, num_top: int = 0
-) -> Draw:
-    """One token for each row.
+    logits: torch.Tensor,
+    rules: Sequence[SampleRequest],
+    keys: Sequence[int],
+    want_entropy: bool = False,
+    num_top: int = 0,
+) -> DrawnTokens:
+    """One token for each row: temperature, then top-k and top-p, then the draw, and what is recorded of it.
 
     Parameters:
         logits: [R, V], any float dtype.
+        rules: the request of each row, for its temperature, top_k and top_p.
         keys: `stream_key` of each row.
     """
-    logprobs = tempered_logprobs(logits, rules)
+    temperatures = torch.tensor([rule.temperature or 1.0 for rule in rules], device=logits.device)
+    is_greedy = torch.tensor([rule.temperature == 0 for rule in rules], device=logits.device)
+    logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
     kept, mass = _truncated(logprobs, rules)
-    ids = torch.empty(len(rules), dtype=torch.int64, device=logits.device)
+    best = logprobs.argmax(-1)
+    ids = torch.empty_like(best)
     for low in range(0, len(rules), ROWS_AT_ONCE):
         rows = slice(low, low + ROWS_AT_ONCE)
         key = torch.tensor(list(keys[rows]), dtype=torch.int64, device=logits.device)
-        greedy = torch.tensor([rule.temperature == 0 for rule in rules[rows]], device=logits.device)
         scores = kept[rows].double() - exponentials(key, kept.shape[1]).log_()
-        ids[rows] = torch.where(greedy, logprobs[rows].argmax(-1), scores.argmax(-1))
-    top = _possible(logprobs, kept, rules).topk(num_top, dim=-1) if num_top else None
-    return Draw(
+        ids[rows] = torch.where(is_greedy[rows], best[rows], scores.argmax(-1))
+    top = None
+    if num_top:
+        is_best = torch.zeros_like(logprobs, dtype=torch.bool).scatter_(1, best[:, None], value=True)
+        top = torch.where(is_greedy[:, None] & ~is_best, float("-inf"), kept).topk(num_top, dim=-1)
+    return DrawnTokens(
         token_ids=ids,
         logprobs=logprobs.gather(1, ids[:, None])[:, 0],
         log_kept_mass=mass,
-        entropies=_entropies(logprobs) if want_entropy else None,
+        entropies=torch.special.entr(logprobs.exp()).sum(-1) if want_entropy else None,  # 0 where a logit is -inf
         top_ids=None if top is None else top.indices,
         top_logprobs=None if top is None else top.values,
     )
 
 
-def exponentials(keys: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """float64 [R, num_columns] of independent draws from the exponential distribution, by hash.
-
-    Parameters:
-        keys: int64 [R].
-    """
-    state = torch.arange(1, num_columns + 1, device=keys.device).mul_(_signed(_GAMMA)) + keys[:, None]
-    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
-        # A shift of int64 drags the sign along; the mask takes it off.
-        state ^= (state >> shift).bitwise_and_((1 << (64 - shift)) - 1)
-        if factor is not None:
-            state *= _signed(factor)
-    uniform = (state >> 11).bitwise_and_((1 << 53) - 1).double().add_(0.5).mul_(2.0**-53)
-    return uniform.log_().neg_()
-
-
-def _truncated(logprobs: torch.Tensor, rules: Sequence[RowRule]) -> tuple[torch.Tensor, torch.Tensor]:
+def _truncated(logprobs: torch.Tensor, rules: Sequence[SampleRequest]) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs with what top-k, then top-p leave out at -inf, and the log of the mass that stays."""
     mass = logprobs.new_zeros(len(rules))
     if not any(rule.truncates for rule in rules):
@@ -130,15 +107,32 @@ def _truncated(logprobs: torch.Tensor, rules: Sequence[RowRule]) -> tuple[torch.
     return kept, mass
 
 
-def _possible(logprobs: torch.Tensor, kept: torch.Tensor, rules: Sequence[RowRule]) -> torch.Tensor:
-    """Log-probs with what cannot be drawn at -inf; where the temperature is 0, all but the most likely."""
-    greedy = torch.tensor([rule.temperature == 0 for rule in rules], device=logprobs.device)[:, None]
-    is_best = torch.zeros_like(logprobs, dtype=torch.bool).scatter_(1, logprobs.argmax(-1, keepdim=True), value=True)
-    return torch.where(greedy & ~is_best, float("-inf"), kept)
+def can_be_drawn(request: SampleRequest, top_logprobs: np.ndarray) -> np.ndarray:
+    """[T, k] bool, which of a server's candidates, [T, k] from before its cuts and most likely first, the same cuts
+    leave."""
+    rank = np.arange(top_logprobs.shape[1])
+    if request.temperature == 0:
+        return np.broadcast_to(rank == 0, top_logprobs.shape)
+    masses = np.exp(top_logprobs.astype(np.float64))
+    is_left = np.broadcast_to(rank < (request.top_k or len(rank)), top_logprobs.shape)
+    total = (masses * is_left).sum(1, keepdims=True) if request.top_k else 1.0
+    return is_left & ((masses.cumsum(1) - masses) / total < request.top_p)
 
 
-def _entropies(logprobs: torch.Tensor) -> torch.Tensor:
-    return torch.special.entr(logprobs.exp()).sum(-1)  # 0 where a logit is -inf
+def exponentials(keys: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """float64 [R, num_columns] of independent draws from the exponential distribution, by hash.
+
+    Parameters:
+        keys: int64 [R].
+    """
+    state = torch.arange(1, num_columns + 1, device=keys.device).mul_(_signed(_GAMMA)) + keys[:, None]
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        # A shift of int64 drags the sign along; the mask takes it off.
+        state ^= (state >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        if factor is not None:
+            state *= _signed(factor)
+    uniform = (state >> 11).bitwise_and_((1 << 53) - 1).double().add_(0.5).mul_(2.0**-53)
+    return uniform.log_().neg_()
 
 
 def _mix(value: int) -> int:

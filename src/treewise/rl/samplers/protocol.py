@@ -14,11 +14,14 @@ the log-probs belong to is fixed here, for every sampler:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from treewise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FinishReason = Literal["stop", "length"]
 
@@ -117,7 +120,7 @@ class Sampler(Protocol):
     def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         """For each request, in order, its `num_continuations` completions."""
 
-    def update(self, model: Any) -> None:
+    def update(self, model: "nn.Module") -> None:
         """The model has been trained: hands the weights on, where the sampler holds weights of its own."""
 
     def close(self) -> None:

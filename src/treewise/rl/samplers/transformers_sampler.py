@@ -6,8 +6,8 @@ transformers' own continuous batching (`generate_batch`) draws all rows from one
 its tokens depend on the whole batch; nor does it return entropies or candidates. That is why it is not used here.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from treewise.errors import ConfigError, NonFiniteError
+from treewise.nn.compilation import uncompiled
 from treewise.nn.model_checks import refuse_lengths
-from treewise.rl.samplers.choose import choose_stepper
-from treewise.rl.samplers.draw import Draw, RowRule, draw_tokens, stream_key
-from treewise.rl.samplers.model_mode import sampling_mode
+from treewise.rl.samplers.decoder import DECODERS, Decoder, choose_decoder
+from treewise.rl.samplers.draw import DrawnTokens, draw_tokens, stream_key
 from treewise.rl.samplers.protocol import Completion, SampleRequest
-from treewise.rl.samplers.steppers import Prefix, Stepper
+from treewise.rl.samplers.shared_prefix import Prefix
 
-logger = logging.getLogger(__name__)
-METHODS = ("auto", "shared_prefix", "copied_cache", "recompute")
+METHODS = ("auto", *DECODERS)
+MAX_UNPADDED_TOKENS = 1 << 15  # of prefixes of one length that one forward computes
 
 
 @dataclass(eq=False, slots=True)
@@ -72,7 +72,7 @@ class TransformersSampler:
         self.max_cached_tokens = max_cached_tokens
         self.isolate_requests = isolate_requests
         self.method = method
-        self._stepper: type[Stepper] | None = None
+        self._decoder: type[Decoder] | None = None
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         """See `Sampler`.
@@ -81,17 +81,21 @@ class TransformersSampler:
             NonFiniteError: the model gives logits that are not numbers.
             UnsupportedModelError: a row might become longer than training follows; nothing is sampled.
         """
-        if requests:
-            refuse_requests(self.model, requests)
+        if not requests:
+            return []
+        longest = max(requests, key=lambda each: len(each.prefix_ids) + each.max_new_tokens)
+        num_prefix, num_new = len(longest.prefix_ids), longest.max_new_tokens
+        what = f"a prefix of {num_prefix} tokens with max_new_tokens={num_new}"
+        refuse_lengths(self.model, num_prefix + num_new, what, "Lower max_new_tokens or shorten the prompt")
         rows = [
             _Row(index, request, request.first_continuation + i)
             for index, request in enumerate(requests)
             for i in range(request.num_continuations)
         ]
         with sampling_mode(self.model):
-            if self._stepper is None:
+            if self._decoder is None:
                 known = [token for request in requests for token in dict.fromkeys(request.prefix_ids)]
-                self._stepper = choose_stepper(self.model, self.method, known)
+                self._decoder = choose_decoder(self.model, self.method, known)
             for batch in self._batches(rows):
                 self._run(batch)
         results: list[list[Completion]] = [[] for _ in requests]
@@ -99,76 +103,87 @@ class TransformersSampler:
             results[row.request_index].append(_completion(row))
         return [tuple(completions) for completions in results]
 
-    def update(self, model: Any) -> None:
+    def update(self, model: nn.Module | None) -> None:
         """Nothing to hand over: the weights are those that are trained. A new model replaces the old one."""
         if model is not None and model is not self.model:
-            self.model, self._stepper = model, None
+            self.model, self._decoder = model, None
 
     def close(self) -> None:
         """Nothing to give back."""
 
     def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
         """Rows in batches, those of one prefix side by side, and prefixes with a common beginning near one another."""
-        assert self._stepper is not None
+        assert self._decoder is not None
         if self.isolate_requests:
-            shares: dict[Any, list[_Row]] = {}
-            for row in rows:
-                shares.setdefault(row.request_index, []).append(row)
-        elif self._stepper.needs_equal_lengths:
-            shares = {}
-            for row in rows:
-                shares.setdefault(len(row.request.prefix_ids), []).append(row)
+            shares = _grouped(rows, [row.request_index for row in rows])
+        elif self._decoder.needs_equal_lengths:
+            shares = _grouped(rows, [len(row.request.prefix_ids) for row in rows])
         else:
-            shares = {0: rows} if rows else {}
-        for share in shares.values():
-            yield from self._cut(sorted(share, key=lambda row: row.request.prefix_ids))
-
-    def _cut(self, rows: list[_Row]) -> Iterator[list[_Row]]:
-        batch: list[_Row] = []
-        for row in rows:
-            if batch and not self._fits([*batch, row]):
-                yield batch
-                batch = []
-            batch.append(row)
-        if batch:
+            shares = [rows]
+        for share in shares:
+            batch: list[_Row] = []
+            for row in sorted(share, key=lambda row: row.request.prefix_ids):
+                if batch and not self._fits([*batch, row]):
+                    yield batch
+                    batch = []
+                batch.append(row)
             yield batch
 
     def _fits(self, batch: list[_Row]) -> bool:
+        assert self._decoder is not None
         counts = _counts(batch)
-        places = len(counts) * max(counts.values())
-        new = max(row.request.max_new_tokens for row in batch)
-        cached = len(counts) * max(map(len, counts)) + places * new
+        num_prefix, places = len(counts) * max(map(len, counts)), len(counts) * max(counts.values())
+        if self._decoder.needs_equal_lengths and num_prefix > MAX_UNPADDED_TOKENS and len(counts) > 1:
+            return False
+        cached = num_prefix + places * max(row.request.max_new_tokens for row in batch)
         return places <= self.max_rows and cached <= self.max_cached_tokens
 
     def _run(self, rows: list[_Row]) -> None:
-        assert self._stepper is not None
-        stepper = self._stepper(self.model)  # type: ignore[call-arg]
+        assert self._decoder is not None
+        decoder = self._decoder(self.model)
         counts = _counts(rows)
         limit = max(row.request.max_new_tokens for row in rows)
-        logits = stepper.start(list(counts), list(counts.values()), limit)
+        logits = decoder.start(list(counts), list(counts.values()), limit)
         while True:
             token_ids = _append(rows, logits)
-            alive = [i for i, row in enumerate(rows) if not _is_finished(row)]
+            alive = [
+                i
+                for i, row in enumerate(rows)
+                if len(row.token_ids) < row.request.max_new_tokens and not row.request.is_stopped(row.token_ids)
+            ]
             if not alive:
                 return
             if len(alive) < len(rows):
-                stepper.keep(alive)
+                decoder.keep(alive)
                 rows = [rows[i] for i in alive]
                 token_ids = token_ids[torch.tensor(alive, device=token_ids.device)]
-            logits = stepper.step(token_ids)
+            logits = decoder.step(token_ids)
 
 
-def refuse_requests(model: nn.Module, requests: Sequence[SampleRequest]) -> None:
-    """Raises `UnsupportedModelError` if the longest row that requests allow is longer than training follows."""
-    longest = max(requests, key=lambda each: len(each.prefix_ids) + each.max_new_tokens)
-    num_prefix, num_new = len(longest.prefix_ids), longest.max_new_tokens
-    what = f"a prefix of {num_prefix} tokens with max_new_tokens={num_new}"
-    refuse_lengths(model, num_prefix + num_new, what, "Lower max_new_tokens or shorten the prompt")
+@contextmanager
+def sampling_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout, no gradient checkpointing, no graph, no compiled layers; afterwards every module is as it was
+    before, also after an error."""
+    training: list[Any] = [module for module in model.modules() if module.training]
+    checkpointed: list[Any] = [
+        module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True
+    ]
+    try:
+        model.eval()
+        for module in checkpointed:
+            module.gradient_checkpointing = False
+        with torch.no_grad(), uncompiled(model):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        for module in checkpointed:
+            module.gradient_checkpointing = True
 
 
 def _append(rows: list[_Row], logits: torch.Tensor) -> torch.Tensor:
     """Draws a token for each row and writes it down; int64 [R]."""
-    rules = [RowRule(row.request.temperature, row.request.top_p, row.request.top_k) for row in rows]
+    rules = [row.request for row in rows]
     keys = [stream_key(row.request.seed, row.continuation, len(row.token_ids)) for row in rows]
     want_entropy = any(row.request.want_entropy for row in rows)
     num_top = max(row.request.num_top for row in rows)
@@ -177,7 +192,7 @@ def _append(rows: list[_Row], logits: torch.Tensor) -> torch.Tensor:
     return draw.token_ids
 
 
-def _write(rows: list[_Row], draw: Draw) -> None:
+def _write(rows: list[_Row], draw: DrawnTokens) -> None:
     ids, logprobs, kept = draw.token_ids.tolist(), draw.logprobs.tolist(), draw.log_kept_mass.tolist()
     for index, row in enumerate(rows):
         if not np.isfinite(logprobs[index]):
@@ -197,15 +212,18 @@ def _write(rows: list[_Row], draw: Draw) -> None:
             row.top_logprobs.append(values[: row.request.num_top])
 
 
+def _grouped(rows: Sequence[_Row], keys: Sequence[int]) -> list[list[_Row]]:
+    groups: dict[int, list[_Row]] = {}
+    for row, key in zip(rows, keys, strict=True):
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
 def _counts(rows: Sequence[_Row]) -> dict[Prefix, int]:
     counts: dict[Prefix, int] = {}
     for row in rows:
         counts[row.request.prefix_ids] = counts.get(row.request.prefix_ids, 0) + 1
     return counts
-
-
-def _is_finished(row: _Row) -> bool:
-    return len(row.token_ids) >= row.request.max_new_tokens or row.request.is_stopped(row.token_ids)
 
 
 def _completion(row: _Row) -> Completion:

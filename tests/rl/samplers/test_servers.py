@@ -304,7 +304,7 @@ def test_vllm_calls_fit_the_signatures_of_trl() -> None:
 @pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")  # peft asks by the old name
 def test_merged_adapters_are_sent_under_the_names_of_the_model() -> None:
     peft = pytest.importorskip("peft")
-    from treewise.rl.samplers.vllm_sampler import _merged_weights
+    from treewise.rl.samplers.servers import _merged_weights
 
     model = tiny_model("llama")
     plain = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
