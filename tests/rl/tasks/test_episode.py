@@ -24,8 +24,8 @@ from treewise.rl.tasks import (
     TurnTask,
     start_episode,
 )
+from treewise.rl.tasks.chat_tokens import ToolCall, hermes_calls, parse_tool_calls
 from treewise.rl.tasks.environment import opening, state_method, tool_schemas, tools_of
-from treewise.rl.tasks.tool_calls import ToolCall, hermes_calls, parse_tool_calls
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 QWEN3 = Path(__file__).parents[2] / "data" / "fixtures" / "qwen3" / "tokenizer_config.json"

@@ -12,9 +12,8 @@ from treewise.data.io.printable import printable, shown
 from treewise.data.io.record_forms import PartialTailError, parsed_object
 from treewise.errors import ConfigError, DataError, TreewiseError
 from treewise.rl.tasks import EnvironmentTask, ReasoningGymTask, RowsTask, SumTask
-from treewise.rl.tasks.calls import described
+from treewise.rl.tasks.calls import described, found_by_name
 from treewise.rl.tasks.protocol import SingleTurnTask, Task, TurnTask
-from treewise.rl.tasks.user_modules import found_by_name
 
 _GYM = "reasoning_gym:"
 FORMS = (

@@ -1,4 +1,7 @@
-"""Functions of the user's, called so that none can end or hang the run: in threads, or in processes that are killed.
+"""Functions and classes of the user's: found by name, and called so that none can end or hang the run.
+
+`module:name` or `file.py:name`; each file is loaded once, as a module under a name of its own, so that what it defines
+can be sent to worker processes, which load it again. Calls run in threads, or in processes that are killed.
 
 What a function raises, SystemExit included, comes back as a `FailedCall` with the file and line of the user's code. A
 thread cannot be ended, so one that takes too long is left behind and goes on using the processor; a worker process is
@@ -6,8 +9,12 @@ killed. Between processes, arguments and results are pickled by the standard lib
 """
 
 import functools
+import hashlib
+import importlib
+import importlib.util
 import inspect
 import multiprocessing
+import sys
 import sysconfig
 import threading
 import time
@@ -16,12 +23,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import treewise
 from treewise.data.io.printable import printable
 from treewise.errors import ConfigError, pip_install
-from treewise.rl.tasks.user_modules import load_files, loaded_files
 
 FailureKind = Literal["raised", "not_a_number", "timeout", "missing"]
 START_SECONDS = 120.0  # that a worker may take to start and to import the user's files
@@ -29,6 +36,61 @@ _LIBRARIES = tuple(
     str(Path(path).resolve()) for path in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
 )
 _OWN = str(Path(treewise.__file__).resolve().parent)
+_FILES: dict[str, ModuleType] = {}  # by resolved path
+
+
+def found_by_name(name: str, what: str) -> Any:
+    """What a module or a file defines. what: names it in errors, as `reward function`.
+
+    Raises:
+        ConfigError: no such module, file or name, or the module cannot be loaded: with the file and line of the error.
+    """
+    location, _, attribute = name.rpartition(":")
+    if not location or not attribute:
+        raise ConfigError(f"{what} {name!r} must be written module:name or file.py:name.")
+    is_file = location.endswith(".py")
+    if is_file and not Path(location).expanduser().is_file():
+        raise ConfigError(f"{what} {name!r}: {location} is not a file.")
+    try:
+        module = _module_of_file(str(Path(location).expanduser().resolve())) if is_file else _module(location)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module of the user's may raise anything, SystemExit included
+        raise ConfigError(f"{what} {name!r} cannot be loaded: {described(error)}") from None
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{what} {name!r}: {location} has no {attribute!r}.")
+    return getattr(module, attribute)
+
+
+def _load_files(paths: Sequence[str]) -> None:
+    """In a worker process."""
+    for path in paths:
+        _module_of_file(path)
+
+
+def _module(name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # `python -m` has it, the installed command does not
+    return importlib.import_module(name)
+
+
+def _module_of_file(path: str) -> ModuleType:
+    if path in _FILES:
+        return _FILES[path]
+    name = f"{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None  # of any .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # pickling finds what it defines by this name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _FILES[path] = module
+    return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +168,7 @@ class Calls:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
             self._pool = _pebble().ProcessPool(
-                max_workers=self.workers, initializer=load_files, initargs=(loaded_files(),), context=context
+                max_workers=self.workers, initializer=_load_files, initargs=(list(_FILES),), context=context
             )
         try:
             return self._pool.schedule(_guarded_in_worker, args=(job,), timeout=self.timeout_seconds)
@@ -171,16 +233,12 @@ def place_of(function: Any) -> str:
     function = inspect.unwrap(function) if callable(function) else function
     code = getattr(function, "__code__", None)
     if code is None and not inspect.isclass(function):
-        code = getattr(_call_of(function), "__code__", None)
+        code = getattr(vars(type(function)).get("__call__"), "__code__", None)
     if code is None and inspect.isclass(function):
         code = getattr(getattr(function, "__init__", None), "__code__", None)
     if code is None or code.co_filename.startswith("<"):
         return ""
     return f"{_short(code.co_filename)}:{code.co_firstlineno}: "
-
-
-def _call_of(function: Any) -> Any:
-    return vars(type(function)).get("__call__")
 
 
 def _short(filename: str) -> str:

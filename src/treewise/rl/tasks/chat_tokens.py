@@ -1,21 +1,29 @@
-"""Chat messages as token ids, and observations as the ids that follow a sampled turn, which is never tokenised again.
+"""Chat messages as token ids, observations as the ids that follow a sampled turn, which is never tokenised again, and
+the tool calls that a sampled turn holds.
 
 What a template writes between a turn and the next is found with a mark instead of the turn's text: the rendered
 conversation is cut behind the mark and the end-of-turn token, and only that tail is tokenised. Where a template does
 not keep what stands before the turn as the model saw it, the tail would follow another history; that is an error.
+
+Tool calls are read by the tokenizer's own response template where it has one, else as JSON between `<tool_call>` and
+`</tool_call>`, the form of Hermes and Qwen models.
 """
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from treewise.data.render.messages import Message
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.data.render.template import MARK, Template
 from treewise.errors import ConfigError, DataError
-from treewise.rl.tasks.protocol import Message
 
 Tools = list[dict[str, Any]] | None
+_BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
 class ChatTokens:
@@ -100,7 +108,7 @@ class ChatTokens:
         real = self.template.render(
             [[*history, {**turn, "content": text}, *answers]], tools, location, generation=True
         )[0]
-        is_kept = _packed(text) in _packed(real[len(before) :])  # templates may move white space
+        is_kept = "".join(text.split()) in "".join(real[len(before) :].split())  # templates may move white space
         if not mark or not head.startswith(before) or not is_kept:
             raise DataError(
                 f"{location}: the chat template rewrites what stands before a turn once messages follow it, so the "
@@ -115,5 +123,61 @@ class ChatTokens:
         return self.encoder.encode_continuations([rest])[0].astype(np.int32)
 
 
-def _packed(text: str) -> str:
-    return "".join(text.split())
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call. problem: why it cannot be carried out; the environment's answer says so to the model."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+
+def parse_tool_calls(
+    tokenizer: Any, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]
+) -> tuple[str, tuple[ToolCall, ...]]:
+    """The text of a sampled turn without its end token, and its calls in order.
+
+    Parameters:
+        token_ids: as sampled.
+        prefix_ids: what the model saw; a response template may need what the prompt opened (`<think>`).
+        tools: JSON schemas.
+    """
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    if len(token_ids) and int(token_ids[-1]) in tokenizer.all_special_ids:
+        text = text.removesuffix(tokenizer.decode([int(token_ids[-1])], skip_special_tokens=False))
+    if getattr(tokenizer, "response_template", None) is None:
+        return text, hermes_calls(text)
+    try:
+        parsed = tokenizer.parse_response(list(token_ids), prefix=list(prefix_ids), tools=list(tools) or None)
+        return text, tuple(_checked(call) for call in (parsed or {}).get("tool_calls") or [])
+    except (ValueError, TypeError, KeyError) as error:
+        return text, (ToolCall("unknown", problem=f"the call cannot be read: {error}"),)
+
+
+def hermes_calls(text: str) -> tuple[ToolCall, ...]:
+    """Calls written as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    calls = []
+    for body, closing in _BLOCK.findall(text):
+        if not closing:
+            calls.append(ToolCall("unknown", problem="<tool_call> is not closed by </tool_call>"))
+            continue
+        try:
+            calls.append(_checked(json.loads(body)))
+        except ValueError as error:
+            calls.append(ToolCall("unknown", problem=f"the call is not JSON: {error}"))
+    return tuple(calls)
+
+
+def _checked(call: Any) -> ToolCall:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return ToolCall("unknown", problem="a call needs a name and arguments")
+    arguments = function.get("arguments", function.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            return ToolCall(function["name"], problem=f"its arguments are not JSON: {error}")
+    if not isinstance(arguments, dict):
+        return ToolCall(function["name"], problem="its arguments are not an object")
+    return ToolCall(function["name"], arguments)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from treewise.data.io.printable import shown
-from treewise.data.render.messages import clean_conversation
+from treewise.data.render.messages import Message, clean_conversation
 from treewise.errors import ConfigError, TaskError, TreewiseError
 from treewise.rl.tasks.calls import described
-from treewise.rl.tasks.protocol import Message, Split, TaskItem, check_held_out
+from treewise.rl.tasks.chat_tokens import ToolCall
+from treewise.rl.tasks.protocol import Split, TaskItem, check_held_out, rows_of_split
 from treewise.rl.tasks.reward_functions import number
-from treewise.rl.tasks.tool_calls import ToolCall
 
 NOT_TOOLS = ("reset", "get_reward", "fork")
 StateMethod = Literal["fork", "deepcopy", "replay"]
@@ -69,10 +69,7 @@ class EnvironmentTask:
 
     def num_items(self, split: Split) -> int | None:
         """Rows of a split; None without rows."""
-        if self.rows is None:
-            return None
-        num = round(len(self.rows) * self.held_out)
-        return num if split == "held_out" else len(self.rows) - num
+        return None if self.rows is None else len(rows_of_split(len(self.rows), self.held_out, split))
 
     def item(self, split: Split, index: int) -> TaskItem:
         """See `TurnTask`. Without rows, `reset` gets `seed`: even for training, odd for held-out items."""
@@ -80,10 +77,10 @@ class EnvironmentTask:
             columns: Mapping[str, Any] = {"seed": 2 * index + (split == "held_out")}
             key = f"{self.name}/{split}/{index}"
         else:
-            size = self.num_items(split)
-            if not size:
+            rows = rows_of_split(len(self.rows), self.held_out, split)
+            if not rows:
                 raise ConfigError(f"{self.name}: no {split} rows of {len(self.rows)} with held_out={self.held_out}.")
-            number = index % size + (len(self.rows) - size if split == "held_out" else 0)
+            number = rows[index % len(rows)]
             columns, key = self.rows[number], f"{self.name}/row {number}"
         prompt = columns.get("prompt", self.prompt)
         if not isinstance(prompt, str):

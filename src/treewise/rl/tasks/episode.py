@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from treewise.data.render.messages import Message
 from treewise.errors import ConfigError, TaskError
 from treewise.rl.tasks import environment as env
 from treewise.rl.tasks.calls import Calls, FailedCall, Job
-from treewise.rl.tasks.chat_tokens import ChatTokens
+from treewise.rl.tasks.chat_tokens import ChatTokens, ToolCall, parse_tool_calls
 from treewise.rl.tasks.environment import EnvironmentTask, StateMethod, TurnRecord
-from treewise.rl.tasks.protocol import Message, TaskItem
-from treewise.rl.tasks.tool_calls import ToolCall, parse_tool_calls
+from treewise.rl.tasks.protocol import TaskItem
 
 EndReason = Literal["answered", "done", "max_turns", "length", "failed"]
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from treewise.data.render.messages import Message
 from treewise.errors import ConfigError
 
-Message = dict[str, Any]
 Split = Literal["train", "held_out"]
 
 
@@ -39,34 +39,34 @@ class RewardRequest:
     message: Mapping[str, Any] | None = None
 
 
-@runtime_checkable
-class SingleTurnTask(Protocol):
-    """A prompt and a reward of the completion."""
+class Items(Protocol):
+    """What every task has."""
 
     name: str
 
     def num_items(self, split: Split) -> int | None:
         """How many there are; None where they never end."""
+        ...
 
     def item(self, split: Split, index: int) -> TaskItem:
         """Item `index` of a split, the same at every call."""
+        ...
+
+
+@runtime_checkable
+class SingleTurnTask(Items, Protocol):
+    """A prompt and a reward of the completion."""
 
     def rewards(self, requests: Sequence[RewardRequest]) -> Sequence[float | None]:
         """A reward for each. May raise; `RewardRunner` keeps that from the loop."""
+        ...
 
 
 @runtime_checkable
-class TurnTask(Protocol):
+class TurnTask(Items, Protocol):
     """A prompt and an environment that answers tool calls."""
 
-    name: str
     max_turns: int
-
-    def num_items(self, split: Split) -> int | None:
-        """How many there are; None where they never end."""
-
-    def item(self, split: Split, index: int) -> TaskItem:
-        """Item `index` of a split, the same at every call."""
 
     def environment(self) -> Any:
         """A new environment in the form of TRL's `environment_factory`: `reset`, public methods as tools, and
@@ -76,7 +76,13 @@ class TurnTask(Protocol):
 Task = SingleTurnTask | TurnTask
 
 
-def check_held_out(name: str, held_out: Any) -> None:
+def check_held_out(name: str, held_out: object) -> None:
     """Raises `ConfigError` where the share of rows that is never practised is none. name: of the task."""
     if not isinstance(held_out, int | float) or not 0.0 <= held_out < 1.0:
         raise ConfigError(f"{name}: held_out is {held_out!r}; it must be a number in [0, 1).")
+
+
+def rows_of_split(num_rows: int, held_out: float, split: Split) -> range:
+    """The numbers of a split's rows: the held-out ones are the last."""
+    num_train = num_rows - round(num_rows * held_out)
+    return range(num_train, num_rows) if split == "held_out" else range(num_train)

@@ -17,9 +17,8 @@ from typing import Any
 
 from treewise.data.io.printable import shown
 from treewise.errors import ConfigError, pip_install
-from treewise.rl.tasks.calls import FailedCall, Job, place_of
+from treewise.rl.tasks.calls import FailedCall, Job, found_by_name, place_of
 from treewise.rl.tasks.protocol import RewardRequest
-from treewise.rl.tasks.user_modules import found_by_name
 
 RewardFunction = Callable[..., Any]
 Value = float | None | FailedCall

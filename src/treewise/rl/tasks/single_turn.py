@@ -9,9 +9,9 @@ import numpy as np
 
 from treewise.data.io.printable import shown
 from treewise.data.render.images import IMAGES
-from treewise.data.render.messages import clean_conversation
+from treewise.data.render.messages import Message, clean_conversation
 from treewise.errors import ConfigError, DataError, pip_install
-from treewise.rl.tasks.protocol import Message, RewardRequest, Split, TaskItem, check_held_out
+from treewise.rl.tasks.protocol import RewardRequest, Split, TaskItem, check_held_out, rows_of_split
 from treewise.rl.tasks.reward_functions import NOT_COLUMNS, TAKEN, RewardFunction, RewardFunctions
 
 # Seeds of reasoning_gym: held-out items come from their own half of the numbers, so no setting can make them meet.
@@ -144,15 +144,14 @@ class RowsTask:
 
     def num_items(self, split: Split) -> int:
         """Rows of a split."""
-        num = round(len(self.rows) * self.held_out)
-        return num if split == "held_out" else len(self.rows) - num
+        return len(rows_of_split(len(self.rows), self.held_out, split))
 
     def item(self, split: Split, index: int) -> TaskItem:
         """See `SingleTurnTask`; an index beyond the rows begins again."""
-        size = self.num_items(split)
-        if not size:
+        rows = rows_of_split(len(self.rows), self.held_out, split)
+        if not rows:
             raise DataError(f"{self.name}: no {split} rows of {len(self.rows)} with held_out={self.held_out}.")
-        number = index % size + (self.num_items("train") if split == "held_out" else 0)
+        number = rows[index % len(rows)]
         row = self.rows[number]
         prompt = row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"])
         return TaskItem(f"{self.name}/row {number}", prompt, {key: row.get(key) for key in self._columns})
