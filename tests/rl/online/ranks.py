@@ -14,8 +14,7 @@ from tests.trainer.forked_ranks import NUM_RANKS, free_port, join
 from tests.trainer.helpers import in_child
 from treewise.errors import StoppedError
 from treewise.rl.samplers import TransformersSampler
-from treewise.rl.tasks import EnvironmentTask
-from treewise.rl.tasks.small_environments import GuessNumber
+from treewise.rl.tasks import EnvironmentTask, GuessNumber
 from treewise.trainer.checkpoint import store
 
 SECONDS = 400  # on a machine that does other things, too

@@ -2,13 +2,12 @@
 
 from treewise.rl.tasks.calls import Calls
 from treewise.rl.tasks.chat_tokens import ChatTokens
-from treewise.rl.tasks.environment import EnvironmentTask
+from treewise.rl.tasks.environment import EnvironmentTask, GuessNumber
 from treewise.rl.tasks.episode import Episode, start_episode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TaskItem, TurnTask
 from treewise.rl.tasks.reward_functions import math_reward
 from treewise.rl.tasks.rewards import RewardFailure, RewardRunner
 from treewise.rl.tasks.single_turn import ReasoningGymTask, RowsTask, SumTask
-from treewise.rl.tasks.small_environments import GuessNumber, KeyAndDoor
 
 __all__ = [
     "Calls",
@@ -16,7 +15,6 @@ __all__ = [
     "EnvironmentTask",
     "Episode",
     "GuessNumber",
-    "KeyAndDoor",
     "ReasoningGymTask",
     "RewardFailure",
     "RewardRequest",

@@ -11,6 +11,7 @@ import asyncio
 import copy
 import hashlib
 import inspect
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -242,3 +243,52 @@ def replayed(
                     "depend on its columns alone."
                 )
     return environment
+
+
+@dataclass
+class GuessNumber:
+    """Guess a number within a number of tries; each answer is higher, lower or correct. For tests and examples.
+
+    The reward is 1 for the number at the first try and falls to 0 with the tries that were used up.
+    """
+
+    high: int = 16
+    max_tries: int = 5
+    secret: int = field(default=0, init=False)
+    num_tries: int = field(default=0, init=False)
+    is_correct: bool = field(default=False, init=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether the episode is over."""
+        return self.is_correct or self.num_tries >= self.max_tries
+
+    def reset(self, seed: int = 0) -> str:
+        """Draws a number from the seed."""
+        self.secret = random.Random(seed).randint(1, self.high)
+        self.num_tries, self.is_correct = 0, False
+        return f" Guess a number from 1 to {self.high}."
+
+    def guess(self, number: str) -> str:
+        """Guesses the number.
+
+        Args:
+            number: The guess, a whole number.
+        """
+        self.num_tries += 1
+        words = "".join(c if c.isdigit() else " " for c in str(number)).split()
+        if not words:
+            return "not a number"
+        value = int(words[0])
+        self.is_correct = value == self.secret
+        if self.is_correct:
+            return "correct"
+        return "higher" if value < self.secret else "lower"
+
+    def get_reward(self) -> float:
+        """In [0, 1]."""
+        return (self.max_tries - self.num_tries + 1) / self.max_tries if self.is_correct else 0.0
+
+    def fork(self) -> "GuessNumber":
+        """An independent copy."""
+        return copy.copy(self)

@@ -89,6 +89,8 @@ class Episode:
         if not 0 <= turn <= self.num_turns or (turn == self.num_turns and self.end_reason is not None):
             raise ConfigError(f"{self.item.key}, episode {self.name} has {self.num_turns} turns, and no turn {turn}.")
         self.num_branches += 1
+        written = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
+        written = written[len(written) - self.num_turns :]
         end = self.turn_starts[turn] if turn < self.num_turns else len(self.token_ids)
         return Episode(
             self.task,
@@ -99,7 +101,7 @@ class Episode:
             self.method,
             self.first,
             self.schemas,
-            self._messages_before(turn),
+            self.messages[: written[turn]] if turn < len(written) else list(self.messages),
             self.token_ids[:end],
             self.sampled[:end],
             self.calls,
@@ -132,11 +134,8 @@ class Episode:
         text, calls = parse_tool_calls(self.chat.tokenizer, ids, self.token_ids, self.schemas)
         if self.task.text_tool is None:
             return text, calls
-        parameter = next(iter(self.schemas[self._text_index()]["function"]["parameters"]["properties"]))
-        return text, (ToolCall(self.task.text_tool, {parameter: text.strip()}),)
-
-    def _text_index(self) -> int:
-        return [schema["function"]["name"] for schema in self.schemas].index(str(self.task.text_tool))
+        tool = next(each["function"] for each in self.schemas if each["function"]["name"] == self.task.text_tool)
+        return text, (ToolCall(self.task.text_tool, {next(iter(tool["parameters"]["properties"])): text.strip()}),)
 
     def _answers(self, calls: tuple[ToolCall, ...]) -> list[str]:
         answers: list[str] = []
@@ -163,18 +162,11 @@ class Episode:
             for call, answer in zip(calls, answers, strict=True)
         ]
         location = f"{self.item.key}, episode {self.name}, turn {self.num_turns - 1}"
-        ids = self.chat.answer_ids(self.messages, text, end_id, replies, self._shown_tools(), location).tolist()
+        shown = self.schemas if self.task.text_tool is None else None
+        ids = self.chat.answer_ids(self.messages, text, end_id, replies, shown, location).tolist()
         self.messages += [{"role": "assistant", "content": text}, *replies]
         self.token_ids += ids
         self.sampled += [False] * len(ids)
-
-    def _shown_tools(self) -> list[dict[str, Any]] | None:
-        return self.schemas if self.task.text_tool is None else None
-
-    def _messages_before(self, turn: int) -> list[Message]:
-        turns = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"][-self.num_turns :]
-        turns = turns if self.num_turns else []
-        return self.messages[: turns[turn]] if turn < len(turns) else list(self.messages)
 
     def _state(self, turn: int) -> Any:
         if turn == self.num_turns and self.method != "replay":
