@@ -78,7 +78,6 @@ def rows_to_forest(
     attention mask a row in which they start anew holds several sequences that do not attend to one another, as in
     transformers. is_relative: whether the model depends on differences of positions only; otherwise a sequence has to
     begin at position 0. keeps_all: whether every real token is computed, scored or not.
-    images: of the batch.
 
     Raises:
         NotShareable: padding inside a sequence, positions that jump, or a label predicted by padding.
@@ -100,10 +99,7 @@ def rows_to_forest(
     last_F = np.append(starts[1:], len(flat_ids)) - 1 if keeps_all else source_F
     kept, lengths = _used_lengths(starts, last_F, len(flat_ids))
     first = starts[kept]
-    if images is None:
-        spans: list[tuple[ImageSpan, ...]] = [()] * len(first)
-    else:
-        spans, lengths = _spans_of_sequences(images, flat_of, first, lengths)
+    spans, lengths = _spans_of_sequences(images, flat_of, first, lengths)
     forest = Forest.from_trajectories(
         [
             Trajectory(flat_ids[start : start + length], loss_weights=np.arange(length) > 0, images=own)
@@ -129,12 +125,14 @@ def rows_to_forest(
 
 
 def _spans_of_sequences(
-    images: BatchImages, flat_of: np.ndarray, first: np.ndarray, lengths: np.ndarray
+    images: BatchImages | None, flat_of: np.ndarray, first: np.ndarray, lengths: np.ndarray
 ) -> tuple[list[tuple[ImageSpan, ...]], np.ndarray]:
     """The images of each sequence, and its length ([sequences] int64), so that none ends inside an image.
 
     flat_of: [B, L] int64, the index of each real token without padding. first: [sequences] int64, ascending.
     """
+    if images is None:
+        return [()] * len(first), lengths
     start, last = flat_of[images.row, images.start], flat_of[images.row, images.end - 1]
     sequence = np.searchsorted(first, start, side="right") - 1
     spans: list[list[ImageSpan]] = [[] for _ in first]
