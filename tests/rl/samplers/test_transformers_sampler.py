@@ -81,22 +81,17 @@ def test_all_methods_give_the_same_tokens(family: str) -> None:
     assert all(ids_of(result) == ids_of(results[0]) for result in results)
 
 
-@pytest.mark.parametrize(("forward_tokens", "num_buckets"), [(0, 4), (32, 1)])
-def test_prefixes_computed_alone_and_as_one_batch(forward_tokens, num_buckets, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "forward_tokens", "num_buckets"),
+    [("llama", 2, 2), ("llama", 8, 1), ("gemma3_text", 0, 4), ("gemma3_text", 32, 1)],
+)
+def test_first_logits_of_random_prefixes_are_those_of_a_plain_forward(
+    family, forward_tokens, num_buckets, monkeypatch
+) -> None:
+    """Prefixes computed alone, or as padded batches where a forward costs more than the padding."""
     monkeypatch.setattr(shared_prefix, "FORWARD_TOKENS", forward_tokens)
-    requests = [replace(each, stop_ids=()) for each in REQUESTS]
-    prefixes = sorted({request.prefix_ids for request in requests})
-    assert len(shared_prefix._buckets(prefixes)) == num_buckets
-    model = tiny_model("gemma3_text")
-    for request, completions in zip(requests, TransformersSampler(model).sample(requests), strict=True):
-        for completion in completions:
-            assert_exact(model, request, completion)
-
-
-@pytest.mark.parametrize("forward_tokens", [0, 2, 8, 32])
-def test_first_logits_of_random_prefixes_are_those_of_a_plain_forward(forward_tokens, monkeypatch) -> None:
-    monkeypatch.setattr(shared_prefix, "FORWARD_TOKENS", forward_tokens)
-    model = tiny_model("llama")
+    assert len(shared_prefix._buckets(sorted({request.prefix_ids for request in REQUESTS}))) == num_buckets
+    model = tiny_model(family)
     draw = random.Random(0)
     for _ in range(12):
         stems = [(), *(tuple(draw.choices(range(60), k=draw.randint(1, 12))) for _ in range(2))]
@@ -165,6 +160,10 @@ def test_training_state_comes_back_also_when_sampling_fails() -> None:
     model.model.layers[1].eval()
     before = {name: module.training for name, module in model.named_modules()}
     name = model.config._attn_implementation
+    with sampling_mode(model):
+        assert not model.is_activation_checkpointing
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
     sampler = TransformersSampler(model)
     one, two = ids_of(sampler.sample(REQUESTS[:2])), ids_of(sampler.sample(REQUESTS[:2]))
     assert one == two  # dropout was off
@@ -175,15 +174,6 @@ def test_training_state_comes_back_also_when_sampling_fails() -> None:
     assert {name: module.training for name, module in model.named_modules()} == before
     assert model.is_activation_checkpointing
     assert model.config._attn_implementation == name
-
-
-def test_checkpointing_and_dropout_are_off_inside() -> None:
-    model = tiny_model("llama")
-    model.activation_checkpointing_enable()
-    with sampling_mode(model):
-        assert not model.is_activation_checkpointing
-        assert not any(module.training for module in model.modules())
-        assert not torch.is_grad_enabled()
 
 
 def test_a_shared_prefix_is_refused_where_it_does_not_hold() -> None:
