@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, num
@@ -32,7 +33,7 @@ _OF_THE_HEAD = {"fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}
 
 
 def rows_of_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *, config: Any, is_relative: bool, keeps_all: bool
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, config: PretrainedConfig, is_relative: bool, keeps_all: bool
 ) -> tuple[Rows | None, torch.Tensor]:
     """The batch as a forest (None if no label is scored), and the labels, [B, L - 1] or [B, L], each at the index of
     the token that predicts it.
@@ -100,7 +101,9 @@ def _expanded(position_ids: torch.Tensor | None, token_ids: torch.Tensor) -> tor
     return position_ids.expand(token_ids.shape)
 
 
-def images_of_call(arguments: Mapping[str, Any], token_ids: np.ndarray, config: Any, token: int | None) -> BatchImages:
+def images_of_call(
+    arguments: Mapping[str, Any], token_ids: np.ndarray, config: PretrainedConfig, token: int | None
+) -> BatchImages:
     """The images of a batch, in the order of its rows.
 
     token_ids: [B, L] int64. config: of the whole model. token: the placeholder.

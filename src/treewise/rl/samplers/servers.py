@@ -283,7 +283,7 @@ def parsed_answer(answer: Any, request: SampleRequest, continuation: int, locati
     return checked_completion(request, continuation, ids, values, tops, location)  # type: ignore[arg-type]
 
 
-def _token_id(name: Any) -> int | None:
+def _token_id(name: object) -> int | None:
     digits = str(name).removeprefix("token_id:")
     return int(digits) if str(name).startswith("token_id:") and digits.isdigit() else None
 

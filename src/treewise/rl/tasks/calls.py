@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,8 +155,8 @@ class Calls:
             self._pool.join()
             self._pool = None
 
-    def _in_thread(self, job: Job, end: float | None) -> Any:
-        results: list[Any] = []
+    def _in_thread(self, job: Job, end: float | None) -> object:
+        results: list[object] = []
         thread = threading.Thread(target=lambda: results.append(guarded(job)), daemon=True, name="treewise-reward")
         limit = _least(self.timeout_seconds, end)
         if limit is not None and limit <= 0:
@@ -164,19 +165,22 @@ class Calls:
         thread.join(limit)
         return results[0] if results else self._too_late(job)
 
-    def _scheduled(self, job: Job) -> Any:
+    def _scheduled(self, job: Job) -> Future[object] | FailedCall:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
             self._pool = _pebble().ProcessPool(
                 max_workers=self.workers, initializer=_load_files, initargs=(list(_FILES),), context=context
             )
         try:
-            return self._pool.schedule(_guarded_in_worker, args=(job,), timeout=self.timeout_seconds)
+            scheduled: Future[object] = self._pool.schedule(
+                _guarded_in_worker, args=(job,), timeout=self.timeout_seconds
+            )
+            return scheduled
         except RuntimeError as error:  # pebble's word for a pool whose workers do not start
             self.close()
             return FailedCall("raised", f"the worker processes do not start: {printable(error)}")
 
-    def _result(self, job: Job, future: Any, end: float | None) -> Any:
+    def _result(self, job: Job, future: Future[object] | FailedCall, end: float | None) -> object:
         if isinstance(future, FailedCall):
             return future
         limit = _least(self.timeout_seconds, end)
@@ -197,7 +201,7 @@ class Calls:
         )
 
 
-def guarded(job: Job) -> Any:
+def guarded(job: Job) -> object:
     """What a job returns; what it raises as a `FailedCall`."""
     try:
         return job.function(*job.args)
@@ -205,7 +209,7 @@ def guarded(job: Job) -> Any:
         return FailedCall("raised", described(error, job.owner), error)
 
 
-def _guarded_in_worker(job: Job) -> Any:
+def _guarded_in_worker(job: Job) -> object:
     outcome = guarded(job)
     return replace(outcome, cause=None) if isinstance(outcome, FailedCall) else outcome
 
@@ -226,7 +230,7 @@ def described(error: BaseException, owner: Any = None) -> str:
     return printable(f"{place}{type(error).__name__}: {text}" if text else f"{place}{type(error).__name__}")[:2000]
 
 
-def place_of(function: Any) -> str:
+def place_of(function: object) -> str:
     """`rewards.py:3: ` where a function begins; empty where that is not known, as of a builtin one."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -258,7 +262,7 @@ def _least(timeout: float | None, end: float | None) -> float | None:
     return min(limits, default=None)
 
 
-def _pebble() -> Any:
+def _pebble() -> ModuleType:
     try:
         import pebble
     except ImportError:

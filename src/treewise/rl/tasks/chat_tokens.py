@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from treewise.data.render.messages import Message
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.data.render.template import MARK, Template
 from treewise.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Tools = list[dict[str, Any]] | None
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -30,7 +33,10 @@ class ChatTokens:
     """A tokenizer and its chat template (or another: a text, a file, or `chatml`)."""
 
     def __init__(
-        self, tokenizer: Any, chat_template: str | None = None, template_kwargs: dict[str, Any] | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer)
@@ -133,7 +139,7 @@ class ToolCall:
 
 
 def parse_tool_calls(
-    tokenizer: Any, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]
+    tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]
 ) -> tuple[str, tuple[ToolCall, ...]]:
     """The text of a sampled turn without its end token, and its calls in order.
 
@@ -168,7 +174,7 @@ def hermes_calls(text: str) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-def _checked(call: Any) -> ToolCall:
+def _checked(call: object) -> ToolCall:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return ToolCall("unknown", problem="a call needs a name and arguments")

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from treewise.data.io.printable import shown
 from treewise.data.render.messages import Message, clean_conversation
 from treewise.errors import ConfigError, TaskError, TreewiseError
-from treewise.rl.tasks.calls import described
+from treewise.rl.tasks.calls import FailedCall, described
 from treewise.rl.tasks.chat_tokens import ToolCall
 from treewise.rl.tasks.protocol import Split, TaskItem, check_held_out, rows_of_split
 from treewise.rl.tasks.reward_functions import number
@@ -93,7 +93,7 @@ class EnvironmentTask:
         """A new environment, not yet reset."""
         return self.factory()
 
-    def _first(self) -> Any:
+    def _first(self) -> object:
         try:
             return self.factory()
         except TreewiseError:
@@ -103,13 +103,13 @@ class EnvironmentTask:
             raise ConfigError(f"{self.name}: the environment cannot be made: {what}") from error
 
 
-def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
+def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
     """Public methods by name; `reset`, `get_reward` and `fork` are not tools."""
     members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     return {name: getattr(environment, name) for name, _ in members if name[0] != "_" and name not in NOT_TOOLS}
 
 
-def tool_schemas(environment: Any, location: str) -> list[dict[str, Any]]:
+def tool_schemas(environment: object, location: str) -> list[dict[str, Any]]:
     """JSON schemas for the chat template.
 
     Raises:
@@ -156,17 +156,17 @@ def opening(messages: Sequence[Message], first: str | None) -> list[Message]:
     return result
 
 
-def carried_out(environment: Any, call: ToolCall) -> tuple[str, Any]:
+def carried_out(environment: object, call: ToolCall) -> tuple[str, object]:
     """The answer to a call, and the environment after it (a copy, where this runs in a worker process)."""
     return answer(environment, call), environment
 
 
-def reward_of(environment: Any) -> Any:
+def reward_of(environment: Any) -> float | FailedCall:
     """What `get_reward` returns: a float, or why it is none."""
     return number(awaited(environment.get_reward()), "get_reward returned")
 
 
-def answer(environment: Any, call: ToolCall) -> str:
+def answer(environment: object, call: ToolCall) -> str:
     """The answer of the environment to one call; an error of a tool is returned as text, as in TRL."""
     if call.problem is not None:
         return str({"error": call.problem})
@@ -198,7 +198,7 @@ class TurnRecord:
     snapshot: Any = field(default=None, repr=False)
 
 
-def state_method(environment: Any) -> StateMethod:
+def state_method(environment: object) -> StateMethod:
     """How the state of this environment can be brought back."""
     if callable(getattr(environment, "fork", None)):
         return "fork"
@@ -211,7 +211,7 @@ def state_method(environment: Any) -> StateMethod:
     return "deepcopy"
 
 
-def snapshot(environment: Any, method: StateMethod) -> Any:
+def snapshot(environment: Any, method: StateMethod) -> object:
     """An independent copy; None where the method is replay."""
     if method == "fork":
         return environment.fork()
@@ -220,7 +220,7 @@ def snapshot(environment: Any, method: StateMethod) -> Any:
 
 def replayed(
     factory: Callable[[], Any], item: TaskItem, first: str | None, turns: Sequence[TurnRecord], episode: str
-) -> Any:
+) -> object:
     """A new environment after the recorded turns.
 
     Parameters:

@@ -120,7 +120,7 @@ class Episode:
             raise ConfigError(f"{self.item.key}: the environment has no get_reward.")
         return Job(env.reward_of, (self.environment,), get_reward)
 
-    def _saved(self) -> Any:
+    def _saved(self) -> object:
         """The environment before a turn; what can no longer be copied is replayed."""
         try:
             return env.snapshot(self.environment, self.method)
@@ -151,7 +151,7 @@ class Episode:
             answers.append(text)
         return answers
 
-    def _record(self, calls: tuple[ToolCall, ...], answers: list[str], saved: Any) -> None:
+    def _record(self, calls: tuple[ToolCall, ...], answers: list[str], saved: object) -> None:
         digests = tuple(env.digest(text) for text in answers)
         self.records.append(TurnRecord(calls[: len(digests)], digests, saved))
 
@@ -168,7 +168,7 @@ class Episode:
         self.token_ids += ids
         self.sampled += [False] * len(ids)
 
-    def _state(self, turn: int) -> Any:
+    def _state(self, turn: int) -> object:
         if turn == self.num_turns and self.method != "replay":
             return env.snapshot(self.environment, self.method)
         if self.method != "replay":

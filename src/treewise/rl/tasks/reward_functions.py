@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treewise.data.io.printable import shown
+from treewise.data.render.messages import Message
 from treewise.errors import ConfigError, pip_install
 from treewise.rl.tasks.calls import FailedCall, Job, found_by_name, place_of
 from treewise.rl.tasks.protocol import RewardRequest
@@ -145,21 +146,21 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """A function's name as TRL shows it."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def number(value: Any, where: str) -> float | FailedCall:
+def number(value: object, where: str) -> float | FailedCall:
     """A reward as a float that float32 holds, or why it is none. where: `close returned`, for messages."""
     if value is None:
         return FailedCall("missing", f"{where} None (not applicable)")
     reward = None
     if not isinstance(value, str | bytes):
         with contextlib.suppress(Exception):  # what is no number raises of many kinds
-            reward = float(value)
+            reward = float(value)  # type: ignore[arg-type]
     if reward is None:
         return FailedCall("not_a_number", f"{where} {shown(value)}, of type {type(value).__name__}")
     if not abs(reward) <= LARGEST:
@@ -199,7 +200,7 @@ def _values(function: RewardFunction, result: Any, size: int) -> list[Value]:
     return [None if value is None else number(value, where) for value in values]
 
 
-def _given(prompt: Any) -> Any:
+def _given(prompt: Sequence[Message] | str) -> list[Message] | str:
     return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
@@ -225,6 +226,6 @@ def math_reward(completions: Sequence[Any], answer: Sequence[str], **_columns: A
     return rewards
 
 
-def completion_text(completion: Any) -> str:
+def completion_text(completion: str | Sequence[Message]) -> str:
     """The text of a completion, a text or chat messages."""
     return completion if isinstance(completion, str) else "".join(str(m.get("content") or "") for m in completion)
