@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from treewise import ConfigError, DataError, TreeEngine
-from treewise.errors import CheckpointError
+from treewise import TreeEngine
+from treewise.errors import CheckpointError, ConfigError, DataError
 from treewise.rl.curriculum import curriculum_named
 from treewise.rl.curriculum.recorded import (
     NEEDS,

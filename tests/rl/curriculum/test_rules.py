@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from treewise import ConfigError, DataError
+from treewise.errors import ConfigError, DataError
 from treewise.rl.curriculum import CURRICULA, Outcome, Pool, TaskSampler, curriculum_named
 from treewise.rl.curriculum.rules import (
     GainSettings,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise import DataError
+from treewise.errors import DataError
 from treewise.rl.curriculum.self_check import (
     CheckReport,
     check_signals,
