@@ -16,7 +16,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, ConfigError, DataError
 from treewise.objectives import Objective
 from treewise.rl.curriculum.rules import Curriculum, ranks_by_angle, shuffled_ranks
-from treewise.rl.curriculum.self_check import CheckReport, check_signals
+from treewise.rl.curriculum.self_check import CheckReport, check_signals, require_tasks
 from treewise.rl.curriculum.signals import angles_of, gradient_norms
 from treewise.rl.success_book import BookSettings, SuccessBook
 from treewise.tree.trajectory import Trajectory, number_rollouts
@@ -88,8 +88,7 @@ def check_on_trees(
     Raises:
         DataError: fewer than 3 trees.
     """
-    if len(trees) < 3:
-        raise DataError(f"{len(trees)} tasks with rewards; a rank correlation needs at least 3.")
+    require_tasks(len(trees), len(trees))
     has_outcomes = all(len(outcomes_of(tree, success_at)) >= 2 for tree in trees)
     halves = [_halves(tree) if has_outcomes else (list(tree), list(tree)) for tree in trees]
     prompts = [prompt_of(tree) for tree in trees]

@@ -81,6 +81,15 @@ def spearman(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.divide((a * b).sum(-1), scale, out=np.zeros(scale.shape), where=scale > 0)
 
 
+def require_tasks(num_signals: int, num_targets: int) -> None:
+    """Raises `DataError` where so many values of tasks have no rank correlation."""
+    if num_signals != num_targets or num_signals < 3:
+        raise DataError(
+            f"{num_signals} and {num_targets} tasks; a rank correlation needs as many of one as of the other, at least "
+            "3."
+        )
+
+
 def correlation(signal: np.ndarray, target: np.ndarray, num_samples: int = 2000, seed: int = 0) -> Correlation:
     """The rank correlation of two values of each task, [n] each, with its bootstrap interval.
 
@@ -88,11 +97,7 @@ def correlation(signal: np.ndarray, target: np.ndarray, num_samples: int = 2000,
         DataError: values that are not finite, or fewer than 3 tasks.
     """
     signal, target = np.asarray(signal, dtype=np.float64), np.asarray(target, dtype=np.float64)
-    if len(signal) != len(target) or len(signal) < 3:
-        raise DataError(
-            f"{len(signal)} and {len(target)} tasks; a rank correlation needs as many of one as of the other, at "
-            "least 3."
-        )
+    require_tasks(len(signal), len(target))
     drawn = np.random.default_rng(seed).integers(0, len(signal), (num_samples, len(signal)))
     value = float(spearman(signal, target))
     low, high = np.quantile(spearman(signal[drawn], target[drawn]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
