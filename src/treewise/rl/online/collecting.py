@@ -21,7 +21,7 @@ from treewise.rl.node_values import node_values
 from treewise.rl.online.growing import GrowingTree, Rounds, check_failures, continue_all, grow_trees, rewards_of
 from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.records import Sample
-from treewise.rl.online.rollout import Continuation, Conversation, Limits, start
+from treewise.rl.online.rollout import Continuation, Limits, OpenRollout, start
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
 from treewise.rl.success_book import SuccessBook
@@ -187,7 +187,7 @@ class Collector:
     def _book_key(self, index: int) -> str:
         return f"{self.task.name}/{index}"
 
-    def _start(self, item: TaskItem) -> Conversation:
+    def _start(self, item: TaskItem) -> OpenRollout:
         """Raises `UnsupportedModelError` if the rollout might become longer than training follows; a `max_length` that
         is set bounds it; `DataError` if no token can follow the prompt."""
         conversation = start(self.task, item, self.chat, self.rewards.calls)
@@ -263,7 +263,7 @@ class Collector:
         return figures, samples
 
 
-def _whole_rollout(first: Conversation, rounds: Rounds, seed: tuple[int, ...]) -> Continuation:
+def _whole_rollout(first: OpenRollout, rounds: Rounds, seed: tuple[int, ...]) -> Continuation:
     tree = RolloutTree(first.token_ids)
     return Continuation(tree, Branch(), first.branch(len(first.token_ids)), rounds.limits, seed)
 

@@ -20,7 +20,7 @@ from treewise.distributed import ranks
 from treewise.errors import TaskError
 from treewise.rl.branching import PROMPT, Branching, RolloutTree
 from treewise.rl.online.journal import Journal, completion_from_json, completion_to_json, question_of
-from treewise.rl.online.rollout import Continuation, Conversation, Limits, SingleTurn
+from treewise.rl.online.rollout import Continuation, Limits, OpenRollout, SingleTurn
 from treewise.rl.samplers import Sampler, SampleRequest
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import RewardFailure, RewardRunner, TaskItem
@@ -45,11 +45,11 @@ class GrowingTree:
     item: TaskItem
     key: str
     tree: RolloutTree
-    first: Conversation
+    first: OpenRollout
     budget: int
     seed: tuple[int, ...]
     rng: np.random.Generator
-    conversations: dict[int, Conversation] = field(default_factory=dict)
+    conversations: dict[int, OpenRollout] = field(default_factory=dict)
     num_started: int = 0
     num_sampled: int = 0
     num_chosen: int = 0
@@ -199,7 +199,7 @@ def judge(ended: Sequence[tuple[GrowingTree, int]], runner: RewardRunner, journa
 
 
 def rewards_of(
-    rollouts: Sequence[tuple[TaskItem, Conversation]], runner: RewardRunner, journal: Journal
+    rollouts: Sequence[tuple[TaskItem, OpenRollout]], runner: RewardRunner, journal: Journal
 ) -> list[float | RewardFailure]:
     """A reward or a failure for each rollout, in their order; recorded ones are not computed again."""
     if not rollouts:

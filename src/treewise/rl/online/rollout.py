@@ -17,7 +17,7 @@ from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task
 # -- conversations ----------------------------------------------------------------------------------------------------
 
 
-class Conversation(Protocol):
+class OpenRollout(Protocol):
     """A rollout of a task as the loop sees it."""
 
     @property
@@ -30,7 +30,7 @@ class Conversation(Protocol):
     def end_turn(self, finish: str) -> tuple[list[int], str | None]:
         """Ends the turn; the observation that follows it, and why the rollout ended (None where it goes on)."""
 
-    def branch(self, num_tokens: int) -> "Conversation":
+    def branch(self, num_tokens: int) -> "OpenRollout":
         """An independent conversation of the first `num_tokens` tokens.
 
         Raises:
@@ -143,7 +143,7 @@ class Continuation:
     """
 
     def __init__(
-        self, tree: RolloutTree, branch: Branch, conversation: Conversation, limits: Limits, seed: tuple[int, ...]
+        self, tree: RolloutTree, branch: Branch, conversation: OpenRollout, limits: Limits, seed: tuple[int, ...]
     ) -> None:
         self.branch, self.conversation, self.seed = branch, conversation, seed
         self.num_drawn = self.num_chosen = 0
