@@ -62,10 +62,6 @@ class View:
         """A generator of this draw's own, the same at every call."""
         return np.random.default_rng([self.seed, self.iteration, _CHOICE, *([self.wave] if self.wave else [])])
 
-    def order_of_pass(self, number: int) -> np.ndarray:
-        """[size] int64, all items in the order of one pass."""
-        return np.random.default_rng([self.seed, number, _CHOICE]).permutation(self.size or 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -95,10 +91,10 @@ class Outcome:
     num_successes: int
     angle: float | None = None
 
-    @property
-    def is_flat(self) -> bool:
-        """Whether the rewards of the group are all equal, so that it teaches nothing."""
-        return len(set(self.rewards)) < 2
+
+def is_varied(outcome: Outcome) -> bool:
+    """Whether the rewards of a group differ; otherwise it teaches nothing."""
+    return len(set(outcome.rewards)) > 1
 
 
 def drawn_by_weight(view: View, count: int, weights: np.ndarray, rng: np.random.Generator | None = None) -> Chosen:
@@ -133,7 +129,7 @@ def in_passes(view: View, count: int, _settings: object = None) -> Chosen:
     chosen: list[int] = []
     position, taken = view.position, set(view.taken)
     while len(chosen) < count and len(taken) < view.size:
-        order = view.order_of_pass(position // view.size)
+        order = np.random.default_rng([view.seed, position // view.size, _CHOICE]).permutation(view.size)
         index = int(order[position % view.size])
         if index not in taken:
             chosen.append(index)
@@ -260,7 +256,7 @@ class CurriculumKind(NamedTuple):
 
 CURRICULA: Mapping[str, CurriculumKind] = {
     "uniform": CurriculumKind(UniformSettings, in_passes),
-    "dynamic": CurriculumKind(DynamicSettings, in_passes, refill=in_passes, keep=lambda outcome: not outcome.is_flat),
+    "dynamic": CurriculumKind(DynamicSettings, in_passes, refill=in_passes, keep=is_varied),
     "learnability": CurriculumKind(LearnabilitySettings, by_learnability, needs_pool=True),
     "gain": CurriculumKind(GainSettings, by_angle, learn=gain_after, needs_pool=True, measures_angles=True),
     "gain_shuffled": CurriculumKind(
@@ -287,11 +283,6 @@ class Curriculum:
     def kind(self) -> CurriculumKind:
         """Its rules."""
         return CURRICULA[self.name]
-
-    @property
-    def num_refills(self) -> int:
-        """How often an iteration may replace what is left out."""
-        return int(getattr(self.settings, "refills", 0))
 
 
 def curriculum_named(name: str, **settings: Any) -> Curriculum:

@@ -64,7 +64,7 @@ class TaskSampler:
         """Further items of the iteration, in place of what is left out; empty where the curriculum replaces nothing."""
         rule = self.curriculum.kind.refill
         self._wave += 1
-        if rule is None or self._wave > self.curriculum.num_refills:
+        if rule is None or self._wave > self.curriculum.settings.refills:
             return []
         return self._drawn(rule, count, book)
 
