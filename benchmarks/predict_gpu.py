@@ -2,7 +2,7 @@
 
     python benchmarks/predict_gpu.py [--gpu H200] [--model qwen3-8b ...]
 
-A bound for steps without budget or checkpointing, flat and on the tree (`treewise.bench.prediction`), as a table.
+A bound for steps without budget or checkpointing, flat and on the tree (`treewise.bench.suite`), as a table.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import argparse
 from transformers import AutoConfig
 
 from treewise.bench import SHAPES, make
-from treewise.bench.prediction import GPUS, bound_seconds
+from treewise.bench.suite import GPUS, bound_seconds
 from treewise.nn.flops import flop_model_of_config
 from treewise.tree.forest import Forest
 

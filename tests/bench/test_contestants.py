@@ -8,12 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from treewise.bench import Settings, make, random_model, varlen
+from treewise.bench import Settings, flat, make, random_model
 from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
-from treewise.bench.flat import FlatRows, can_pack, merged_trajectories
+from treewise.bench.flat import FlatRows, can_pack, merged_trajectories, varlen_attention
 from treewise.bench.measure import gradient_error
 from treewise.bench.results import COMPILED
-from treewise.bench.varlen import varlen_attention
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
@@ -177,14 +176,14 @@ def test_kernels_of_gpus_are_asked_for_the_same(name: str, monkeypatch: pytest.M
 
     def flash(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale, causal):
         assert (max_q, max_k, causal) == (4, 5, True)
-        return varlen._loop(q, k, v, tuple(cu_q.tolist()), tuple(cu_k.tolist()), softmax_scale), "log-sum-exp"
+        return flat._loop(q, k, v, tuple(cu_q.tolist()), tuple(cu_k.tolist()), softmax_scale), "log-sum-exp"
 
     def varlen_attn(*args, scale, window_size, enable_gqa):
         assert (window_size, enable_gqa) == ((-1, 0), True)
         return flash(*args, softmax_scale=scale, causal=True)[0]
 
-    monkeypatch.setattr(varlen, "kernel", lambda *_: name)
-    monkeypatch.setattr(varlen, "_flash_function", lambda _: flash)
+    monkeypatch.setattr(flat, "kernel", lambda *_: name)
+    monkeypatch.setattr(flat, "_flash_function", lambda _: flash)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     found = varlen_attention(query, key, value, lengths_q, lengths_k, 4, 5, softmax_scale=0.3)
     torch.testing.assert_close(found, expected)
@@ -198,7 +197,7 @@ def test_the_kernel_of_this_gpu_is_aligned_at_the_end() -> None:
     tensors = [torch.randn(n, h, 64, device="cuda") for n, h in ((70, 4), (90, 2), (90, 2))]
     expected = varlen_attention(*tensors, lengths_q, lengths_k, 40, 50)
     half = [each.bfloat16() for each in tensors]
-    assert varlen.kernel("cuda", torch.bfloat16) != "sdpa"
+    assert flat.kernel("cuda", torch.bfloat16) != "sdpa"
     found = varlen_attention(*half, lengths_q, lengths_k, 40, 50)
     torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
 

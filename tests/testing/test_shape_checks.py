@@ -7,7 +7,7 @@ import torch
 from treewise.errors import ConfigError
 from treewise.nn.attention.cascade import cascade_attention
 from treewise.nn.attention.gateway import Gateway, extend
-from treewise.nn.recurrent.states import gather
+from treewise.nn.recurrent.rows import gather
 from treewise.objectives.formulas import weighted_logprob
 from treewise.testing.shape_checks import install
 

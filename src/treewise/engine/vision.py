@@ -24,7 +24,6 @@ from treewise.nn.vision import (
     IN_WINDOWS,
     Features,
     PixelInputs,
-    has_own_positions,
     pixel_inputs,
     row_arguments,
     tree_positions,
@@ -73,11 +72,9 @@ class ForestVision:
             self._rows_before = _rows_before(forest, self._positions)
         self._decoder = lm.decoder
         self._index_of = {(each.digest, each.end - each.start): index for index, each in enumerate(self._sources)}
-        self._position_ids = None  # [A, T], where they are no depths
-        if has_own_positions(self.vision.module):
-            self._position_ids = tree_positions(
-                self.vision.module, self.vision.image_token, forest, lambda each: self._pixels_of(self._index(each))
-            )
+        self._position_ids = tree_positions(  # [A, T], or None where they are depths
+            self.vision.module, self.vision.image_token, forest, lambda each: self._pixels_of(self._index(each))
+        )
         self._kept: Features | None = None  # leaves, to which micro-batches add gradients
         self._graph: Features | None = None  # what the leaves are copies of, with the tower's graph
 

@@ -145,7 +145,8 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
     if wanted.like is not None:
         check_like(config, plan.grown_config, wanted.like)
     small = SmallCheckpoint(source)
-    keeps_function = wanted.operator == "copy" or (wanted.operator == "stack" and not plan.num_new_layers)
+    has_all_layers = len(plan.layer_sources) == config.num_hidden_layers
+    keeps_function = wanted.operator == "copy" or (wanted.operator == "stack" and has_all_layers)
     with new_checkpoint(output) as folder:
         if wanted.operator in LEARNED:
             learned = _write_learned(plan, small, folder, wanted)

@@ -40,10 +40,6 @@ class GrowthPlan:
         """Indices of the layers that begin as the identity."""
         return identity_layers(self.layer_sources, self.depth)
 
-    @property
-    def num_new_layers(self) -> int:
-        return len(self.layer_sources) - int(self.config.num_hidden_layers)
-
     def roles(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorRole]:
         """The role of every tensor of the small model, by name.
 

@@ -7,16 +7,22 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treewise.errors import ConfigError, pip_install
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftConfig
+    from transformers import PreTrainedModel
 
 ADAPTERS = "adapter_config.json"  # in a folder of adapters
 DEMO_MODEL = "smollm2-demo"
 MAX_REASON = 300  # characters of an error of transformers; some list every model
 
 
-def adapted(model: Any, lora: Any, base: str | None = None) -> Any:
+def adapted(
+    model: "PreTrainedModel", lora: "Mapping[str, Any] | LoraConfig", base: str | None = None
+) -> "PreTrainedModel":
     """The model with new adapters: settings of `peft.LoraConfig`, or such an object. base: the model's name, which is
     saved with them and by which it is found again.
 
@@ -75,7 +81,7 @@ def base_of(adapters: Path) -> Iterator[str]:
         ) from error
 
 
-def adapter_config(adapters: Path) -> Any:
+def adapter_config(adapters: Path) -> "PeftConfig":
     """The settings of saved adapters, as those of training."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(f"{adapters}: a folder of adapters needs the peft package: {pip_install('peft')}.")
@@ -88,7 +94,7 @@ def adapter_config(adapters: Path) -> Any:
     return config
 
 
-def with_saved(model: Any, adapters: Path) -> Any:
+def with_saved(model: "PreTrainedModel", adapters: Path) -> "PreTrainedModel":
     """The model with the adapters of a folder, trainable.
 
     Raises:

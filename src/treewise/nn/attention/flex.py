@@ -229,14 +229,9 @@ def _uncompiled(
     backend: str,  # noqa: ARG001
 ) -> tuple[torch.Tensor, MaybeTensor]:
     """The operator itself, which can be differentiated on the CPU; torch's function around it cannot."""
-    score_mod = _score_mod(softcap) or _identity
+    score_mod = _score_mod(softcap) or (lambda score, *_: score)
     out, lse, *_ = torch.ops.higher_order.flex_attention(query, key, value, score_mod, blocks.as_tuple(), scaling, {})
     return out, lse * math.log(2)  # the operator's logarithms have base 2
-
-
-@no_type_check
-def _identity(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    return score
 
 
 def _compiled(
@@ -280,13 +275,10 @@ def _tiles(query: torch.Tensor) -> FlexKernelOptions:
     tiles: dict[str, int] = {}
     if query.dtype.itemsize == 2 and size == 64:
         tiles |= {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64}
-    if query.dtype.itemsize == 2 and size in (64, 128) and _is_sm_100(query.device):
+    is_sm_100 = query.device.type == "cuda" and torch.cuda.get_device_capability(query.device)[0] == 10
+    if query.dtype.itemsize == 2 and size in (64, 128) and is_sm_100:
         tiles |= dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 64)
     return cast(FlexKernelOptions, tiles)
-
-
-def _is_sm_100(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
 @functools.cache

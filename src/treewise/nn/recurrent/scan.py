@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from treewise.nn.recurrent.rows import LayerContext
+from treewise.nn.recurrent.rows import LayerContext, collect, gather, spread
 from treewise.nn.recurrent.segments import GATEWAY, NOTHING, SegmentBatch
-from treewise.nn.recurrent.states import collect, gather, spread
 from treewise.shapes import Float
 
 # [B, L, ...] inputs padded with zeros on the right, [B, ...] initial states or None for zeros, and whether end states

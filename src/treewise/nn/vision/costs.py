@@ -342,7 +342,7 @@ class _Counting(TorchDispatchMode):
         tensors = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
         if any(each.is_meta for each in tensors):
             arguments = _with_places(function, arguments)
-            arguments, keywords = tree_map_only(torch.Tensor, _as_meta, (arguments, keywords))
+            arguments, keywords = tree_map_only(torch.Tensor, lambda each: each.to("meta"), (arguments, keywords))
         elif _makes_integers(function, tensors, arguments, keywords):
             keywords = keywords | {"device": torch.device("cpu")}
         output = function(*arguments, **keywords)
@@ -364,10 +364,6 @@ class _Counting(TorchDispatchMode):
             count.linear += flops
             given = arguments[1] if packet is _aten.addmm else arguments[0]
             count.values += given.numel() + output.numel()
-
-
-def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else tensor.to("meta")
 
 
 def _with_places(function: "OpOverload", arguments: tuple[Any, ...]) -> tuple[Any, ...]:

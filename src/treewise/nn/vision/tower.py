@@ -213,20 +213,18 @@ def _rows_of(parts: torch.Tensor | Sequence[torch.Tensor]) -> Float[Tensor, "R M
 # -- positions --------------------------------------------------------------------------------------------------------
 
 
-def has_own_positions(module: PreTrainedModel) -> bool:
-    """Whether a model numbers the tokens of images by its own function; else positions are depths."""
-    return hasattr(module, "get_rope_index")
-
-
 def tree_positions(
     module: PreTrainedModel, image_token: int, forest: Forest, pixels_of: Callable[[ImageSpan], PixelInputs]
-) -> np.ndarray:
-    """[A, T] int64, the position ids of all tree tokens. pixels_of: the tensors of an image.
+) -> np.ndarray | None:
+    """[A, T] int64, the position ids of all tree tokens; None for a model without a function of its own for the tokens
+    of images, whose positions are depths. pixels_of: the tensors of an image.
 
     Raises:
         DataError: the model's function fails on a trajectory.
         UnsupportedModelError: trajectories disagree in the position of a token that they share.
     """
+    if not hasattr(module, "get_rope_index"):
+        return None
     rows = []
     for index, item in enumerate(forest.trajectories):
         pixels = [pixels_of(image) for image in item.images]

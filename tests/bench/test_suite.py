@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from treewise.bench.prediction import GPUS, Gpu, bound_seconds, gpu_of
+from treewise.bench.suite import Gpu, bound_seconds
 from treewise.nn.flops import flop_model
 from treewise.planning.partition import ATTENTION_BACKWARD
 from treewise.testing import tiny_model
@@ -30,9 +30,3 @@ def test_shared_tokens_cost_once_and_bytes_count_where_they_are_slower() -> None
     assert fast["flat"] / fast["tree"] == pytest.approx(flops.flat(forest) / flops.tree(forest), rel=0.15)
     slow = bound_seconds(flops, forest, Gpu(1e12, 1e6))
     assert slow["tree"] > fast["tree"]
-
-
-def test_names_of_devices() -> None:
-    assert gpu_of("NVIDIA H200") is GPUS["H200"]
-    assert gpu_of("NVIDIA H100 80GB HBM3") is GPUS["H100"]
-    assert gpu_of("Tesla T4") is None
