@@ -10,7 +10,7 @@ from hypothesis import given
 
 from treewise.bench import Settings, flat, make, random_model
 from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
-from treewise.bench.flat import FlatRows, can_pack, merged_trajectories, varlen_attention
+from treewise.bench.flat import FlatRows, merged_trajectories, varlen_attention
 from treewise.bench.measure import gradient_error
 from treewise.bench.results import COMPILED
 from treewise.errors import ConfigError, OutOfMemoryError
@@ -145,11 +145,6 @@ def test_rows_hold_what_fits(model: torch.nn.Module) -> None:
     assert len(FlatRows(parts, items, max_row_tokens=total, packs=False).rows) == len(items)
 
 
-def test_only_plain_attention_is_packed() -> None:
-    assert can_pack(random_model("qwen3-tiny", torch.float32, CPU))
-    assert not can_pack(random_model("hybrid-tiny", torch.float32, CPU))
-
-
 def test_varlen_attention_is_aligned_at_the_end() -> None:
     """Against the reference, where keys before the first query are a gateway's."""
     torch.manual_seed(0)
@@ -210,13 +205,6 @@ def test_other_attention_is_counted_by_its_own_blocks(model: torch.nn.Module, at
     # 73 tokens: flex reads one block of 128 keys, the reference every key for every query.
     assert made.key_rows_per_token == pytest.approx(128 / 73 if attention == "flex" else 73)
     made.step()
-
-
-def test_a_twin_shares_parameters_and_nothing_else(model: torch.nn.Module) -> None:
-    other = twin(model)
-    assert all(one is two for one, two in zip(model.parameters(), other.parameters(), strict=True))
-    assert other is not model
-    assert other.config is not model.config
 
 
 def test_who_cannot_take_part_says_why(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,64 +203,42 @@ def _trained_end(context: np.ndarray, trained: np.ndarray) -> Trajectory:
     return Trajectory(np.concatenate([context, trained]), weights)
 
 
+def _kind(build: Callable[..., list[Trajectory]], budgets: Sized | None = None, /, **arguments: object) -> Kind:
+    return Kind(build, arguments, budgets, has_images=build is browser)
+
+
 _TURNS = {"think": Sized(3, 18, 200), "answer": Sized(2, 6, 80), "feedback": Sized(2, 3, 120)}
 _SHORT_TURNS = {"think": Sized(3, 6, 100), "answer": Sized(2, 1, 40), "feedback": Sized(2, 1, 40)}
-_TAU_TURNS = {"think": Sized(3, 15, 300), "answer": Sized(2, 8, 160), "feedback": Sized(2, 17, 340)}
+_TAU_TURNS = {"think": Sized(3, 15, 300), "answer": Sized(2, 8, 160), "feedback": Sized(2, 17, 340), "thinks": 0.7}
+_SCREENS = {"window": 3, "note": Sized(3, 12, 40), "screen": Sized((56, 56), (252, 168), (1288, 728))}
+_GROUP = {"shortest": Sized(4, 64, 512), "longest": Sized(8, 128, 1024)}
+_ALONE = {"shortest": Sized(8, 128, 512), "longest": Sized(16, 512, 4096)}
+_SEARCH = {"state": Sized(3, 8, 60), "max_depth": Sized(5, 24, 40)}
+_RATIO = Sized((40, 12, 3), (324, 97, 24), (5000, 1500, 370))
+_PAIR = Sized((29, 22), (289, 223), (11_571, 8_929))
 
 # What each stands for: docs/benchmarks.md.
 KINDS: dict[str, Kind] = {
-    "grpo": Kind(
-        group,
-        {
-            "num_samples": 8,
-            "prompt": Sized(24, 512, 512),
-            "shortest": Sized(4, 64, 512),
-            "longest": Sized(8, 128, 1024),
-        },
-    ),
-    "turns-40": Kind(
+    "grpo": _kind(group, num_samples=8, prompt=Sized(24, 512, 512), **_GROUP),
+    "turns-40": _kind(caterpillar, num_turns=Sized(6, 40, 40), system=Sized(8, 80, 1000), **_TURNS),
+    "turns-100": _kind(caterpillar, num_turns=Sized(9, 100, 100), system=Sized(8, 48, 1000), **_SHORT_TURNS),
+    "search": _kind(search, prompt=Sized(10, 120, 1000), num_states=Sized(12, 48, 160), **_SEARCH),
+    "no-sharing": _kind(alone, num_samples=Sized(3, 8, 16), **_ALONE),
+    "ratio-6.5": _kind(nested, lengths=_RATIO, forks=(4, 4)),
+    "164k-83k": _kind(nested, Sized((40,), (410,), (16_384,)), lengths=_PAIR, forks=(8,)),
+    "tau2": _kind(
         caterpillar,
-        {"num_turns": Sized(6, 40, 40), "system": Sized(8, 80, 1000), **_TURNS},
-    ),
-    "turns-100": Kind(
-        caterpillar,
-        {"num_turns": Sized(9, 100, 100), "system": Sized(8, 48, 1000), **_SHORT_TURNS},
-    ),
-    "search": Kind(
-        search,
-        {
-            **{"prompt": Sized(10, 120, 1000), "num_states": Sized(12, 48, 160), "state": Sized(3, 8, 60)},
-            "max_depth": Sized(5, 24, 40),
-        },
-    ),
-    "no-sharing": Kind(
-        alone,
-        {"num_samples": Sized(3, 8, 16), "shortest": Sized(8, 128, 512), "longest": Sized(16, 512, 4096)},
-    ),
-    "ratio-6.5": Kind(
-        nested,
-        {"lengths": Sized((40, 12, 3), (324, 97, 24), (5000, 1500, 370)), "forks": (4, 4)},
-    ),
-    "164k-83k": Kind(
-        nested,
-        {"lengths": Sized((29, 22), (289, 223), (11_571, 8_929)), "forks": (8,)},
-        Sized((40,), (410,), (16_384,)),
-    ),
-    "tau2": Kind(
-        caterpillar,
-        {"num_turns": Sized(4, 20, 20), "system": Sized(20, 240, 4_800), **_TAU_TURNS, "thinks": 0.7},
         Sized((24,), (256,), (4_096, 16_384)),
+        num_turns=Sized(4, 20, 20),
+        system=Sized(20, 240, 4_800),
+        **_TAU_TURNS,
     ),
-    "screenshots": Kind(
+    "screenshots": _kind(
         browser,
-        {
-            **{"num_tries": Sized(4, 4, 8), "num_turns": Sized(4, 7, 7), "window": 3, "system": Sized(6, 64, 800)},
-            **{
-                "note": Sized(3, 12, 40),
-                "action": Sized(4, 32, 200),
-                "screen": Sized((56, 56), (252, 168), (1288, 728)),
-            },
-        },
-        has_images=True,
+        num_tries=Sized(4, 4, 8),
+        num_turns=Sized(4, 7, 7),
+        system=Sized(6, 64, 800),
+        action=Sized(4, 32, 200),
+        **_SCREENS,
     ),
 }

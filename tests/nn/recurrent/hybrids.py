@@ -7,92 +7,34 @@ from transformers import PreTrainedModel
 
 from treewise.testing.families import tiny_model
 
+# Each family, and what it has other than the tiny model of that family; chunks of the scans are 64 tokens for delta
+# rules, 32 for Mamba2.
 _ALTERNATING = ["linear_attention", "full_attention", "linear_attention"]
-_DELTA_NET = {
-    "layer_types": _ALTERNATING,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-}
-_MAMBA2 = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 32,
-}
-# Each family and what its mixers are; chunks of the scans are 64 tokens for delta rules, 32 for Mamba2.
 HYBRIDS: dict[str, dict[str, Any]] = {
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], **_EXPERTS, "num_dense_layers": 1},
+    "lfm2": {},
+    "lfm2_moe": {"shared_expert_intermediate_size": 24, "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "full_attention", "conv"]},
-    "qwen3_next": {**_DELTA_NET, **_EXPERTS},
-    "qwen3_5_text": _DELTA_NET,
-    "qwen3_5_moe_text": {**_DELTA_NET, **_EXPERTS},
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
     "qwen4_exp_text": {"layer_types": ["linear_attention"] * 3},
-    "olmo_hybrid": {**_DELTA_NET, "linear_num_key_heads": 4},
-    "kimi_linear": {
-        "layer_types": _ALTERNATING,
-        "linear_head_dim": 8,
-        "linear_num_heads": 4,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-        "head_dim": 4,
-        **_EXPERTS,
-    },
+    "olmo_hybrid": {"layer_types": _ALTERNATING, "linear_num_key_heads": 4},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "shared_expert_intermediate_size": 24},
     "bailing_hybrid": {},
-    "bamba": {"attn_layer_indices": [1], **_MAMBA2},
-    "granitemoehybrid": {
-        "layer_types": ["mamba", "attention", "mamba"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 24,
-        **_MAMBA2,
-    },
+    "bamba": {"mamba_chunk_size": 32},
+    "granitemoehybrid": {"shared_intermediate_size": 24, "mamba_chunk_size": 32},
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "mamba"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "ssm_state_size": 8,
-        "n_groups": 2,
-        "expand": 2,
-        "chunk_size": 32,
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 32},
     },
-    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 64},
-    "zamba2": {
-        "n_mamba_heads": 8,
-        "mamba_headdim": 8,
-        "mamba_d_state": 8,
-        "mamba_ngroups": 1,
-        "mamba_expand": 2,
-        "chunk_size": 32,
-        "layers_block_type": ["mamba", "hybrid", "mamba"],
-    },
-    "jamba": {
-        "attn_layer_offset": 1,
-        "attn_layer_period": 3,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "mamba_d_state": 4,
-        "mamba_dt_rank": 4,
-        "use_mamba_kernels": False,
-    },
+    "falcon_h1": {"mamba_chunk_size": 32},
+    "zamba2": {"n_mamba_heads": 8, "chunk_size": 32},
+    "jamba": {"attn_layer_period": 3, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False},
     "mamba": {"state_size": 4, "time_step_rank": 4},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "expand": 2, "chunk_size": 32},
+    "mamba2": {"n_groups": 2, "chunk_size": 32},
     "falcon_mamba": {"state_size": 4, "time_step_rank": 4},
-    "minimax": {"layer_types": _ALTERNATING, "block_size": 16, "sliding_window": None},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention", "recurrent"], "lru_width": 32},
+    "minimax": {"layer_types": _ALTERNATING, "block_size": 16},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention", "recurrent"]},
 }
 
 
