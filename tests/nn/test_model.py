@@ -44,15 +44,6 @@ def test_a_compiled_model_is_trained_through_the_model_inside() -> None:
     check(torch.compile(model), model)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("default")
-def test_layers_compiled_in_place() -> None:
-    model = tiny_model(num_hidden_layers=1)
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    check(model)
-
-
 class Int8Linear(nn.Module):
     """A frozen layer that holds its weight in eight bits, as quantised bases do."""
 
