@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -133,7 +133,8 @@ def peak_bytes(device: torch.device, *, reset: bool = False) -> int | None:
     try:
         if reset:
             gc.collect()
-            _trim()
+            with suppress(AttributeError, OSError, TypeError):  # another C library than GNU's
+                ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")  # the kernel's own reset of the peak
         return _status("VmRSS" if reset else "VmHWM")
     except OSError:
@@ -165,13 +166,6 @@ def _status(name: str) -> int:
     """A field of /proc/self/status, in bytes."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status[name].split()[0]) * 1024
-
-
-def _trim() -> None:
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # another C library than GNU's
-        return
 
 
 def _release_memory() -> None:

@@ -103,46 +103,32 @@ def check(new: dict[str, Any], baseline: dict[str, Any], min_speed: float = MIN_
     worse: list[str] = []
     count = 0
     for row in new["rows"]:
-        old = before.get(_case(row))
-        if old is None or "contestants" not in old:
+        old, what = before.get(_case(row), {}), f"{row.get('model')}, {row.get('workload')}"
+        if "contestants" not in old:
             continue
         if "contestants" not in row:
-            worse.append(f"{_name(row)}: skipped now: {row.get('skipped')}")
+            worse.append(f"{what}: skipped now: {row.get('skipped')}")
             continue
-        count += _compare_speed(row, old, min_speed, worse)
-        _compare_errors(row, old, worse)
+        was, now = (
+            {name: each["seconds"]["min"] for name, each in side["contestants"].items() if "seconds" in each}
+            for side in (old, row)
+        )
+        others = [name for name in was if name in now and not is_ours(name)]
+        for name in filter(is_ours, was):
+            if name not in now:
+                worse.append(f"{what}: {name} did not run")
+            elif others:
+                count += 1
+                speed = was[name] / now[name] * geometric_mean([now[each] / was[each] for each in others])
+                if speed < min_speed:
+                    beside = ", ".join(others)
+                    worse.append(f"{what}: {name} has {speed:.2f} of the baseline's speed beside {beside}")
+        for name in filter(is_ours, old["contestants"]):
+            error, after = (side["contestants"].get(name, {}).get("gradient_error") for side in (old, row))
+            if error is None or after is None or after <= MAX_ERROR_FACTOR * max(error, SMALLEST_ERROR):
+                continue
+            worse.append(f"{what}: gradient error of {name} is {after:.1e}, the baseline's is {error:.1e}")
     return worse, count
-
-
-def _compare_speed(row: dict[str, Any], old: dict[str, Any], min_speed: float, worse: list[str]) -> int:
-    before, now = _fastest(old), _fastest(row)
-    others = [name for name in before if name in now and not is_ours(name)]
-    ours = [name for name in before if is_ours(name)]
-    worse += [f"{_name(row)}: {name} did not run" for name in ours if name not in now]
-    ours = [name for name in ours if name in now]
-    if not others or not ours:
-        return 0
-    machine = geometric_mean([now[name] / before[name] for name in others])
-    for name in ours:
-        speed = before[name] / now[name] * machine
-        if speed < min_speed:
-            worse.append(f"{_name(row)}: {name} has {speed:.2f} of the baseline's speed beside {', '.join(others)}")
-    return len(ours)
-
-
-def _fastest(row: dict[str, Any]) -> dict[str, float]:
-    """Seconds of the fastest step of each contestant that ran."""
-    return {name: found["seconds"]["min"] for name, found in row["contestants"].items() if "seconds" in found}
-
-
-def _compare_errors(row: dict[str, Any], old: dict[str, Any], worse: list[str]) -> None:
-    for name, was in old["contestants"].items():
-        now = row["contestants"].get(name, {})
-        before, after = was.get("gradient_error"), now.get("gradient_error")
-        if not is_ours(name) or before is None or after is None:
-            continue
-        if not after <= MAX_ERROR_FACTOR * max(before, SMALLEST_ERROR):
-            worse.append(f"{_name(row)}: gradient error of {name} is {after:.1e}, the baseline's is {before:.1e}")
 
 
 def is_ours(name: str) -> bool:
@@ -152,10 +138,6 @@ def is_ours(name: str) -> bool:
 
 def _case(row: dict[str, Any]) -> tuple[Any, ...]:
     return row.get("model"), row.get("workload"), row.get("dtype"), row.get("flat_tokens"), row.get("tree_tokens")
-
-
-def _name(row: dict[str, Any]) -> str:
-    return f"{row.get('model')}, {row.get('workload')}"
 
 
 @cache
