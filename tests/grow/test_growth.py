@@ -60,7 +60,6 @@ def test_stacking_changes_logits_and_says_so(tmp_path: Path) -> None:
     save_random(tmp_path / "small", "llama")
     report = grow(tmp_path / "small", tmp_path / "big", num_layers=4, operator="stack")
     assert not report.keeps_function
-    assert report.logit_difference is not None
     assert report.logit_difference > 1e-3
 
 

@@ -118,7 +118,6 @@ def test_an_operator_that_learned_nothing_keeps_the_function(
     report = grow(
         tmp_path / "small", tmp_path / "big", **target, operator=name, forests=trees(), settings=settings, noise=0.0
     )
-    assert report.logit_difference is not None
     assert report.logit_difference < 1e-5
     assert (report.steps, report.rank) == (1, 1 if name == "mango" else None)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "big", output_loading_info=True)

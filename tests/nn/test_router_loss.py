@@ -37,17 +37,23 @@ def has_router_loss(family: str) -> bool:
 FAMILIES = [family for family in causal_families() if has_router_loss(family)]
 
 
+def padded(trajectories):
+    """[N, longest] token ids, mask and loss weights."""
+    longest = max(map(len, trajectories))
+
+    def rows(streams):
+        return np.stack([np.pad(each, (0, longest - len(each))) for each in streams])
+
+    ids = rows(item.token_ids.astype(np.int64) for item in trajectories)
+    mask = rows(np.ones(len(item), dtype=np.int64) for item in trajectories)
+    weights = rows(np.asarray(item.loss_weights, dtype=np.float32) for item in trajectories)
+    return tuple(torch.from_numpy(each) for each in (ids, mask, weights))
+
+
 def flat(model, trajectories):
     """Loss, load-balancing loss, expert counts and gradients of one padded batch through the model's own forward."""
     model.zero_grad()
-    longest = max(len(item.token_ids) for item in trajectories)
-    ids = torch.zeros(len(trajectories), longest, dtype=torch.long)
-    mask, weights = torch.zeros_like(ids), torch.zeros(ids.shape)
-    for row, item in enumerate(trajectories):
-        length = len(item.token_ids)
-        ids[row, :length] = torch.from_numpy(item.token_ids.astype(np.int64))
-        mask[row, :length] = 1
-        weights[row, :length] = torch.tensor(item.loss_weights)
+    ids, mask, weights = padded(trajectories)
     out = model(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False)
     logprobs = torch.log_softmax(out.logits[:, :-1], -1).gather(2, ids[:, 1:, None])[..., 0]
     loss = -(logprobs * weights[:, 1:]).sum() / weights.sum() + COEFFICIENT * out.aux_loss
@@ -127,17 +133,10 @@ def test_the_loss_on_routers_alone_is_differentiable(max_tokens):
     (3.0 * loss).backward()
     found = gradients_of(model)
     model.zero_grad()
-    torch.autograd.backward(3.0 * flat_aux_loss(model, trajectories))
+    ids, mask, _ = padded(trajectories)
+    out = model(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False)
+    (3.0 * out.aux_loss).backward()
     assert gradient_error(found, gradients_of(model)) < TOLERANCE
-
-
-def flat_aux_loss(model, trajectories):
-    longest = max(len(item.token_ids) for item in trajectories)
-    padded = [np.pad(item.token_ids.astype(np.int64), (0, longest - len(item.token_ids))) for item in trajectories]
-    lengths = torch.tensor([len(item.token_ids) for item in trajectories])
-    mask = (torch.arange(longest) < lengths[:, None]).long()
-    ids = torch.from_numpy(np.stack(padded))
-    return model(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False).aux_loss
 
 
 @pytest.mark.parametrize("max_tokens", [None, 5])
