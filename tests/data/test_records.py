@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from treewise.data import RenderOptions
 from treewise.data.io.files import RawRecord
-from treewise.data.io.rows import trajectories_from_rows
-from treewise.data.io.table import rows_to_table, table_rows
+from treewise.data.io.rows import rows_to_table, table_columns, trajectories_of
 from treewise.data.records import RecordReader
 
 USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
@@ -55,11 +54,9 @@ def test_strange_values_give_rows_or_a_data_error(readers, seed):
     if result.error is not None:
         assert result.error.startswith("f:1")
     elif result.rows:
-        table = rows_to_table([0] * len(result.rows), result.rows)
-        rows = table_rows(table, 0, len(table))
-        assert [row.num_tokens for row in rows] == [row.num_tokens for row in result.rows]
-        if rows[0].parent is None:
-            trajectories_from_rows(rows)
+        columns = table_columns(rows_to_table([0] * len(result.rows), result.rows))
+        if columns["parent"][0] is None:
+            assert [len(item) for item in trajectories_of(columns)] == [row.num_tokens for row in result.rows]
 
 
 def _changed(record, rng):

@@ -4,10 +4,17 @@ Nothing here depends on models; tokenizers are transformers' own, loaded when a 
 imported only to open a dump that `torch.save` wrote.
 """
 
-from treewise.data.dataset import DeclaredNodes, TrainingTree, TreeDataset
+from treewise.data.dataset import (
+    DeclaredNodes,
+    SelectedTrees,
+    TrainingTree,
+    TreeDataset,
+    Trees,
+    mix,
+    split_for_evaluation,
+)
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.load import load_trees
-from treewise.data.selection import SelectedTrees, Trees, mix, split_for_evaluation
 
 __all__ = [
     "load_trees",

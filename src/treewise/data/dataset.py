@@ -1,6 +1,9 @@
-"""Training trees: what a load gives back, one tree at a time."""
+"""Training trees: what a load gives back, one tree at a time; mixtures of data sets, and a part for evaluation."""
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from treewise.data.io.options import LoadReport
-from treewise.data.io.rows import Row, trajectories_from_rows
-from treewise.data.io.table import first_id_outside, table_rows
-from treewise.errors import DataError, num
+from treewise.data.io.rows import first_id_outside, table_columns, trajectories_of
+from treewise.errors import ConfigError, DataError, num
+from treewise.tree.declared import LazySequence
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
@@ -37,8 +40,8 @@ class DeclaredNodes:
     streams: dict[str, list[np.ndarray]]
     ends: list[bool]
     rewards: list[float | None]
-    rollouts: list[Any]
-    group: Any
+    rollouts: list[str | int | float | None]
+    group: str | int | float | None
     merge_siblings: bool
     images: list[tuple[ImageSpan, ...]]
 
@@ -87,9 +90,8 @@ class TrainingTree:
 
     def labelled_trajectories(self) -> list[Trajectory]:
         """`flat_trajectories` with their rewards and rollouts. Raises the same error."""
-        if self.trajectories is not None:
-            return self.trajectories
-        assert self.nodes is not None
+        if self.nodes is None:
+            return self.flat_trajectories()
         ends = [number for number, is_end in enumerate(self.nodes.ends) if is_end]
         return [
             replace(item, reward=self.nodes.rewards[end], rollout=self.nodes.rollouts[end])
@@ -97,7 +99,7 @@ class TrainingTree:
         ]
 
 
-class TreeDataset:
+class TreeDataset(LazySequence[TrainingTree]):
     """A sequence of `TrainingTree` in one Arrow table; trajectories are built when a tree is read.
 
     `report` counts what was read and left out; `fingerprint` changes exactly when trained content or order does.
@@ -105,50 +107,33 @@ class TreeDataset:
 
     def __init__(self, table: pa.Table, facts: dict[str, Any], report: LoadReport, merge_siblings: bool) -> None:
         self._table = table
-        self._names: list[str] = facts["names"]
+        self.names: Sequence[str] = facts["names"]
         self._num_records: list[int] = facts["num_records"]
         trees = table.column("tree").to_numpy()
         # Rows in a mapped file are in the order in which they were read, so a tree may be in several places.
         self._order = None if (trees[1:] >= trees[:-1]).all() else np.argsort(trees, kind="stable")
         in_order = trees if self._order is None else trees[self._order]
-        self._bounds = np.searchsorted(in_order, np.arange(len(self._names) + 1))
+        self._bounds = np.searchsorted(in_order, np.arange(len(self.names) + 1))
         self._merge_siblings = merge_siblings
         self.report = report
         self.fingerprint: str = facts["fingerprint"]
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
-    def __getitem__(self, index: int) -> TrainingTree:
-        index = index + len(self) if index < 0 else index
-        if not 0 <= index < len(self):
-            raise IndexError(f"tree {index} of {len(self)}")
-        rows = self._rows(int(self._bounds[index]), int(self._bounds[index + 1]))
-        declared = rows[0].parent is not None
+    def item(self, index: int) -> TrainingTree:
+        """The tree at an index from 0 to the length."""
+        low, high = self._bounds[index : index + 2].tolist()
+        part = self._table.slice(low, high - low) if self._order is None else self._table.take(self._order[low:high])
+        rows = table_columns(part)
+        is_declared = rows["parent"][0] is not None
         return TrainingTree(
-            name=self._names[index],
-            trajectories=None if declared else trajectories_from_rows(rows),
-            nodes=_declared_nodes(rows, self._merge_siblings) if declared else None,
+            name=self.names[index],
+            trajectories=None if is_declared else trajectories_of(rows),
+            nodes=_declared_nodes(rows, self._merge_siblings) if is_declared else None,
             num_records=self._num_records[index],
-            source=rows[0].source,
+            source=rows["source"][0],
         )
-
-    def _rows(self, low: int, high: int) -> list[Row]:
-        if self._order is None:
-            return table_rows(self._table, low, high)
-        index = self._order[low:high]
-        starts = np.flatnonzero(np.diff(index, prepend=-2) != 1)
-        runs = zip(starts, [*starts[1:], len(index)], strict=True)
-        parts = [table_rows(self._table, int(index[a]), int(index[b - 1]) + 1) for a, b in runs]
-        return [row for part in parts for row in part]
-
-    def __iter__(self) -> Iterator[TrainingTree]:
-        return (self[index] for index in range(len(self)))
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The name of each tree."""
-        return self._names
 
     def __repr__(self) -> str:
         return f"TreeDataset({num(len(self), 'tree')}, {num(self.report.num_records, 'record')})"
@@ -169,15 +154,107 @@ class TreeDataset:
             )
 
 
-def _declared_nodes(rows: list[Row], merge_siblings: bool) -> DeclaredNodes:
+def _declared_nodes(rows: dict[str, list[Any]], merge_siblings: bool) -> DeclaredNodes:
     return DeclaredNodes(
-        parents=[-1 if row.parent is None else row.parent for row in rows],
-        token_ids=[row.token_ids for row in rows],
-        streams={name: [row.streams[name] for row in rows] for name in rows[0].streams},
-        ends=[bool(row.is_end) for row in rows],
-        rewards=[row.reward for row in rows],
-        rollouts=[row.rollout for row in rows],
-        group=rows[0].group,
+        parents=rows["parent"],
+        token_ids=rows["token_ids"],
+        streams={name: [streams[name] for streams in rows["streams"]] for name in rows["streams"][0]},
+        ends=[bool(is_end) for is_end in rows["is_end"]],
+        rewards=rows["reward"],
+        rollouts=rows["rollout"],
+        group=rows["group"][0],
         merge_siblings=merge_siblings,
-        images=[row.images for row in rows],
+        images=rows["images"],
     )
+
+
+class SelectedTrees(LazySequence[TrainingTree]):
+    """Trees out of one or several data sets, in an order of its own; a tree may appear several times.
+
+    Has what a `TreeDataset` has. report: of all data sets together, with `num_trees` counting the selected trees.
+    """
+
+    def __init__(self, parts: Sequence[TreeDataset], index: np.ndarray) -> None:
+        """index: [trees, 2] int64, the data set and the tree in it."""
+        self._parts, self._index = tuple(parts), index
+        self.report = LoadReport.joined([part.report for part in parts], len(index))
+        facts = json.dumps([part.fingerprint for part in parts]).encode()
+        self.fingerprint = hashlib.sha256(facts + np.ascontiguousarray(index).tobytes()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def item(self, index: int) -> TrainingTree:
+        """The tree at an index from 0 to the length."""
+        part, tree = self._index[index].tolist()
+        return self._parts[part][tree]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The name of each tree."""
+        return [self._parts[part].names[tree] for part, tree in self._index.tolist()]
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """See `TreeDataset.check_vocabulary`; all trees of the data sets are checked."""
+        for part in self._parts:
+            part.check_vocabulary(vocab_size)
+
+    def chosen(self, is_chosen: np.ndarray) -> "SelectedTrees":
+        """The trees where `is_chosen` ([trees] bool) is true."""
+        return SelectedTrees(self._parts, self._index[is_chosen])
+
+    def __repr__(self) -> str:
+        return f"SelectedTrees({num(len(self), 'tree')} out of {num(len(self._parts), 'data set')})"
+
+
+Trees = TreeDataset | SelectedTrees
+
+
+def mix(datasets: Sequence[TreeDataset], weights: Sequence[float] | None = None, seed: int = 0) -> SelectedTrees:
+    """One data set of several. `weights[i]`: how often each tree of the i-th is in it, 1 by default.
+
+    A weight of 2 holds each tree twice; 0.5 holds half of the trees, drawn once by `seed`; 1.25 all, and a quarter of
+    them twice. An epoch is a pass over the mixture.
+
+    Raises:
+        ConfigError: a weight that is not positive or not finite, another number of weights, or nothing left.
+    """
+    weights = [1.0] * len(datasets) if weights is None else list(weights)
+    if len(weights) != len(datasets):
+        raise ConfigError(f"{len(weights)} weights for {len(datasets)} data sets.")
+    index = []
+    for number, (dataset, weight) in enumerate(zip(datasets, weights, strict=True)):
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise ConfigError(f"weight {weight!r} of data set {number} must be a positive number.")
+        times, rest = divmod(weight, 1)
+        order = np.random.default_rng([seed, number]).permutation(len(dataset))
+        extra = np.sort(order[: round(rest * len(dataset))])
+        trees = np.concatenate([np.tile(np.arange(len(dataset)), int(times)), extra])
+        index.append(np.stack([np.full(len(trees), number), trees], axis=1))
+    if not sum(map(len, index)):
+        raise ConfigError("the mixture holds no tree; raise its weights.")
+    return SelectedTrees(datasets, np.concatenate(index).astype(np.int64))
+
+
+def split_for_evaluation(dataset: Trees, fraction: float, seed: int = 0) -> tuple[SelectedTrees, SelectedTrees]:
+    """A data set for training, and one for evaluation that holds `fraction` of its trees, at least one.
+
+    Trees are chosen by a hash of their names (groups), so that no group is on both sides, nor a tree that a mixture
+    holds several times; adding trees moves few others.
+
+    Raises:
+        ConfigError: a fraction outside of 0 and 1, or a single tree.
+    """
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
+        raise ConfigError(f"eval_split is {fraction!r}; give a fraction between 0 and 1, such as 0.05.")
+    names = list(dataset.names)
+    distinct = sorted(set(names), key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
+    if len(distinct) < 2:
+        raise ConfigError("eval_split needs at least two trees (groups): one to train and one to evaluate.")
+    count = min(max(1, round(fraction * len(distinct))), len(distinct) - 1)
+    held_out = set(distinct[:count])
+    is_held_out = np.array([name in held_out for name in names])
+    whole = dataset if isinstance(dataset, SelectedTrees) else mix([dataset])
+    train, evaluation = whole.chosen(~is_held_out), whole.chosen(is_held_out)
+    evaluation.report = replace(evaluation.report, warnings=[], dropped=[])  # told with the training data
+    return train, evaluation

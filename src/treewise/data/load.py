@@ -1,35 +1,38 @@
-"""Loading: files to training trees, through the cache and the workers, with nothing dropped silently."""
+"""Loading: sources through the cache or the workers to training trees, with nothing dropped silently."""
 
 import atexit
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
+import numpy as np
 import pyarrow as pa
 
-from treewise.data import cache, workers
-from treewise.data.dataset import TreeDataset
+from treewise.data import workers
+from treewise.data.dataset import TreeDataset, Trees, mix
+from treewise.data.declared_nodes import PlacedNode
 from treewise.data.images import ImageReader
+from treewise.data.io import cache
 from treewise.data.io.files import PathLike
 from treewise.data.io.options import LoadReport, RenderOptions
-from treewise.data.io.printable import shown
-from treewise.data.io.row_store import RowStore
-from treewise.data.io.table import has_images
+from treewise.data.io.printable import printable, shown
+from treewise.data.io.rows import RecordResult, Row, content_hash, has_images
 from treewise.data.records import RecordReader
 from treewise.data.render.template import template_text
-from treewise.data.selection import Trees, mix
+from treewise.data.render.tools import find_tools, tool_files
 from treewise.data.sources import Source, open_sources
 from treewise.data.sources.foreign import read_sources
-from treewise.data.tree_builder import TreeBuilder
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, num
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 MIXTURE_KEYS = {"data", "path", "weight"}
+MAX_WARNINGS = 1000
 
 
 def load_trees(
@@ -73,22 +76,38 @@ def load_trees(
         raise ConfigError(f"on_bad_record is {on_bad_record!r}; choose 'error' or 'quarantine'.")
     template_text(options.chat_template)  # an error also where rows hold tokens, or the cache all of them
     workers.choose_num_workers(num_workers, 0)
-    tokenizer = _tokenizer(tokenizer)
-    processor = tokenizer if hasattr(tokenizer, "image_processor") else None
-    tokenizer = tokenizer if processor is None else processor.tokenizer
-    quarantine = Path(os.devnull if read_only else quarantine_path or "quarantine.jsonl")
-    load = _Load(
-        *(tokenizer, options, num_workers, progress, cache_dir),
-        *(on_bad_record, quarantine, allow_partial_tail, read_only, processor),
+    settings = _Settings(
+        options=options,
+        num_workers=num_workers,
+        progress=progress,
+        folder=cache.cache_folder(cache_dir),
+        quarantine=Path(os.devnull if read_only else quarantine_path or "quarantine.jsonl"),
+        quarantines=on_bad_record == "quarantine",
+        allow_partial_tail=allow_partial_tail,
+        read_only=read_only,
     )
+    tokenizer = _tokenizer(tokenizer)
     parts = _mixture(data)
     if parts is None:
-        return load.run(open_sources(data, options.max_record_bytes))
-    if on_bad_record == "quarantine":
+        return _load(open_sources(data, options.max_record_bytes), tokenizer, settings)
+    if settings.quarantines:
         raise ConfigError("a mixture takes no on_bad_record='quarantine'; load its parts first, then mix them.")
-    return mix(
-        [load.run(open_sources(part, options.max_record_bytes)) for part, _ in parts], [weight for _, weight in parts]
-    )
+    loaded = [_load(open_sources(part, options.max_record_bytes), tokenizer, settings) for part, _ in parts]
+    return mix(loaded, [weight for _, weight in parts])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """The settings of a load; see `load_trees`."""
+
+    options: RenderOptions
+    num_workers: int | None
+    progress: bool
+    folder: Path  # of the cache
+    quarantine: Path
+    quarantines: bool
+    allow_partial_tail: bool
+    read_only: bool
 
 
 def _mixture(data: Any) -> list[tuple[Any, float]] | None:
@@ -113,63 +132,68 @@ def _mixture(data: Any) -> list[tuple[Any, float]] | None:
     return parts
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """The settings of a load."""
-
-    tokenizer: Any
-    options: RenderOptions
-    num_workers: int | None
-    progress: bool
-    cache_dir: PathLike | None
-    on_bad_record: str
-    quarantine: Path
-    allow_partial_tail: bool
-    read_only: bool
-    processor: Any = None
-
-    def run(self, sources: Sequence[Source]) -> TreeDataset:
-        """The trees of all sources."""
-        warnings: list[str] = []
-        entry = None
-        merge = self.options.merge_siblings
-        folder = cache.cache_folder(self.cache_dir)
-        if self.tokenizer is not None:
-            key = cache.cache_key(sources, self.options, self.tokenizer, self.allow_partial_tail)
-            entry = None if key is None else folder / f"{key}.parquet"
-            stored = None if entry is None else _read_cache(entry, warnings)
+def _load(sources: Sequence[Source], tokenizer: Any, settings: _Settings) -> TreeDataset:
+    """The trees of all sources. tokenizer: a model's processor, or a tokenizer; None without one."""
+    processor = tokenizer if hasattr(tokenizer, "image_processor") else None
+    tokenizer = tokenizer if processor is None else processor.tokenizer
+    merge = settings.options.merge_siblings
+    warnings: list[str] = []
+    entry = _entry(sources, tokenizer, settings)
+    if entry is not None:
+        try:
+            stored = cache.read_entry(entry) or cache.read_entry(entry.with_suffix(cache.MAPPED))
+        except DataError as error:
+            warnings.append(f"{error}; it was rendered again.")
+        else:
             if stored is not None:
-                table, facts = stored
-                return TreeDataset(table, facts, LoadReport(**facts["report"]), merge)
-        images = self._image_reader(folder)
-        reader = RecordReader(self.tokenizer, self.options, images)
-        builder = TreeBuilder(reader, self.on_bad_record, self.allow_partial_tail, self.quarantine, RowStore(folder))
-        processes = workers.choose_num_workers(self.num_workers, sum(source.num_bytes for source in sources))
-        with builder, _bar(self.progress) as advance:
-            jobs = read_sources(sources, builder.report)
-            for num_bytes, results in workers.read_all(jobs, reader, processes):
-                for result in results:
-                    builder.add(result)
-                advance(num_bytes, len(results))
-            builder.finish_node_trees()
-            table, facts, report = builder.result(len(sources))
-        # An image's file may change without the record, so records with images are read each time.
-        if entry is not None and not report.dropped and not self.read_only and not has_images(table):
-            path = entry.with_suffix(cache.MAPPED) if builder.store.is_mapped else entry
-            _write_cache(path, table, facts, report, warnings)
-        report.warnings += warnings
-        return TreeDataset(table, facts, report, merge)
+                return TreeDataset(*stored, LoadReport(**stored[1]["report"]), merge)
+    reader = RecordReader(tokenizer, settings.options, _image_reader(processor, settings))
+    processes = workers.choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
+    with TreeBuilder(reader, settings) as builder, _bar(settings.progress) as advance:
+        jobs = read_sources(sources, builder.report)
+        for num_bytes, results in workers.read_all(jobs, reader, processes):
+            for result in results:
+                builder.add(result)
+            advance(num_bytes, len(results))
+        builder.finish_node_trees()
+        table, facts, report = builder.result(len(sources))
+    # An image's file may change without the record, so records with images are read each time.
+    if entry is not None and not report.dropped and not settings.read_only and not has_images(table):
+        path = entry.with_suffix(cache.MAPPED) if builder.store.is_mapped else entry
+        try:
+            cache.write_entry(path, table, {**facts, "report": asdict(report)})
+        except OSError as error:
+            warnings.append(f"{path}: the cache could not be written ({error.strerror}); the next load renders again.")
+    report.warnings += warnings
+    return TreeDataset(table, facts, report, merge)
 
-    def _image_reader(self, folder: Path) -> ImageReader | None:
-        """Images that come as bytes are kept in the cache, or until the process ends."""
-        if self.processor is None:
-            return None
-        images = folder / "images"
-        if self.read_only:
-            images = Path(tempfile.mkdtemp(prefix="treewise-images-"))
-            atexit.register(shutil.rmtree, images, ignore_errors=True)
-        options = self.options
-        return ImageReader(self.processor, images, options.max_image_bytes, from_network=options.images_from_network)
+
+def _entry(sources: Sequence[Source], tokenizer: Any, settings: _Settings) -> Path | None:
+    """The entry of the cache for all that the result depends on: names and content of sources, side files, options and
+    tokenizer. None without a tokenizer, or where a source has no identity.
+    """
+    if tokenizer is None or any(source.data_file is None and source.identity is None for source in sources):
+        return None
+    names = [f"{source.name}\n{source.identity}" for source in sources]
+    files = [source.data_file for source in sources if source.data_file is not None and source.identity is None]
+    files += [path for source in sources if source.data_file is not None for path in tool_files(source.data_file)]
+    template = settings.options.chat_template
+    if template and "{" not in template and Path(template).is_file():
+        files.append(Path(template))
+    own = [settings.options.to_json(), str(settings.allow_partial_tail), cache.tokenizer_hash(tokenizer)]
+    return settings.folder / f"{cache.cache_key([*own, *names], files)}.parquet"
+
+
+def _image_reader(processor: Any, settings: _Settings) -> ImageReader | None:
+    """Images that come as bytes are kept in the cache, or until the process ends."""
+    if processor is None:
+        return None
+    images = settings.folder / "images"
+    if settings.read_only:
+        images = Path(tempfile.mkdtemp(prefix="treewise-images-"))
+        atexit.register(shutil.rmtree, images, ignore_errors=True)
+    options = settings.options
+    return ImageReader(processor, images, options.max_image_bytes, from_network=options.images_from_network)
 
 
 def _tokenizer(tokenizer: Any) -> Any:
@@ -185,66 +209,165 @@ def _tokenizer(tokenizer: Any) -> Any:
         raise ConfigError(f"tokenizer {str(tokenizer)!r} cannot be loaded: {reason}") from error
 
 
-def _read_cache(entry: Path, warnings: list[str]) -> tuple[pa.Table, dict[str, Any]] | None:
-    try:
-        return cache.read_entry(entry) or cache.read_entry(entry.with_suffix(cache.MAPPED))
-    except DataError as error:
-        warnings.append(f"{error}; it was rendered again.")
-        return None
-
-
-def _write_cache(entry: Path, table: pa.Table, facts: dict[str, Any], report: LoadReport, warnings: list[str]) -> None:
-    stored = {
-        "num_files": report.num_files,
-        "num_records": report.num_records,
-        "num_trees": report.num_trees,
-        "num_trajectories": report.num_trajectories,
-        "num_compared": report.num_compared,
-        "num_drifted": report.num_drifted,
-        "unused_keys": report.unused_keys,
-        "num_preferences": report.num_preferences,
-        "warnings": report.warnings,
-    }
-    try:
-        cache.write_entry(entry, table, {**facts, "report": stored})
-    except OSError as error:
-        warnings.append(f"{entry}: the cache could not be written ({error.strerror}); the next load renders again.")
-
-
-def _bar(progress: bool) -> Any:
-    """A context that gives `advance(num_bytes, num_records)`. A log file gets no bar."""
+@contextmanager
+def _bar(progress: bool) -> Iterator[Callable[[int, int], None]]:
+    """Gives `advance(num_bytes, num_records)`, which shows records and bytes read so far; the total of compressed files
+    is not known beforehand. A log file gets no bar.
+    """
     if progress:
         from rich.console import Console
-
-        console = Console(stderr=True)
-        if console.is_terminal or console.is_jupyter:
-            return _RichBar(console)
-    return nullcontext(_no_bar)
-
-
-def _no_bar(*_: int) -> None: ...
-
-
-class _RichBar:
-    """Records and bytes read so far; the total of compressed files is not known beforehand."""
-
-    def __init__(self, console: Any) -> None:
-        self.console = console
-
-    def __enter__(self) -> Any:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        columns = [SpinnerColumn(), TextColumn("reading {task.completed} records, {task.fields[megabytes]:.1f} MB")]
-        self.bar = Progress(*columns, TimeElapsedColumn(), console=self.console, transient=True)
-        self.bar.start()
-        self.task = self.bar.add_task("records", total=None, megabytes=0.0)
-        self.num_bytes = 0
-        return self.advance
+        console = Console(stderr=True)
+    if not progress or not (console.is_terminal or console.is_jupyter):
+        yield lambda *_: None
+        return
+    columns = [SpinnerColumn(), TextColumn("reading {task.completed} records, {task.fields[megabytes]:.1f} MB")]
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("records", total=None, megabytes=0.0)
 
-    def advance(self, num_bytes: int, num_records: int) -> None:
-        """Shows further records, and the bytes that they took."""
-        self.num_bytes += num_bytes
-        self.bar.update(self.task, advance=num_records, megabytes=self.num_bytes / 1e6)
+        def advance(num_bytes: int, num_records: int) -> None:
+            megabytes = bar.tasks[0].fields["megabytes"] + num_bytes / 1e6
+            bar.update(task, advance=num_records, megabytes=megabytes)
+
+        yield advance
+
+
+@dataclass(slots=True)
+class _Tree:
+    name: str
+    index: int
+    num_records: int = 0
+    num_rows: int = 0
+
+
+class TreeBuilder:
+    """Collects results in order into trees, and bad records into the quarantine. A context: its files are open inside.
+
+    reader: of the records, and of trees that are given one node per line.
+    """
+
+    def __init__(self, reader: RecordReader, settings: _Settings) -> None:
+        self.reader = reader
+        self.settings = settings
+        self.store = cache.RowStore(settings.folder)
+        self.stream: TextIO | None = None
+        self.trees: list[_Tree] = []
+        self.by_key: dict[str, _Tree] = {}
+        self.by_rollout: dict[str, tuple[str, Any]] = {}
+        self.node_trees: dict[tuple[str, str], tuple[_Tree, list[PlacedNode]]] = {}
+        self.report = LoadReport()
+        self.warnings: dict[str, None] = {}
+
+    def __enter__(self) -> "TreeBuilder":
+        if self.settings.quarantines:
+            path = self.settings.quarantine
+            try:
+                self.stream = path.open("w", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"quarantine_path {path} cannot be written ({error.strerror}).") from error
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        self.store.close()
+        if self.stream is not None:
+            self.stream.close()
+
+    def add(self, result: RecordResult) -> None:
+        """Takes the next result in order."""
+        self.report.num_records += 1
+        self.warnings.update(dict.fromkeys([*result.warnings, *result.drift]))
+        for key in result.unused_keys:
+            self.report.unused_keys[key] = self.report.unused_keys.get(key, 0) + 1
+        self.report.num_compared += result.is_compared
+        self.report.num_preferences += result.is_preference
+        self.report.num_drifted += bool(result.drift)
+        self._keep_rollout_together(result)
+        if result.error is not None:
+            self._drop(result)
+        elif result.node is not None:
+            self._add_node(result)
+        else:
+            tree = self.by_key.get(result.key) if result.key is not None else None
+            if tree is None:
+                tree = self._new_tree(result.name)
+                if result.key is not None:
+                    self.by_key[result.key] = tree
+            self._add_rows(tree, result.rows)
+            tree.num_records += 1
+
+    def _new_tree(self, name: str) -> _Tree:
+        tree = _Tree(name, len(self.trees))
+        self.trees.append(tree)
+        return tree
+
+    def _add_rows(self, tree: _Tree, rows: list[Row]) -> None:
+        tree.num_rows += len(rows)
+        self.report.num_trajectories += sum(row.parent is None or bool(row.is_end) for row in rows)
+        self.store.add(tree.index, rows)
+
+    def _keep_rollout_together(self, result: RecordResult) -> None:
+        """Rows of one rollout that name no group have different prompts: that of the first is the rollout's."""
+        if not result.is_grouped_by_prompt or result.rollout is None:
+            return
+        name = json.dumps(result.rollout)
+        first = (result.key or json.dumps(["rollout", result.rollout]), result.rows[0].group)
+        result.key, group = self.by_rollout.setdefault(name, first)
+        for row in result.rows:
+            row.group = group
+
+    def finish_node_trees(self) -> None:
+        """Builds the trees that were given one node per line."""
+        for (file, name), (tree, placed) in self.node_trees.items():
+            try:
+                tools = find_tools(placed[0].value, Path(file), placed[0].location)
+                _, rows = self.reader.declared_rows(placed, tools, Path(file))
+            except DataError as error:
+                text = json.dumps([node.value for node in placed], default=str)
+                self._drop(RecordResult(f"{file}: tree {name}", error=str(error), raw=text))
+            else:
+                self._add_rows(tree, rows)
+                tree.num_records = len(placed)
+
+    def result(self, num_sources: int) -> tuple[pa.Table, dict[str, Any], LoadReport]:
+        """The table, what belongs to it, and the report."""
+        report = self.report
+        trees = [tree for tree in self.trees if tree.num_rows]
+        if not trees:
+            reason = (
+                f" ({len(report.dropped)} were left out; the first: {report.dropped[0][1]})" if report.dropped else ""
+            )
+            raise DataError(f"no record to train on in {num(num_sources, 'file')}{reason}.")
+        index_of_tree = np.full(len(self.trees), -1)
+        index_of_tree[[tree.index for tree in trees]] = np.arange(len(trees))
+        table = self.store.finish(index_of_tree)
+        names = [tree.name for tree in trees]
+        facts = {
+            "names": names,
+            "num_records": [tree.num_records for tree in trees],
+            "fingerprint": content_hash(table, names),
+        }
+        report.num_files, report.num_trees = num_sources, len(trees)
+        report.warnings += list(self.warnings)[:MAX_WARNINGS]
+        if len(self.warnings) > MAX_WARNINGS:
+            report.warnings.append(f"{len(self.warnings) - MAX_WARNINGS} more warnings")
+        return table, facts, report
+
+    def _add_node(self, result: RecordResult) -> None:
+        assert result.node is not None
+        file, _, _ = result.location.rpartition(":")
+        name, node = result.node
+        if (file, name) not in self.node_trees:
+            tree = self._new_tree(printable(json.loads(name)))
+            self.node_trees[file, name] = (tree, [])
+        self.node_trees[file, name][1].append(PlacedNode(result.location, node))
+
+    def _drop(self, result: RecordResult) -> None:
+        assert result.error is not None
+        partial = result.is_partial_tail and self.settings.allow_partial_tail
+        if not partial and not self.settings.quarantines:
+            raise DataError(result.error)
+        self.report.dropped.append((result.location, result.error))
+        if self.stream is not None:
+            line = {"location": result.location, "reason": result.error, "record": result.raw}
+            self.stream.write(json.dumps(line) + "\n")

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 
 from treewise.data.io.files import RawRecord
-from treewise.data.io.options import RenderOptions
 from treewise.data.io.rows import RecordResult
 from treewise.data.records import RecordReader
 from treewise.errors import ConfigError
@@ -42,17 +41,25 @@ def read_all(jobs: Iterable[Job], reader: RecordReader, num_workers: int) -> Ite
     """Batches of results in the order of the jobs, each with the bytes it came from."""
     batches = _batches(jobs)
     if num_workers == 0:
-        for batch in batches:
-            yield _num_bytes(batch), [reader.read(raw, path) for raw, path in batch]
+        for num_bytes, batch in batches:
+            yield num_bytes, [reader.read(raw, path) for raw, path in batch]
         return
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start,
-        initargs=(pickle.dumps((reader.tokenizer, reader.images)), reader.options),
+        initargs=(pickle.dumps(reader),),
     )
+    running: deque[tuple[int, Future[list[RecordResult]]]] = deque()
     try:
-        yield from _through_pool(pool, batches, 2 * num_workers + 2)
+        while True:
+            for num_bytes, batch in islice(batches, 2 * num_workers + 2 - len(running)):
+                with _main_left_alone():  # the first of these starts the processes
+                    running.append((num_bytes, pool.submit(_work, batch)))
+            if not running:
+                return
+            num_bytes, future = running.popleft()
+            yield num_bytes, future.result()
     except BrokenProcessPool as error:
         raise ConfigError(
             "the data workers did not start or were killed (out of memory, or a tokenizer class of the script itself); "
@@ -60,20 +67,6 @@ def read_all(jobs: Iterable[Job], reader: RecordReader, num_workers: int) -> Ite
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _through_pool(
-    pool: ProcessPoolExecutor, batches: Iterator[list[Job]], window: int
-) -> Iterator[tuple[int, list[RecordResult]]]:
-    running: deque[tuple[int, Future[list[RecordResult]]]] = deque()
-    while True:
-        for batch in islice(batches, window - len(running)):
-            with _main_left_alone():  # the first of these starts the processes
-                running.append((_num_bytes(batch), pool.submit(_work, batch)))
-        if not running:
-            return
-        num_bytes, future = running.popleft()
-        yield num_bytes, future.result()
 
 
 @contextmanager
@@ -90,11 +83,10 @@ def _main_left_alone() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _start(tokenizer_and_images: bytes, options: RenderOptions) -> None:
+def _start(reader: bytes) -> None:
     global _reader
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    tokenizer, images = pickle.loads(tokenizer_and_images)  # bytes of our own parent process
-    _reader = RecordReader(tokenizer, options, images)
+    _reader = pickle.loads(reader)  # bytes of our own parent process
 
 
 def _work(batch: list[Job]) -> list[RecordResult]:
@@ -102,18 +94,15 @@ def _work(batch: list[Job]) -> list[RecordResult]:
     return [_reader.read(raw, path) for raw, path in batch]
 
 
-def _batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
+def _batches(jobs: Iterable[Job]) -> Iterator[tuple[int, list[Job]]]:
+    """Jobs in batches, each with its bytes."""
     batch: list[Job] = []
     size = 0
     for job in jobs:
         batch.append(job)
         size += job[0].num_bytes
         if size >= BATCH_BYTES or len(batch) >= BATCH_RECORDS:
-            yield batch
+            yield size, batch
             batch, size = [], 0
     if batch:
-        yield batch
-
-
-def _num_bytes(batch: list[Job]) -> int:
-    return sum(raw.num_bytes for raw, _ in batch)
+        yield size, batch

@@ -8,7 +8,7 @@ import pytest
 
 from treewise.data import RenderOptions, load_trees
 from treewise.data.io.files import RawRecord
-from treewise.data.io.rows import trajectories_from_rows
+from treewise.data.io.rows import rows_to_table, table_columns, trajectories_of
 from treewise.data.records import RecordReader
 from treewise.errors import DataError
 
@@ -113,7 +113,7 @@ def test_all_of_a_chat_reaches_the_tokens_or_an_error_names_it(tokenizer, qwen3_
         if result.error is not None:
             assert re.search(r"a.jsonl:1: .*(does not write|raises|opens <think>)", result.error), (name, result)
             continue
-        trajectories = trajectories_from_rows(result.rows)
+        trajectories = trajectories_of(table_columns(rows_to_table([0] * len(result.rows), result.rows)))
         trained = "".join(tokenizer.decode(t.token_ids[t.loss_weights > 0]) for t in trajectories)
         whole = "".join(tokenizer.decode(t.token_ids) for t in trajectories)
         assert sentinels <= set(re.findall(r"[A-S][a-z]{2,}", whole)), (name, whole)

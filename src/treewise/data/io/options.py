@@ -1,7 +1,8 @@
 """Options of how records become token sequences, and the report of a load."""
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -94,3 +95,16 @@ class LoadReport:
         """`meta (367 records)` for every key that nothing reads, the most frequent first."""
         counts = sorted(self.unused_keys.items(), key=lambda item: -item[1])
         return [f"{shown(name)[1:-1]} ({count:,} {'record' if count == 1 else 'records'})" for name, count in counts]
+
+    @classmethod
+    def joined(cls, reports: "Sequence[LoadReport]", num_trees: int) -> "LoadReport":
+        """The report of several data sets, of whose trees `num_trees` are used."""
+        joined = cls()
+        for report in reports:
+            for item in fields(cls):
+                own = getattr(report, item.name)
+                so_far = getattr(joined, item.name)
+                is_count = isinstance(own, dict)
+                setattr(joined, item.name, dict(Counter(so_far) + Counter(own)) if is_count else so_far + own)
+        joined.num_trees = num_trees
+        return joined

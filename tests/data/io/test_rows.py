@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from treewise.data import load_trees
-from treewise.data.io.rows import row_from_trajectory, trajectories_from_rows
-from treewise.data.io.table import content_hash, rows_to_table, table_rows
+from treewise.data.io.rows import content_hash, row_from_trajectory, rows_to_table, table_columns, trajectories_of
 from treewise.tree.trajectory import STREAMS, Trajectory
 
 ITEM = {
@@ -27,7 +26,7 @@ def hash_of(*items):
 
 def test_rows_come_back_from_a_table():
     item = Trajectory(**ITEM)
-    [back] = trajectories_from_rows(table_rows(rows_to_table([0], [row_from_trajectory(item)]), 0, 1))
+    [back] = trajectories_of(table_columns(rows_to_table([0], [row_from_trajectory(item)])))
     assert all(np.array_equal(getattr(back, name), getattr(item, name)) for name in ("token_ids", *STREAMS))
     labels = ("group", "reward", "rollout", "source")
     assert [getattr(back, name) for name in labels] == [getattr(item, name) for name in labels]
