@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from treewise.data import download, load_trees
+from treewise.data import images, load_trees
 from treewise.data.images import decoded
 from treewise.errors import ConfigError, DataError
 from treewise.testing.images import IMAGE_TOKEN, png, tiny_processor
@@ -164,12 +164,12 @@ def test_addresses_that_cannot_be_read_are_named(server, llava, path, message):
 def test_downloads_are_limited_in_time_and_to_addresses_of_the_network(server, monkeypatch):
     for address in ("ftp://127.0.0.1/a.png", "http:///a.png"):
         with pytest.raises(DataError, match="cannot be downloaded"):
-            download.downloaded(address, "here", 2000)
+            images.downloaded(address, "here", 2000)
     with pytest.raises(DataError, match=r"is 169\.254\.169\.254, an address of this machine or its network"):
-        download.downloaded("http://169.254.169.254/latest/meta-data", "here", 2000)
-    monkeypatch.setattr(download, "MAX_SECONDS", 0.2)
+        images.downloaded("http://169.254.169.254/latest/meta-data", "here", 2000)
+    monkeypatch.setattr(images, "MAX_SECONDS", 0.2)
     with pytest.raises(DataError, match=r"took more than 0\.2 seconds"):
-        download.downloaded(server[0] + "/slow", "here", 2000)
+        images.downloaded(server[0] + "/slow", "here", 2000)
 
 
 def test_images_are_regular_files_of_a_limited_size(write, llava, tmp_path):

@@ -196,12 +196,6 @@ def test_data_imports_no_torch_and_no_transformers():
     assert result.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("paths", [None, 3, [None], {"a": 1}])
-def test_paths_of_another_type_are_named(paths):
-    with pytest.raises(DataError, match="data must be a path"):
-        load_trees(paths)
-
-
 def test_options_may_be_a_mapping(write):
     path = write({"token_ids": [1, 2], "team": "a"}, {"token_ids": [3, 4], "team": "a"})
     assert len(load_trees(path, options={"group_by": "team"})) == 1

@@ -9,7 +9,7 @@ from treewise.errors import ConfigError
 from treewise.objectives import NORMALIZATIONS
 from treewise.testing import families
 from treewise.trainer import TreeTrainingArguments
-from treewise.tree.weights import WEIGHTINGS
+from treewise.tree.forest import WEIGHTINGS
 
 
 def test_fsdp_in_any_form_is_taken_over(tmp_path, monkeypatch):

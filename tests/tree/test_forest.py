@@ -86,16 +86,6 @@ def test_a_query_sees_a_key_exactly_when_its_interval_says_so(forest):
     np.testing.assert_array_equal(interval, is_above(forest.parent))
 
 
-@given(forests())
-def test_siblings_come_heaviest_first(forest):
-    size = forest.subtree_end - np.arange(forest.num_tokens)
-    children = {}
-    for token, above in enumerate(forest.parent.tolist()):
-        children.setdefault(above, []).append(int(size[token]))
-    children.pop(-1)
-    assert all(sizes[0] == max(sizes) for sizes in children.values())
-
-
 @given(forests(max_sequences=12))
 def test_a_path_has_at_most_log2_segments_plus_1_contiguous_runs(forest):
     limit = math.log2(len(forest.segments.start)) + 1
@@ -211,13 +201,6 @@ def test_weights_once_are_the_mean_over_those_who_train_the_token(items):
     np.testing.assert_allclose(np.bincount(forest.path_index, flat, forest.num_tokens), tokens, rtol=1e-12)
 
 
-def test_equal_weights_count_once():
-    items = [Trajectory([1, 2, 3]), Trajectory([1, 2, 4]), Trajectory([1, 2, 4])]
-    forest = Forest.from_trajectories(items)
-    assert forest.token_weights("once").tolist() == [0, 1, 1, 1]
-    assert sorted(forest.token_weights().tolist()) == [0, 1, 2, 3]
-
-
 @given(trajectories(), st.integers(0, 2**16))
 def test_weights_per_rollout_are_the_mean_over_the_rows_of_a_rollout(items, seed):
     """Each rollout alone, once; the rollouts added up."""
@@ -302,11 +285,6 @@ def test_bad_inputs_are_named():
         Forest.from_trajectories([Trajectory([1, 2]), [1, 2]])
     with pytest.raises(DataError, match="no forest given"):
         Forest.concatenate([])
-
-
-def test_one_forest_needs_no_concatenation():
-    forest = Forest.from_trajectories([Trajectory([1, 2])])
-    assert Forest.concatenate([forest]) is forest
 
 
 def test_its_repr_says_its_sizes():

@@ -26,19 +26,6 @@ def segment_bounds(segments):
 
 
 @given(token_lists())
-def test_every_distinct_prefix_is_one_token(sequences):
-    flat_ids, offsets = flat(sequences)
-    segments = prefix_merge.merge_sequences(flat_ids, offsets)
-    found = set()
-    for number in range(len(segments.start)):
-        path = prefix_merge.path_to(segments, number)
-        tokens = flat_ids[segments.token_source[path]].tolist()
-        found.update(tuple(tokens[:length]) for length in range(1, len(tokens) + 1))
-    assert found == prefixes(sequences)
-    assert segments.num_tokens == len(found)
-
-
-@given(token_lists())
 def test_a_segment_ends_exactly_at_forks_trajectory_ends_and_leaves(sequences):
     flat_ids, offsets = flat(sequences)
     segments = prefix_merge.merge_sequences(flat_ids, offsets)
@@ -54,14 +41,6 @@ def test_a_segment_ends_exactly_at_forks_trajectory_ends_and_leaves(sequences):
     ]
     assert len(lasts) == len(set(lasts))
     assert set(lasts) == expected
-
-
-@given(token_lists())
-def test_end_segments_end_with_the_trajectories_in_input_order(sequences):
-    flat_ids, offsets = flat(sequences)
-    segments = prefix_merge.merge_sequences(flat_ids, offsets)
-    for sequence, end in zip(sequences, segments.end_segment.tolist(), strict=True):
-        assert flat_ids[segments.token_source[prefix_merge.path_to(segments, end)]].tolist() == sequence
 
 
 @given(token_lists())

@@ -3,47 +3,38 @@
 Works on flat lists from parents to children, so a chain of 100,000 nodes needs no recursion.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from treewise.data.images import ImageReader
 from treewise.data.io import field_checks
+from treewise.data.io.files import Placed
+from treewise.data.io.forms import check_names
 from treewise.data.io.printable import shown
 from treewise.data.io.rows import Row
-from treewise.data.render.chat import Call, not_empty
-from treewise.data.render.messages import Message, clean_message
+from treewise.data.render.images import with_column, with_images_read
+from treewise.data.render.messages import clean_message
+from treewise.data.render.turns import Call
+from treewise.data.token_rows import row_images
 from treewise.errors import DataError
 from treewise.tree import checks
-from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS
 
-MessageReader = Callable[[Message, Any, str], Message]
 
-
-@dataclass(frozen=True, slots=True)
-class PlacedNode:
-    """A node as it was written, and where."""
-
-    location: str
-    value: dict[str, Any]
-
-
-NodeImages = Callable[[PlacedNode, np.ndarray], Sequence[ImageSpan]]
-
-
-def nodes_of_record(value: Any, location: str) -> list[PlacedNode]:
+def nodes_of_record(item: Placed) -> list[Placed]:
     """The nodes of a `nodes` record."""
+    value, location = item.value["nodes"], item.location
     if not isinstance(value, list) or not value:
         raise DataError(f"{location}: nodes must be a non-empty list of {{id, parent, token_ids or message}}.")
     for number, node in enumerate(value):
         if not isinstance(node, dict):
             raise DataError(f"{location}: nodes[{number}] must be an object, found {type(node).__name__}.")
-    return [PlacedNode(f"{location}: nodes[{number}]", node) for number, node in enumerate(value)]
+    return [Placed(f"{location}: nodes[{number}]", node, item.file) for number, node in enumerate(value)]
 
 
-def parents_of(nodes: Sequence[PlacedNode], one_root: bool = True) -> list[int]:
+def parents_of(nodes: Sequence[Placed], one_root: bool = True) -> list[int]:
     """Index of each node's parent, -1 for the root.
 
     Raises:
@@ -80,14 +71,11 @@ def parents_of(nodes: Sequence[PlacedNode], one_root: bool = True) -> list[int]:
 
 
 def token_rows(
-    nodes: Sequence[PlacedNode],
-    parents: Sequence[int],
-    max_length: int | None = None,
-    images_of: NodeImages | None = None,
+    nodes: Sequence[Placed], parents: Sequence[int], max_length: int | None, reader: ImageReader | None
 ) -> list[Row]:
     """One row per node with its own tokens and streams; a stream may be one number for all tokens of a node.
 
-    images_of: maps a node and its token ids to its images; None: no node has any.
+    reader: reads images.
 
     Raises:
         DataError: no tokens, bad ids, streams that do not align, a path that trains nothing or is too long; bad images.
@@ -97,7 +85,7 @@ def token_rows(
     for node, parent in zip(nodes, parents, strict=True):
         ids = _ids(node)
         weights = _weights(node, len(ids), is_root=parent < 0)
-        images = () if images_of is None else tuple(images_of(node, ids))
+        images = tuple(row_images(node, ids, reader))
         for image in images if node.value.get("loss_weights") is None else ():
             weights[image.start : image.end] = 0
         streams = {name: _stream(node, name, weights) for name in names if name != "loss_weights"}
@@ -118,18 +106,18 @@ def token_rows(
 
 
 def message_calls(
-    nodes: Sequence[PlacedNode], parents: Sequence[int], train_on: str, read_images: MessageReader
+    nodes: Sequence[Placed], parents: Sequence[int], train_on: str, reader: ImageReader | None
 ) -> list[Call]:
     """A call for every sampled assistant node: its path is the context. Each node is trained once.
 
-    `train_on="last_assistant"` trains assistant leaves only. read_images: maps a message, the `images` of its node and
-    its location to the message with its images read.
+    `train_on="last_assistant"` trains assistant leaves only. reader: reads images.
     """
     cleaned = []
     for node in nodes:
         location = f"{node.location}: message"
         message, weight = clean_message(node.value.get("message"), location)
-        cleaned.append((read_images(message, node.value.get("images"), location), weight))
+        [message] = with_column([message], node.value.get("images"), location)
+        cleaned.append((with_images_read(message, reader, node.file, location), weight))
     inner = set(parents)
     calls = []
     for number, (message, weight) in enumerate(cleaned):
@@ -147,10 +135,10 @@ def message_calls(
         calls.append(Call(path[::-1], message, weight, nodes[number].location))
     if not calls:
         raise DataError(f"{nodes[0].location}: no node of the tree is a trained assistant message; nothing to train.")
-    return not_empty(calls)
+    return calls
 
 
-def _node_id(node: PlacedNode, number: int) -> Any:
+def _node_id(node: Placed, number: int) -> Any:
     name = node.value.get("id")
     if name is None:
         return number
@@ -159,7 +147,7 @@ def _node_id(node: PlacedNode, number: int) -> Any:
     return name
 
 
-def _check_order(nodes: Sequence[PlacedNode], parents: Sequence[int]) -> None:
+def _check_order(nodes: Sequence[Placed], parents: Sequence[int]) -> None:
     for number, parent in enumerate(parents):
         if parent < number:
             continue
@@ -179,15 +167,15 @@ def _check_order(nodes: Sequence[PlacedNode], parents: Sequence[int]) -> None:
         )
 
 
-def _ids(node: PlacedNode) -> np.ndarray:
-    field_checks.check_names(node.value, node.location)
+def _ids(node: Placed) -> np.ndarray:
+    check_names(node.value, node.location)
     value = node.value.get("token_ids")
     if value is None:
         raise DataError(f"{node.location}: no token_ids; all nodes of a tree need token_ids, or all a message.")
     return checks.token_ids(value, node.location, "merge the node into its parent")
 
 
-def _weights(node: PlacedNode, length: int, *, is_root: bool) -> np.ndarray:
+def _weights(node: Placed, length: int, *, is_root: bool) -> np.ndarray:
     value = node.value.get("loss_weights")
     weights = _numbers(node, "loss_weights", 1.0 if value is None else value, length)
     if is_root and not isinstance(value, list | np.ndarray):
@@ -196,7 +184,7 @@ def _weights(node: PlacedNode, length: int, *, is_root: bool) -> np.ndarray:
     return weights
 
 
-def _stream(node: PlacedNode, name: str, weights: np.ndarray) -> np.ndarray:
+def _stream(node: Placed, name: str, weights: np.ndarray) -> np.ndarray:
     if STREAMS[name].has_candidates:
         raise DataError(f"{node.location}: nodes of a tree take no {name}; give one row of token_ids per trajectory.")
     value = node.value.get(name)
@@ -209,20 +197,18 @@ def _stream(node: PlacedNode, name: str, weights: np.ndarray) -> np.ndarray:
     return _numbers(node, name, value, len(weights))
 
 
-def _numbers(node: PlacedNode, name: str, value: Any, length: int) -> np.ndarray:
+def _numbers(node: Placed, name: str, value: Any, length: int) -> np.ndarray:
     return checks.numbers(value, name, length, node.location, is_scalar_allowed=True)
 
 
-def _end_mark(node: PlacedNode) -> bool | None:
+def _end_mark(node: Placed) -> bool | None:
     mark = node.value.get("end")
     if mark is not None and not isinstance(mark, bool):
         raise DataError(f"{node.location}: end must be true or false, found {shown(mark)}.")
     return mark
 
 
-def _check_paths(
-    nodes: Sequence[PlacedNode], parents: Sequence[int], rows: Sequence[Row], max_length: int | None
-) -> None:
+def _check_paths(nodes: Sequence[Placed], parents: Sequence[int], rows: Sequence[Row], max_length: int | None) -> None:
     trains = [False] * len(rows)
     length = [0] * len(rows)
     is_leaf = [True] * len(rows)

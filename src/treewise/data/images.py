@@ -1,30 +1,41 @@
-"""Images of records: checked, decoded, and counted in tokens, before training.
+"""Images of records: read from files, bytes or the network, checked, decoded, and counted in tokens, before training.
 
-Pillow decodes them (`pip install 'pillow>=10'`).
+Pillow decodes them (`pip install 'pillow>=10'`). Network addresses are read where the data's options allow them, with
+limits on size, on time as a whole, and on where a redirect may lead.
 """
 
+import asyncio
 import base64
 import hashlib
 import io
+import ipaddress
 import os
+import socket
 import stat
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treewise.data.download import NETWORK, downloaded
 from treewise.data.io.printable import shown
 from treewise.errors import ConfigError, DataError, num, pip_install
 from treewise.tree.images import ImageSpan
+
+if TYPE_CHECKING:
+    import httpx
+    from transformers import ProcessorMixin
 
 MAX_PIXELS = 100_000_000  # of one image; more is a decompression bomb or a mistake
 NEEDS_PROCESSOR = (
     "holds images, which need the model's processor: give its folder as --tokenizer, or load_trees(..., processor)."
 )
+NETWORK = ("http:", "https:", "ftp:")  # how an address of another machine begins
+MAX_SECONDS = 60.0
+MAX_REDIRECTS = 5
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
@@ -71,7 +82,9 @@ class ImageReader:
         from_network: whether http and https addresses are downloaded, each once, and kept like bytes.
     """
 
-    def __init__(self, processor: Any, folder: Path, max_bytes: int, *, from_network: bool = False) -> None:
+    def __init__(
+        self, processor: "ProcessorMixin", folder: Path, max_bytes: int, *, from_network: bool = False
+    ) -> None:
         self.processor, self.folder, self.max_bytes, self.from_network = processor, folder, max_bytes, from_network
         self._downloads: dict[str, tuple[str, str]] = {}  # by address: what `source` returns
         self._size_of: dict[str, tuple[int, int]] = {}  # by digest: height and width
@@ -112,7 +125,7 @@ class ImageReader:
             )
         return token
 
-    def spans(self, images: Any, token_ids: np.ndarray, data_file: Path | None, location: str) -> list[ImageSpan]:
+    def spans(self, images: object, token_ids: np.ndarray, data_file: Path | None, location: str) -> list[ImageSpan]:
         """The images of a row of tokens, each with the placeholders that the processor makes of it, in order.
 
         images: a list of paths (relative to the record's file), bytes, data addresses, or {path or bytes: ...} of each.
@@ -137,7 +150,7 @@ class ImageReader:
         return spans
 
     def _placed(
-        self, image: Any, positions: np.ndarray, data_file: Path | None, location: str
+        self, image: object, positions: np.ndarray, data_file: Path | None, location: str
     ) -> tuple[ImageSpan, int]:
         """An image at the first of some placeholders ([n] int64), and how many it takes."""
         source, digest = self.source(image, data_file, location)
@@ -149,7 +162,7 @@ class ImageReader:
             )
         return ImageSpan(source, int(positions[0]), int(positions[count - 1]) + 1, digest), count
 
-    def source(self, image: Any, data_file: Path | None, location: str) -> tuple[str, str]:
+    def source(self, image: object, data_file: Path | None, location: str) -> tuple[str, str]:
         """The path of an image's file and its digest; the image was decoded once, so it is sound.
 
         Raises:
@@ -268,3 +281,70 @@ def _file_bytes(path: Path, location: str, max_bytes: int) -> bytes:
 
 def _too_large(num_bytes: int, limit: int) -> str:
     return f"an image of {num_bytes:,} bytes is larger than {limit:,} (max_image_bytes); shrink it, or raise the limit."
+
+
+def downloaded(address: str, location: str, max_bytes: int) -> bytes:
+    """The bytes at an http or https address.
+
+    Raises:
+        DataError: another protocol, an answer without success, more than `max_bytes`, too much time, or a redirect to
+            this machine or its network.
+        ConfigError: httpx is not installed.
+    """
+    try:
+        import httpx
+    except ImportError:
+        raise ConfigError(f"images_from_network needs httpx: {pip_install('httpx')}.") from None
+    try:
+        with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one, as in a notebook
+            return thread.submit(asyncio.run, _within_time(address, max_bytes)).result()
+    except TimeoutError:
+        reason = f"took more than {MAX_SECONDS:g} seconds"
+    except _RefusedError as error:
+        reason = str(error)
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = f"cannot be downloaded ({shown(first, 200)[1:-1]})"
+    raise DataError(f"{location}: {shown(address)} {reason}.")
+
+
+class _RefusedError(Exception):
+    """An answer that is not taken; the message follows the address."""
+
+
+async def _within_time(address: str, max_bytes: int) -> bytes:
+    """A limit on the whole exchange: timeouts of httpx begin anew with each byte that comes."""
+    import httpx
+
+    async with asyncio.timeout(MAX_SECONDS), httpx.AsyncClient(timeout=None) as client:
+        first = url = httpx.URL(address)
+        for _ in range(MAX_REDIRECTS + 1):
+            await _check_host(url, is_redirect=url.host != first.host)
+            async with client.stream("GET", url) as answer:
+                if answer.next_request is None:
+                    return await _content(answer.raise_for_status(), max_bytes)
+                url = answer.next_request.url
+    raise _RefusedError(f"was redirected more than {MAX_REDIRECTS} times")
+
+
+async def _content(answer: "httpx.Response", max_bytes: int) -> bytes:
+    parts, size = [], 0
+    async for part in answer.aiter_bytes():
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            raise _RefusedError(f"has more than {max_bytes:,} bytes (max_image_bytes); shrink the file")
+    return b"".join(parts)
+
+
+async def _check_host(url: "httpx.URL", *, is_redirect: bool) -> None:
+    """Link-local addresses, where clouds keep credentials, are never asked; a redirect leads to no local one.
+
+    Data come from others, and a server may answer one thing to them and another to this machine.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+    for *_, where in found:
+        host = ipaddress.ip_address(str(where[0]).partition("%")[0])
+        if host.is_link_local or (is_redirect and not host.is_global):
+            how = "was redirected to" if is_redirect else "is"
+            raise _RefusedError(f"{how} {host}, an address of this machine or its network; not read")

@@ -9,26 +9,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import numpy as np
 import pyarrow as pa
 
 from treewise.data import workers
 from treewise.data.dataset import TreeDataset, Trees, mix
-from treewise.data.declared_nodes import PlacedNode
 from treewise.data.images import ImageReader
+from treewise.data.importers.convert import read_sources
 from treewise.data.io import cache
-from treewise.data.io.files import PathLike
+from treewise.data.io.files import PathLike, Placed
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.io.printable import printable, shown
 from treewise.data.io.rows import RecordResult, Row, content_hash, has_images
 from treewise.data.records import RecordReader
+from treewise.data.render.messages import find_tools, tool_files
 from treewise.data.render.template import template_text
-from treewise.data.render.tools import find_tools, tool_files
 from treewise.data.sources import Source, open_sources
-from treewise.data.sources.foreign import read_sources
 from treewise.errors import ConfigError, DataError, num
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 MIXTURE_KEYS = {"data", "path", "weight"}
@@ -48,7 +50,7 @@ def load_trees(
     allow_partial_tail: bool = False,
     read_only: bool = False,
 ) -> Trees:
-    """Reads records of any form (`treewise.data.io.record_forms`) from any source, and groups them into training trees.
+    """Reads records of any form (`treewise.data.io.forms`) from any source, and groups them into training trees.
 
     Parameters:
         data: `.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.arrow` files, folders or globs of them; a folder that
@@ -132,7 +134,9 @@ def _mixture(data: Any) -> list[tuple[Any, float]] | None:
     return parts
 
 
-def _load(sources: Sequence[Source], tokenizer: Any, settings: _Settings) -> TreeDataset:
+def _load(
+    sources: Sequence[Source], tokenizer: "PreTrainedTokenizerBase | ProcessorMixin | None", settings: _Settings
+) -> TreeDataset:
     """The trees of all sources. tokenizer: a model's processor, or a tokenizer; None without one."""
     processor = tokenizer if hasattr(tokenizer, "image_processor") else None
     tokenizer = tokenizer if processor is None else processor.tokenizer
@@ -168,7 +172,7 @@ def _load(sources: Sequence[Source], tokenizer: Any, settings: _Settings) -> Tre
     return TreeDataset(table, facts, report, merge)
 
 
-def _entry(sources: Sequence[Source], tokenizer: Any, settings: _Settings) -> Path | None:
+def _entry(sources: Sequence[Source], tokenizer: "PreTrainedTokenizerBase | None", settings: _Settings) -> Path | None:
     """The entry of the cache for all that the result depends on: names and content of sources, side files, options and
     tokenizer. None without a tokenizer, or where a source has no identity.
     """
@@ -184,7 +188,7 @@ def _entry(sources: Sequence[Source], tokenizer: Any, settings: _Settings) -> Pa
     return settings.folder / f"{cache.cache_key([*own, *names], files)}.parquet"
 
 
-def _image_reader(processor: Any, settings: _Settings) -> ImageReader | None:
+def _image_reader(processor: "ProcessorMixin | None", settings: _Settings) -> ImageReader | None:
     """Images that come as bytes are kept in the cache, or until the process ends."""
     if processor is None:
         return None
@@ -255,7 +259,7 @@ class TreeBuilder:
         self.trees: list[_Tree] = []
         self.by_key: dict[str, _Tree] = {}
         self.by_rollout: dict[str, tuple[str, Any]] = {}
-        self.node_trees: dict[tuple[str, str], tuple[_Tree, list[PlacedNode]]] = {}
+        self.node_trees: dict[tuple[str, str], tuple[_Tree, list[Placed]]] = {}
         self.report = LoadReport()
         self.warnings: dict[str, None] = {}
 
@@ -320,8 +324,7 @@ class TreeBuilder:
         """Builds the trees that were given one node per line."""
         for (file, name), (tree, placed) in self.node_trees.items():
             try:
-                tools = find_tools(placed[0].value, Path(file), placed[0].location)
-                _, rows = self.reader.declared_rows(placed, tools, Path(file))
+                _, rows = self.reader.declared_rows(placed, find_tools(placed[0]), is_forest=False)
             except DataError as error:
                 text = json.dumps([node.value for node in placed], default=str)
                 self._drop(RecordResult(f"{file}: tree {name}", error=str(error), raw=text))
@@ -360,7 +363,7 @@ class TreeBuilder:
         if (file, name) not in self.node_trees:
             tree = self._new_tree(printable(json.loads(name)))
             self.node_trees[file, name] = (tree, [])
-        self.node_trees[file, name][1].append(PlacedNode(result.location, node))
+        self.node_trees[file, name][1].append(Placed(result.location, node, Path(file)))
 
     def _drop(self, result: RecordResult) -> None:
         assert result.error is not None

@@ -1,15 +1,15 @@
 """Rows that hold token ids already: never tokenised again, only checked, and compared with their text where given."""
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from treewise.data.images import NEEDS_PROCESSOR, ImageReader
-from treewise.data.io.field_checks import check_names, flat_list, number_list
+from treewise.data.io.field_checks import flat_list, number_list
+from treewise.data.io.files import Placed
+from treewise.data.io.forms import check_names
 from treewise.data.io.printable import shown
-from treewise.data.io.record_forms import Record
 from treewise.data.io.rows import Row, row_from_trajectory
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.errors import DataError
@@ -17,26 +17,20 @@ from treewise.tree import checks
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS, Trajectory
 
+Label = str | int | float | None
 MAX_LOGPROB = 0.01  # engines round
 
 
-def token_row(
-    record: Record,
-    group: Any,
-    rollout: Any,
-    location: str,
-    reader: ImageReader | None = None,
-    data_file: Path | None = None,
-) -> Row:
-    """A row of `token_ids`, streams and images.
+def token_row(item: Placed, group: Label, rollout: Label, reader: ImageReader | None = None) -> Row:
+    """A row of `token_ids`, streams and images. Log-probs may be null where the loss weight is 0 (context has none).
 
-    Log-probs may be null where the loss weight is 0 (context has none). reader: reads images; paths are relative to
-    data_file.
+    reader: reads images.
 
     Raises:
         DataError: values that are invalid in a `Trajectory`; a missing log-prob of a trained token; an image that
             cannot be read or placed.
     """
+    record, location = item.value, item.location
     check_names(record, location)
     ids = flat_list(record["token_ids"], "token_ids", location)
     weights = record.get("loss_weights")
@@ -51,7 +45,7 @@ def token_row(
     trajectory = Trajectory(
         token_ids=ids,
         **{**streams, "loss_weights": weights},
-        images=tuple(row_images(record, ids, reader, data_file, location)),
+        images=tuple(row_images(item, ids, reader)),
         group=group,
         reward=record.get("reward"),
         rollout=rollout,
@@ -60,19 +54,18 @@ def token_row(
     return row_from_trajectory(trajectory)
 
 
-def row_images(
-    record: Record, token_ids: Any, reader: ImageReader | None, data_file: Path | None, location: str
-) -> list[ImageSpan]:
+def row_images(item: Placed, token_ids: object, reader: ImageReader | None) -> list[ImageSpan]:
     """The images of a row or a node of token ids, at their placeholders.
 
     Raises:
         DataError: no reader, an image that cannot be read, or another number of placeholders.
     """
-    if record.get("images") is None:
+    if item.value.get("images") is None:
         return []
     if reader is None:
-        raise DataError(f"{location}: the record {NEEDS_PROCESSOR}")
-    return reader.spans(record["images"], checks.token_ids(token_ids, location), data_file, location)
+        raise DataError(f"{item.location}: the record {NEEDS_PROCESSOR}")
+    ids = checks.token_ids(token_ids, item.location)
+    return reader.spans(item.value["images"], ids, item.file, item.location)
 
 
 def unlikely_logprobs(row: Row, location: str) -> list[str]:
@@ -102,13 +95,13 @@ def prompt_group(row: Row) -> str | None:
     return "prompt-" + digest.hexdigest()[:16]
 
 
-def grouped_rows(record: Record, group: Any, location: str) -> list[Row]:
+def grouped_rows(item: Placed, group: Label) -> list[Row]:
     """One row for each of `seqs`: `ids`, trained spans `loss`, and log-probs of the trained tokens.
 
     Raises:
         DataError: spans outside the sequence or in the wrong order, or log-probs that do not align.
     """
-    seqs = record["seqs"]
+    seqs, location = item.value["seqs"], item.location
     if not isinstance(seqs, list) or not seqs:
         raise DataError(f"{location}: seqs must be a non-empty list of {{ids, loss, ...}}.")
     rows = []
@@ -122,7 +115,7 @@ def grouped_rows(record: Record, group: Any, location: str) -> list[Row]:
             values["advantages"] = seq["advantages"]
         if seq.get("behaviour_logprobs") is not None:
             values["sampler_logprobs"] = _scattered(seq["behaviour_logprobs"], weights, where)
-        row = token_row(values, group, seq.get("rollout", f"{location}#{index}"), where)
+        row = token_row(Placed(where, values), group, seq.get("rollout", f"{location}#{index}"))
         del row.streams["loss_weights"]
         row.spans = [int(bound) for span in seq["loss"] for bound in span]
         row.span_weights = [1.0] * len(seq["loss"])
@@ -192,7 +185,7 @@ def _weights_from_spans(spans: Any, length: int, location: str) -> np.ndarray:
     return weights
 
 
-def _scattered(values: Any, weights: np.ndarray, location: str) -> Any:
+def _scattered(values: object, weights: np.ndarray, location: str) -> np.ndarray:
     """Log-probs of the trained tokens alone, put at their positions."""
     trained = np.flatnonzero(weights)
     values = number_list(values, "behaviour_logprobs", location)

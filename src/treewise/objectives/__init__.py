@@ -13,7 +13,7 @@ from treewise.objectives.preference import DPO, IPO, KTO
 from treewise.objectives.protocol import Objective, Terms
 from treewise.objectives.registry import CISPO, DAPO, GRPO, GSPO, PPO, REINFORCE, DrGRPO, objective_named
 from treewise.objectives.sft import SFT
-from treewise.tree.weights import WEIGHTINGS
+from treewise.tree.forest import WEIGHTINGS
 
 __all__ = [
     "CISPO",

@@ -17,8 +17,7 @@ Letters: F flat tokens, T tree tokens, N trajectories, R rollouts of the forest.
 import numpy as np
 
 from treewise.errors import ConfigError, DataError, check_choice
-from treewise.tree.forest import Forest
-from treewise.tree.weights import check_weighting
+from treewise.tree.forest import WEIGHTINGS, Forest
 
 NORMALIZATIONS = ("token_mean", "trajectory_mean", "rollout_mean", "rollout_sum", "constant")
 # Fractions of a rollout's weight are compared in float64 sums of float32 weights.
@@ -27,7 +26,8 @@ _ROUNDING = 1e-6
 
 def check_settings(weighting: str, normalization: str, constant: float | None) -> None:
     """Raises `ConfigError` for an unknown name, or a constant that is missing, not positive, or without use."""
-    check_weighting(weighting)
+    if weighting not in WEIGHTINGS:
+        check_choice("weighting", weighting, WEIGHTINGS)
     check_choice("normalization", normalization, NORMALIZATIONS)
     if constant is None and normalization == "constant":
         raise ConfigError("normalization='constant' needs constant=<a positive number>.")

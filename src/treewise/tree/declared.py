@@ -16,7 +16,6 @@ from treewise.tree import checks, prefix_merge
 from treewise.tree.images import ImageSpan, check_spans
 from treewise.tree.trajectory import Trajectory
 
-Streams = dict[str, np.ndarray]
 Item = TypeVar("Item")
 
 
@@ -30,7 +29,7 @@ class DeclaredTree:
 
     segments: prefix_merge.Segments
     token_ids: np.ndarray
-    streams: Streams
+    streams: dict[str, np.ndarray]
     end_nodes: np.ndarray
     images: tuple[ImageSpan, ...]
 
@@ -65,7 +64,7 @@ class DeclaredTrajectories(LazySequence[Trajectory]):
     """
 
     segments: prefix_merge.Segments
-    values: Streams
+    values: dict[str, np.ndarray]
     group: Hashable = None
     location: str = ""
     end_nodes: np.ndarray | None = None
@@ -225,7 +224,7 @@ def _merge_equal_siblings(
     flat_ids: np.ndarray,
     lengths: np.ndarray,
     end_nodes: np.ndarray,
-    values: Streams,
+    values: dict[str, np.ndarray],
     images: Sequence[Sequence[ImageSpan]],
     location: str,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -288,7 +287,7 @@ def _on_tree(
 
 
 def _select(
-    is_kept: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, values: Streams
-) -> tuple[np.ndarray, np.ndarray, Streams]:
+    is_kept: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, values: dict[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     tokens = np.repeat(is_kept, lengths)
     return flat_ids[tokens], lengths[is_kept], {name: value[tokens] for name, value in values.items()}

@@ -9,16 +9,18 @@ from functools import cached_property
 
 import numpy as np
 
-from treewise.errors import ConfigError, DataError, num
+from treewise.errors import ConfigError, DataError, check_choice, num
 from treewise.tree import prefix_merge
-from treewise.tree.declared import DeclaredTrajectories, LazySequence, Streams, lay_out_nodes, spread_over_nodes
+from treewise.tree.declared import DeclaredTrajectories, LazySequence, lay_out_nodes, spread_over_nodes
 from treewise.tree.geometry import TreeShape
-from treewise.tree.images import NO_IMAGES, ForestImages, ImageSpan, images_of, merge_keys
+from treewise.tree.images import NO_IMAGES, ForestImages, ImageSpan, images_on_paths, merge_keys
 from treewise.tree.trajectory import STREAMS, Trajectory, number_rollouts
-from treewise.tree.weights import check_weighting, divided_by_counts
 
 # Declared trees beyond this many flat tokens keep their streams per tree token, never per trajectory.
 MAX_FLAT_TOKENS = 200_000_000
+# How often a token that several trajectories share counts in a loss: as flat training counts it; like any other token
+# (the mean over the trajectories that train it); once for each rollout, however the rollout's rows overlap.
+WEIGHTINGS = ("per_trajectory", "once", "per_rollout")
 LOGPROB_STREAMS = tuple(name for name, stream in STREAMS.items() if stream.is_logprob)
 
 
@@ -45,7 +47,7 @@ class Forest(TreeShape):
         segments: prefix_merge.Segments,
         token_ids: np.ndarray,
         trajectories: Sequence[Trajectory] | None,
-        tree_streams: Streams | None = None,
+        tree_streams: dict[str, np.ndarray] | None = None,
     ) -> None:
         super().__init__(segments)
         self.token_ids = token_ids
@@ -75,7 +77,7 @@ class Forest(TreeShape):
                 raise DataError(f"trajectory {index} is a {type(item).__name__}; wrap its tokens in tw.Trajectory.")
         flat_ids = np.concatenate([item.token_ids for item in items])
         offsets = np.concatenate([[0], np.cumsum([len(item.token_ids) for item in items])])
-        segments = prefix_merge.merge_sequences(merge_keys(items, flat_ids, offsets), offsets)
+        segments = prefix_merge.merge_sequences(merge_keys([item.images for item in items], flat_ids, offsets), offsets)
         return cls(segments, flat_ids[segments.token_source], items)
 
     @classmethod
@@ -182,7 +184,9 @@ class Forest(TreeShape):
     @cached_property
     def images(self) -> ForestImages:
         """Where the images of its trajectories are. A tree too large to hold flat has none."""
-        return NO_IMAGES if isinstance(self.trajectories, DeclaredTrajectories) else images_of(self)
+        if isinstance(self.trajectories, DeclaredTrajectories):
+            return NO_IMAGES
+        return images_on_paths([item.images for item in self.trajectories], self.paths)
 
     def has_stream(self, name: str) -> bool:
         """Whether every trajectory carries this stream."""
@@ -228,10 +232,11 @@ class Forest(TreeShape):
         """[F] float64, the loss weight of every flat token, trajectory after trajectory.
 
         Raises:
-            ConfigError: a weighting that `treewise.tree.weights` does not list.
+            ConfigError: a weighting that `WEIGHTINGS` does not list.
             DataError: more flat tokens than can be restored at once (`path_index`).
         """
-        check_weighting(weighting)
+        if weighting not in WEIGHTINGS:
+            check_choice("weighting", weighting, WEIGHTINGS)
         weights = self.flat_stream("loss_weights").astype(np.float64)
         if weighting == "per_trajectory":
             return weights
@@ -239,11 +244,12 @@ class Forest(TreeShape):
         if weighting == "per_rollout":
             rollout_F = np.repeat(self.rollout_of_trajectory, self.path_lengths)
             _, key = np.unique(rollout_F * self.num_tokens + key, return_inverse=True)
-        return divided_by_counts(weights, key)
+        return weights / np.maximum(np.bincount(key, weights=weights > 0), 1)[key]  # trajectories that train the token
 
     def token_weights(self, weighting: str = "per_trajectory") -> np.ndarray:
         """[T] float64, the sum of `flat_weights` over all trajectories through each tree token. Same errors."""
-        check_weighting(weighting)
+        if weighting not in WEIGHTINGS:
+            check_choice("weighting", weighting, WEIGHTINGS)
         if self.tree_streams and weighting != "per_rollout":  # all trajectories through a token agree
             weights = self.tree_streams["loss_weights"].astype(np.float64)
             return weights if weighting == "once" else weights * self.multiplicity

@@ -10,15 +10,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from treewise.errors import DataError
-
-if TYPE_CHECKING:
-    from treewise.tree.forest import Forest
-    from treewise.tree.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +88,26 @@ def check_spans(images: object, length: int, location: str) -> tuple[ImageSpan, 
     return items
 
 
-def merge_keys(trajectories: Sequence["Trajectory"], flat_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+def merge_keys(images: Sequence[Sequence[ImageSpan]], flat_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """[F] int32, equal where tokens and what they stand for are equal; the token ids themselves without images.
 
-    flat_ids: [F] int32 tokens of all trajectories. offsets: [N + 1] where each begins.
+    images: of each trajectory. flat_ids: [F] int32 tokens of all of them. offsets: [N + 1] where each begins.
 
     An image's span has keys of its own, by image, tokens and offset, so no fork is inside of it.
     """
-    if not any(item.images for item in trajectories):
+    if not any(images):
         return flat_ids
     unique, keys = np.unique(flat_ids, return_inverse=True)
     keys = keys.astype(np.int32)
     next_key = len(unique)
     first_key: dict[tuple[str, bytes], int] = {}
-    for item, offset in zip(trajectories, offsets.tolist(), strict=False):
-        for image in item.images:
-            identity = (image.digest, item.token_ids[image.start : image.end].tobytes())
+    for spans, offset in zip(images, offsets.tolist(), strict=False):
+        for image in spans:
+            tokens = slice(offset + image.start, offset + image.end)
             length = image.end - image.start
-            first = first_key.setdefault(identity, next_key)
+            first = first_key.setdefault((image.digest, flat_ids[tokens].tobytes()), next_key)
             next_key += length if first == next_key else 0
-            keys[offset + image.start : offset + image.end] = np.arange(first, first + length)
+            keys[tokens] = np.arange(first, first + length)
     return keys
 
 
@@ -156,13 +151,13 @@ class ForestImages:
 NO_IMAGES = ForestImages(*(np.zeros(0, dtype=np.int64),) * 3, ())
 
 
-def images_of(forest: "Forest") -> ForestImages:
-    """Where the images of a forest's trajectories are on it."""
-    if not any(item.images for item in forest.trajectories):
+def images_on_paths(images: Sequence[Sequence[ImageSpan]], paths: Sequence[np.ndarray]) -> ForestImages:
+    """Where the images of trajectories are on their forest. paths: the tree positions of each, in order."""
+    if not any(images):
         return NO_IMAGES
     spans: dict[int, ImageSpan] = {}
-    for item, path in zip(forest.trajectories, forest.paths, strict=True):
-        spans.update((int(path[image.start]), image) for image in item.images)
+    for own, path in zip(images, paths, strict=True):
+        spans.update((int(path[image.start]), image) for image in own)
     number: dict[tuple[str, int], int] = {}
     starts, index = sorted(spans), []
     sources: list[ImageSpan] = []

@@ -101,6 +101,7 @@ def test_a_batch_in_two_files_is_joined_and_halves_are_reported(write, tokenizer
     [
         ({"traceId": "t", "type": "GENERATION", "input": 3, "output": "x"}, "records:0: the input of a call must be"),
         ({"id": "t", "observations": ["o1"]}, "export them in full"),
+        ({"request": {"messages": []}, "response": {"choices": [{"message": ANSWER}]}}, r"calls\[0\] has an empty ctx"),
         ({"run_type": "llm", "inputs": {"messages": [{"content": "x"}]}}, "a message without a role"),
     ],
 )

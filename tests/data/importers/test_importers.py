@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise.data import RenderOptions, load_trees
-from treewise.data.importers import FORMATS, detect_format, import_rollouts, verifiers
-from treewise.data.importers.common import Context, Placed
+from treewise.data.importers import FORMATS, detect_format, import_rollouts
+from treewise.data.importers.common import Context
+from treewise.data.importers.traces import read_verifiers
+from treewise.data.io.files import Placed
 from treewise.errors import ConfigError, DataError
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -80,7 +82,7 @@ def message_graphs(draw):
 def test_every_sampled_token_of_a_graph_is_trained_once_in_its_context(nodes):
     trace = {"id": "t", "task": {}, "agent": {}, "nodes": nodes, "rewards": {}, "ok": True}
     context = Context()
-    rows = list(verifiers.read([Placed("a:1", trace)], context))
+    rows = list(read_verifiers([Placed("a:1", trace)], context))
     sampled = [token for node in nodes for token, mask in zip(node["token_ids"], node["mask"], strict=True) if mask]
     assert sorted(token for row in rows for token in trained(row)) == sampled
     paths = []
@@ -380,6 +382,8 @@ def test_what_cannot_be_imported_is_refused_with_a_way_out(write):
         ([{"tokens": [1, "x"], "response_length": 1, "reward": 1}], "integers"),
         ([{"tokens": [1, 2], "response_length": 1, "reward": 1, "rollout_log_probs": [1, 2]}], "2 rollout_log_probs"),
         ([{"request": {"messages": []}, "response": {"choices": [{"delta": {}}]}}], "streamed chunks"),
+        ([{"input_ids": [[1], [2]], "loss_mask": [[1]], "versions": [[0], [0]]}], "1 loss_mask for 2 input_ids"),
+        ([{"prompt_ids": [1], "completion_ids": [2], "logprobs": [[0, 1]], "logprob_token_ids": [[2]]}], "in length"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=message):
             list(import_rollouts(write(*records)))

@@ -3,7 +3,7 @@
 import pytest
 
 from treewise.data import load_trees
-from treewise.data.io.record_forms import FORMS
+from treewise.data.io.forms import FORMS
 from treewise.errors import DataError
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -11,6 +11,10 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 SAME = {
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+        {"messages": CHAT},
+    ),
+    "no tools": (
+        {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}], "tools": ""},
         {"messages": CHAT},
     ),
     "system": (
@@ -100,6 +104,7 @@ BAD = {
     "shifted labels": ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "not shifted"),
     "two masks": ({"input_ids": [1, 2], "labels": [1, 2], "loss_mask": [0, 1]}, "labels and loss_mask"),
     "short labels": ({"input_ids": [1, 2, 3], "labels": [1]}, "1 labels for 3 input_ids"),
+    "nested labels": ({"input_ids": [1, 2, 3], "labels": [[1], 2, 3]}, "labels is not a flat sequence of numbers"),
     "holes": ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "padding is at the ends only"),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "add `prompt`"),
     "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "do not differ"),
@@ -120,6 +125,6 @@ def test_an_unknown_form_lists_all_with_examples():
         load_trees([{"mesages": []}])
     message = str(caught.value)
     assert "Did you mean 'messages'" in message
-    for name, (_, _, example) in FORMS.items():
+    for name, form in FORMS.items():
         assert name in message
-        assert example in message
+        assert form.example in message

@@ -3,8 +3,8 @@ import pytest
 
 from treewise.data import RenderOptions, load_trees
 from treewise.data.render.piece_tokenizer import Encoder, joined
-from treewise.data.render.sampled_turn import common_prefix
 from treewise.data.render.template import template_text
+from treewise.data.render.turns import common_prefix
 from treewise.errors import ConfigError, DataError
 
 USER = {"role": "user", "content": "Hi"}

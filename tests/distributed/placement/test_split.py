@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from treewise.distributed.placement import CostModel, assign_ranks, rank_part, restrict_forest
 from treewise.testing.strategies import forests
-from treewise.tree.forest import Forest
+from treewise.tree.forest import WEIGHTINGS, Forest
 from treewise.tree.trajectory import Trajectory
-from treewise.tree.weights import WEIGHTINGS
 
 COST = CostModel(1.0, 0.01, 0.0)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.rl.online.helpers import TOKENIZER, tiny_policy
-from treewise.data.render.chatml import CHATML
+from treewise.data.render.template import CHATML
 from treewise.errors import ConfigError
 from treewise.rl.online.rollout import SingleTurn, start
 from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRequest, RewardRunner, RowsTask

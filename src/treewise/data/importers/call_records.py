@@ -9,7 +9,9 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from treewise.data.importers.common import Context, Placed, Record, first_of
+from treewise.data.importers.common import Context, first_of
+from treewise.data.io.files import Placed
+from treewise.data.io.forms import Record
 from treewise.data.io.printable import shown
 from treewise.errors import DataError
 

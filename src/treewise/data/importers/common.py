@@ -9,18 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from treewise.data.io.forms import Record
 from treewise.data.io.printable import shown
 from treewise.errors import DataError
-
-Record = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A record as its writer wrote it, and where (`dump.jsonl:3`)."""
-
-    location: str
-    value: Record
 
 
 @dataclass(slots=True)
@@ -45,7 +36,7 @@ class Context:
         """Counts a finding; equal ones are shown once."""
         self.warnings[text] = self.warnings.get(text, 0) + 1
 
-    def reward(self, value: Any, location: str) -> float | None:
+    def reward(self, value: object, location: str) -> float | None:
         """One number out of a reward: a number, or the named field of several.
 
         Raises:
@@ -75,7 +66,7 @@ def first_of(value: Record, *names: str) -> Any:
     return next((value[name] for name in names if value.get(name) is not None), None)
 
 
-def integers(value: Any, name: str, location: str) -> list[int]:
+def integers(value: object, name: str, location: str) -> list[int]:
     """A flat list of integers (token ids).
 
     Raises:
@@ -87,7 +78,7 @@ def integers(value: Any, name: str, location: str) -> list[int]:
     return [int(each) for each in array.tolist()]
 
 
-def numbers(value: Any, name: str, length: int, location: str) -> list[float]:
+def numbers(value: object, name: str, length: int, location: str) -> list[float]:
     """A flat list of `length` numbers; null counts as 0 (a writer's mark of a value that is not there).
 
     Raises:
@@ -103,7 +94,7 @@ def numbers(value: Any, name: str, length: int, location: str) -> list[float]:
     return [float(each) for each in array.tolist()]
 
 
-def messages(value: Any, name: str, location: str) -> list[Record]:
+def messages(value: object, name: str, location: str) -> list[Record]:
     """A list of chat messages, not looked at closer than that.
 
     Raises:
@@ -119,7 +110,7 @@ def token_row(
     location: str,
     token_ids: Sequence[int],
     loss_weights: Sequence[float],
-    **fields: Any,
+    **fields: object,
 ) -> Iterator[Record]:
     """The row, or nothing where no token of it is trained (which is counted). Fields of None are left away."""
     weights = [float(weight) for weight in loss_weights]
@@ -134,12 +125,12 @@ def token_row(
     yield row
 
 
-def text_row(location: str, **fields: Any) -> Record:
+def text_row(location: str, **fields: object) -> Record:
     """A record of text or messages: tokenised when it is loaded, which may give other ids than were sampled."""
     return {**{name: value for name, value in fields.items() if value is not None}, "source": location}
 
 
-def prompt_at_step(prompt: Any, step: Any) -> str | None:
+def prompt_at_step(prompt: object, step: object) -> str | None:
     """A group for the samples of one prompt in one step; None where no step is known."""
     if step is None:
         return None
@@ -147,7 +138,7 @@ def prompt_at_step(prompt: Any, step: Any) -> str | None:
     return f"step {step}: prompt-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def openai_tools(value: Any, location: str) -> list[Record] | None:
+def openai_tools(value: object, location: str) -> list[Record] | None:
     """Function schemas in OpenAI's shape, from that or from flat ones (`name`, `description`, `parameters`).
 
     Raises:
@@ -176,7 +167,7 @@ def only_dicts(values: Iterable[Any], name: str, location: str) -> list[Record]:
     return items
 
 
-def _array(value: Any, name: str, location: str) -> np.ndarray:
+def _array(value: object, name: str, location: str) -> np.ndarray:
     try:
         array = np.asarray([] if value is None else value)
     except (ValueError, OverflowError):

@@ -1,33 +1,37 @@
-"""Files of any known format to records that `load_trees` reads, each one checked by the reader that will read it."""
+"""Dumps of any known format to records that `load_trees` reads: for `treewise import`, which checks each one by the
+reader that will read it, and on the way into `load_trees`, where the keys of a source's first record show its format.
+"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from treewise.data.importers import areal, art, openai_log, prime_rl, slime, torch_file, trl, verifiers, verl
-from treewise.data.importers.call_records import unjoined
-from treewise.data.importers.common import Context, Placed, Record
-from treewise.data.importers.formats import check_format, detect_format, required_format
-from treewise.data.io.files import PathLike, RawRecord, find_files, read_records
-from treewise.data.io.options import RenderOptions
-from treewise.data.io.record_forms import parse
+from treewise.data.importers import openai_log, token_dumps, traces
+from treewise.data.importers.call_records import langfuse_calls, langsmith_calls, unjoined
+from treewise.data.importers.common import Context
+from treewise.data.io.files import PathLike, Placed, RawRecord, find_files, parse, read_records
+from treewise.data.io.forms import FORMATS, Record, detect_format, has_form
+from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.records import RecordReader
-from treewise.errors import DataError, num
+from treewise.data.sources import Source
+from treewise.errors import ConfigError, DataError, did_you_mean, num
 
-READERS = {
-    "verifiers": verifiers.read,
-    "prime-rl": prime_rl.read,
-    "slime": slime.read,
-    "verl": verl.read,
-    "areal": areal.read,
-    "art": art.read,
-    "trl": trl.read,
+READERS: dict[str, Callable[[Iterable[Placed], Context], Iterator[Record]]] = {
+    "verifiers": traces.read_verifiers,
+    "prime-rl": token_dumps.read_prime_rl,
+    "slime": token_dumps.read_slime,
+    "verl": token_dumps.read_verl,
+    "areal": token_dumps.read_areal,
+    "art": traces.read_art,
+    "trl": token_dumps.read_trl,
     "openai": openai_log.read,
-    "langfuse": openai_log.read_langfuse,
-    "langsmith": openai_log.read_langsmith,
+    "langfuse": partial(openai_log.read, calls_of=langfuse_calls),
+    "langsmith": partial(openai_log.read, calls_of=langsmith_calls),
 }
+MISSHAPEN = (LookupError, TypeError, AttributeError)  # of a dump without the keys or lists that its format promises
 LOGS = ("openai", "langfuse", "langsmith")  # whose runs may go on in the next file
 REFUSED = (".pkl", ".pickle", ".bin", ".dill")
 MAX_SHOWN_DRIFTS = 20
@@ -76,7 +80,7 @@ class RolloutImport:
             first = next(records, None)
             if first is None:
                 raise DataError(f"{path}: no record; the file is empty.")
-            name = self.format or required_format(first.value, first.location)
+            name = self.format or _required_format(first.value, first.location)
             self.report.formats[str(path)] = name
             # Most stacks count groups anew in each dump; the calls of a log may go on in its next file.
             self._prefix = f"{path.name}: " if len(self.files) > 1 and name not in LOGS else ""
@@ -88,7 +92,7 @@ class RolloutImport:
                 if seen in (None, name):
                     raise
                 raise DataError(f"{error} The record's keys are those of {seen!r}, not of {name!r}.") from None
-            except (KeyError, TypeError, AttributeError) as error:  # keys that the format promises and the file lacks
+            except MISSHAPEN as error:
                 raise DataError(
                     f"{path}: does not have the shape of a {name} dump ({type(error).__name__}: {error}); "
                     "see docs/rl.md, or name another format with --from."
@@ -100,8 +104,8 @@ class RolloutImport:
             raise DataError(f"nothing to train on in {num(len(self.files), 'file')}{why}.")
 
     def _records(self, path: Path) -> Iterator[Placed]:
-        if path.name.endswith(torch_file.SUFFIXES):
-            for index, value in enumerate(torch_file.load(path)):
+        if path.name.endswith(token_dumps.TORCH_SUFFIXES):
+            for index, value in enumerate(token_dumps.load_torch_file(path)):
                 self.report.num_records += 1
                 yield Placed(f"{path}: record {index}", value)
             return
@@ -177,8 +181,8 @@ def import_rollouts(
         DataError: a file of no known format, or a record that its format does not allow.
         ConfigError: an unknown format name.
     """
-    known_format = None if format is None else check_format(format)
-    return RolloutImport(_files(paths), known_format, Context(reward_field, tokenizer), strict, keep_messages)
+    known = None if format is None else _format_named(format)
+    return RolloutImport(_files(paths), known, Context(reward_field, tokenizer), strict, keep_messages)
 
 
 def _files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
@@ -189,7 +193,7 @@ def _files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
                 f"{path}: pickles and binary dumps are not read; export JSON lines, or torch.save of plain tensors "
                 "(docs/rl.md)."
             )
-        if path.name.endswith(torch_file.SUFFIXES):
+        if path.name.endswith(token_dumps.TORCH_SUFFIXES):
             if not path.is_file():
                 raise DataError(f"{path}: no such file.")
             files.append(path)
@@ -198,3 +202,73 @@ def _files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
     if not files:
         raise DataError("no files to import; name at least one.")
     return files
+
+
+def _required_format(record: Record, location: str) -> str:
+    name = detect_format(record)
+    if name is None:
+        keys = ", ".join(str(key) for key in list(record)[:12]) or "none"
+        raise DataError(
+            f"{location}: a record with the keys {keys} matches no known format; name it with --from "
+            f"({', '.join(FORMATS)}). Records in treewise's own forms (docs/data.md) need no import."
+        )
+    return name
+
+
+def _format_named(name: str) -> str:
+    """A name of `FORMATS`; underscores and capitals are forgiven."""
+    plain = name.lower().replace("_", "-")
+    plain = {"prime": "prime-rl", "primerl": "prime-rl"}.get(plain, plain)
+    if plain not in FORMATS:
+        hint = did_you_mean(plain, FORMATS)
+        raise ConfigError(f"unknown format {name!r}; choose one of {', '.join(FORMATS)}.{hint}")
+    return plain
+
+
+def read_sources(sources: Sequence[Source], report: LoadReport) -> Iterator[tuple[RawRecord, Path | None]]:
+    """The records of sources in treewise's own forms, with their files. What importers leave out is reported.
+
+    Raises:
+        DataError: a source without a record; a dump that has not the shape of its format.
+    """
+    halves: dict[str, tuple[str, Any]] = {}
+    for source in sources:
+        for raw in _read_source(source, report, halves):
+            yield raw, source.data_file
+    context = Context(halves=halves)
+    unjoined(context)
+    report.dropped += context.left_out
+
+
+def _read_source(source: Source, report: LoadReport, halves: dict[str, tuple[str, Any]]) -> Iterator[RawRecord]:
+    records = source.records()
+    first = next(records, None)
+    if first is None:
+        raise DataError(f"{source.name}: no record; {'the file' if source.data_file else 'it'} is empty.")
+    name = _dump_format(first)
+    if name is None:
+        yield first
+        yield from records
+        return
+    context = Context(halves=halves)
+    placed = (Placed(raw.location, parse(raw)) for raw in chain([first], records))
+    try:
+        for row in READERS[name](placed, context):
+            location = row.pop("source")
+            yield RawRecord(location, row, num_bytes=first.num_bytes)
+    except MISSHAPEN as error:
+        raise DataError(
+            f"{source.name}: looks like a dump of {name}, but does not have its shape ({type(error).__name__}: "
+            f"{error}); name another format with `treewise import --from`."
+        ) from error
+    report.dropped += context.left_out
+    report.warnings += [f"{source.name}: {text} ({count} times)" for text, count in context.warnings.items()]
+
+
+def _dump_format(first: RawRecord) -> str | None:
+    """The format of a dump; None for treewise's own forms, and for a record that its reader reports as invalid."""
+    try:
+        record = parse(first)
+    except DataError:
+        return None
+    return None if has_form(record) else detect_format(record)

@@ -12,16 +12,15 @@ A log of requests alone works, too: the reply to a request is what later request
 What nothing shows any more (the last reply of a run) cannot be trained.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from treewise.data.importers.call_records import langfuse_calls, langsmith_calls, openai_calls
+from treewise.data.importers.call_records import openai_calls
 from treewise.data.importers.common import (
     Context,
-    Placed,
-    Record,
     integers,
     messages,
     numbers,
@@ -29,8 +28,9 @@ from treewise.data.importers.common import (
     text_row,
     token_row,
 )
+from treewise.data.io.files import Placed, parse_text
+from treewise.data.io.forms import Record
 from treewise.data.io.printable import shown
-from treewise.data.io.record_forms import parse_text
 from treewise.errors import DataError
 
 RUN_NAMES = ("rollout", "rollout_id", "session_id", "run_id", "trace_id")
@@ -58,26 +58,18 @@ class _Run:
     calls: list[_Call] = field(default_factory=list)
 
 
-def read(records: Iterable[Placed], context: Context) -> Iterator[Record]:
-    """Records of the runs, in the order in which they began."""
-    yield from read_calls(openai_calls(records, context), context)
+def read(
+    records: Iterable[Placed],
+    context: Context,
+    calls_of: Callable[[Iterable[Placed], Context], Iterator[Placed]] = openai_calls,
+) -> Iterator[Record]:
+    """Records of the runs, in the order in which they began.
 
-
-def read_langfuse(records: Iterable[Placed], context: Context) -> Iterator[Record]:
-    """The same, from an export of langfuse; a trace is a run."""
-    yield from read_calls(langfuse_calls(records, context), context)
-
-
-def read_langsmith(records: Iterable[Placed], context: Context) -> Iterator[Record]:
-    """The same, from runs of LangSmith."""
-    yield from read_calls(langsmith_calls(records, context), context)
-
-
-def read_calls(records: Iterable[Placed], context: Context) -> Iterator[Record]:
-    """The same, from records that hold a request and a response each, or a request alone."""
+    calls_of: makes of what was logged records that hold a request and a response each, or a request alone.
+    """
     runs: dict[str, _Run] = {}
     ends, asked = _Ends(), _Asked()
-    for record in records:
+    for record in calls_of(records, context):
         name = _named(record.value, RUN_NAMES)
         if record.value.get("response") is None:
             name, calls = asked.calls_before(record, name, context)
@@ -148,7 +140,7 @@ class _Asked:
         self.known: set[tuple[str, str]] = set()
         self.unanswered: dict[tuple[str, str], str] = {}
 
-    def calls_before(self, record: Placed, name: Any, context: Context) -> tuple[str, list[_Call]]:
+    def calls_before(self, record: Placed, name: str | int | None, context: Context) -> tuple[str, list[_Call]]:
         """The run of a request, and the calls whose replies it shows: its assistant messages after the longest messages
         that the run has asked with. What the first request of a run holds was given to it.
         """
@@ -212,8 +204,6 @@ class _Ends:
 
 def _prefix_keys(history: list[Record]) -> Iterator[str]:
     """A key for every prefix of a conversation."""
-    import hashlib
-
     digest = hashlib.sha256()
     for message in history:
         same = {name: message[name] for name in MESSAGE_KEYS[:5] if message.get(name)}
@@ -222,7 +212,7 @@ def _prefix_keys(history: list[Record]) -> Iterator[str]:
 
 
 def _key(history: list[Record]) -> str:
-    return list(_prefix_keys(history))[-1]
+    return ["", *_prefix_keys(history)][-1]
 
 
 def _calls(record: Placed, context: Context) -> Iterator[_Call]:
@@ -283,7 +273,7 @@ def _label(run: _Run, record: Placed, context: Context) -> None:
     run.reward = reward
 
 
-def _named(value: Record, names: Iterable[str]) -> Any:
+def _named(value: Record, names: Iterable[str]) -> str | int | None:
     metadata = _metadata(value)
     for name in names:
         for holder in (value, metadata):

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,9 @@ import pyarrow.parquet as pq
 import treewise
 from treewise.data.io.rows import SCHEMA, Row, content_hash, rows_to_table
 from treewise.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 READING = 1  # raised where a record is read as other rows than before: tests/data/io/test_cache.py says when
 ENTRY_FIELD = b"treewise"
@@ -46,7 +49,7 @@ def cache_key(settings: Iterable[str], files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def tokenizer_hash(tokenizer: Any) -> str:
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Hash of a tokenizer: its rules, added tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))

@@ -1,7 +1,7 @@
-"""Files to raw records, with the location of each: `rollouts.jsonl:17`, `rollouts.parquet:row 17`.
+"""Files to raw records, with the location of each (`rollouts.jsonl:17`, `rollouts.parquet:row 17`), and to objects.
 
 Nothing is skipped silently: a file that is damaged, cut short or of another kind than its suffix is a `DataError`.
-Lines are only cut here; they are parsed in the worker processes.
+Reading a file only cuts it into lines; `parse` is called for each in the worker processes.
 """
 
 import glob
@@ -17,6 +17,7 @@ import numpy as np
 
 from treewise.data.io.printable import printable, shown
 from treewise.errors import DataError
+from treewise.tree.trajectory import STREAMS
 
 PathLike = str | Path
 FOLDER_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # what a folder is searched for; `.json` must be named
@@ -25,6 +26,8 @@ UTF8_MARK = b"\xef\xbb\xbf"
 GZIP_MAGIC = b"\x1f\x8b"
 PARQUET_BATCH_ROWS = 64
 DEFAULT_MAX_RECORD_BYTES = 1 << 28  # 256 MiB: a line, or a .json file, which is read whole
+# Columns that hold nested values; a string in one of these is JSON text.
+NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", "conversations", "input_ids", *STREAMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,18 @@ class RawRecord:
     is_tail: bool = False  # the last line, without a line end
     is_row: bool = False  # a Parquet row: nested columns may be padded with nulls
     num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A record, or a node of one, as it was written, and where.
+
+    file: the data file, beside which side files and images lie; None: none.
+    """
+
+    location: str
+    value: dict[str, Any]
+    file: Path | None = None
 
 
 def find_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
@@ -278,3 +293,111 @@ def _column_values(column: Any) -> list[Any]:
     offsets = np.asarray(column.offsets)
     valid = column.is_valid().to_pylist()
     return [values[offsets[i] : offsets[i + 1]] if ok else None for i, ok in enumerate(valid)]
+
+
+class PartialTailError(DataError):
+    """The last line of a file, cut off while it was written."""
+
+
+def parse(raw: RawRecord) -> dict[str, Any]:
+    """The record as an object, nulls at the top removed (a null field is an absent field).
+
+    Raises:
+        DataError: text that is not UTF-8, not JSON or not an object, at `file:line:column` or with the byte offset.
+        PartialTailError: the same in a last line without a line end.
+    """
+    value = parsed_object(raw)
+    if raw.is_row:
+        value = {key: _without_nulls(item) for key, item in value.items()}
+    record = {key: item for key, item in value.items() if item is not None}
+    if record.get("tools") == "":  # as LLaMA-Factory writes none
+        del record["tools"]
+    for name in NESTED:
+        if isinstance(record.get(name), str):
+            record[name] = parse_text(record[name], f"{raw.location}: {name}")
+    return record
+
+
+def parsed_object(raw: RawRecord) -> dict[str, Any]:
+    """The record as the file holds it. Raises as `parse`."""
+    return _parse_line(raw) if isinstance(raw.payload, bytes) else raw.payload
+
+
+class _RepeatedKeyError(Exception):
+    """A key that one object holds twice, of which `json` would silently keep the last."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKeyError(next(key for key in keys if keys.count(key) > 1))
+    return record
+
+
+def parse_text(text: str, location: str) -> Any:
+    """JSON inside a string (a Parquet column, the arguments of a tool call)."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{location}: not valid JSON at character {error.pos}: {error.msg}; {shown(text)}.") from None
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{location}: JSON that cannot be read ({type(error).__name__}).") from None
+
+
+def _parse_line(raw: RawRecord) -> dict[str, Any]:
+    assert isinstance(raw.payload, bytes)
+    try:
+        text = raw.payload.decode()
+        value = json.loads(text, object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        if raw.is_tail and error.reason == "unexpected end of data":
+            raise PartialTailError(_partial(raw)) from None
+        at = raw.offset + error.start
+        raise DataError(f"{raw.location}: not UTF-8 at byte {at} of the file; save the file as UTF-8.") from None
+    except json.JSONDecodeError as error:
+        if raw.is_tail:
+            raise PartialTailError(_partial(raw)) from None
+        near = shown(text[max(0, error.pos - 15) : error.pos + 15])
+        raise DataError(f"{raw.location}:{error.colno}: not valid JSON: {error.msg}, near {near}.") from None
+    except _RepeatedKeyError as error:
+        raise DataError(f"{raw.location}: the key {shown(error.args[0])} is given twice in one object.") from None
+    except RecursionError:
+        raise DataError(f"{raw.location}: JSON nested too deeply to read.") from None
+    except ValueError as error:
+        raise DataError(f"{raw.location}: JSON that cannot be read ({shown(str(error))}).") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{raw.location}: a record must be a JSON object, found {type(value).__name__}.")
+    if b"\\ud" in raw.payload or b"\\uD" in raw.payload:
+        _check_surrogates(text, value, raw)
+    return value
+
+
+def _partial(raw: RawRecord) -> str:
+    return (
+        f"{raw.location}: incomplete final line (the writer stopped in the middle); "
+        "remove it, or leave it out: on_bad_record quarantine, or in Python allow_partial_tail=True."
+    )
+
+
+def _check_surrogates(text: str, value: dict[str, Any], raw: RawRecord) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        at = text.lower().find(f"\\u{code:04x}")
+        column = "" if at < 0 else f" at byte {raw.offset + len(text[:at].encode())} of the file"
+        raise DataError(
+            f"{raw.location}: lone surrogate \\u{code:04x}{column} is not text; escape pairs in full or replace it."
+        ) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow pads structs with nulls for the keys of other rows; those are absent, not null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, tuple | np.generic):
+        return list(value) if isinstance(value, tuple) else value.item()
+    return value

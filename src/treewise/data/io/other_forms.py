@@ -4,7 +4,6 @@ ShareGPT's `conversations`, alpaca's `instruction`/`output`, `input_ids` with `l
 `rejected`, and labelled completions (`label`).
 """
 
-import json
 from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
@@ -12,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from treewise.data.io.field_checks import flat_list
+from treewise.data.io.files import parse_text
+from treewise.data.io.forms import OTHER_MASKS, Record
 from treewise.data.io.printable import shown
 from treewise.errors import DataError, did_you_mean
-
-Record = dict[str, Any]
+from treewise.tree import checks
 
 # Speakers of ShareGPT and its variants (FastChat, LLaMA-Factory, axolotl) as roles of OpenAI's.
 ROLES = {
@@ -25,29 +25,18 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response", "ipython"), "tool"),
 }
 IGNORED_LABEL = -100
-# What of a row of token ids is trained, in the words of torch, TRL, transformers, verl and prime-rl.
-OTHER_MASKS = (
-    *("labels", "loss_mask", "completion_mask", "response_mask", "action_mask"),
-    *("assistant_masks", "assistant_mask", "assistant_tokens_mask"),
-)
 PER_TOKEN = (*OTHER_MASKS, "attention_mask", "position_ids")
 
 
 def from_sharegpt(record: Record, location: str) -> Record:
     """A chat, from turns of `from` and `value` (or `role` and `content`), and `system` beside them."""
-    name = "conversations" if "conversations" in record else "conversation"
-    turns = record[name]
+    turns = record["conversations"]
     if not isinstance(turns, list) or not turns:
-        raise DataError(f"{location}: {name} must be a non-empty list of {{from, value}}, found {shown(turns)}.")
-    messages = [_message(turn, f"{location}: {name}[{index}]") for index, turn in enumerate(turns)]
-    rest = {key: value for key, value in record.items() if key not in (name, "system")}
+        raise DataError(f"{location}: conversations must be a non-empty list of {{from, value}}, found {shown(turns)}.")
+    messages = [_message(turn, f"{location}: conversations[{index}]") for index, turn in enumerate(turns)]
+    rest = {key: value for key, value in record.items() if key not in ("conversations", "system")}
     if record.get("system"):
         messages.insert(0, {"role": "system", "content": record["system"]})
-    if isinstance(rest.get("tools"), str):
-        if rest["tools"].strip():
-            rest["tools"] = _json(rest["tools"], f"{location}: tools")
-        else:
-            del rest["tools"]
     if isinstance(rest.get("tools"), list):
         rest["tools"] = [
             {"type": "function", "function": tool} if isinstance(tool, dict) and "function" not in tool else tool
@@ -56,7 +45,7 @@ def from_sharegpt(record: Record, location: str) -> Record:
     return {**rest, "messages": messages}
 
 
-def _message(turn: Any, location: str) -> Record:
+def _message(turn: object, location: str) -> Record:
     if not isinstance(turn, dict):
         raise DataError(f"{location} must be {{from, value}}, found {shown(turn)}.")
     if "role" in turn:
@@ -72,7 +61,7 @@ def _message(turn: Any, location: str) -> Record:
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if str(speaker).lower() != "function_call":
         return {"role": role, "content": turn["value"], **rest}
-    calls = turn["value"] if not isinstance(turn["value"], str) else _json(turn["value"], location)
+    calls = turn["value"] if not isinstance(turn["value"], str) else parse_text(turn["value"], location)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
         raise DataError(f"{location}: a function_call must be {{name, arguments}}, found {shown(turn['value'])}.")
@@ -128,12 +117,12 @@ def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Rec
     Raises:
         DataError: two masks, a mask of another length, labels that are not the tokens, or padding between tokens.
     """
-    ids = np.asarray(flat_list(record["token_ids"], ids_name, location))
+    ids = checks.as_array(flat_list(record["token_ids"], ids_name, location), ids_name, location)
     masks = [name for name in ("loss_weights", *OTHER_MASKS) if name in record]
     if len(masks) > 1:
         raise DataError(f"{location}: {' and '.join(masks)} both mark what is trained; give one of them.")
     per_token = [name for name in record if name in ("attention_mask", "position_ids", *masks)]
-    arrays = {name: np.asarray(flat_list(record[name], name, location)) for name in per_token}
+    arrays = {name: checks.as_array(flat_list(record[name], name, location), name, location) for name in per_token}
     for name, values in arrays.items():
         if len(values) != len(ids):
             raise DataError(f"{location}: {len(values)} {name} for {len(ids)} {ids_name}; they must align.")
@@ -229,13 +218,6 @@ def label_of(record: Record, location: str) -> float:
     if not isinstance(label, bool | np.bool_) and label not in (0, 1):
         raise DataError(f"{location}: label must be true (desirable) or false, found {shown(label)}.")
     return float(label)
-
-
-def _json(text: str, location: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{location}: not valid JSON: {shown(text)} ({type(error).__name__}).") from None
 
 
 REWRITTEN: dict[str, Callable[[Record, str], Record]] = {

@@ -112,7 +112,7 @@ def rows_to_table(trees: Iterable[int], rows: Sequence[Row]) -> pa.Table:
 
 def table_columns(part: pa.Table) -> dict[str, list[Any]]:
     """The columns of some rows as rows have them: streams as one mapping for each; arrays are views of the table."""
-    columns = {
+    columns: dict[str, list[Any]] = {
         item.name: _views(part.column(item.name))
         if pa.types.is_large_list(item.type)
         else part.column(item.name).to_pylist()

@@ -5,23 +5,20 @@ where each is a prefix of the next: merging is the forest's work, by token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from treewise.data.io.field_checks import flat_list
 from treewise.data.io.rows import Row
-from treewise.data.render import sampled_turn
-from treewise.data.render.images import IMAGES
-from treewise.data.render.messages import Conversation, Message
+from treewise.data.render import turns
+from treewise.data.render.messages import IMAGES, Message, Tools, WeightedMessages
 from treewise.data.render.piece_tokenizer import Pieces, joined
 from treewise.data.render.template import Template
-from treewise.data.render.trained_parts import Span
+from treewise.data.render.turns import Call
 from treewise.errors import DataError
 from treewise.tree.images import ImageSpan
 
-Tools = list[dict[str, Any]] | None
 NOTHING_MARKED = (
     "no token is trained: neither the chat template's {% generation %} blocks nor train_detail mark one; mark some, "
     "or give another chat_template."
@@ -29,28 +26,23 @@ NOTHING_MARKED = (
 CALLS_AT_ONCE = 32  # bounds the rendered text that is alive
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of the model: what it saw, what it sampled, and the weight of that."""
-
-    history: list[Message]
-    turn: Message
-    weight: float
-    location: str
-
-
-def conversation_calls(talk: Conversation, train_on: str, location: str, first: int = 0) -> list[Call]:
+def conversation_calls(
+    talk: WeightedMessages, train_on: str, location: str, first: int = 0, *, keeps: bool = False
+) -> list[Call]:
     """A call for every trained assistant turn from message `first` on.
+
+    keeps: also for the other sampled turns, with weight 0: rendered as they were sampled, their reasoning stays in
+    front of the turns that are trained.
 
     Raises:
         DataError: no trained turn, or a trained turn with nothing before it.
     """
-    turns = [i for i, m in enumerate(talk.messages) if m["role"] == "assistant" and i >= first]
+    sampled = [i for i, m in enumerate(talk.messages) if m["role"] == "assistant" and i >= first]
     if train_on == "last_assistant":
-        turns = turns[-1:]
-    trained = [i for i in turns if talk.weights[i] > 0]
+        sampled = sampled[-1:]
+    trained = [i for i in sampled if talk.weights[i] > 0]
     if not trained:
-        reason = "has no assistant message" if not turns else "trains no assistant message (each has weight 0)"
+        reason = "has no assistant message" if not sampled else "trains no assistant message (each has weight 0)"
         raise DataError(
             f"{location}: the record {reason} among {talk.role_counts()}, so no token is trained; "
             "add an assistant message, give one a weight above 0, or drop the record."
@@ -60,13 +52,20 @@ def conversation_calls(talk: Conversation, train_on: str, location: str, first: 
             f"{location}: message 0 is a trained assistant message with nothing before it; "
             "put a system or user message first, or set its weight to 0."
         )
-    calls = [
-        Call(talk.messages[:i], talk.messages[i], talk.weights[i], f"{location}: turn {i} (assistant)") for i in trained
+    if keeps:
+        shown = [i for i, m in enumerate(talk.messages) if i and m["role"] == "assistant" and talk.weights[i] > 0]
+    return [
+        Call(
+            talk.messages[:i],
+            talk.messages[i],
+            talk.weights[i] if i in trained else 0.0,
+            f"{location}: turn {i} (assistant)",
+        )
+        for i in (shown if keeps else trained)
     ]
-    return not_empty(calls)
 
 
-def logged_calls(pool: Conversation, calls: Any, train_on: str, location: str) -> list[Call]:
+def logged_calls(pool: WeightedMessages, calls: object, train_on: str, location: str) -> list[Call]:
     """A call for every entry of `calls`, whose indices point into the pool.
 
     Raises:
@@ -94,41 +93,7 @@ def logged_calls(pool: Conversation, calls: Any, train_on: str, location: str) -
     trained = [call for call in (result[-1:] if train_on == "last_assistant" else result) if call.weight > 0]
     if not trained:
         raise DataError(f"{location}: all {len(result)} calls have weight 0, so no token is trained; drop the record.")
-    return not_empty(trained)
-
-
-def not_empty(calls: list[Call]) -> list[Call]:
-    """The calls.
-
-    Raises:
-        DataError: a trained turn with neither content nor tool calls; a template would make an empty turn of it.
-    """
-    for call in calls:
-        if not any(call.turn.get(field) for field in ("content", "tool_calls", "refusal")):
-            holds = "only reasoning" if call.turn.get("reasoning_content") else "nothing"
-            raise DataError(
-                f"{call.location}: the trained message holds {holds}, neither content nor tool_calls; "
-                "give what was sampled, set its weight to 0, or drop it."
-            )
-    return calls
-
-
-def kept_calls(talk: Conversation, train_on: str, location: str, first: int = 0) -> list[Call]:
-    """All sampled turns of a conversation, with weight 0 for those that `train_on` leaves out.
-
-    Every one is rendered as it was sampled, so its reasoning stays in front of the turns that are trained.
-    """
-    trained = {len(call.history) for call in conversation_calls(talk, train_on, location, first)}
-    sampled = [i for i, m in enumerate(talk.messages) if i and m["role"] == "assistant" and talk.weights[i] > 0]
-    return [
-        Call(
-            talk.messages[:i],
-            talk.messages[i],
-            talk.weights[i] if i in trained else 0.0,
-            f"{location}: turn {i} (assistant)",
-        )
-        for i in sampled
-    ]
+    return trained
 
 
 def render_calls(template: Template, calls: Sequence[Call], tools: Tools, location: str) -> list[Row]:
@@ -139,12 +104,12 @@ def render_calls(template: Template, calls: Sequence[Call], tools: Tools, locati
     calls = _checked(template, calls, tools)
     for low in range(0, len(calls), CALLS_AT_ONCE):
         block = calls[low : low + CALLS_AT_ONCE]
-        prompts, openings, completions, masks = _rendered(template, block, tools, location, seen)
-        texts = [a + b for a, b in zip(prompts, openings, strict=True)]
+        texts = _rendered(template, block, tools, location, seen)
+        shown = [text.prompt + text.opening for text in texts]
         if template.placer is not None:
-            texts = [template.placer.written(text) for text in texts]
-        contexts = template.encoder.encode(texts)
-        for call, context, (ids, mask) in zip(block, contexts, _encoded(template, completions, masks), strict=True):
+            shown = [template.placer.written(text) for text in shown]
+        contexts = template.encoder.encode(shown)
+        for call, context, (ids, mask) in zip(block, contexts, _sampled(template, texts), strict=True):
             if mask is not None and not mask.any():
                 continue
             images: tuple[ImageSpan, ...] = ()
@@ -166,14 +131,12 @@ def render_kept(template: Template, calls: Sequence[Call], tools: Tools, locatio
     if any(message.get(IMAGES) for call in calls for message in call.history):
         raise DataError(f"{location}: thinking='keep' is not supported for images; use thinking='as_inference'.")
     calls = _checked(template, calls, tools)
-    prompts, openings, completions, masks = _rendered(template, calls, tools, location, set())
-    histories = [call.history for call in calls[1:]]
-    turns = [len(call.history) for call in calls[:-1]]
-    tails = sampled_turn.tails(template, histories, turns, prompts[1:], completions[:-1], tools, location)
+    texts = _rendered(template, calls, tools, location, set())
+    tails = turns.tails(template, calls, texts, tools, location)
     encoder = template.encoder
-    pieces = list(encoder.encode([prompts[0] + openings[0]])[0])
-    sampled = _encoded(template, completions, masks)
-    between = encoder.encode_continuations([a + b for a, b in zip(tails, openings[1:], strict=True)])
+    pieces = list(encoder.encode([texts[0].prompt + texts[0].opening])[0])
+    sampled = _sampled(template, texts)
+    between = encoder.encode_continuations([tail + text.opening for tail, text in zip(tails, texts[1:], strict=True)])
     trained = []
     for number, (call, (ids, mask)) in enumerate(zip(calls, sampled, strict=True)):
         if number:
@@ -208,39 +171,32 @@ def _checked(template: Template, calls: Sequence[Call], tools: Tools) -> list[Ca
     checked: dict[int, Message] = {}
     result = []
     for call in calls:
-        history = template.check_history(call.history, tools, call.location, checked)
-        sampled_turn.check_turn(template, history, call.turn, tools, call.location)
-        result.append(replace(call, history=history))
+        call = replace(call, history=template.check_history(call.history, tools, call.location, checked))
+        turns.check_turn(template, call, tools)
+        result.append(call)
     return result
 
 
 def _rendered(
     template: Template, calls: Sequence[Call], tools: Tools, location: str, seen: set[int]
-) -> tuple[list[str], list[str], list[str], list[list[Span] | None]]:
-    """What the model saw, what the template wrote for it after that, what it sampled, as text, for each call, and which
-    characters of that are trained (None: all). `seen` are ids of messages that some prompt is known to hold."""
+) -> list[turns.RenderedCall]:
+    """The calls as text. `seen` are ids of messages that some prompt is known to hold."""
     prompts = template.render([call.history for call in calls], tools, location, generation=True)
     wholes = template.render([[*call.history, call.turn] for call in calls], tools, location)
-    openings, completions, masks = [], [], []
+    texts = []
     for call, prompt, whole in zip(calls, prompts, wholes, strict=True):
         template.check_prompt(call.history, prompt, tools, call.location, seen)
-        both = (call.history, call.turn)
-        opening, sampled = sampled_turn.completion(template, *both, prompt, whole, tools, call.location)
-        openings.append(opening)
-        completions.append(sampled)
-        masks.append(sampled_turn.trained_spans(template, *both, whole, sampled, tools, call.location))
-    return prompts, openings, completions, masks
+        texts.append(turns.rendered(template, call, tools, prompt, whole))
+    return texts
 
 
-def _encoded(
-    template: Template, completions: Sequence[str], masks: Sequence[list[Span] | None]
-) -> list[tuple[np.ndarray, np.ndarray | None]]:
-    """Token ids of every completion, and which of them are trained ([len(ids)] bool; None: all)."""
+def _sampled(template: Template, texts: Sequence[turns.RenderedCall]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """Token ids of what each call sampled, and which of them are trained ([len(ids)] bool; None: all)."""
     encoder = template.encoder
-    ids = encoder.encode_continuations(completions)
+    ids = encoder.encode_continuations([text.sampled for text in texts])
     return [
-        (each, None if spans is None else encoder.trained_tokens(text, spans, each))
-        for text, spans, each in zip(completions, masks, ids, strict=True)
+        (each, None if text.spans is None else encoder.trained_tokens(text.sampled, text.spans, each))
+        for text, each in zip(texts, ids, strict=True)
     ]
 
 
@@ -266,7 +222,7 @@ def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
-def _pool_index(value: Any, size: int, location: str) -> int:
+def _pool_index(value: object, size: int, location: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < size:
         raise DataError(f"{location} holds {value!r}; indices must be in 0..{size - 1}.")
     return int(value)

@@ -8,21 +8,15 @@ processor makes of that image: what the processor does with text and images, per
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from treewise.data.images import NEEDS_PROCESSOR, ImageReader
 from treewise.data.io.printable import shown
+from treewise.data.render.messages import COLUMN, IMAGE, IMAGES, Message
 from treewise.data.render.piece_tokenizer import Pieces
 from treewise.errors import DataError, num
 from treewise.tree.images import ImageSpan
-
-Message = dict[str, Any]
-IMAGE = "\ue0b8"  # private use: no text holds it
-IMAGES = "images"  # key of a message
-COLUMN = object()  # an image part without a value, which is the next of the record's column
-KINDS = ("image", "image_url", "input_image")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +28,7 @@ class ReadImage:
     size: tuple[int, int]
 
 
-def image_of_part(part: Message) -> Any:
-    """The image of a content part, as a path, bytes, an address or PIL; `COLUMN` where it names none."""
-    for name in ("image", "image_url", "url", "path", "bytes", "source", "base64"):
-        value = part.get(name)
-        if isinstance(value, dict):  # {"url": ...} of OpenAI, {"data": ...} of Anthropic, {"bytes": ..., "path": ...}
-            data = value.get("data")
-            value = value.get("url") or (f"data:;base64,{data}" if data else value)
-        if value is not None:
-            return f"data:;base64,{value}" if name == "base64" else value
-    return COLUMN
-
-
-def with_column(messages: Sequence[Message], column: Any, location: str) -> list[Message]:
+def with_column(messages: Sequence[Message], column: object, location: str) -> list[Message]:
     """The messages with the images of the record's `images` (None: it has none) at the parts that name none.
 
     Where no message has an image part, the images stand before the text of the first user message, as TRL puts them.

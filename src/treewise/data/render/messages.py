@@ -1,24 +1,34 @@
-"""Chat messages in one clean shape, whatever the logger wrote: checked roles, text content, tool calls, weights."""
+"""Chat messages of OpenAI's shape, checked and in one spelling; the tools beside them; and what of them is trained.
+
+Tools are a record's own, or a `tools_ref` into a file that lies beside the data.
+"""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from treewise.data.io.field_checks import weight
+from treewise.data.io.files import Placed, parse_text, read_bytes, stem
 from treewise.data.io.printable import shown
-from treewise.data.io.record_forms import parse_text
-from treewise.data.render.images import IMAGE, IMAGES, KINDS, image_of_part
-from treewise.data.render.trained_parts import detail_spans
 from treewise.errors import DataError
 
 Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
+Span = tuple[int, int]
+IMAGE = "\ue0b8"  # private use: no text holds it
+IMAGES = "images"  # key of a message
+COLUMN = object()  # an image part without a value, which is the next of the record's column
+KINDS = ("image", "image_url", "input_image")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 WEIGHTS = ("weight", "train", "training")  # the last two are axolotl's
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class WeightedMessages:
     """Messages as the template gets them, and the loss weight of each (0 where nothing was sampled)."""
 
     messages: list[Message]
@@ -30,7 +40,7 @@ class Conversation:
         return ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles)) or "no messages"
 
 
-def clean_conversation(value: Any, location: str, name: str = "messages") -> Conversation:
+def clean_conversation(value: object, location: str, name: str = "messages") -> WeightedMessages:
     """Checked messages.
 
     Raises:
@@ -41,10 +51,10 @@ def clean_conversation(value: Any, location: str, name: str = "messages") -> Con
     if not value:
         raise DataError(f"{location}: {name} is empty.")
     pairs = [clean_message(message, f"{location}: {name}[{turn}]") for turn, message in enumerate(value)]
-    return Conversation([message for message, _ in pairs], [weight for _, weight in pairs])
+    return WeightedMessages([message for message, _ in pairs], [weight for _, weight in pairs])
 
 
-def clean_message(value: Any, location: str) -> tuple[Message, float]:
+def clean_message(value: object, location: str) -> tuple[Message, float]:
     """One message without its weight, and the weight: what was given, else 1 for an assistant and 0 for others."""
     if not isinstance(value, dict):
         raise DataError(f"{location} must be an object with role and content, found {type(value).__name__}.")
@@ -95,15 +105,6 @@ def clean_message(value: Any, location: str) -> tuple[Message, float]:
     return message, 0.0 if trains is False else own_weight
 
 
-def clean_tools(value: Any, location: str) -> list[dict[str, Any]] | None:
-    """Function schemas; None where there are none."""
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(f"{location}: tools must be a list of function schemas (objects), found {shown(value)}.")
-    return value or None
-
-
 def with_arguments(message: Message, as_text: bool, location: str) -> Message:
     """The message with all tool-call arguments as JSON text, or as objects: what the template at hand can write."""
     calls = message.get("tool_calls")
@@ -143,7 +144,7 @@ def _map_function_call(message: Message, location: str) -> None:
     message["tool_calls"] = [old]
 
 
-def _text_and_images(content: Any, location: str) -> tuple[str, list[Any]]:
+def _text_and_images(content: object, location: str) -> tuple[str, list[Any]]:
     """The text of a message, with `IMAGE` where an image stands, and its images in order."""
     if isinstance(content, str):
         return content, []
@@ -153,13 +154,25 @@ def _text_and_images(content: Any, location: str) -> tuple[str, list[Any]]:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind in KINDS:
-            images.append(image_of_part(part))
+            images.append(_image_of_part(part))
             parts.append(IMAGE)
             continue
         if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
             raise DataError(f"{location}: content of type {shown(kind)} is not supported, only text and images.")
         parts.append(part["text"])
     return "".join(parts), images
+
+
+def _image_of_part(part: Message) -> Any:
+    """The image of a content part, as a path, bytes, an address or PIL; `COLUMN` where it names none."""
+    for name in ("image", "image_url", "url", "path", "bytes", "source", "base64"):
+        value = part.get(name)
+        if isinstance(value, dict):  # {"url": ...} of OpenAI, {"data": ...} of Anthropic, {"bytes": ..., "path": ...}
+            data = value.get("data")
+            value = value.get("url") or (f"data:;base64,{data}" if data else value)
+        if value is not None:
+            return f"data:;base64,{value}" if name == "base64" else value
+    return COLUMN
 
 
 def _list(message: Message, location: str) -> list[Any]:
@@ -182,3 +195,106 @@ def _tool_call(call: Any, location: str) -> dict[str, Any]:
         raise DataError(f"{location}: arguments must be an object or JSON text, found {type(arguments).__name__}.")
     rest = {key: item for key, item in call.items() if key != "function" and "function" in call}
     return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
+
+
+def detail_spans(value: object, content: str, location: str) -> list[Span]:
+    """The trained spans of a content, from `train_detail`: `[{begin_offset, end_offset, train}, ...]`.
+
+    Offsets count characters of the content, the last one included. What no entry covers is context.
+
+    Raises:
+        DataError: entries of another shape, or outside of the content.
+    """
+    if not isinstance(value, list):
+        raise DataError(f"{location}: train_detail must be a list of parts, found {shown(value)}.")
+    spans = []
+    for index, part in enumerate(value):
+        begin, end, train = (
+            (part.get(key) for key in ("begin_offset", "end_offset", "train"))
+            if isinstance(part, dict)
+            else (None, None, None)
+        )
+        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < len(content):
+            raise DataError(
+                f"{location}: train_detail[{index}] must be {{begin_offset, end_offset, train}} with 0 <= begin_offset "
+                f"<= end_offset < {len(content)} (characters of the content), found {shown(part)}."
+            )
+        if not isinstance(train, bool):
+            raise DataError(f"{location}: train_detail[{index}].train must be true or false, found {shown(train)}.")
+        if train:
+            spans.append((begin, end + 1))
+    return union(spans)
+
+
+def union(spans: Sequence[Span]) -> list[Span]:
+    """Sorted spans that neither touch nor overlap; empty ones are left out."""
+    result: list[Span] = []
+    for start, end in sorted(spans):
+        if end <= start:
+            continue
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+def clip(spans: Sequence[Span], limits: Span) -> list[Span]:
+    """What of the spans lies within the limits."""
+    return union([(max(start, limits[0]), min(end, limits[1])) for start, end in spans])
+
+
+def tool_files(data_file: Path) -> list[Path]:
+    """Files that `tools_ref` of a data file may point into, nearest first; those that exist."""
+    names = (f"{stem(data_file)}_tools.json", "tools.json")
+    paths = [data_file.parent / f"{name}{suffix}" for name in names for suffix in ("", ".gz")]
+    return [path for path in paths if path.is_file()]
+
+
+def find_tools(item: Placed) -> Tools:
+    """Function schemas of a record, or None.
+
+    Raises:
+        DataError: a `tools_ref` without a file that holds it; tools that are not a list of objects.
+    """
+    record, data_file, location = item.value, item.file, item.location
+    if record.get("tools") is None and isinstance(record.get("functions"), list):  # OpenAI's older name
+        functions = [{"type": "function", "function": function} for function in record["functions"]]
+        return clean_tools(functions, location)
+    if record.get("tools") is not None or record.get("tools_ref") is None:
+        return clean_tools(record.get("tools"), location)
+    name = record["tools_ref"]
+    if data_file is None:
+        raise DataError(
+            f"{location}: tools_ref {shown(name)} is looked up beside the data file, and this record is from none; "
+            "give `tools`."
+        )
+    files = tool_files(data_file)
+    for path in files:
+        known = _tools_of(path)
+        if isinstance(name, str) and name in known:
+            return clean_tools(known[name], f"{path}: {shown(name)}")
+    looked = ", ".join(str(path) for path in files) or f"no tools.json or {stem(data_file)}_tools.json beside the file"
+    raise DataError(f"{location}: tools_ref {shown(name)} was not found ({looked}).")
+
+
+@lru_cache(maxsize=64)
+def _tools_of(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path}: not valid JSON ({shown(str(error))}).") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: must be one JSON object of tool lists by name.")
+    return value
+
+
+def clean_tools(value: object, location: str) -> Tools:
+    """Function schemas; None where there are none."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"{location}: tools must be a list of function schemas (objects), found {shown(value)}.")
+    return value or None

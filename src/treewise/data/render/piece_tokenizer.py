@@ -8,11 +8,14 @@ instead of a new tokenisation. Tokens that reach over their borders (`lstrip`, `
 import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from treewise.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Pieces = tuple[np.ndarray, ...]
 MAX_REMEMBERED_CHARS = 64_000_000
@@ -21,7 +24,7 @@ MAX_REMEMBERED_CHARS = 64_000_000
 class Encoder:
     """A tokenizer with a memory of pieces. `encode` never adds special tokens."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         safe = {t.content for t in added if t.special and not (t.normalized or t.lstrip or t.single_word)}

@@ -1,12 +1,17 @@
-"""Chat templates: their text, and what they write of conversations and their messages.
+"""Chat templates: their text, what they write of conversations, and which fields of messages they leave out.
 
 For a turn, `prompt` is the template of the messages before it with the generation prompt: exactly what inference saw.
-`sampled_turn` locates what the model sampled after it.
+`turns` locates what the model sampled after it.
+
+Templates leave things out without an error: Qwen3's writes nothing for the role `developer`, Llama 3.1's drops the
+content beside a tool call, SmolLM2's has no tool calls. The first message of every shape (role, fields in use, where it
+stands) is therefore rendered once more in its own conversation, each field replaced by a sentinel; what does not come
+back is hidden. Later messages of the same shape cost one look-up.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +19,21 @@ import jinja2
 
 from treewise.data.images import ImageReader
 from treewise.data.io.printable import shown
-from treewise.data.render.chatml import CHATML
-from treewise.data.render.field_probe import STANDARD_ROLES, FieldProbe
-from treewise.data.render.images import IMAGE, Placer, as_parts
-from treewise.data.render.messages import Conversation, Message, with_arguments
+from treewise.data.render.images import Placer, as_parts
+from treewise.data.render.messages import IMAGE, Message, Tools, WeightedMessages, with_arguments
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.errors import ConfigError, DataError
 
 MARK = "\ue0a7\ue0b7turn\ue0b7\ue0a7"  # private-use characters: no text and no template holds them
+THINK, THINK_END = "<think>", "</think>"
+MAX_CALLS = 2  # tool calls of one message: one, or several
+MAX_LOOKS = 20  # at messages of one shape whose content a template rewrites
+STANDARD_ROLES = {"developer": "system", "function": "tool"}
+CHATML = Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8").partition("#}\n")[2]
+UNWRITTEN_TOOLS = "the chat template never writes tools; the model does not see them (chat_template: chatml does)"
 NO_TEMPLATE = "the tokenizer has no chat template; give one as chat_template, for instance 'chatml'."
+
+Render = Callable[[list[Message]], str]
 
 
 class Template:
@@ -41,6 +52,7 @@ class Template:
     ) -> None:
         self.tokenizer = encoder.tokenizer
         self.encoder = encoder
+        self.eos: str | None = getattr(self.tokenizer, "eos_token", None)
         self.text = template_text(chat_template)
         self.kwargs = kwargs
         self.on_hidden = on_hidden
@@ -48,14 +60,18 @@ class Template:
         self.notes: dict[str, None] = {}
         self.probe = FieldProbe()
         self._reads_parts_alone = False
-        self._reads_parts_alone = images is not None and not self._writes_plain_content()
-        self._arguments_as_text = self._writes_text_arguments()
+        question: Message = {"role": "user", "content": MARK}
+        # Some templates of vision models write content parts only; some would quote arguments given as text twice.
+        self._reads_parts_alone = images is not None and not self._writes(MARK, [question])
+        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": '{"probe": 1}'}}
+        answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        self._arguments_as_text = self._writes('{"probe": 1}', [question, answer])
         self._tools_seen = False
 
-    def prepare(self, talk: Conversation, location: str) -> Conversation:
+    def prepare(self, talk: WeightedMessages, location: str) -> WeightedMessages:
         """Messages with tool-call arguments in the form that this template writes correctly."""
         as_text = self._arguments_as_text
-        return Conversation(
+        return WeightedMessages(
             [with_arguments(m, as_text, f"{location}: messages[{i}]") for i, m in enumerate(talk.messages)],
             talk.weights,
         )
@@ -68,7 +84,7 @@ class Template:
     def render(
         self,
         conversations: Sequence[list[Message]],
-        tools: list[dict[str, Any]] | None,
+        tools: Tools,
         location: str,
         *,
         generation: bool = False,
@@ -80,7 +96,8 @@ class Template:
         """
         if tools and not self._tools_seen:
             self._tools_seen = True
-            self._note_unwritten_tools(conversations[0], tools, location)
+            if self.render(conversations[:1], tools, location) == self.render(conversations[:1], None, location):
+                self.notes[UNWRITTEN_TOOLS] = None
         try:
             return self.tokenizer.apply_chat_template(
                 [self.shaped(talk) for talk in conversations],
@@ -106,7 +123,7 @@ class Template:
     def check_history(
         self,
         history: list[Message],
-        tools: list[dict[str, Any]] | None,
+        tools: Tools,
         location: str,
         checked: dict[int, Message],
     ) -> list[Message]:
@@ -123,9 +140,7 @@ class Template:
                 result[index] = checked[id(message)] = self._shown_message(result, index, tools, location)
         return result
 
-    def check_prompt(
-        self, history: list[Message], prompt: str, tools: list[dict[str, Any]] | None, location: str, seen: set[int]
-    ) -> None:
+    def check_prompt(self, history: list[Message], prompt: str, tools: Tools, location: str, seen: set[int]) -> None:
         """Checks that a prompt holds the content of every message that nobody sampled.
 
         `check_history` renders one message of each shape; a template may treat another of that shape differently (the
@@ -150,9 +165,7 @@ class Template:
             if hidden:
                 self.report_hidden(hidden, f"{location}: message {index} ({message['role']})")
 
-    def _shown_message(
-        self, messages: list[Message], index: int, tools: list[dict[str, Any]] | None, location: str
-    ) -> Message:
+    def _shown_message(self, messages: list[Message], index: int, tools: Tools, location: str) -> Message:
         """Message `index`, under its standard role where its own is hidden."""
         message = messages[index]
         renders = [lambda talk: self.render([talk], tools, location, generation=True)[0]]
@@ -175,6 +188,7 @@ class Template:
         return message
 
     def report_hidden(self, fields: Sequence[str], whose: str) -> None:
+        """Raises `DataError` for fields that the template does not write, or notes them (`on_hidden="warn"`)."""
         names = ", ".join(fields)
         if self.on_hidden == "warn":
             self.notes[f"the chat template leaves out {names} of some messages (on_hidden: warn)"] = None
@@ -184,30 +198,131 @@ class Template:
             "chat_template that writes it ('chatml'), or set on_hidden: warn to go on without it."
         )
 
-    def _note_unwritten_tools(self, messages: list[Message], tools: list[dict[str, Any]], location: str) -> None:
-        if self.render([messages], tools, location) == self.render([messages], None, location):
-            self.notes[
-                "the chat template never writes tools; the model does not see them (chat_template: chatml does)"
-            ] = None
-
-    def _writes_plain_content(self) -> bool:
-        """Whether the template writes content that is text; some of vision models write content parts only."""
+    def _writes(self, text: str, talk: list[Message]) -> bool:
+        """Whether the template writes a text that a conversation holds."""
         try:
-            return MARK in self.render([[{"role": "user", "content": MARK}]], None, "probe")[0]
+            return text in self.render([talk], None, "probe")[0]
         except DataError:
             return False
 
-    def _writes_text_arguments(self) -> bool:
-        """Whether the template writes arguments given as text verbatim (else it would quote them twice)."""
-        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": '{"probe": 1}'}}
-        talk: list[Message] = [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
+
+class FieldProbe:
+    """The shapes of messages met so far under one template, with the fields of each that are hidden."""
+
+    def __init__(self) -> None:
+        self._hidden: dict[tuple[Any, ...], tuple[str, ...]] = {}
+        self._looks: dict[tuple[Any, ...], int] = {}
+
+    def hidden_in_context(
+        self,
+        messages: Sequence[Message],
+        index: int,
+        has_tools: bool,
+        renders: Sequence[Render],
+        *,
+        remembers: bool = True,
+    ) -> tuple[str, ...] | None:
+        """Fields of message `index` that reach no prompt; None where the template raises an error.
+
+        renders: the whole history with the generation prompt, then messages alone. Templates that put a system message
+        into the turn after it need the first, those that drop what is old need the second.
+        """
+        message = messages[index]
+        marked, sentinels = with_sentinels(message, name_is_known=_is_named_by_call(messages, index))
+        sentinels.pop("reasoning_content", None)  # templates may drop the reasoning of earlier turns
+        sentinels.pop("thinking in content", None)
+        before = messages[index - 1]["role"] if index else None
+        key = ("context", message["role"], tuple(sentinels), before, has_tools)
+        if not remembers:  # a message that was not found in its prompt is probed itself: the first of each shape are
+            self._looks[key] = self._looks.get(key, 0) + 1
+        if key not in self._hidden or (not remembers and self._looks[key] <= MAX_LOOKS):
+            hidden = list(sentinels)
+            has_rendered = False
+            around = [*messages[:index], marked, *messages[index + 1 :]]
+            for render, talk in zip(renders, (around, around[: index + 1]), strict=False):
+                try:
+                    text = render(talk).lower()
+                except DataError:
+                    continue
+                has_rendered = True
+                hidden = [name for name in hidden if sentinels[name] not in text]
+                if not hidden:
+                    break
+            if not has_rendered:
+                return None
+            self._hidden[key] = tuple(hidden)
+        return self._hidden[key]
+
+    def hidden_in_turn(
+        self, history: Sequence[Message], turn: Message, has_tools: bool, sample: Callable[[Message], tuple[str, str]]
+    ) -> tuple[str, ...] | None:
+        """Fields of a trained turn that are not among its trained text; None where the template raises an error.
+
+        sample: the text that is trained where a message is the turn, and the whole conversation.
+        """
+        marked, sentinels = with_sentinels(turn, name_is_known=False)
+        key = ("turn", tuple(sentinels), history[-1]["role"], has_tools)
+        if key not in self._hidden:
+            try:
+                trained, whole = (text.lower() for text in sample(marked))
+            except DataError:
+                return None
+            self._hidden[key] = tuple(
+                field  # who speaks is part of the header, which is not sampled
+                for field, sentinel in sentinels.items()
+                if sentinel not in (whole if field == "name" else trained)
+            )
+        return self._hidden[key]
+
+
+def with_sentinels(message: Message, *, name_is_known: bool) -> tuple[Message, dict[str, str]]:
+    """A message of the same shape whose texts are sentinels, and the sentinel (lower case) of every field in use.
+
+    name_is_known: a tool result whose function an earlier call names; the name says nothing new.
+    """
+    sentinels: dict[str, str] = {}
+
+    def sentinel(field: str) -> str:
+        sentinels[field] = f"zq{len(sentinels)}sentinel{len(field)}qz"
+        return sentinels[field]
+
+    marked = dict(message)
+    content = message["content"]
+    if message["role"] == "assistant" and THINK_END in content:
+        thought, _, rest = content.rpartition(THINK_END)
+        opened = f"{THINK}\n{sentinel('thinking in content')}" if thought.replace(THINK, "").strip() else thought
+        marked["content"] = f"{opened}\n{THINK_END}\n\n{sentinel('content') if rest.strip() else rest}"
+    elif content.strip():
+        marked["content"] = sentinel("content")
+    for field in ("reasoning_content", "refusal", "name"):
+        if isinstance(message.get(field), str) and message[field].strip():
+            is_skipped = field == "name" and name_is_known
+            marked[field] = message[field] if is_skipped else sentinel(field)
+    if message.get("tool_calls"):
+        marked["tool_calls"] = [
+            _marked_call(call, number, sentinel) for number, call in enumerate(message["tool_calls"][:MAX_CALLS])
         ]
-        try:
-            return '{"probe": 1}' in self.render([talk], None, "probe")[0]
-        except DataError:
-            return False
+    return marked, sentinels
+
+
+def _marked_call(call: dict[str, Any], number: int, sentinel: Callable[[str], str]) -> dict[str, Any]:
+    function = {**call["function"], "name": sentinel(f"tool_calls[{number}].name")}
+    arguments = function["arguments"]
+    if arguments and arguments != "{}":
+        key = sentinel(f"tool_calls[{number}].arguments")
+        function["arguments"] = f'{{"{key}": "x"}}' if isinstance(arguments, str) else {key: "x"}
+    return {**call, "function": function}
+
+
+def _is_named_by_call(messages: Sequence[Message], index: int) -> bool:
+    """Whether the nearest tool calls before a result name its function."""
+    name = messages[index].get("name")
+    if name is None or messages[index]["role"] not in ("tool", "function"):
+        return False
+    for message in reversed(messages[:index]):
+        if message.get("tool_calls"):
+            return any(call["function"]["name"] == name for call in message["tool_calls"])
+    return False
 
 
 def template_text(chat_template: str | None) -> str | None:

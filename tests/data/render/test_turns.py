@@ -5,7 +5,8 @@ import logging
 import pytest
 
 from treewise.data import RenderOptions, load_trees
-from treewise.data.render.trained_parts import detail_spans, intersection, spans_of_sampled, union
+from treewise.data.render.messages import detail_spans, union
+from treewise.data.render.turns import intersection, spans_of_sampled
 from treewise.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a tree."}

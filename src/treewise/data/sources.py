@@ -1,35 +1,136 @@
-"""Arrow tables and what holds them: `datasets` (memory-mapped), folders of `save_to_disk`, the hub, pandas.
+"""Sources: whatever holds or names records, opened as one list.
 
-Neither `datasets` nor pandas is imported unless a data set is opened by its name or folder; objects come from modules
-that the caller has imported already.
+Files and folders; Arrow tables and what holds them: `datasets` (memory-mapped), folders of `save_to_disk`, the hub,
+pandas; lists and iterators of mappings. Neither `datasets` nor pandas is imported unless a data set is opened by its
+name or folder; objects come from modules that the caller has imported already.
 """
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from treewise.data.io.files import PARQUET_BATCH_ROWS, RawRecord, batch_records
-from treewise.data.io.printable import shown
-from treewise.data.sources.source import Source, plain
+from treewise.data.io.files import (
+    DEFAULT_MAX_RECORD_BYTES,
+    PARQUET_BATCH_ROWS,
+    RawRecord,
+    batch_records,
+    find_files,
+    read_records,
+)
+from treewise.data.io.printable import printable, shown
 from treewise.errors import ConfigError, DataError, did_you_mean, pip_install
 
+KNOWN = (
+    "a path, a folder, a glob, 'hf:org/name[split]', a datasets.Dataset, a pandas data frame, or a list or iterator of "
+    "mappings"
+)
 HUB = "hf:"
+HUB_SYNTAX = "'hf:org/name[split]', or with a configuration 'hf:org/name:config[split]'"
 _HUB_NAME = re.compile(r"hf:(?P<name>[^\[\]:\s]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>.+)\])?")
 _SPLIT = re.compile(r"(?P<folder>.+?)\[(?P<split>[^\[\]]+)\]")
 SAVED_SET, SAVED_SPLITS = "state.json", "dataset_dict.json"
-HUB_SYNTAX = "'hf:org/name[split]', or with a configuration 'hf:org/name:config[split]'"
+_CLASSES = {  # of data sets and data frames, by library
+    "datasets": ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict"),
+    "pandas": ("DataFrame",),
+}
 
 
-def is_arrow_object(data: Any) -> bool:
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Records of one origin, read in order.
+
+    Parameters:
+        name: in messages; each record's location begins with it.
+        records: opens the source and yields its records. A source that is an iterator can be opened once.
+        data_file: the file whose folder holds what a `tools_ref` names; None: none.
+        num_bytes: an estimate of its size, which decides about worker processes.
+        identity: changes whenever the content does; None: unknown, so what is rendered is not cached. Of a file the
+            cache hashes the bytes instead.
+    """
+
+    name: str
+    records: Callable[[], Iterator[RawRecord]]
+    data_file: Path | None = None
+    num_bytes: int = 0
+    identity: str | None = None
+
+    @classmethod
+    def of_file(cls, path: Path, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> "Source":
+        """A data file (`treewise.data.io.files.SUFFIXES`)."""
+        return cls(printable(path), lambda: read_records(path, max_record_bytes), path, path.stat().st_size)
+
+
+def open_sources(data: Any, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> list[Source]:
+    """The sources behind paths, names of the hub, data sets, data frames, tables, and lists or iterators of mappings.
+
+    Raises:
+        DataError: nothing, or something else; a path, split or name that does not exist; several splits at once.
+    """
+    if isinstance(data, str | Path):
+        return _open_path(data, max_record_bytes)
+    arrow = _open_object(data)
+    if arrow is not None:
+        return [arrow]
+    if isinstance(data, list | tuple):
+        return _open_list(list(data), max_record_bytes)
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        raise DataError(f"data must be {KNOWN}; found {type(data).__name__}: {shown(data)}.")
+    return [Source("records", lambda: _records_of(data, "records"))]
+
+
+def is_raw_data(data: object) -> bool:
+    """Whether this holds or names records that have yet to be read, in contrast to forests and trajectories."""
+    if isinstance(data, str | Path) or _is_arrow_object(data):
+        return True
+    if isinstance(data, list | tuple):
+        return bool(data) and isinstance(data[0], str | Path | Mapping)
+    return isinstance(data, Iterator)
+
+
+def _open_path(path: str | Path, max_record_bytes: int) -> list[Source]:
+    text = str(path)
+    if text.startswith(HUB):
+        return [_open_hub(text)]
+    saved = _open_saved(text)
+    return [saved] if saved is not None else [Source.of_file(file, max_record_bytes) for file in find_files(path)]
+
+
+def _open_list(items: list[Any], max_record_bytes: int) -> list[Source]:
+    if items and isinstance(items[0], Mapping) and not _is_arrow_object(items[0]):
+        return [Source("records", lambda: _records_of(items, "records"))]
+    if not items or not any(_is_special(item) for item in items):
+        return [Source.of_file(file, max_record_bytes) for file in find_files(items)]
+    sources: dict[str, Source] = {}
+    for item in items:
+        for source in open_sources(item, max_record_bytes):
+            name = source.name if source.data_file is None else str(source.data_file.resolve())
+            while source.data_file is None and name in sources:
+                name += "'"
+            sources.setdefault(name, source)
+    return list(sources.values())
+
+
+def _records_of(items: Iterable[Any], name: str) -> Iterator[RawRecord]:
+    for index, item in enumerate(items):
+        location = f"{name}:{index}"
+        if not isinstance(item, Mapping):
+            raise DataError(f"{location}: a record must be a mapping, found {type(item).__name__}: {shown(item)}.")
+        record = {str(key): plain(value) for key, value in item.items()}
+        yield RawRecord(location, record, num_bytes=sys.getsizeof(item))
+
+
+def _is_arrow_object(data: object) -> bool:
     """Whether this is a data set of `datasets`, a pandas data frame, or an Arrow table."""
     return isinstance(data, pa.Table) or _is_of("datasets", data) or _is_of("pandas", data)
 
 
-def open_object(data: Any) -> Source | None:
+def _open_object(data: Any) -> Source | None:
     """The source of such an object; None for anything else.
 
     Raises:
@@ -49,13 +150,15 @@ def open_object(data: Any) -> Source | None:
     return _of_dataset(data, _name_of(data))
 
 
-def is_special_path(text: str) -> bool:
-    """Whether a path names a data set of the hub, or one that `save_to_disk` wrote."""
-    folder, _ = _folder_and_split(text)
-    return text.startswith(HUB) or _is_saved(folder) or text.endswith(".arrow")
+def _is_special(item: object) -> bool:
+    """Whether an item of a list is no path of plain data files: an object, or the name of a data set."""
+    if not isinstance(item, str | Path):
+        return True
+    text = str(item)
+    return text.startswith(HUB) or text.endswith(".arrow") or _is_saved(_folder_and_split(text)[0])
 
 
-def open_hub(text: str) -> Source:
+def _open_hub(text: str) -> Source:
     """A data set of the hub, by `hf:org/name[split]`. Uses the cache and the settings of `datasets`.
 
     Raises:
@@ -77,12 +180,12 @@ def open_hub(text: str) -> Source:
     if isinstance(data, dict) and len(data) > 1:
         names = ", ".join(f"hf:{name}{':' + config if config else ''}[{each}]" for each in data)
         raise DataError(f"{text}: the data set has several splits; name one: {names}.")
-    source = open_object(data)
+    source = _open_object(data)
     assert source is not None
     return source
 
 
-def open_saved(text: str) -> Source | None:
+def _open_saved(text: str) -> Source | None:
     """A folder that `save_to_disk` wrote (`folder`, `folder[split]`), or an `.arrow` file; None for other paths.
 
     Raises:
@@ -135,16 +238,12 @@ def _datasets(text: str) -> Any:
     return datasets
 
 
-def _is_of(library: str, data: Any) -> bool:
+def _is_of(library: str, data: object) -> bool:
     """Whether this is a data set or data frame of a library, which is not imported for the question."""
     module = sys.modules.get(library)
     if module is None:
         return False
-    names = {
-        "datasets": ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict"),
-        "pandas": ("DataFrame",),
-    }[library]
-    return isinstance(data, tuple(getattr(module, name) for name in names))
+    return isinstance(data, tuple(getattr(module, name) for name in _CLASSES[library]))
 
 
 def _name_of(data: Any) -> str:
@@ -209,7 +308,22 @@ def _frame_records(frame: Any) -> Iterator[RawRecord]:
         yield RawRecord(f"data frame:row {index + 1}", row, is_row=True)
 
 
-def _is_missing(value: Any) -> bool:
+def _is_missing(value: object) -> bool:
     if value is None or isinstance(value, float):
         return value is None or value != value
     return type(value).__name__ in ("NAType", "NaTType")
+
+
+def plain(value: Any) -> Any:
+    """Tensors, arrays and tuples as the arrays and lists that a record holds; nested ones, too."""
+    if hasattr(value, "detach"):  # a torch tensor
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        return value if value.ndim == 1 and value.dtype != object else plain(value.tolist())
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value] if any(not isinstance(i, int | float | str) for i in value) else [*value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return value

@@ -107,7 +107,7 @@ def test_a_missing_split_is_named(tmp_path):
 def test_dumps_of_other_stacks_are_read_without_import(tmp_path):
     from pathlib import Path
 
-    samples = Path(__file__).parents[1] / "importers" / "samples"
+    samples = Path(__file__).parent / "importers" / "samples"
     trees = load_trees(samples / "verifiers.jsonl")
     assert len(trees)
     assert all(np.isfinite(item.loss_weights).all() for tree in trees for item in tree.trajectories)

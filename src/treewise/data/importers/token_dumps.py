@@ -1,0 +1,385 @@
+"""Dumps of token ids: prime-rl, slime, verl, AReaL and TRL; as tensors or lists, and what they log as text.
+
+Read from the public sources of PrimeIntellect-ai/prime-rl (`trainer/rl/token_export.py`, `monitors/file.py`),
+THUDM/slime (`slime/utils/types.py`, `slime/observability/rollout_data_utils.py`), verl-project/verl
+(`trainer/ppo/ray_trainer.py`; the tensor names in `protocol.py` and `trainer/ppo/core_algos.py`), areal-project/AReaL
+(`areal/infra/workflow_executor.py`, `areal/experimental/openai/types.py`) and huggingface/trl
+(`trainer/grpo_trainer.py`). A stack is a table of its names for ours, and what it does of its own.
+"""
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from treewise.data.importers.common import (
+    Context,
+    first_of,
+    integers,
+    messages,
+    numbers,
+    only_dicts,
+    prompt_at_step,
+    text_row,
+    token_row,
+)
+from treewise.data.importers.traces import read_verifiers
+from treewise.data.io.files import Placed
+from treewise.data.io.forms import Record
+from treewise.data.io.printable import shown
+from treewise.errors import DataError
+
+TORCH_SUFFIXES = (".pt", ".pth")
+# Ours: theirs, in the order in which they are looked for.
+PRIME_RL = {"sampler_logprobs": ("inference_logprobs",), "advantages": ("advantages",)}
+SLIME = {"sampler_logprobs": ("rollout_log_probs",)}
+VERL = {
+    "old_logprobs": ("old_log_probs",),
+    "sampler_logprobs": ("rollout_log_probs",),
+    "ref_logprobs": ("ref_log_probs", "ref_log_prob"),
+    "advantages": ("advantages",),
+}
+VERL_SCORES = ("token_level_scores", "rm_scores", "token_level_rewards")
+AREAL = {"sampler_logprobs": ("logprobs",), "old_logprobs": ("prox_logp",), "advantages": ("advantages",)}
+TRL = {"old_logprobs": ("old_per_token_logps",), "ref_logprobs": ("ref_per_token_logps",)}
+TRL_MASKS = ("env_mask", "tool_mask", "completion_mask")
+
+
+def read_prime_rl(records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """`token_exports/step_N/rank_R.jsonl` (`enable_token_export`), or the `traces.jsonl` that verifiers defines.
+
+    A line of an export is one sequence with its streams, each as long as `token_ids`. It names no group and no rollout,
+    and holds advantages in place of rewards.
+    """
+    for record in records:
+        value, location = record.value, record.location
+        if "token_ids" not in value:
+            yield from read_verifiers([record], context)
+            continue
+        ids = integers(value["token_ids"], "token_ids", location)
+        weights = numbers(value.get("loss_mask"), "loss_mask", len(ids), location)
+        rl_weights = value.get("rl_weights")
+        if isinstance(rl_weights, list) and any(each is not None for each in rl_weights):
+            factors = numbers(rl_weights, "rl_weights", len(ids), location)
+            weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        for name in ("ce_weights", "ref_kl_weights"):
+            if isinstance(value.get(name), list) and any(value[name]):
+                context.warn(f"{name} (another component of prime-rl's loss) is not imported")
+        yield from token_row(context, location, ids, weights, **_streams(value, PRIME_RL, len(ids), location))
+
+
+def read_slime(records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """What `--save-debug-rollout-data` writes, or the same samples one per line.
+
+    `tokens` is prompt and response; `loss_mask` and `rollout_log_probs` cover the last `response_length` tokens.
+    Samples of one execution (compaction, sub-agents) share `rollout_id`.
+    """
+    for record in records:
+        if "samples" not in record.value:
+            yield from _slime_sample(record.value, record.location, context)
+            continue
+        for index, sample in enumerate(only_dicts(record.value["samples"], "samples", record.location)):
+            yield from _slime_sample(sample, f"{record.location}: samples[{index}]", context)
+
+
+def _slime_sample(value: Record, location: str, context: Context) -> Iterator[Record]:
+    if value.get("remove_sample"):
+        context.leave_out(location, "remove_sample is set")
+        return
+    if value.get("multimodal_inputs"):
+        raise DataError(f"{location}: the sample has multimodal inputs, which this importer does not read.")
+    ids = integers(value.get("tokens"), "tokens", location)
+    length = value.get("response_length")
+    if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(ids):
+        raise DataError(f"{location}: response_length {shown(length)} does not fit {len(ids)} tokens.")
+    given = {name: item for name, item in value.items() if item != []}
+    before = len(ids) - length
+    if given.get("teacher_log_probs") is not None:
+        context.warn("teacher_log_probs are not imported: compute reference log-probs with --reference")
+    mask = value.get("loss_mask")
+    yield from token_row(
+        context,
+        location,
+        ids,
+        [0.0] * before + ([1.0] * length if mask is None else numbers(mask, "loss_mask", length, location)),
+        **_streams(given, SLIME, length, location, before),
+        group=value.get("group_index"),
+        rollout=first_of(value, "rollout_id", "index"),
+        reward=context.reward(value.get("reward"), location),
+    )
+
+
+def read_verl(records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """The tensors of a batch, or the text that `trainer.rollout_data_dir` holds.
+
+    Tensors: `prompts` padded on the left, `responses` on the right, `attention_mask` over both, `response_mask` (1
+    where the model sampled) and the log-probs over the response. The JSONL dump is text without special tokens: what
+    was sampled cannot be had back from it.
+    """
+    for record in records:
+        if "responses" in record.value:
+            for sample in _samples(record, "responses"):
+                yield from _verl_sample(sample.value, sample.location, context)
+            continue
+        value, location = record.value, record.location
+        for name in ("input", "output"):
+            if not isinstance(value.get(name), str):
+                raise DataError(f"{location}: {name} must be text.")
+        context.warn(
+            "verl's generation dump is text without special tokens: chat markers and the end token are gone, so these "
+            "rows are not what was sampled; save a batch's tensors where that matters (docs/rl.md)"
+        )
+        yield text_row(
+            location,
+            prompt=value["input"],
+            completion=value["output"],
+            reward=context.reward(value if context.reward_field else value.get("score"), location),
+            group=prompt_at_step(value["input"], value.get("step")),
+        )
+
+
+def _verl_sample(value: Record, location: str, context: Context) -> Iterator[Record]:
+    prompt = integers(value["prompts"], "prompts", location)
+    response = integers(value["responses"], "responses", location)
+    width, before = len(prompt) + len(response), len(prompt)
+    if value.get("attention_mask") is None:
+        if value.get("response_mask") is None:
+            raise DataError(
+                f"{location}: neither attention_mask nor response_mask, so padding cannot be distinguished from tokens."
+            )
+        seen = [1.0] * width
+    else:
+        seen = numbers(value["attention_mask"], "attention_mask", width, location)
+    mask = seen[before:]
+    if value.get("response_mask") is not None:
+        sampled = numbers(value["response_mask"], "response_mask", len(response), location)
+        mask = [each * own for each, own in zip(sampled, mask, strict=True)]
+    streams = _streams(value, VERL, len(response), location, before)
+    yield from _unpadded_row(
+        context,
+        location,
+        seen,
+        [*prompt, *response],
+        [0.0] * before + mask,
+        streams,
+        group=value.get("uid"),
+        reward=_verl_score(value, len(response), location, context),
+    )
+
+
+def _verl_score(value: Record, length: int, location: str, context: Context) -> float | None:
+    """The sum of the scores that verl spreads over the response, as verl itself sums them."""
+    if context.reward_field is not None and context.reward_field not in VERL_SCORES:
+        return context.reward(value, location)
+    for name in (context.reward_field,) if context.reward_field else VERL_SCORES:
+        if value.get(name) is not None:
+            return float(sum(numbers(value[name], name, length, location)))
+    return None
+
+
+def read_areal(records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """Trajectories as tensors, or the text of `rollout.dump_to_file`.
+
+    Tensors: `input_ids`, `attention_mask`, `loss_mask` (1 where the model sampled), `logprobs` at the token that they
+    belong to, and one reward per sequence. The dump is text with special tokens and the number of tokens of each part,
+    so tokenising it can be checked by length.
+    """
+    for record in records:
+        if "input_ids" in record.value:
+            for sample in _samples(record, "input_ids"):
+                yield from _areal_sample(sample.value, sample.location, context)
+        else:
+            yield from _areal_text(record.value, record.location, context)
+
+
+def _areal_sample(value: Record, location: str, context: Context) -> Iterator[Record]:
+    ids = integers(value["input_ids"], "input_ids", location)
+    mask = value.get("attention_mask")
+    seen = [1.0] * len(ids) if mask is None else numbers(mask, "attention_mask", len(ids), location)
+    if value.get("loss_mask") is None:
+        raise DataError(f"{location}: no loss_mask, so the sampled tokens are not known.")
+    weights = numbers(value["loss_mask"], "loss_mask", len(ids), location)
+    reward = value.get("rewards", value.get("reward"))
+    reward = reward[0] if isinstance(reward, list) and len(reward) == 1 else reward
+    streams = _streams(value, AREAL, len(ids), location)
+    yield from _unpadded_row(context, location, seen, ids, weights, streams, reward=context.reward(reward, location))
+
+
+def _areal_text(value: Record, location: str, context: Context) -> Iterator[Record]:
+    if context.tokenizer is None:
+        raise DataError(f"{location}: AReaL's dump is text; name the policy's tokenizer with --tokenizer.")
+    ids: list[int] = []
+    weights: list[float] = []
+    drifted = False
+    for role, text, length in _areal_parts(value, location):
+        own = context.tokenizer(text, add_special_tokens=False)["input_ids"]
+        drifted |= len(own) != length
+        ids += own
+        weights += [float(role == "gen")] * len(own)
+    if drifted:
+        context.warn("text that gives another number of tokens than was sampled (retokenisation drift)")
+    reward = context.reward(value if context.reward_field else value.get("reward"), location)
+    yield from token_row(context, location, ids, weights, group=value.get("task_id"), reward=reward)
+
+
+def _areal_parts(value: Record, location: str) -> Iterator[tuple[str, str, Any]]:
+    """Role, text and number of tokens of each part of a dumped sample."""
+    if value.get("segments"):
+        for part in only_dicts(value["segments"], "segments", location):
+            yield str(part.get("role")), str(part.get("text")), part.get("len")
+        return
+    seqlen, prompt_len = value.get("seqlen"), value.get("prompt_len")
+    if not isinstance(seqlen, int) or not isinstance(prompt_len, int):
+        raise DataError(f"{location}: seqlen and prompt_len must be integers.")
+    for role, name, length in (("prompt", "prompt", prompt_len), ("gen", "completion", seqlen - prompt_len)):
+        if not isinstance(value.get(name), str):
+            raise DataError(f"{location}: {name} must be text.")
+        yield role, value[name], length
+
+
+def read_trl(records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """What a `rollout_func` returns (`prompt_ids`, `completion_ids`, `logprobs`, optional `env_mask`), one sample per
+    line or in columns; or the logged `completions/completions_N.parquet` (`prompt`, `completion`, one column per reward
+    function, `advantage`), which is text without special tokens.
+    """
+    for record in records:
+        if record.value.get("completion_ids") is not None:
+            for sample in _samples(record, "completion_ids"):
+                yield from _trl_sample(sample.value, sample.location, context)
+            continue
+        value, location = record.value, record.location
+        for name in ("prompt", "completion"):
+            if not isinstance(value.get(name), str):
+                messages(value.get(name), f"where it is no text, {name}", location)
+        context.warn(
+            "TRL's logged completions are text without special tokens; they are tokenised anew, with an end token added"
+        )
+        labels = _trl_labels(value, location, context)
+        if labels["group"] is None:
+            labels["group"] = prompt_at_step(value["prompt"], value.get("step"))
+        yield text_row(location, prompt=value["prompt"], completion=value["completion"], **labels)
+
+
+def _trl_sample(value: Record, location: str, context: Context) -> Iterator[Record]:
+    prompt = integers(value.get("prompt_ids"), "prompt_ids", location)
+    completion = integers(value.get("completion_ids"), "completion_ids", location)
+    length, before = len(completion), [0.0] * len(prompt)
+    mask = first_of(value, *TRL_MASKS)
+    weights = [1.0] * length if mask is None else numbers(mask, "env_mask", length, location)
+    streams = _streams(value, TRL, length, location, len(prompt))
+    if logprobs := _trl_logprobs(value, completion, location):
+        streams["sampler_logprobs"] = before + numbers(logprobs, "logprobs", length, location)
+    labels = _trl_labels(value, location, context)
+    if isinstance(labels["advantages"], list):
+        labels["advantages"] = before + numbers(labels["advantages"], "advantages", length, location)
+    yield from token_row(context, location, [*prompt, *completion], before + weights, **streams, **labels)
+
+
+def _trl_logprobs(value: Record, completion: list[int], location: str) -> Any:
+    """Log-probs of the sampled tokens, out of several per token where the engine gave its top k."""
+    logprobs, names = value.get("logprobs"), value.get("logprob_token_ids")
+    if not (isinstance(logprobs, list) and logprobs and isinstance(logprobs[0], list)):
+        return logprobs
+    if not isinstance(names, list) or len(names) != len(logprobs) or len(logprobs) != len(completion):
+        raise DataError(f"{location}: several logprobs per token need logprob_token_ids of the same shape.")
+    matched = []
+    for position, (token, own, top_logprobs) in enumerate(zip(completion, names, logprobs, strict=True)):
+        if not isinstance(own, list) or not isinstance(top_logprobs, list) or len(own) != len(top_logprobs):
+            raise DataError(f"{location}: logprobs[{position}] and logprob_token_ids[{position}] differ in length.")
+        if token not in own:
+            raise DataError(f"{location}: token {position} ({token}) is not among its logprob_token_ids.")
+        matched.append(top_logprobs[own.index(token)])
+    return matched
+
+
+def _trl_labels(value: Record, location: str, context: Context) -> Record:
+    reward = value if context.reward_field else first_of(value, "reward", "rewards")
+    if isinstance(reward, list) and len(reward) == 1:
+        reward = reward[0]
+    if isinstance(reward, list):
+        raise DataError(f"{location}: {len(reward)} rewards; give one per sample, or a mapping and --reward NAME.")
+    advantage = first_of(value, "advantage", "advantages")
+    if not isinstance(advantage, list):
+        advantage = context.reward(advantage, f"{location}: advantage")
+    labels = {name: value.get(name) for name in ("group", "rollout")}
+    return {"reward": context.reward(reward, location), "advantages": advantage, **labels}
+
+
+# -- what they share --------------------------------------------------------------------------------------------------
+
+
+def _samples(record: Placed, name: str) -> Iterator[Placed]:
+    """The samples of a batch in columns, each as a record of its own; another record as it is. name: its token ids."""
+    value, location = record.value, record.location
+    ids = value[name]
+    if not (isinstance(ids, list) and ids and isinstance(ids[0], list)):
+        yield record
+        return
+    for other, column in value.items():
+        if isinstance(column, list) and len(column) != len(ids):
+            raise DataError(f"{location}: {len(column)} {other} for {len(ids)} {name}.")
+    for index in range(len(ids)):
+        one = {other: column[index] if isinstance(column, list) else column for other, column in value.items()}
+        yield Placed(f"{location}: sample {index}", one)
+
+
+def _streams(
+    value: Record, names: Mapping[str, tuple[str, ...]], length: int, location: str, before: int = 0
+) -> dict[str, list[float]]:
+    """The streams that a record has, under our names. before: tokens of the prompt, which theirs do not cover."""
+    streams = {}
+    for ours, several in names.items():
+        theirs = next((name for name in several if value.get(name) is not None), None)
+        if theirs is not None:
+            streams[ours] = [0.0] * before + numbers(value[theirs], theirs, length, location)
+    return streams
+
+
+def _unpadded_row(
+    context: Context,
+    location: str,
+    seen: list[float],
+    ids: list[int],
+    weights: list[float],
+    streams: dict[str, list[float]],
+    **labels: object,
+) -> Iterator[Record]:
+    """A row of the tokens that are seen: the others are padding."""
+    kept = [position for position in range(len(ids)) if seen[position]]
+    own = {name: [values[position] for position in kept] for name, values in streams.items()}
+    yield from token_row(context, location, [ids[i] for i in kept], [weights[i] for i in kept], **own, **labels)
+
+
+def load_torch_file(path: Path) -> list[Record]:
+    """The records of a file of `torch.save`, tensors as lists: one mapping, or a list of them. Nothing in it is run.
+
+    Raises:
+        DataError: the file is damaged, or holds Python objects, which are never unpickled.
+    """
+    import torch
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return [part.tolist() for part in value.unbind()] if value.is_nested else value.tolist()
+        if isinstance(value, dict):
+            return {str(name): plain(item) for name, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
+        what = lines[0].split(" was not an allowed")[0] if lines else "Python objects"
+        raise DataError(
+            f"{path}: holds more than tensors, numbers, text, lists and mappings ({what}), and such files can run any "
+            "code when they are opened. Where you trust it, open it where it was made and save plain values: "
+            "torch.save of mappings of tensors and lists, or one JSON object per line."
+        ) from None
+    except Exception as error:  # whatever a damaged file makes the unpickler raise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: no file of torch.save, or a damaged one ({first}).") from None
+    records = plain(value)
+    records = [records] if isinstance(records, dict) else records
+    if isinstance(records, list) and records and all(isinstance(each, dict) for each in records):
+        return records
+    raise DataError(f"{path}: must hold a mapping or a list of mappings, found {type(value).__name__}.")
