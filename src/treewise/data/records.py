@@ -20,7 +20,7 @@ from treewise.data.io.other_forms import REWRITTEN, has_mask, label_of, pair_nam
 from treewise.data.io.printable import printable, shown
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.render import chat
-from treewise.data.render.images import with_column, with_images_read
+from treewise.data.render.images import Placer, with_column, with_images_read
 from treewise.data.render.messages import IMAGES, Tools, WeightedMessages, clean_conversation, find_tools
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.template import Template
@@ -73,7 +73,8 @@ class RecordReader:
         if template is None and self.images is not None:
             template = getattr(self.images.processor, "chat_template", None)
         kwargs = dict(options.chat_template_kwargs)
-        return Template(Encoder(self.tokenizer), template, kwargs, options.on_hidden, self.images)
+        placer = None if self.images is None else Placer(self.images)
+        return Template(Encoder(self.tokenizer), template, kwargs, options.on_hidden, placer)
 
     def _fill(self, result: RecordResult, item: Placed) -> None:
         record, location = item.value, item.location

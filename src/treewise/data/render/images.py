@@ -76,20 +76,6 @@ def with_images_read(message: Message, reader: ImageReader | None, data_file: Pa
     return {**message, IMAGES: read}
 
 
-def as_parts(message: Message, *, always: bool) -> Message:
-    """A message as templates take it: content parts where it has images, or `always`; else text."""
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    if IMAGE not in content and not always:
-        return message
-    parts: list[Message] = []
-    for index, text in enumerate(content.split(IMAGE)):
-        parts += [{"type": "image"}] if index else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return {**{key: value for key, value in message.items() if key != IMAGES}, "content": parts}
-
-
 class Placer:
     """Puts the tokens of images into tokenised texts. Equal pieces with equal images stay the same array."""
 

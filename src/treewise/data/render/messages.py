@@ -124,6 +124,20 @@ def with_arguments(message: Message, as_text: bool, location: str) -> Message:
     return {**message, "tool_calls": changed}
 
 
+def as_parts(message: Message, *, always: bool) -> Message:
+    """A message as templates take it: content parts where it has images, or `always`; else text."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    if IMAGE not in content and not always:
+        return message
+    parts: list[Message] = []
+    for index, text in enumerate(content.split(IMAGE)):
+        parts += [{"type": "image"}] if index else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return {**{key: value for key, value in message.items() if key != IMAGES}, "content": parts}
+
+
 def _train_mark(value: Message, location: str) -> bool | None:
     """axolotl's mark of a message, `train` or `training`; None without one."""
     marks = [value[name] for name in WEIGHTS[1:] if value.get(name) is not None]

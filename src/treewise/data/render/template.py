@@ -13,16 +13,17 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from treewise.data.images import ImageReader
 from treewise.data.io.printable import shown
-from treewise.data.render.images import Placer, as_parts
-from treewise.data.render.messages import IMAGE, Message, Tools, WeightedMessages, with_arguments
+from treewise.data.render.messages import IMAGE, Message, Tools, WeightedMessages, as_parts, with_arguments
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from treewise.data.render.images import Placer
 
 MARK = "\ue0a7\ue0b7turn\ue0b7\ue0a7"  # private-use characters: no text and no template holds them
 THINK, THINK_END = "<think>", "</think>"
@@ -39,7 +40,7 @@ Render = Callable[[list[Message]], str]
 class Template:
     """One chat template bound to a tokenizer. `notes` collects what users should be aware of.
 
-    images: reads the images of messages, for the tokenizer of a model that sees.
+    placer: of images, for the tokenizer of a model that sees.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Template:
         chat_template: str | None,
         kwargs: dict[str, Any],
         on_hidden: str = "error",
-        images: ImageReader | None = None,
+        placer: "Placer | None" = None,
     ) -> None:
         self.tokenizer = encoder.tokenizer
         self.encoder = encoder
@@ -56,13 +57,13 @@ class Template:
         self.text = template_text(chat_template)
         self.kwargs = kwargs
         self.on_hidden = on_hidden
-        self.placer = None if images is None else Placer(images)
+        self.placer = placer
         self.notes: dict[str, None] = {}
         self.probe = FieldProbe()
         self._reads_parts_alone = False
         question: Message = {"role": "user", "content": MARK}
         # Some templates of vision models write content parts only; some would quote arguments given as text twice.
-        self._reads_parts_alone = images is not None and not self._writes(MARK, [question])
+        self._reads_parts_alone = placer is not None and not self._writes(MARK, [question])
         call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": '{"probe": 1}'}}
         answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
         self._arguments_as_text = self._writes('{"probe": 1}', [question, answer])
