@@ -56,7 +56,7 @@ def load_trees(
         data: `.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.arrow` files, folders or globs of them; a folder that
             `save_to_disk` wrote (`folder[split]`); `hf:org/name[split]`; a `datasets.Dataset` or `IterableDataset`; a
             pandas data frame; a list or iterator of mappings; a list of several of these, which groups may reach over.
-            A list of `{"data": ..., "weight": 2}` is a mixture (see `treewise.data.selection.mix`).
+            A list of `{"data": ..., "weight": 2}` is a mixture (see `treewise.data.dataset.mix`).
         tokenizer: a transformers tokenizer or the path of one; needed by records that hold text. For images
             the model's processor, or the path of one.
         options: how records are rendered and grouped; a mapping is taken as `RenderOptions(**options)`.
