@@ -249,8 +249,8 @@ def _art_trajectory(value: Record, group: str | None, location: str, context: Co
 def _art_message(entry: Record, location: str) -> Record:
     """A message as treewise reads it; assistant messages that were not sampled get weight 0."""
     is_choice = "message" in entry
-    message = entry["message"] if is_choice else entry
-    cleaned = {name: value for name, value in message.items() if value is not None and name != "trainable"}
+    message = entry["message"] if is_choice else {name: value for name, value in entry.items() if name != "trainable"}
+    cleaned = {name: value for name, value in message.items() if value is not None}
     if is_choice:
         cleaned = {"role": "assistant", **cleaned}
     if "tool_calls" in cleaned:
