@@ -73,11 +73,9 @@ def check_turn(template: Template, call: Call, tools: Tools) -> None:
             f"{call.location}: the trained message holds {holds}, neither content nor tool_calls; "
             "give what was sampled, set its weight to 0, or drop it."
         )
-
-    def sample(marked: Message) -> tuple[str, str]:
-        return _with_turn(template, call, marked, tools)
-
-    hidden = template.probe.hidden_in_turn(call.history, call.turn, bool(tools), sample)
+    hidden = template.probe.hidden_in_turn(
+        call.history, call.turn, bool(tools), lambda marked: _with_turn(template, call, marked, tools)
+    )
     if hidden:
         template.report_hidden(hidden, f"{call.location}: this trained message")
 
