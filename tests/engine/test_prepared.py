@@ -28,7 +28,6 @@ def test_a_step_on_a_prepared_forest_is_the_step(forest, changed):
     expected = step_of(model, engine, forest, objective)
     ready = engine.prepare(forest, objective)
     assert engine.plan(ready) is ready.plan
-    assert ready.terms_of(objective) is ready.terms
     if "tokens" in changed:
         engine.budget.tokens = changed["tokens"]
     engine.hold = changed.get("hold", engine.hold)
@@ -43,7 +42,6 @@ def test_terms_of_another_objective_are_not_used(forest):
     model = tiny_model()
     engine = TreeEngine(model, 24)
     ready = engine.prepare(forest, SFT())
-    assert ready.terms_of(SFT("once")) is None
     once = SFT("once")
     assert engine.step(ready, once).loss == pytest.approx(engine.step(forest, once).loss, rel=1e-6)
 

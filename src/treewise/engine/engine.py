@@ -20,7 +20,7 @@ from treewise.engine.budget import AUTO, Budget, gateway_token_bytes, state_byte
 from treewise.engine.context_walk import ContextWalk
 from treewise.engine.differentiable import Reader, Values, backward_through, hidden_reader, restore, tree_values
 from treewise.engine.lockstep import Exchange, Lockstep
-from treewise.engine.prepared import PlanSettings, PreparedForest, as_prepared, prepare
+from treewise.engine.prepared import PlanSettings, PreparedForest, as_prepared
 from treewise.engine.probed_rows import text_ids
 from treewise.engine.scoring import (
     StepLoss,
@@ -150,7 +150,8 @@ class TreeEngine:
         ready = as_prepared(forests)
         if not self.budget.is_measured:
             self._measure(ready.joined)
-        plan = ready.plan_for(self._plan_settings(ready.joined))
+        settings = self._plan_settings(ready.joined)
+        plan = settings.plan(ready.joined) if ready.plan is None or ready.settings != settings else ready.plan
         if self._batch_group is not None:
             check_same_plan(self._batch_group[0], plan, self._batch_group[1])
         return plan
@@ -167,7 +168,9 @@ class TreeEngine:
         """
         forest = one_forest(forests)
         is_known = self.budget.is_measured and (self._flops is not None or not len(forest.images))
-        return prepare(forest, self._plan_settings(forest) if is_known else None, objective)
+        settings = self._plan_settings(forest) if is_known else None
+        plan = None if settings is None else settings.plan(forest)
+        return PreparedForest(forest, settings, plan, objective, None if objective is None else objective.terms(forest))
 
     def _plan_settings(self, forest: Forest) -> PlanSettings:
         costs = self._costs if len(forest.images) else None
@@ -211,7 +214,8 @@ class TreeEngine:
         def run() -> StepOutput:
             plan = self.plan(ready)
             if isinstance(loss, Objective):
-                return self._step_objective(plan, loss, denominator, router_counts, ready.terms_of(loss))
+                terms = ready.terms if loss is ready.objective else None
+                return self._step_objective(plan, loss, denominator, router_counts, terms)
             return self._step_function(plan, loss, denominator, router_counts, trained_only)
 
         if self._lockstep is not None or self._mesh is not None or self._context is not None:

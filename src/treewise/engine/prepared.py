@@ -43,32 +43,16 @@ class PreparedForest:
     """
 
     joined: Forest
-    settings: PlanSettings | None
-    plan: Plan | None
-    objective: Objective | None
-    terms: Terms | None
+    settings: PlanSettings | None = None
+    plan: Plan | None = None
+    objective: Objective | None = None
+    terms: Terms | None = None
 
     def forest(self) -> Forest:
         """The forest, as items of a data set give theirs (`forest_of`)."""
         return self.joined
 
-    def plan_for(self, settings: PlanSettings) -> Plan:
-        """The plan under these settings: the prepared one, if it was made under the same."""
-        if self.plan is not None and self.settings == settings:
-            return self.plan
-        return settings.plan(self.joined)
-
-    def terms_of(self, objective: Objective) -> Terms | None:
-        """The prepared terms, if they are of this objective."""
-        return self.terms if objective is self.objective else None
-
 
 def as_prepared(forests: object) -> PreparedForest:
     """A prepared forest as it is, anything else (see `one_forest`) with nothing computed yet."""
-    return forests if isinstance(forests, PreparedForest) else prepare(one_forest(forests), None, None)
-
-
-def prepare(forest: Forest, settings: PlanSettings | None, objective: Objective | None) -> PreparedForest:
-    """settings: None where the budget is not measured yet, so that there is nothing to plan with."""
-    made = None if settings is None else settings.plan(forest)
-    return PreparedForest(forest, settings, made, objective, None if objective is None else objective.terms(forest))
+    return forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
