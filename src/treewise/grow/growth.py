@@ -137,14 +137,8 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
         raise ConfigError(f"{output} exists already; name a folder that does not exist.")
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source}: no config.json, so this is not a model; name a folder of save_pretrained.")
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    target = Target(wanted.width, wanted.num_layers, wanted.experts, wanted.inner)
-    if wanted.like is not None:
-        target = target_like(config, wanted.like)
-    plan = plan_of(config, target, wanted.operator, wanted.noise, wanted.seed)
-    if wanted.like is not None:
-        check_like(config, plan.grown_config, wanted.like)
-    small = SmallCheckpoint(source)
+    target, plan = _planned(source, wanted)
+    config, small = plan.config, SmallCheckpoint(source)
     has_all_layers = len(plan.layer_sources) == config.num_hidden_layers
     keeps_function = wanted.operator == "copy" or (wanted.operator == "stack" and has_all_layers)
     with new_checkpoint(output) as folder:
@@ -183,6 +177,18 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
         )
         (folder / "grow.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return report
+
+
+def _planned(source: Path, wanted: Growth) -> tuple[Target, GrowthPlan]:
+    """How much larger, and what is made of what."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    target = Target(wanted.width, wanted.num_layers, wanted.experts, wanted.inner)
+    if wanted.like is not None:
+        target = target_like(config, wanted.like)
+    plan = plan_of(config, target, wanted.operator, wanted.noise, wanted.seed)
+    if wanted.like is not None:
+        check_like(config, plan.grown_config, wanted.like)
+    return target, plan
 
 
 def _write_learned(plan: GrowthPlan, small: SmallCheckpoint, folder: Path, wanted: Growth) -> dict[str, Any]:
