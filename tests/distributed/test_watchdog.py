@@ -43,14 +43,16 @@ def test_at_a_timeout_a_process_that_lives_gives_its_line_and_a_stopped_one_is_n
 def test_a_closed_connection_names_the_process_that_is_gone(watched):
     with pytest.raises(LostRankError) as caught, watched[0].explaining():
         raise RuntimeError(CLOSED)
-    assert "another process: rank 2 failed: its process was gone (killed?); go on" in str(caught.value)
+    assert "another process: rank 2 failed: its process was gone (killed?). End all" in str(caught.value)
 
 
 def test_the_reason_of_a_process_that_failed_reaches_the_others(watched):
     watched[1].__exit__(ConfigError, ConfigError("no such key"), None)
     with pytest.raises(LostRankError) as caught, watched[0].explaining():
         raise RuntimeError(CLOSED)
-    assert "another process: rank 0 failed: ConfigError: no such key; go on" in str(caught.value)  # the test is rank 0
+    assert "another process: rank 0 failed: ConfigError: no such key. End all" in str(
+        caught.value
+    )  # the test is rank 0
 
 
 def test_a_process_that_does_not_end_by_itself_is_ended_with_the_reason(watched, monkeypatch, capfd):
@@ -103,7 +105,7 @@ def test_a_store_that_does_not_answer_ends_the_process_at_the_timeout(monkeypatc
 def test_a_group_that_does_not_come_about_ends_the_process(monkeypatch, capfd):
     ended = threading.Event()
     monkeypatch.setattr(watchdog.ranks.os, "_exit", lambda code: ended.set() if code == 3 else None)
-    with ranks.ended_after(0.01, "rank 1 waited"):
+    with ranks.ended_after(0.01, "rank 1 waited."):
         assert ended.wait(5)
     assert "treewise: rank 1 waited. End all of them" in capfd.readouterr().err
 

@@ -71,8 +71,7 @@ def trained(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     model.save_pretrained(folder)
-    plain, tensors = optimizer_state.optimizer_state(optimizer, model)
-    optimizer_state.save_optimizer(folder, plain, tensors, is_sharded=False)
+    optimizer_state.save_optimizer(folder, optimizer_state.optimizer_state(optimizer, model))
     return model, optimizer
 
 

@@ -27,7 +27,7 @@ from treewise.rl.curriculum.recorded import RecordedOrder
 from treewise.rl.curriculum.signals import angles_of
 from treewise.testing.families import tiny_model as family_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
-from treewise.trainer.checkpoint import optimizer_state
+from treewise.trainer.checkpoint import contents
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,22 +55,22 @@ class Trouble(TrainerCallback):
 
     def __init__(self, how):
         self.how = how
-        self._save_random_state = optimizer_state.save_random_state
+        self._write_texts = contents.write_texts
         self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         self._choose_budget = budget.choose_budget
         if how == "late in threads" and os.environ["RANK"] == "1":
-            optimizer_state.save_random_state = self.save
+            contents.write_texts = self.save
         if how == "small":
             budget.choose_budget = lambda *_: 14 if os.environ["RANK"] == "1" else 40
 
     def on_train_end(self, args, state, control, **kwargs):
         budget.choose_budget = self._choose_budget
-        optimizer_state.save_random_state = self._save_random_state
+        contents.write_texts = self._write_texts
 
     def on_step_begin(self, args, state, control, **kwargs):
         if args.process_index == 1:
             if self.how != "late in threads":
-                optimizer_state.save_random_state = self._save_random_state
+                contents.write_texts = self._write_texts
             resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
             if self.how == "signal" and state.global_step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -80,14 +80,14 @@ class Trouble(TrainerCallback):
             if self.how == "full disk":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, self._limits[1]))
             elif self.how in ("signal in save", "late"):
-                optimizer_state.save_random_state = self.save
+                contents.write_texts = self.save
 
     def save(self, folder, *args):
         if self.how == "late" or (self.how == "late in threads" and folder.name >= ".checkpoint-3"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.how == "signal in save":
             os.kill(os.getpid(), signal.SIGTERM)
-        self._save_random_state(folder, *args)
+        self._write_texts(folder, *args)
 
 
 def with_advantages(trees):

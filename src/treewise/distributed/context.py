@@ -9,6 +9,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from treewise.distributed import ranks
+from treewise.distributed.mesh import sum_gradients
 from treewise.errors import ConfigError
 
 
@@ -27,12 +28,8 @@ class ContextGroup:
         return total
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Adds the ranks' gradients up; a rank without one contributes zeros. All call this after a step."""
-        for parameter in parameters:
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                distributed.all_reduce(parameter.grad, group=self.group)
+        """Adds the ranks' gradients up, as `mesh.sum_gradients` does."""
+        sum_gradients(parameters, self.group)
 
     def add_up_by_name(self, values: dict[str, float]) -> dict[str, float]:
         """The sums of numbers, of which a rank may lack some; all call this."""

@@ -52,7 +52,7 @@ class Mesh:
 
     @property
     def sizes(self) -> str:
-        """For messages."""
+        """Both sizes, as settings are given."""
         return f"tp_size={self.tensor.size()}, ep_size={self.expert.size()}"
 
     @property
@@ -84,14 +84,11 @@ class Mesh:
         return replace(self, data_and_tensor=dense, data=dense["fsdp_copies", "fsdp_shards"], expert_data=experts)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Adds gradients up over the ranks with batches of their own; a rank without one contributes zeros."""
+        """Adds gradients up over the ranks with batches of their own."""
         for parameter in parameters:
-            mesh = self.data_of(parameter)
-            if parameter.requires_grad and mesh.size() > 1:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                parameter.grad = placed_like(parameter.grad, parameter)
-                distributed.all_reduce(local_part(parameter.grad), group=mesh.get_group())
+            held_alike = self.data_of(parameter)
+            if held_alike.size() > 1:
+                sum_gradients([parameter], held_alike.get_group())
 
 
 def mesh_of(model: nn.Module) -> Mesh | None:
@@ -160,18 +157,18 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
             ranks.follow_timeout(manager.get_mesh(axes))
         return distributed_config, device, manager
 
-    # transformers makes no mesh for ep_size alone unless it applies FSDP2; everything else is the model's own class.
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    def make(cls: type, *args: Any, **settings: Any) -> Any:
+        del cls
+        return kind(*args, **settings)
+
+    # transformers makes no mesh for ep_size alone unless it applies FSDP2; everything else is the model's own class, of
+    # which this one makes an instance.
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__new__": make}
     loader: Any = type(kind.__name__, (kind,), {**names, "prepare_distribute_model": classmethod(prepare)})
     try:
-        model = loader.from_pretrained(folder, distributed_config=config, trust_remote_code=False, **options)
+        return loader.from_pretrained(folder, distributed_config=config, trust_remote_code=False, **options)
     except ValueError as error:
         raise ConfigError(f"tp_size={tp_size}, ep_size={ep_size}: {' '.join(str(error).split())}") from error
-    if isinstance(model, tuple):
-        model[0].__class__ = kind
-    else:
-        model.__class__ = kind
-    return model
 
 
 def mesh_config(tp_size: int, ep_size: int, num_ranks: int) -> DistributedConfig:
@@ -249,6 +246,18 @@ def placed_like(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return grad
 
 
+def sum_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -> None:
+    """Adds up the gradients of ranks that hold the same parameters; one without a gradient contributes zeros. All call
+    this after a step. group: of these ranks; None: all of the run.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = placed_like(parameter.grad, parameter)
+            distributed.all_reduce(local_part(parameter.grad), group=group)
+
+
 def divided_dimensions(tensor: torch.Tensor) -> set[int]:
     """The dimensions along which processes hold parts of a tensor."""
     if not isinstance(tensor, DTensor):
@@ -273,10 +282,12 @@ def check_same_plan(group: Any, plan: Plan, key: str) -> None:
     Raises:
         DataError: a rank has another one, on every rank.
     """
-    _check_same(
-        *(group, _digest(plan), key, "different trees or budgets"),
-        "Give all of them the same trajectories in the same order and the same max_tokens.",
-    )
+    others, size = _differing(group, _digest(plan)), distributed.get_world_size(group)
+    if others:
+        raise DataError(
+            f"ranks that compute one batch together ({key}={size}) have different trees or budgets: {others}. Give all "
+            "of them the same trajectories in the same order and the same max_tokens."
+        )
 
 
 def check_same_rows(mesh: Mesh, *tensors: torch.Tensor) -> None:
@@ -288,22 +299,21 @@ def check_same_rows(mesh: Mesh, *tensors: torch.Tensor) -> None:
     state = blake2b(digest_size=16)
     for tensor in tensors:
         state.update(repr(tensor.shape).encode() + np.ascontiguousarray(tensor.detach().cpu()).tobytes())
-    _check_same(
-        *(mesh.tensor.get_group(), state.hexdigest(), "tp_size", "different rows"),
-        "Trainers of TRL that sample seed every process differently: call transformers.set_seed(args.seed) after the "
-        "trainer is built, on all processes.",
-    )
+    others = _differing(mesh.tensor.get_group(), state.hexdigest())
+    if others:
+        raise DataError(
+            f"ranks that compute one batch together (tp_size={mesh.tensor.size()}) have different rows: {others}. "
+            "Trainers of TRL that sample seed every process differently: call transformers.set_seed(args.seed) after "
+            "the trainer is built, on all processes."
+        )
 
 
-def _check_same(group: Any, digest: str, key: str, what: str, advice: str) -> None:
+def _differing(group: Any, digest: str) -> str:
+    """Which ranks of a group have another digest than its first one, in words; all call this."""
     digests: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(digests, digest, group=group)
-    if len(set(digests)) > 1:
-        others = [index for index, each in enumerate(digests) if each != digests[0]]
-        raise DataError(
-            f"ranks that compute one batch together ({key}={len(digests)}) have {what}: number "
-            f"{', '.join(map(str, others))} of the group differs from number 0. {advice}"
-        )
+    others = [str(index) for index, each in enumerate(digests) if each != digests[0]]
+    return f"number {', '.join(others)} of the group differs from number 0" if others else ""
 
 
 def _digest(plan: Plan) -> str:

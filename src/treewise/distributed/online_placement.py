@@ -10,7 +10,6 @@ that is acceptable.
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
@@ -20,8 +19,7 @@ import numpy as np
 import torch
 
 from treewise.distributed import ranks
-from treewise.distributed.placement import CostFit, CostModel, Work, assign_ranks, rank_part, work_of
-from treewise.distributed.placement.cost_model import OUTLIER_ERROR
+from treewise.distributed.placement import CostModel, Work, assign_ranks, fit, rank_part, work_of
 from treewise.nn.device import synchronized_clock
 from treewise.nn.flops import FlopModel
 from treewise.planning.partition import ATTENTION_BACKWARD
@@ -34,13 +32,10 @@ FIT_STEPS = 16  # steps after which costs are fitted
 # Minimum measured steps before costs are fitted: the first is a warm-up, fewer than 3 are too noisy.
 MIN_FIT_STEPS = 4
 NO_WORK = Work(0.0, 0.0, 0.0)
-# The fit for ranks in lockstep starts from these multiples of the prior's cost of a pair, with so many rounds each.
-_PAIR_FACTORS = (1.0, 0.03, 0.2, 5.0, 30.0)
-_NUM_ROUNDS = 4
+NUM_ROUNDS = 4  # of a fit of ranks in lockstep
 
 Measurements = list[tuple[Work, float]]  # of one rank: work and seconds of each of its batches
 ImageTokens = Callable[[Forest], np.ndarray]
-_Batch = tuple[list[Work], float]  # work of each rank, and seconds of the batch
 
 
 def prior_of(flops: FlopModel) -> CostModel:
@@ -144,8 +139,8 @@ class OnlinePlacer:
         measured = ranks.on_every_rank(lambda: self._measurements[1:])  # the first batch is a warm-up
         measurements = measured[:: self.ranks_per_batch]
         prior = self._costs[0][1]
-        fit_costs = fit_in_lockstep if self.in_lockstep else fit_independent
-        costs = CostModel(*ranks.on_first_rank(lambda: astuple(fit_costs(prior, measurements))))
+        fitted = ranks.on_first_rank(lambda: astuple(fit_costs(prior, measurements, in_lockstep=self.in_lockstep)))
+        costs = CostModel(*fitted)
         self._costs.append((num_steps + 1, costs))
         self._measurements = []
         if ranks.own() == 0:
@@ -181,44 +176,23 @@ class OnlinePlacer:
         return rank_part(batch, placement, ranks.own() // self.ranks_per_batch, self.weighting)
 
 
-def fit_independent(prior: CostModel, measurements: Sequence[Measurements]) -> CostModel:
-    """Costs from ranks that compute independently: every rank's batch is a measurement."""
-    fit = CostFit(prior)
-    for batch in zip(*measurements, strict=True):
-        for work, seconds in batch:
-            fit.add(work, seconds)
-    return fit.model()
+def fit_costs(prior: CostModel, measurements: Sequence[Measurements], *, in_lockstep: bool) -> CostModel:
+    """Costs from the measurements of all ranks: every rank's batch is one, or where ranks run their passes side by side
+    every batch, whose time is that of the slowest rank's work.
 
-
-def fit_in_lockstep(prior: CostModel, measurements: Sequence[Measurements]) -> CostModel:
-    """Costs from ranks that run their passes side by side: a batch's time is that of the slowest rank's work.
-
-    Which rank that is depends on the cost of a pair relative to a token, so the fit starts from several values of it
-    and iterates from each for a few rounds; the costs with the least error (Cauchy's, as in `cost_model.fit`) win.
-    The passes of a batch are those of the rank with the most, since the others run empty ones. Where ranks differ in
-    how long they waited for the batch to begin, the shortest time is the one without waiting.
+    Which rank that is depends on the costs, so these are fitted again to the slowest ranks of the round before. The
+    passes of a batch are those of the rank with the most, since the others run empty ones. Where ranks differ in how
+    long they waited for the batch to begin, the shortest time is the one without waiting.
     """
-    batches: list[_Batch] = []
+    if not in_lockstep:
+        return fit(prior, *zip(*(each for own in measurements for each in own), strict=True))
+    works: list[list[Work]] = []
+    seconds: list[float] = []
     for batch in zip(*measurements, strict=True):
         passes = max(work.micro_batches for work, _ in batch)
-        works = [replace(work, micro_batches=passes) for work, _ in batch if work.tokens]
-        if works:
-            batches.append((works, min(seconds for _, seconds in batch)))
-    starts = [replace(prior, seconds_per_pair=factor * prior.seconds_per_pair) for factor in _PAIR_FACTORS]
-    candidates = [_iterate_fit(prior, start, batches) for start in starts]
-    return min(candidates, key=lambda costs: _error(costs, batches))
-
-
-def _iterate_fit(prior: CostModel, costs: CostModel, batches: Sequence[_Batch]) -> CostModel:
-    """Fits to the slowest rank of each batch under the costs of the round before."""
-    for _ in range(_NUM_ROUNDS):
-        fit = CostFit(prior)
-        for works, seconds in batches:
-            fit.add(max(works, key=costs.seconds), seconds)
-        costs = fit.model()
+        works.append([replace(work, micro_batches=passes) for work, _ in batch])
+        seconds.append(min(time for _, time in batch))
+    costs = prior
+    for _ in range(NUM_ROUNDS):
+        costs = fit(prior, [max(each, key=costs.seconds) for each in works], seconds)
     return costs
-
-
-def _error(costs: CostModel, batches: Sequence[_Batch]) -> float:
-    ratios = (max(map(costs.seconds, works)) / seconds for works, seconds in batches)
-    return sum(math.log1p(((ratio - 1) / OUTLIER_ERROR) ** 2) for ratio in ratios)

@@ -62,29 +62,33 @@ def group_for_threads(timeout_seconds: float) -> Any:
     return distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
 
+def lost(what: str, advice: str = "") -> LostRankError:
+    """The error of a process that others wait for in vain, with the way out. what, advice: sentences."""
+    return LostRankError(
+        f"{what} End all of them, and go on with --resume, or start again where nothing was saved; checkpoints are "
+        f"untouched.{advice}"
+    )
+
+
+def end_now(message: object) -> None:
+    """Ends this process at once, as one that lost another, whatever its main thread waits for."""
+    sys.stderr.write(f"treewise: {message}\n")
+    sys.stderr.flush()
+    os._exit(LostRankError.exit_code)
+
+
 @contextmanager
-def ended_after(seconds: float, message: str) -> Iterator[None]:
-    """Ends this process, with the exit code of a lost rank, where what is inside has not come back by then: a request
-    to a store whose process is stopped has no timeout of its own.
+def ended_after(seconds: float, what: str) -> Iterator[None]:
+    """Ends this process where what is inside has not come back by then: a request to a store whose process is stopped
+    has no timeout of its own. what: as in `lost`.
     """
-
-    def expire() -> None:
-        end_now(f"{message}. End all of them, and start again.")
-
-    timer = threading.Timer(seconds, expire)
+    timer = threading.Timer(seconds, lambda: end_now(lost(what)))
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def end_now(message: str) -> None:
-    """Ends this process at once, whatever its main thread waits for."""
-    sys.stderr.write(f"treewise: {message}\n")
-    sys.stderr.flush()
-    os._exit(LostRankError.exit_code)
 
 
 @contextmanager
@@ -95,7 +99,7 @@ def making_groups() -> Iterator[None]:
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"  # NCCL alone has no backend for a CPU
     seconds = _timeout(torch.device(device)).total_seconds()
     stopped = f"rank {own()} waited {seconds:g} s (ddp_timeout) for a group of processes: one is stopped"
-    with ended_after(seconds, f"{stopped}, or its machine is gone"):
+    with ended_after(seconds, f"{stopped}, or its machine is gone."):
         yield
 
 

@@ -29,54 +29,59 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from treewise.distributed import ranks
-from treewise.errors import LostRankError, StoppedError, TreewiseError
+from treewise.errors import StoppedError, TreewiseError
 
 GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 1.5
 _RUNS = itertools.count()  # the same number on every rank: a second run of a process group has keys of its own
-_command: ExitStack | None = None  # of the command that this process runs
-_is_watched = False  # whether a watchdog of this process is on
 
 
-@contextmanager
-def over_command() -> Iterator[None]:
-    """Around a command: the watch begins with its process group (`start_group`, `begin`) and ends with the command.
+class _Watch:
+    """The watch of this process over the others: of a command, from its process group on; else of a trainer's run."""
 
-    Raises:
-        LostRankError: another process is gone, or did not answer within `ddp_timeout`.
-    """
-    global _command
-    with ExitStack() as _command:
-        try:
+    def __init__(self) -> None:
+        self._command: ExitStack | None = None  # that this process runs
+        self._is_on = False
+
+    @contextmanager
+    def over_command(self) -> Iterator[None]:
+        """Around a command: the watch begins with its process group (`start_group`, `begin`) and ends with the command.
+
+        Raises:
+            LostRankError: another process is gone, or did not answer within `ddp_timeout`.
+        """
+        with ExitStack() as self._command:
+            try:
+                yield
+            finally:
+                self._command = None
+
+    def begin(self, timeout_seconds: float) -> None:
+        """Watches the rest of the command, once the process group is there; without a command the trainer watches."""
+        if self._command is not None:
+            self._command.enter_context(self.watching(timeout_seconds))
+
+    @contextmanager
+    def watching(self, timeout_seconds: float) -> Iterator[None]:
+        """Watches the other processes and explains errors of collective operations, unless this process does already.
+
+        Raises:
+            LostRankError: as `Watchdog.explaining`.
+        """
+        if self._is_on or ranks.count() == 1:
             yield
-        finally:
-            _command = None
+            return
+        with Watchdog(timeout_seconds) as watch, watch.explaining():
+            self._is_on = True
+            try:
+                yield
+            finally:
+                self._is_on = False
 
 
-def begin(timeout_seconds: float) -> None:
-    """Watches the rest of the command, once the process group is there; without a command the trainer watches."""
-    if _command is not None:
-        _command.enter_context(watching(timeout_seconds))
-
-
-@contextmanager
-def watching(timeout_seconds: float) -> Iterator[None]:
-    """Watches the other processes and explains errors of collective operations, unless this process does already.
-
-    Raises:
-        LostRankError: as `Watchdog.explaining`.
-    """
-    global _is_watched
-    if _is_watched or ranks.count() == 1:
-        yield
-        return
-    with Watchdog(timeout_seconds) as watch, watch.explaining():
-        _is_watched = True
-        try:
-            yield
-        finally:
-            _is_watched = False
+_WATCH = _Watch()
+over_command, begin, watching = _WATCH.over_command, _WATCH.begin, _WATCH.watching
 
 
 def start_group(timeout_seconds: float) -> None:
@@ -91,7 +96,7 @@ def start_group(timeout_seconds: float) -> None:
     rank, count = os.environ["RANK"], os.environ["WORLD_SIZE"]
     missing = (
         f"rank {rank} waited for all {count} processes to start (ddp_timeout is {timeout_seconds:g} s), and they did "
-        "not: one is stopped, or its machine is gone"
+        "not: one is stopped, or its machine is gone."
     )
     timeout = timedelta(seconds=timeout_seconds)
     with ranks.ended_after(timeout_seconds + GRACE_SECONDS, missing):
@@ -103,8 +108,7 @@ def start_group(timeout_seconds: float) -> None:
         except RuntimeError as error:
             if not _is_of_collective(error):
                 raise
-            first_line = str(error).splitlines()[0]
-            raise LostRankError(f"{missing} ({first_line}). End all of them, and start again.") from error
+            raise ranks.lost(f"{missing} ({str(error).splitlines()[0]})") from error
 
 
 class Watchdog:
@@ -156,17 +160,13 @@ class Watchdog:
             silent, located = self._roll_call()
             if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
                 gone = [f"rank {rank} failed: its process was gone (killed?)" for rank in silent]
-                raise LostRankError(
-                    f"rank {ranks.own()} lost the connection to another process: "
-                    f"{self._failure or '; '.join(gone) or 'its error is printed there'}; go on with --resume. "
-                    "Checkpoints are untouched."
-                ) from error
+                reason = self._failure or "; ".join(gone) or "its error is printed there"
+                raise ranks.lost(f"rank {ranks.own()} lost the connection to another process: {reason}.") from error
             lines = [f"Rank {rank} does not answer: it is stopped or stuck, or its machine is gone." for rank in silent]
-            where = self._failure or " ".join(lines + located)
-            raise LostRankError(
-                f"rank {ranks.own()} waited {self._timeout_seconds:g} s (ddp_timeout) for another process. {where} "
-                "End all of them and go on with --resume; checkpoints are untouched. Raise ddp_timeout if a step or a "
-                "save may take that long."
+            raise ranks.lost(
+                f"rank {ranks.own()} waited {self._timeout_seconds:g} s (ddp_timeout) for another process. "
+                f"{self._failure or ' '.join(lines + located)}",
+                " Raise ddp_timeout if a step or a save may take that long.",
             ) from error
 
     def _roll_call(self) -> tuple[list[int], list[str]]:
@@ -196,10 +196,8 @@ class Watchdog:
         while not self._is_over.wait(_POLL_SECONDS) and self._thread is not None and self._thread.is_alive():
             self._silent_polls += 1
             if self._silent_polls * _POLL_SECONDS > self._timeout_seconds + GRACE_SECONDS:
-                ranks.end_now(
-                    f"rank {ranks.own()} had no answer from rank 0 for {self._timeout_seconds:g} s (ddp_timeout): it "
-                    "is stopped, or its machine is gone; go on with --resume. Checkpoints are untouched."
-                )
+                waited = f"had no answer from rank 0 for {self._timeout_seconds:g} s (ddp_timeout)"
+                ranks.end_now(ranks.lost(f"rank {ranks.own()} {waited}: it is stopped, or its machine is gone."))
 
     def _exchange(self, store: Store) -> None:
         if store.check(["failure"]):

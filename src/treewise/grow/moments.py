@@ -5,6 +5,7 @@ sums over those is divided by it. So first moments are repeated and divided by i
 to the noise that parts the copies). Layers that begin as the identity have no earlier gradients, and get no state.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,8 +13,7 @@ import torch
 from treewise.errors import ConfigError
 from treewise.grow.growth_plan import GrowthPlan, shapes_of
 from treewise.grow.widening import LAYER, Role, TensorRole, repeat_blocks, role_of
-from treewise.trainer.checkpoint.json_values import from_plain, to_plain
-from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, read_plain, read_tensors, save_optimizer
+from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, read_optimizer, save_optimizer
 
 # Entries of an optimizer's state by the power of the gradient that they are means of.
 POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "momentum_buffer": 1}
@@ -31,21 +31,20 @@ def grow_optimizer(source: Path, output: Path, plan: GrowthPlan) -> None:
             f"{source}: no {OPTIMIZER}.safetensors, so there is no optimizer state to grow; name a whole checkpoint of "
             "treewise train, or drop it."
         )
-    plain = read_plain(source)
-    tensors, shapes = read_tensors(source, plain), shapes_of(plan.grown_config)
-    state, grown = {}, dict[str, torch.Tensor]()
-    for name, plain_entries in plain["state"].items():
-        entries = from_plain(plain_entries, tensors)
-        for grown_name in grown_names(name, plan, with_identities=False):
-            values = {entry: grown_entry(name, entry, value, plan, shapes) for entry, value in entries.items()}
-            state[grown_name] = to_plain(values, grown, grown_name)
-    groups = from_plain(plain["groups"])
-    for group in groups:
-        group["params"] = [each for name in group["params"] for each in grown_names(name, plan, with_identities=True)]
-    grown_params = [name for group in groups for name in group["params"]]
-    without_state = [name for name in grown_params if name not in state]
-    content = {**plain, "state": state, "groups": to_plain(groups), "without_state": without_state}
-    save_optimizer(output, content, grown, is_sharded=False)
+    small, shapes = read_optimizer(source), shapes_of(plan.grown_config)
+    grown = {
+        grown_name: {entry: grown_entry(name, entry, value, plan, shapes) for entry, value in entries.items()}
+        for name, entries in small.entries.items()
+        for grown_name in grown_names(name, plan, with_identities=False)
+    }
+    groups = [
+        {
+            **group,
+            "params": [each for name in group["params"] for each in grown_names(name, plan, with_identities=True)],
+        }
+        for group in small.groups
+    ]
+    save_optimizer(output, replace(small, entries=grown, groups=groups))
 
 
 def grown_names(name: str, plan: GrowthPlan, *, with_identities: bool) -> list[str]:

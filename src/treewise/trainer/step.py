@@ -27,7 +27,7 @@ from treewise.distributed import ranks
 from treewise.distributed.context import context_group
 from treewise.distributed.ends import Ends
 from treewise.distributed.fsdp import ShardSettings, gradient_norm, shard
-from treewise.distributed.mesh import mesh_of
+from treewise.distributed.mesh import mesh_of, sum_gradients
 from treewise.distributed.online_placement import OnlinePlacer
 from treewise.engine.budget import AUTO
 from treewise.engine.engine import TreeEngine
@@ -168,11 +168,7 @@ class StepRunner:
         if self.mesh is not None:
             self.mesh.sum_gradients(self.model.parameters())
             return
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                torch.distributed.all_reduce(parameter.grad)
+        sum_gradients(self.model.parameters())
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -30,9 +30,9 @@ from treewise.objectives.normalization import fixed_denominator
 from treewise.objectives.registry import checked_objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents
-from treewise.trainer.checkpoint.changed_settings import saved_intervals_ignored
 from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
 from treewise.trainer.checkpoint.manifest import read_manifest
+from treewise.trainer.checkpoint.resumption import saved_intervals_ignored
 from treewise.trainer.checkpoint.weights import load_weights, refuse_unsaved
 from treewise.trainer.data_loader import (
     DataFacts,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise.distributed.placement import CostFit, CostModel, Work, cost_model, fit, work_of
-from treewise.distributed.placement.cost_model import PAIR_FORWARD_FRACTION, non_negative_least_squares
+from treewise.distributed.placement import CostModel, Work, fit, work_of
+from treewise.distributed.placement.cost_model import PAIR_FORWARD_FRACTION, bounded_least_squares
 from treewise.errors import ConfigError
 from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import BACKWARD, FORWARD, plan
@@ -77,31 +77,19 @@ def test_no_price_is_ever_negative():
         assert min(found.seconds_per_token, found.seconds_per_pair, found.seconds_per_micro_batch) >= 0
 
 
-def test_before_any_measurement_the_prior_holds():
-    measured = CostFit(PRIOR)
-    assert measured.model() == PRIOR
-    for seconds in (0.0, -1.0, float("nan"), float("inf")):
-        measured.add(Work(10.0, 10.0, 1.0), seconds)
-    measured.add(Work(0.0, 0.0, 0.0), 1.0)
-    assert measured.model() == PRIOR
+def test_without_a_measurement_the_prior_holds():
+    works = [*[Work(10.0, 10.0, 1.0)] * 4, Work(0.0, 0.0, 0.0)]
+    assert fit(PRIOR, works, [0.0, -1.0, float("nan"), float("inf"), 1.0]) == fit(PRIOR, [], []) == PRIOR
 
 
-def test_old_measurements_are_forgotten(monkeypatch):
-    monkeypatch.setattr(cost_model, "NUM_STEPS_FITTED", 5)
-    measured = CostFit(PRIOR)
-    for seconds in [9.0] * 5 + [1.0] * 5:
-        measured.add(Work(1000.0, 100.0, 1.0), seconds)
-    assert measured.model().seconds(Work(1000.0, 100.0, 1.0)) == pytest.approx(1.0, rel=1e-6)
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_least_squares_against_a_grid(seed):
     rng = np.random.default_rng(seed)
     left, right = rng.normal(size=(8, 2)), rng.normal(size=8)
-    found = non_negative_least_squares(left, right)
-    assert (found >= 0).all()
+    found = bounded_least_squares(left, right, 0.25)
+    assert (found >= 0.25).all()
     error = np.square(left @ found - right).sum()
-    for x in itertools.product(np.linspace(0, 3, 40), repeat=2):
+    for x in itertools.product(np.linspace(0.25, 3, 40), repeat=2):
         assert error <= np.square(left @ np.array(x) - right).sum() + 1e-12
 
 

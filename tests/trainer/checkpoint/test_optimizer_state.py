@@ -11,13 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from treewise.errors import CheckpointError
-from treewise.trainer.checkpoint.optimizer_state import (
-    load_optimizer,
-    load_optimizer_state,
-    optimizer_state,
-    save_optimizer,
-    save_optimizer_shards,
-)
+from treewise.trainer.checkpoint.optimizer_state import load_optimizer, optimizer_state, save_optimizer
+from treewise.trainer.checkpoint.sharded_io import save_shards
 
 
 def model_and_optimizer(order: list[list[str]]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -27,18 +22,18 @@ def model_and_optimizer(order: list[list[str]]) -> tuple[nn.Module, torch.optim.
     return model, torch.optim.AdamW([{"params": [named[name] for name in group]} for group in order], lr=0.1)
 
 
-def test_state_is_loaded_by_name_and_not_by_order():
+def test_state_is_loaded_by_name_and_not_by_order(tmp_path: Path) -> None:
     model, first = model_and_optimizer([["0.weight", "1.weight"], ["0.bias", "1.bias"]])
     model(torch.ones(1, 3)).square().sum().backward()
     first.step()
-    plain, tensors = optimizer_state(first, model)
+    save_optimizer(tmp_path, optimizer_state(first, model))
     other, second = model_and_optimizer([["1.weight", "0.weight"], ["1.bias", "0.bias"]])
-    load_optimizer_state(second, other, plain, tensors)
+    load_optimizer(tmp_path, second, other)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(first.state[one]["exp_avg"], second.state[two]["exp_avg"])
     other, third = model_and_optimizer([["0.weight", "0.bias"], ["1.weight", "1.bias"]])
     with pytest.raises(CheckpointError, match="in other groups"):
-        load_optimizer_state(third, other, plain, tensors)
+        load_optimizer(tmp_path, third, other)
 
 
 A, B = "0.weight", "1.weight"  # of one shape
@@ -51,7 +46,7 @@ def saved(folder: Path) -> tuple[nn.Module, Any]:
     model(torch.ones(1, 3)).square().sum().backward()
     optimizer.step()
     folder.mkdir(exist_ok=True)
-    save_optimizer(folder, *optimizer_state(optimizer, model), is_sharded=False)
+    save_optimizer(folder, optimizer_state(optimizer, model))
     return model_and_optimizer([[A, B], ["0.bias", "1.bias"]])
 
 
@@ -134,11 +129,11 @@ CUTS: dict[str, tuple[Callable[[Any, Tensors], object], str]] = {
     "a rate of text": (lambda p, t: at(p, ("groups", 0, "lr"), "high"), "lr='high', which no run sets"),
     "other kind": (lambda p, t: at(p, ("kind",), "SGD"), "optim: SGD -> AdamW"),
     "shape": (reshape, r"0.weight has exp_avg as \[2, 3\] float32, where this run keeps \[3, 3\] float32"),
-    "shape of the tensor": (lambda p, t: at(t, (f"{A}/exp_avg",), torch.zeros(2, 3)), r"is \[2, 3\] float32, listed"),
+    "shape of the tensor": (lambda p, t: at(t, (f"{A}/exp_avg",), torch.zeros(2, 3)), r"6 numbers of \[2, 3\]"),
     "shape of the list": (lambda p, t: at(p, ("shapes", f"{A}/exp_avg", 0), [9]), r"has exp_avg as \[9\] float32"),
     "no shape": (lambda p, t: at(p, ("shapes", f"{A}/exp_avg", 0), [-3, 3]), r"has the shape \[-3, 3\]"),
     "dtype": (retype, r"as \[3, 3\] bfloat16, where this run keeps \[3, 3\] float32"),
-    "dtype of the tensor": (lambda p, t: at(t, (f"{A}/exp_avg",), torch.zeros(3, 3).half()), "float16, listed as"),
+    "dtype of the tensor": (lambda p, t: at(t, (f"{A}/exp_avg",), torch.zeros(3, 3).half()), "float16, where 9 of"),
     "no dtype": (lambda p, t: at(p, ("shapes", f"{A}/exp_avg", 1), "load"), "and dtype 'load'"),
     "extra entry": (extra, "has exp_avg, exp_avg_sq, max_exp_avg_sq, step; this run's keeps"),
     "extra tensor": (
@@ -222,11 +217,11 @@ def test_parameters_that_were_never_trained_have_no_state_and_get_none(tmp_path:
     model, optimizer = model_and_optimizer([[A, B], ["0.bias", "1.bias"]])
     model[1](torch.ones(1, 3)).square().sum().backward()
     optimizer.step()
-    save_optimizer(tmp_path, *optimizer_state(optimizer, model), is_sharded=False)
+    save_optimizer(tmp_path, optimizer_state(optimizer, model))
     other, fresh = model_and_optimizer([[A, B], ["0.bias", "1.bias"]])
     load_optimizer(tmp_path, fresh, other)
     assert [parameter in fresh.state for parameter in other.parameters()] == [False, False, True, True]
-    save_optimizer_shards(tmp_path, optimizer_state(optimizer, model)[1])
+    save_shards(tmp_path / "optimizer", optimizer_state(optimizer, model).tensors)
     (tmp_path / "optimizer.safetensors").unlink()
     load_optimizer(tmp_path, fresh, other)
     assert torch.equal(fresh.state[other[1].bias]["exp_avg"], optimizer.state[model[1].bias]["exp_avg"])

@@ -4,13 +4,12 @@
 
 A token or pair counts 1 for its forward and backward; a second forward of it, where a plan recomputes it, adds the
 forward's fraction. The three costs come from FLOPs until measurements exist, and are then fitted to the run's own steps
-by non-negative least squares, as AReaL-DTA does for its tree time model.
+by least squares, as AReaL-DTA does for its tree time model.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from itertools import combinations
+from itertools import product
 
 import numpy as np
 
@@ -21,11 +20,10 @@ from treewise.tree.forest import Forest
 
 # Weight of the prior relative to one measured step. Small: a dozen steps that differ outweigh it.
 PRIOR_WEIGHT = 0.002
-# A step whose time has this relative error counts half (Cauchy's weights): compilation, other jobs.
+# A step this far off, and three times as far as the median, is left out of the fit: compilation, other jobs.
 OUTLIER_ERROR = 0.1
 # No cost falls below this fraction of its prior: a few outliers must not make tokens free.
 MIN_COST_FRACTION = 0.02
-NUM_STEPS_FITTED = 256  # the newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +38,6 @@ class Work:
     pairs: float
     micro_batches: float
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.micro_batches + other.micro_batches)
-
 
 def pairs_before(forest: Forest) -> np.ndarray:
     """[T + 1] int64, attention pairs of all tokens before a tree position."""
@@ -55,11 +50,9 @@ def work_of(plan: Plan, image_tokens: float = 0.0) -> Work:
     recomputed_pairs = 0
     if recomputed:
         ranges = np.concatenate(recomputed)
-        length = ranges[:, 1] - ranges[:, 0]
         # A range of open tokens may run through several segments of one path, so depths are summed token by token.
         before = pairs_before(plan.forest)
         recomputed_pairs = int((before[ranges[:, 1]] - before[ranges[:, 0]]).sum())
-        assert int(length.sum()) == plan.num_recomputed_tokens
     return Work(
         tokens=plan.forest.num_tokens + FORWARD_FRACTION * plan.num_recomputed_tokens + image_tokens,
         pairs=plan.forest.num_tree_pairs + PAIR_FORWARD_FRACTION * recomputed_pairs,
@@ -106,66 +99,48 @@ class CostModel:
         )
 
 
-class CostFit:
-    """Costs fitted to the measured steps of a run; the prior's until there are some.
+def fit(prior: CostModel, works: Sequence[Work], seconds: Sequence[float]) -> CostModel:
+    """Costs from measured steps: least squares of relative errors, with the prior as a weak measurement; the prior
+    where there are none. A step without tokens, or whose time is not positive and finite, is no measurement.
 
     All ranks must place with the same costs: fit on one rank, with the measurements of all, and broadcast the three
     numbers. Measure forward and backward of a rank's own work, without the optimizer and without the first step.
-    """
-
-    def __init__(self, prior: CostModel) -> None:
-        self.prior = prior
-        self._measurements: deque[tuple[Work, float]] = deque(maxlen=NUM_STEPS_FITTED)
-
-    def add(self, work: Work, seconds: float) -> None:
-        """Adds a measurement; ignored if no token was computed or `seconds` is not positive and finite."""
-        if work.tokens > 0 and seconds > 0 and np.isfinite(seconds):
-            self._measurements.append((work, float(seconds)))
-
-    def model(self) -> CostModel:
-        """The costs that fit the newest measurements best."""
-        works, seconds = [work for work, _ in self._measurements], [time for _, time in self._measurements]
-        return fit(self.prior, works, seconds)
-
-
-def fit(prior: CostModel, works: Sequence[Work], seconds: Sequence[float]) -> CostModel:
-    """Costs from measured steps: non-negative least squares of relative errors, with the prior as a weak measurement.
 
     The prior is scaled to the measured time first, so only its ratios matter: steps that are all alike change the scale
     and keep the ratios.
     """
-    if not works:
+    pairs = zip(works, seconds, strict=True)
+    valid = [(astuple(work), time) for work, time in pairs if work.tokens > 0 and time > 0 and np.isfinite(time)]
+    if not valid:
         return prior
-    counts = np.array([astuple(work) for work in works], dtype=np.float64)
-    measured = np.asarray(seconds, dtype=np.float64)
+    counts, measured = np.array([work for work, _ in valid]), np.array([time for _, time in valid])
     costs = np.array(astuple(prior))
     costs *= np.median(measured / (counts @ costs))
     # As fractions of the scaled prior all unknowns are near 1; what costs nothing in the prior is not fitted.
     fitted = np.flatnonzero(costs > 0)
     rows = (counts * costs)[:, fitted] / measured[:, None]
-    weight = np.ones(len(rows))
     prior_rows = np.sqrt(PRIOR_WEIGHT) * np.eye(len(fitted))
-    for _ in range(5):
-        left = np.concatenate([rows * np.sqrt(weight)[:, None], prior_rows])
-        right = np.concatenate([np.sqrt(weight), prior_rows.sum(axis=1)])
-        fractions = np.maximum(non_negative_least_squares(left, right), MIN_COST_FRACTION)
-        weight = 1 / (1 + np.square((rows @ fractions - 1) / OUTLIER_ERROR))
+    is_usual = np.ones(len(rows), dtype=bool)
+    for _ in range(3):
+        left = np.concatenate([rows[is_usual], prior_rows])
+        right = np.concatenate([np.ones(is_usual.sum()), prior_rows.sum(axis=1)])
+        fractions = bounded_least_squares(left, right, MIN_COST_FRACTION)
+        errors = np.abs(rows @ fractions - 1)
+        is_usual = errors <= max(OUTLIER_ERROR, 3 * np.median(errors))
     costs[fitted] *= fractions
     return CostModel(*costs.tolist())
 
 
-def non_negative_least_squares(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The `x >= 0` ([n] float64) that minimises `|left @ x - right|`, by trying every set of nonzero unknowns.
+def bounded_least_squares(left: np.ndarray, right: np.ndarray, least: float) -> np.ndarray:
+    """The `x >= least` ([n] float64) that minimises `|left @ x - right|`, by trying every set of unknowns above it.
 
     left: [rows, n] float64 of full column rank, with a small n. right: [rows] float64.
     """
-    num_unknowns = left.shape[1]
-    best, best_error = np.zeros(num_unknowns), float(right @ right)
-    for size in range(1, num_unknowns + 1):
-        for chosen in combinations(range(num_unknowns), size):
-            candidate = np.zeros(num_unknowns)
-            candidate[list(chosen)] = np.linalg.lstsq(left[:, chosen], right, rcond=None)[0]
-            error = float(np.square(left @ candidate - right).sum())
-            if (candidate >= 0).all() and error < best_error:
-                best, best_error = candidate, error
-    return best
+    candidates = []
+    for is_free in map(np.array, product((True, False), repeat=left.shape[1])):
+        found = np.full(left.shape[1], least)
+        rest = right - least * left[:, ~is_free].sum(axis=1)
+        found[is_free] = np.linalg.lstsq(left[:, is_free], rest, rcond=None)[0]
+        if (found >= least).all():
+            candidates.append((float(np.square(left @ found - right).sum()), found.tolist()))
+    return np.array(min(candidates)[1])

@@ -13,7 +13,7 @@ import numpy as np
 
 from treewise.distributed.placement.image_costs import ImageCosts
 from treewise.distributed.placement.leaf_costs import StepCosts, slice_of
-from treewise.distributed.placement.local_search import loads_of
+from treewise.distributed.placement.search import loads_of
 from treewise.tree.prefix_merge import restrict
 
 

@@ -11,17 +11,17 @@ import numpy as np
 
 from treewise.distributed.placement.cost_model import CostModel
 from treewise.distributed.placement.leaf_costs import Leaves, StepCosts, costs_of
-from treewise.distributed.placement.local_search import GOOD_ENOUGH, best_owners, improve_owners, is_even, loads_of
 from treewise.distributed.placement.lower_bound import least_load
 from treewise.distributed.placement.part_costs import part_costs
-from treewise.distributed.placement.plan_refinement import NUM_PLANNED_LEAVES, PlannedCosts, refine
+from treewise.distributed.placement.plan_refinement import NUM_PLANNED_LEAVES, refine
+from treewise.distributed.placement.search import GOOD_ENOUGH, best_owners, is_even, loads_of
 from treewise.errors import DataError, PlanError, check_choice
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import Segments
 
 SPLITS = ("rollouts", "trajectories", "never")
 # Successive placements, each with the cost that open tokens have in the parts of the one before.
-NUM_ROUNDS = 6
+NUM_ROUNDS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,26 +99,24 @@ def assign_ranks(
 
 def _assign(step: StepCosts, may_cut: np.ndarray, num_ranks: int, bound: int) -> tuple[np.ndarray, np.ndarray]:
     """[N] int64, the rank of each trajectory, and [ranks] int64, the cost of each rank in units."""
-    leaves = step.leaves().joined(may_cut)
+    leaves, at_most = step.leaves().joined(may_cut), bound + int(bound * GOOD_ENOUGH)
     if num_ranks == 1:
         rank_N = np.zeros(len(leaves.of_trajectory), dtype=np.int64)
         return rank_N, part_costs(step, rank_N, 1).loads
-    owners = best_owners(leaves, num_ranks)
-    costs = part_costs(step, owners[leaves.of_trajectory], num_ranks)
-    best, loads = owners, costs.loads
-    at_most = bound + int(bound * GOOD_ENOUGH)
+    owners, extra_load = None, np.zeros(num_ranks, dtype=np.int64)
+    best, loads = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     for _ in range(NUM_ROUNDS):
+        owners = best_owners(leaves, extra_load, at_most, owners)
+        costs = part_costs(step, owners[leaves.of_trajectory], num_ranks)
+        if not len(loads) or costs.loads.max() < loads.max():
+            best, loads = owners, costs.loads
         if (costs.recompute == step.recompute).all() or loads.max() <= at_most or is_even(loads):
             break
         leaves = step.leaves(costs.recompute).joined(may_cut)
         # Leaves have the mean cost of open tokens over ranks; each rank's difference from that stays constant.
         extra_load = costs.loads - loads_of(leaves, owners, num_ranks)
-        owners = improve_owners(leaves, owners, extra_load, at_most)
-        costs = part_costs(step, owners[leaves.of_trajectory], num_ranks)
-        if costs.loads.max() < loads.max():
-            best, loads = owners, costs.loads
     if step.max_tokens is not None and len(best) <= NUM_PLANNED_LEAVES:
-        best, loads = refine(PlannedCosts(step, leaves.of_trajectory), best, num_ranks)
+        best, loads = refine(step, leaves.of_trajectory, best, num_ranks)
     return best[leaves.of_trajectory], loads
 
 

@@ -5,6 +5,8 @@ parts of ranks are planned: leaves move between ranks, or are swapped, as long a
 """
 
 from collections.abc import Iterator
+from functools import cache
+from itertools import product
 
 import numpy as np
 
@@ -16,71 +18,51 @@ from treewise.tree.prefix_merge import restrict
 
 NUM_PLANNED_LEAVES = 20
 MAX_PLANS = 400
+LeafSet = frozenset[int]
 
 
-class PlannedCosts:
-    """Costs of the plans of sets of leaves, in units; each is planned once. leaf_N: [N] int64, the leaf of each
-    trajectory.
+def refine(step: StepCosts, leaf_N: np.ndarray, owners: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rank of each leaf ([L] int64) after the search, and the costs of the ranks' plans ([ranks] int64), in units.
+
+    leaf_N: [N] int64, the leaf of each trajectory. owners: [L] int64, where the search starts.
     """
 
-    def __init__(self, step: StepCosts, leaf_N: np.ndarray) -> None:
-        self.step, self.leaf_N = step, leaf_N
-        self._cost_of: dict[tuple[int, ...], int] = {(): 0}
+    @cache
+    def cost(leaves: LeafSet) -> int:
+        """Of a rank with these leaves."""
+        if not leaves:
+            return 0
+        is_chosen = np.isin(leaf_N, list(leaves))
+        part = restrict(step.segments, np.flatnonzero(is_chosen))
+        rank_plan = plan(Forest(part, np.zeros(part.num_tokens, dtype=np.int32), None, {}), step.max_tokens)
+        seconds = step.cost.seconds(work_of(rank_plan))
+        if step.images is not None:
+            seconds += step.images.at_first_places_of(is_chosen)[0].sum()
+        return round(seconds / step.seconds_per_unit)
 
-    @property
-    def plans_left(self) -> int:
-        return MAX_PLANS - len(self._cost_of)
-
-    def cost(self, leaves: tuple[int, ...]) -> int:
-        """Cost of a rank with these leaves (ascending indices)."""
-        if leaves not in self._cost_of:
-            is_chosen = np.isin(self.leaf_N, leaves)
-            part = restrict(self.step.segments, np.flatnonzero(is_chosen))
-            rank_plan = plan(Forest(part, np.zeros(part.num_tokens, dtype=np.int32), None, {}), self.step.max_tokens)
-            seconds = self.step.cost.seconds(work_of(rank_plan))
-            if self.step.images is not None:
-                seconds += self.step.images.at_first_places_of(is_chosen)[0].sum()
-            self._cost_of[leaves] = round(seconds / self.step.seconds_per_unit)
-        return self._cost_of[leaves]
-
-
-def refine(costs: PlannedCosts, owners: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rank of each leaf ([L] int64) after the search, and the costs of the ranks' plans ([ranks] int64).
-
-    owners: [L] int64, where the search starts.
-    """
-    leaves_of = [tuple(np.flatnonzero(owners == rank).tolist()) for rank in range(num_ranks)]
-    loads = [costs.cost(leaves) for leaves in leaves_of]
+    parts = [frozenset(np.flatnonzero(owners == rank).tolist()) for rank in range(num_ranks)]
     is_better = True
-    while is_better and costs.plans_left > 0:
+    while is_better:
         is_better = False
-        slowest = max(range(num_ranks), key=lambda rank: loads[rank])
-        for partner, of_slowest, of_partner in _moves(leaves_of, slowest):
-            new_loads = costs.cost(of_slowest), costs.cost(of_partner)
-            if max(new_loads) < loads[slowest]:
-                leaves_of[slowest], leaves_of[partner] = of_slowest, of_partner
-                loads[slowest], loads[partner] = new_loads
+        slowest = max(range(num_ranks), key=lambda rank: cost(parts[rank]))
+        for partner, of_slowest, of_partner in _moves(parts, slowest):
+            if cost.cache_info().currsize >= MAX_PLANS:
+                break
+            if max(cost(of_slowest), cost(of_partner)) < cost(parts[slowest]):
+                parts[slowest], parts[partner] = of_slowest, of_partner
                 is_better = True
                 break
-            if costs.plans_left <= 0:
-                break
     refined = np.empty_like(owners)
-    for rank, leaves in enumerate(leaves_of):
+    for rank, leaves in enumerate(parts):
         refined[list(leaves)] = rank
-    return refined, np.array(loads, dtype=np.int64)
+    return refined, np.array([cost(leaves) for leaves in parts], dtype=np.int64)
 
 
-def _moves(leaves_of: list[tuple[int, ...]], slowest: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def _moves(parts: list[LeafSet], slowest: int) -> Iterator[tuple[int, LeafSet, LeafSet]]:
     """A partner, and new leaves of the slowest rank and of the partner: all transfers of one leaf, then all swaps."""
-    for is_swap in (False, True):
-        for partner in range(len(leaves_of)):
-            if partner == slowest:
-                continue
-            for leaf in leaves_of[slowest]:
-                rest = [other for other in leaves_of[slowest] if other != leaf]
-                if not is_swap:
-                    yield partner, tuple(rest), tuple(sorted([*leaves_of[partner], leaf]))
-                    continue
-                for back in leaves_of[partner]:
-                    others = [other for other in leaves_of[partner] if other != back]
-                    yield partner, tuple(sorted([*rest, back])), tuple(sorted([*others, leaf]))
+    own, others = sorted(parts[slowest]), [rank for rank in range(len(parts)) if rank != slowest]
+    for partner, leaf in product(others, own):
+        yield partner, parts[slowest] - {leaf}, parts[partner] | {leaf}
+    for partner, leaf in product(others, own):
+        for back in sorted(parts[partner]):
+            yield partner, parts[slowest] - {leaf} | {back}, parts[partner] - {back} | {leaf}

@@ -1,36 +1,50 @@
-"""Writes the contents of a checkpoint: weights, optimizer, schedule, random generators, state of the loop. Loads the
-states; `weights.py` loads the weights.
+"""What a checkpoint of a run holds: weights, optimizer, schedule, random generators, state of the loop.
 
-Weights and configuration are transformers' own files, so `from_pretrained` reads a checkpoint. Everything else is JSON
-and safetensors.
+Weights and configuration are transformers' own files, so `from_pretrained` reads a checkpoint (`weights.py` loads
+them). Everything else is JSON and safetensors. A state is captured first and written then, so that training may go on
+meanwhile.
 """
 
 import dataclasses
 import hashlib
 import json
+import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import TrainerState
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from treewise.distributed import ranks
-from treewise.distributed.fsdp import copy_of_changing, whole_state
+from treewise.distributed.fsdp import copy_of_changing, whole_state, whole_tensor
 from treewise.distributed.mesh import as_whole_model, mesh_of
 from treewise.errors import CheckpointError
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.checkpoint import optimizer_state, store
+from treewise.trainer.checkpoint import store
+from treewise.trainer.checkpoint.json_values import from_plain, to_plain
 from treewise.trainer.checkpoint.manifest import listed_files
+from treewise.trainer.checkpoint.optimizer_state import (
+    OPTIMIZER,
+    OptimizerState,
+    load_optimizer,
+    optimizer_state,
+    save_optimizer,
+)
 from treewise.trainer.checkpoint.sharded_io import save_shards
 from treewise.trainer.checkpoint.weights import SHARDS, is_sharded_model, sharded_weights
 
 ARGUMENTS = "training_args.json"
 STATE = "trainer_state.json"
+SCHEDULE = "schedule.json"
 
 T = TypeVar("T")
 
@@ -45,11 +59,11 @@ class RunState:
 
     args: TreeTrainingArguments
     model: nn.Module
-    optimizer: Any
-    scheduler: Any
+    optimizer: Optimizer
+    scheduler: LRScheduler
     loop: TrainerState
-    exporters: Sequence[Any] = ()
-    tokenizer: Any = None
+    exporters: Sequence[object] = ()
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,7 @@ class Captured:
     """What the files of a checkpoint are written from, on this rank.
 
     weights: what `save_pretrained` writes; None: the model's own. shards: of a sharded model, else empty. optimizer:
-    the result of `optimizer_state`; None where it is not saved. loop: JSON.
+    None where it is not saved. texts: JSON files by name.
     """
 
     run: RunState
@@ -65,10 +79,11 @@ class Captured:
     num_bytes: int
     weights: dict[str, torch.Tensor] | None
     shards: dict[str, torch.Tensor]
-    optimizer: tuple[Any, dict[str, torch.Tensor]] | None
-    schedule: Any
-    random: Any
-    loop: str
+    optimizer: OptimizerState | None
+    texts: dict[str, str]
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
 
 
 def save(run: RunState, run_dir: Path, facts: dict[str, Any]) -> Path:
@@ -93,30 +108,20 @@ def capture(run: RunState, run_dir: Path, *, copies: bool = False) -> Captured:
     is_sharded = has_parts and not is_on_mesh  # a mesh's checkpoints are whole, so that any other mesh reads them
     is_whole = not is_sharded or bool(settings and settings.whole_checkpoints)
     weights = whole_state(run.model) if is_whole and (has_parts or copies) else None
-    num_bytes = checkpoint_bytes(run.model, run.optimizer)
+    num_bytes = _num_bytes(run)
 
-    def kept(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: copy_of_changing(each) for name, each in tensors.items()} if copies else tensors
+    def kept(_: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank writes of a tensor; of a mesh, which has parts on several ranks, the whole."""
+        if is_on_mesh and isinstance(tensor, DTensor):
+            tensor = whole_tensor(tensor)
+        if not is_sharded and ranks.own() != 0:
+            return torch.empty(0)
+        return copy_of_changing(tensor) if copies else tensor.cpu() if is_on_mesh else tensor
 
     def own_part() -> Captured:
-        optimizer = None
-        if not run.args.save_only_model:
-            plain, tensors = optimizer_state.optimizer_state(run.optimizer, run.model)
-            if has_parts and is_on_mesh:
-                optimizer_state.gather(tensors)
-            optimizer = plain, kept(tensors) if is_sharded or ranks.own() == 0 else {}
-        _export_states(run)
-        return Captured(
-            run=run,
-            step=run.loop.global_step,
-            num_bytes=num_bytes,
-            weights=weights,
-            shards=kept(sharded_weights(run.model)) if is_sharded else {},
-            optimizer=optimizer,
-            schedule=None if run.args.save_only_model else optimizer_state.schedule_state(run.scheduler),
-            random=optimizer_state.random_state(),
-            loop=_as_json(run.loop),
-        )
+        optimizer = None if run.args.save_only_model else optimizer_state(run.optimizer, run.model).mapped(kept)
+        shards = {name: kept(name, each) for name, each in sharded_weights(run.model).items()} if is_sharded else {}
+        return Captured(run, run.loop.global_step, num_bytes, weights, shards, optimizer, _texts(run))
 
     own: list[Captured] = []
     folder = store.aside(run_dir, run.loop.global_step)
@@ -158,32 +163,72 @@ def _explained(folder: Path, num_bytes: int, stage: Callable[[], T]) -> Callable
     return explain
 
 
-def checkpoint_bytes(model: nn.Module, optimizer: Any) -> int:
-    """Bytes of the weights and the optimizer's tensors: nearly all of a checkpoint."""
-    tensors: list[torch.Tensor] = list(model.parameters())
-    for entry in getattr(optimizer, "state", {}).values():
-        tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def _stages(saved: Captured, folder: Path, group: Any) -> Iterator[Callable[[], object]]:
     """The work of each rank, in order."""
-    run, is_sharded = saved.run, bool(saved.shards)
+    run, is_sharded, optimizer = saved.run, bool(saved.shards), saved.optimizer
     if is_sharded:
         yield lambda: save_shards(folder / SHARDS, saved.shards, group)
     if is_sharded and saved.weights is None:
         yield lambda: _write_configuration(run, folder)
     else:
         yield lambda: write_model(folder, run.model, run.tokenizer, run.args, saved.weights)
-    if saved.optimizer is not None:
-        plain, tensors = saved.optimizer
+    if optimizer is not None:
         if is_sharded:
-            yield lambda: optimizer_state.save_optimizer_shards(folder, tensors, group)
-        yield lambda: optimizer_state.save_optimizer(folder, plain, tensors, is_sharded=is_sharded)
-    yield lambda: _write_rest(saved, folder)
+            yield lambda: save_shards(folder / OPTIMIZER, optimizer.tensors, group)
+        if ranks.own() == 0:
+            yield lambda: save_optimizer(folder, optimizer, is_sharded=is_sharded)
+        else:
+            yield lambda: None
+    yield lambda: write_texts(folder, saved.texts)
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any, args: TreeTrainingArguments) -> list[str]:
+def _num_bytes(run: RunState) -> int:
+    """Bytes of the weights and the optimizer's tensors: nearly all of a checkpoint."""
+    tensors: list[torch.Tensor] = list(run.model.parameters())
+    for entry in getattr(run.optimizer, "state", {}).values():
+        tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _texts(run: RunState) -> dict[str, str]:
+    """Random generators of every rank (Python's, NumPy's, torch's, and those of its CUDA devices); schedule and loop,
+    with the states of callbacks, from the first one.
+    """
+    generators = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 - callbacks and transformers draw from the global generator
+        "torch": torch.random.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    texts = {_random_file(ranks.own()): json.dumps(to_plain(generators))}
+    states = run.loop.stateful_callbacks
+    for exporter in run.exporters:
+        if isinstance(exporter, ExportableState):
+            name = type(exporter).__name__
+            if isinstance(states.get(name), list):
+                states[name].append(exporter.state())
+            else:
+                states[name] = exporter.state()
+    schedule = None
+    if not run.args.save_only_model:
+        schedule = {"kind": type(run.scheduler).__name__, "state": to_plain(run.scheduler.state_dict())}
+    if run.args.should_save:
+        # What `TrainerState.save_to_json` writes.
+        texts[STATE] = json.dumps(dataclasses.asdict(run.loop), indent=2, sort_keys=True) + "\n"
+        if schedule is not None:
+            texts[SCHEDULE] = json.dumps(schedule)
+    return texts
+
+
+def write_texts(folder: Path, texts: dict[str, str]) -> None:
+    """Files of JSON."""
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def save_model(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, args: TreeTrainingArguments
+) -> list[str]:
     """The model at the end of a run, read back, whole or not at all; every rank calls this. The names of its files.
 
     Raises:
@@ -203,7 +248,11 @@ def save_model(folder: Path, model: Any, tokenizer: Any, args: TreeTrainingArgum
 
 
 def write_model(
-    folder: Path, model: Any, tokenizer: Any, args: TreeTrainingArguments, state: dict[str, torch.Tensor] | None = None
+    folder: Path,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    args: TreeTrainingArguments,
+    state: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """The model as `from_pretrained` reads it, its tokenizer, and the settings of the run.
 
@@ -225,79 +274,98 @@ def _write_configuration(run: RunState, folder: Path) -> None:
         _write_beside_model(folder, run.tokenizer, run.args)
 
 
-def _write_beside_model(folder: Path, tokenizer: Any, args: TreeTrainingArguments) -> None:
+def _write_beside_model(folder: Path, tokenizer: PreTrainedTokenizerBase | None, args: TreeTrainingArguments) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     # transformers would pickle the settings.
-    (folder / ARGUMENTS).write_text(json.dumps(args.to_dict(), indent=1, default=str), encoding="utf-8")
+    write_texts(folder, {ARGUMENTS: json.dumps(args.to_dict(), indent=1, default=str)})
 
 
-def _write_rest(saved: Captured, folder: Path) -> None:
-    """Random generators of every rank; schedule and state of the loop from the first one."""
-    optimizer_state.save_random_state(folder, ranks.own(), saved.random)
-    if saved.run.args.should_save:
-        if saved.schedule is not None:
-            optimizer_state.save_schedule(folder, saved.schedule)
-        (folder / STATE).write_text(saved.loop, encoding="utf-8")
+# -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def _as_json(loop: TrainerState) -> str:
-    """What `TrainerState.save_to_json` writes."""
-    return json.dumps(dataclasses.asdict(loop), indent=2, sort_keys=True) + "\n"
-
-
-def _export_states(run: RunState) -> None:
-    states = run.loop.stateful_callbacks
-    for exporter in run.exporters:
-        if not isinstance(exporter, ExportableState):
-            continue
-        name = type(exporter).__name__
-        if isinstance(states.get(name), list):
-            states[name].append(exporter.state())
-        else:
-            states[name] = exporter.state()
-
-
-def load_states(checkpoint: Path, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+def load_states(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
     """Optimizer and schedule of a checkpoint, with the settings of this run where they differ (`optimizer_state`).
 
     Raises:
         CheckpointError: a checkpoint of weights alone, of another optimizer, or of another kind of schedule.
     """
     with listed_files(checkpoint) as folder:
-        if not (folder / f"{optimizer_state.OPTIMIZER}.json").is_file():
-            raise CheckpointError(
-                f"{checkpoint}: holds a model without its optimizer (save_only_model); start a new run from its "
-                "weights."
-            )
         try:
-            optimizer_state.load_optimizer(folder, optimizer, model)
-            optimizer_state.load_schedule(folder, scheduler, optimizer)
+            if not (folder / f"{OPTIMIZER}.json").is_file():
+                raise CheckpointError(
+                    "holds a model without its optimizer (save_only_model); start a new run from its weights."
+                )
+            load_optimizer(folder, optimizer, model)
+            _load_schedule(folder, scheduler, optimizer)
         except CheckpointError as error:
             raise CheckpointError(f"{checkpoint}: {error}") from error
 
 
-def load_initial_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> None:
+def load_initial_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """The optimizer's state that a new run begins with; its settings and learning rates stay those of the run.
 
     Raises:
         CheckpointError: no state in the folder, or one of another optimizer or other parameters.
     """
-    if not (folder / f"{optimizer_state.OPTIMIZER}.json").is_file():
+    if not (folder / f"{OPTIMIZER}.json").is_file():
         raise CheckpointError(f"initial_optimizer: {folder} holds no optimizer state (optimizer.json).")
     own = [dict(group) for group in optimizer.param_groups]
     try:
-        optimizer_state.load_optimizer(folder, optimizer, model)
+        load_optimizer(folder, optimizer, model)
     except CheckpointError as error:
         raise CheckpointError(f"initial_optimizer: {folder}: {error}") from error
     for group, settings in zip(optimizer.param_groups, own, strict=True):
         group.update({name: value for name, value in settings.items() if name != "params"})
 
 
+def _load_schedule(folder: Path, scheduler: Any, optimizer: Optimizer) -> None:
+    """Loads a schedule, and sets the learning rates of the next step.
+
+    Schedules that are functions of the step's number (all of transformers' but two) go on by the settings of this run:
+    its rate, warm-up and length. Others go on from their state.
+
+    Raises:
+        CheckpointError: another kind of schedule, or another rate in one that goes on from its state.
+    """
+    saved = json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))
+    state, kind = from_plain(saved["state"]), type(scheduler).__name__
+    if saved["kind"] != kind:
+        raise CheckpointError(
+            f"lr_scheduler_type: {saved['kind']} -> {kind}: the saved state does not fit another schedule. "
+            "Resume with the former, or start a new run from the checkpoint's weights."
+        )
+    own = list(getattr(scheduler, "base_lrs", ()))
+    if isinstance(scheduler, LambdaLR):
+        rates = [base * rule(state["last_epoch"]) for base, rule in zip(own, scheduler.lr_lambdas, strict=True)]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        state |= {"base_lrs": own, "_last_lr": rates}
+    elif own != list(state.get("base_lrs", own)):
+        raise CheckpointError(
+            f"learning rate: {state['base_lrs']} -> {own}: a {kind} continues from the saved rate. Resume with the "
+            "former, or start a new run from the checkpoint's weights."
+        )
+    scheduler.load_state_dict(state)
+
+
 def load_random_state(checkpoint: Path) -> None:
-    """The random generators of this rank, if there was such a rank."""
+    """The random generators of this rank, if there was such a rank. Only callbacks depend on them: the order of steps
+    has a generator of its own, and dropout is an error.
+    """
     with listed_files(checkpoint) as folder:
-        optimizer_state.load_random_state(folder, ranks.own())
+        path = folder / _random_file(ranks.own())
+        state = from_plain(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    if state is not None:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])  # noqa: NPY002
+        torch.random.set_rng_state(state["torch"])
+        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _random_file(rank: int) -> str:
+    return f"random_{rank}.json"
 
 
 def fingerprint(model: nn.Module) -> str:

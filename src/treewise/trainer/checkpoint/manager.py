@@ -1,8 +1,14 @@
-"""Finds and saves the checkpoints of one run. A checkpoint is complete or absent, and belongs to one run."""
+"""Finds and saves the checkpoints of one run. A checkpoint is complete or absent, and belongs to one run.
+
+With `async_checkpoints` a thread writes it while training goes on, as torchtitan's `async_mode: async` does. The state
+is copied to host memory first (`contents.capture`), so a written checkpoint is that of its step. At most one is in
+flight. Nothing else differs from a save that training waits for: files, manifest, and the rename at the end.
+"""
 
 import logging
-import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +19,8 @@ from treewise.distributed.online_placement import OnlinePlacer
 from treewise.errors import CheckpointError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
-from treewise.trainer.checkpoint.background import BackgroundWriter
-from treewise.trainer.checkpoint.changed_settings import check_settings
 from treewise.trainer.checkpoint.contents import RunState
-from treewise.trainer.checkpoint.manifest import check_same_run, read_manifest
+from treewise.trainer.checkpoint.resumption import find_checkpoint
 from treewise.trainer.data_loader import TreeOrder
 
 logger = logging.getLogger("treewise")
@@ -50,7 +54,7 @@ class CheckpointManager:
         self._tree_order, self._on_published = tree_order, published
         self.args, self._run_facts, self._placer = args, run_facts, placer
         self.last_step = 0  # of the newest checkpoint that was written or resumed from
-        self._writer = BackgroundWriter()
+        self._in_flight: Future[Path] | None = None
         self._thread_group: Any = None
 
     def find(self, wanted: str | bool | None, *, may_begin: bool = False) -> ResumePoint | None:
@@ -66,7 +70,7 @@ class CheckpointManager:
         self.last_step = 0
         if not wanted:
             return None
-        found = ranks.on_first_rank(lambda: self._verified(wanted, may_begin=may_begin))
+        found = ranks.on_first_rank(lambda: find_checkpoint(self.args, wanted, self._run_facts(), may_begin=may_begin))
         if found is None:
             return None
         folder, manifest = found
@@ -76,7 +80,7 @@ class CheckpointManager:
             self._tree_order.restore(manifest.get("tree_order") or {})
         self.last_step = int(manifest["step"])
         budget = manifest.get("max_tokens")
-        return ResumePoint(Path(folder), self.last_step, int(budget) if budget else None)
+        return ResumePoint(folder, self.last_step, int(budget) if budget else None)
 
     def save(self, run: RunState, run_dir: Path, max_tokens: int | None) -> Path | None:
         """Writes a checkpoint, publishes it, and only then removes old ones; None where it failed and may fail, or
@@ -109,7 +113,7 @@ class CheckpointManager:
             saved = contents.capture(run, run_dir, copies=asynchronous)
             if not asynchronous:
                 return write(saved)
-            self._writer.start(lambda: write(saved))
+            self._in_flight = _in_thread(lambda: write(saved))
             return None
 
         return self._published(begin)
@@ -122,9 +126,11 @@ class CheckpointManager:
         Raises:
             CheckpointError: it could not be written, and `args.on_save_failure` is `stop`.
         """
-        if not self._writer.is_busy or not (wait or self._writer.is_done()):
+        flight = self._in_flight
+        if flight is None or not (wait or all(ranks.on_every_rank(flight.done))):
             return None
-        return self._published(self._writer.result)
+        self._in_flight = None
+        return self._published(flight.result)
 
     @contextmanager
     def flight_ended(self) -> Iterator[None]:
@@ -149,20 +155,18 @@ class CheckpointManager:
             self._on_published(checkpoint)
         return checkpoint
 
-    def _verified(self, wanted: str | bool, *, may_begin: bool) -> tuple[str, dict[str, Any]] | None:
-        if wanted is True:
-            newest, passed_over = store.newest(self.args.output_dir)
-            for reason in passed_over:
-                sys.stderr.write(f"passed over: {reason}\n")
-            if newest is None and may_begin:
-                return None
-            if newest is None:
-                because = f" ({passed_over[0]})" if passed_over else ""
-                raise CheckpointError(f"{self.args.output_dir}: no complete checkpoint to resume from{because}.")
-        else:
-            newest = Path(str(wanted))
-        manifest = read_manifest(newest)
-        check_same_run(newest, manifest, self._run_facts())
-        for change in check_settings(newest, contents.ARGUMENTS, self.args):
-            sys.stderr.write(f"changed since {newest.name}: {change}\n")
-        return str(newest), manifest
+
+def _in_thread(work: Callable[[], Path]) -> Future[Path]:
+    """The result of `work`, or its error, from a daemon: a process that ends by an error of another one does not wait
+    for a disk, as it would for the threads of an executor.
+    """
+    future: Future[Path] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="treewise-checkpoint", daemon=True).start()
+    return future

@@ -118,32 +118,6 @@ def sealed_text(content: dict[str, Any]) -> str:
     return json.dumps({**content, _CHECKSUM: checksum}, indent=1)
 
 
-def check_same_run(checkpoint: Path, manifest: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Checks that the steps after this checkpoint train the trees that an uninterrupted run would.
-
-    Raises:
-        CheckpointError: other data (both fingerprints are named), another model, another seed or another number of
-            trees per step.
-    """
-    for name, now in facts.items():
-        then = manifest.get(name)
-        if then == now:
-            continue
-        if name == "data":
-            raise CheckpointError(
-                f"{checkpoint} was trained on other data: fingerprint {then}, now {now}. "
-                "Restore the data (same records, same order, same rendering), or start a new run from its weights."
-            )
-        if name == "model":
-            raise CheckpointError(f"{checkpoint} was made with the model {then}, now {now}.")
-        hint = ""
-        if name == "trees_per_step":
-            hint = " It is per_device_train_batch_size x gradient_accumulation_steps x processes: change another one."
-        raise CheckpointError(
-            f"{checkpoint} was made with {name}={then!r}, now {now!r}; resumed steps would train on other trees.{hint}"
-        )
-
-
 # -- files ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,248 +1,237 @@
-"""The state of a run besides its weights, in safetensors and JSON: optimizer, schedule, random generators.
+"""An optimizer's state in safetensors and JSON, under the names of its parameters: any number of processes resumes it.
 
-The optimizer's state is stored under the names of the parameters, so that any number of processes can resume it.
-Nothing is pickled, and no format that could run code is read.
+`optimizer.json` lists every tensor and holds all else. Before a tensor is made, that list is compared with what this
+run's optimizer keeps, because an entry that is missing, misshapen or not finite would give wrong weights silently. What
+belongs there follows from the optimizer itself: a new one of its class takes one step on a parameter of a few numbers.
 """
 
+import inspect
 import json
-import random
+import math
 import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from treewise.distributed import ranks
-from treewise.distributed.fsdp import like_shard, whole_tensor
 from treewise.errors import CheckpointError
 from treewise.trainer.checkpoint.json_values import from_plain, to_plain
-from treewise.trainer.checkpoint.optimizer_checks import (
-    Kind,
-    inner_optimizer,
-    refuse_other_state,
-    refuse_values,
-    settled_groups,
-)
-from treewise.trainer.checkpoint.sharded_io import load_shards, save_shards
+from treewise.trainer.checkpoint.sharded_io import load_shards, refuse_gaps
 
-OPTIMIZER = "optimizer"  # .safetensors and .json
-SCHEDULE = "schedule.json"
+OPTIMIZER = "optimizer"  # .safetensors and .json; with sharded parameters a folder
 # Settings of optimizers that steps do not change, so that those of a resumed run apply. Learning rates follow the
 # schedule.
 SETTINGS = {
     *("weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "alpha", "rho", "lambd", "lr_decay"),
     *("momentum_decay", "decoupled_weight_decay", "foreach", "fused"),
 }
+_SIZES = (2, 3, 5, 7, 11, 13)  # of the small parameter's axes: all different, so a state's axes are recognised
+# Means or sums of squares, of which optimizers take roots, and counts.
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "step")
+_WAY_OUT = "Use an earlier checkpoint, or start a new run from the weights."
 
 
-def optimizer_state(optimizer: Any, model: nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The state of an optimizer: plain values, and its tensors by `parameter name/entry`.
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """kind: the optimizer's class. entries: by parameter and entry, tensors (on rank 0, or shards) and other values.
+    groups: settings of the groups, with names for `params`. rest: what its `state_dict` holds beside.
+    """
+
+    kind: str
+    entries: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    rest: dict[str, Any]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By `parameter/entry`."""
+        return {name: value for name, value in self.flat() if isinstance(value, torch.Tensor)}
+
+    def flat(self) -> Iterator[tuple[str, Any]]:
+        """`parameter/entry` and value."""
+        return ((f"{name}/{entry}", value) for name, each in self.entries.items() for entry, value in each.items())
+
+    def mapped(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> "OptimizerState":
+        """With other tensors. change: of `parameter/entry` and a tensor."""
+        entries = {
+            name: {
+                entry: change(f"{name}/{entry}", value) if isinstance(value, torch.Tensor) else value
+                for entry, value in each.items()
+            }
+            for name, each in self.entries.items()
+        }
+        return replace(self, entries=entries)
+
+
+def optimizer_state(optimizer: Any, model: nn.Module) -> OptimizerState:
+    """The state of an optimizer; its tensors are those that the optimizer has."""
+    state, names = optimizer.state_dict(), _names(optimizer, model)
+    return OptimizerState(
+        kind=type(_inner(optimizer)).__name__,
+        entries={names[index]: dict(entries) for index, entries in state["state"].items()},
+        groups=[{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]],
+        rest={key: value for key, value in state.items() if key not in ("state", "param_groups")},
+    )
+
+
+def save_optimizer(folder: Path, state: OptimizerState, *, is_sharded: bool = False) -> None:
+    """Writes a state; without its tensors where they are shards, which `save_shards` writes.
 
     Raises:
         CheckpointError: a value that cannot be saved without pickle.
     """
-    state = optimizer.state_dict()
-    names = _names(optimizer, model)
-    tensors: dict[str, torch.Tensor] = {}
-    entries = {names[index]: entry for index, entry in state["state"].items()}
-    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
-    rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-    plain = {
-        "kind": _kind_of(optimizer),
-        "state": {name: to_plain(entry, tensors, name) for name, entry in entries.items()},
-        "without_state": [name for name in names.values() if name not in entries],  # were never trained
-        "groups": to_plain(groups),
-        "rest": to_plain(rest),
-    }
-    return plain, tensors
-
-
-def load_optimizer_state(optimizer: Any, model: nn.Module, plain: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Loads the result of `optimizer_state`, parameter by parameter, whatever their order in a group. Settings that do
-    not change by themselves (`SETTINGS`) stay as they are.
-
-    Raises:
-        CheckpointError: another kind of optimizer than the saved one, or one that trains other parameters.
-    """
-    _refuse_other_parameters(optimizer, model, plain)
-    index_of = {name: index for index, name in _names(optimizer, model).items()}
-    now, groups = optimizer.state_dict()["param_groups"], from_plain(plain["groups"])
-    optimizer.load_state_dict(
-        {
-            "state": {index_of[name]: from_plain(entry, tensors) for name, entry in plain["state"].items()},
-            # torch gives the state of the n-th saved parameter of a group to its n-th one.
-            "param_groups": settled_groups(groups, now, SETTINGS),
-        }
-    )
-
-
-def save_optimizer_shards(folder: Path, tensors: dict[str, torch.Tensor], group: Any = None) -> None:
-    """Writes the tensors of `optimizer_state` if they are shards. Every rank calls this. group: as in `save_shards`."""
-    save_shards(folder / OPTIMIZER, tensors, group)
-
-
-def gather(tensors: dict[str, torch.Tensor]) -> None:
-    """Replaces shards by whole tensors in host memory, in place, on rank 0; other ranks keep nothing of them. Every
-    rank calls this.
-    """
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            whole = whole_tensor(tensor)
-            tensors[name] = whole.cpu() if ranks.own() == 0 else torch.empty(0)
-
-
-def save_optimizer(folder: Path, plain: Any, tensors: dict[str, torch.Tensor], *, is_sharded: bool) -> None:
-    """Writes the result of `optimizer_state` on rank 0, without tensors that are shards."""
-    if ranks.own() != 0:
-        return
+    tensors = state.tensors
     if not is_sharded:
         tensors = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
-        save_file(tensors, _tensor_file(folder))
-    shapes = {name: [*_kind(each), None if is_sharded else _checksum(each)] for name, each in tensors.items()}
-    _write_json(folder / f"{OPTIMIZER}.json", {**plain, "shapes": shapes})
+        save_file(tensors, folder / f"{OPTIMIZER}.safetensors")
+    members = [name for group in state.groups for name in group["params"]]
+    content = {
+        "kind": state.kind,
+        "state": {name: _plain_entries(name, entries) for name, entries in state.entries.items()},
+        "without_state": [name for name in members if name not in state.entries],  # were never trained
+        "groups": to_plain(state.groups),
+        "rest": to_plain(state.rest),
+        "shapes": {name: [*_listed(each), None if is_sharded else _checksum(each)] for name, each in tensors.items()},
+    }
+    (folder / f"{OPTIMIZER}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def _plain_entries(name: str, entries: dict[str, Any]) -> dict[str, Any]:
+    return {
+        entry: {"__is__": "tensor", "name": f"{name}/{entry}"}
+        if isinstance(value, torch.Tensor)
+        else to_plain(value, path=f"{name}/{entry}")
+        for entry, value in entries.items()
+    }
+
+
+def read_optimizer(folder: Path) -> OptimizerState:
+    """What `save_optimizer` wrote, with whole tensors.
+
+    Raises:
+        CheckpointError: files that are cut or were changed.
+    """
+    return _with_tensors(folder, *_content(folder), {})
 
 
 def load_optimizer(folder: Path, optimizer: Any, model: nn.Module) -> None:
-    """Reads the files of `save_optimizer` into an optimizer. Either may be sharded. All that the files say of
-    themselves is compared with the optimizer before a tensor is made, and values are looked at before they are used.
+    """Reads the files of `save_optimizer`, parameter by parameter, whatever their order in a group; files and optimizer
+    may each be sharded. Settings that do not change by themselves (`SETTINGS`) stay as they are.
 
     Raises:
         CheckpointError: files that are cut, damaged, or of another optimizer or model; names what differs.
     """
-    plain = read_plain(folder)
-    shapes = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype, *_) in plain["shapes"].items()}
-    _refuse_other_parameters(optimizer, model, plain)
-    kinds: dict[str, dict[str, Kind]] = {
-        name: {entry: shapes.get(f"{name}/{entry}") or type(value).__name__ for entry, value in entries.items()}
-        for name, entries in plain["state"].items()
-    }
-    refuse_other_state(optimizer, _names(optimizer, model), kinds)
-    parameters = dict(model.named_parameters())
-    owner_of = {name: parameters.get(name.rsplit("/", 1)[0]) for name in shapes}
-    if (folder / OPTIMIZER).is_dir():
-        tensors = {name: _blank(owner_of[name], *kind) for name, kind in shapes.items()}
-        load_shards(folder / OPTIMIZER, tensors)
-    else:
-        tensors = read_tensors(folder, plain)
-        for name, whole in tensors.items():
-            owner = owner_of[name]
-            if owner is not None and isinstance(owner.data, DTensor) and owner.shape == whole.shape:
-                tensors[name] = like_shard(whole, owner.data)
-    local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in tensors.items()}
-    ranks.on_every_rank(lambda: refuse_values({**_numbers(plain), **local}))
-    load_optimizer_state(optimizer, model, plain, tensors)
+    listed, checksums = _content(folder)
+    names, now = _names(optimizer, model), optimizer.state_dict()["param_groups"]
+    _refuse_other_parameters(listed, optimizer, names, now)
+    _refuse_other_entries(listed, optimizer, names)
+    read = _with_tensors(folder, listed, checksums, dict(model.named_parameters()))
+    ranks.on_every_rank(lambda: _refuse_values(dict(read.flat())))
+    # torch gives the state of the n-th saved parameter of a group to its n-th one; so parameters are those of this run.
+    groups = [_settled_group(then, group) for then, group in zip(listed.groups, now, strict=True)]
+    state = {index: read.entries[name] for index, name in names.items() if name in read.entries}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def read_plain(folder: Path) -> Any:
-    """`optimizer.json`, whose parts agree with one another: each entry of a parameter is a value, or refers to the
-    tensor of its own name, of which shape and dtype are listed; no other tensor is.
+def _inner(optimizer: Any) -> Optimizer:
+    """The optimizer inside of accelerate's."""
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
 
-    Raises:
-        CheckpointError: a file that is cut or was changed.
+
+def _names(optimizer: Any, model: nn.Module) -> dict[int, str]:
+    """The names of an optimizer's parameters by their indices in its `state_dict`."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    flat = [parameter for group in _inner(optimizer).param_groups for parameter in group["params"]]
+    return {index: known.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(flat)}
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _content(folder: Path) -> tuple[OptimizerState, dict[str, Any]]:
+    """`optimizer.json` with tensors that have a shape and a dtype alone, and their checksums. Its parts agree: each
+    entry of a parameter is a value, or refers to the tensor of its own name, which is listed; no other tensor is; every
+    parameter has a state or was never trained.
     """
     path = folder / f"{OPTIMIZER}.json"
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         referred = set()
-        for name, entries in plain["state"].items():
-            for entry, value in entries.items():
-                if _is_reference(value):
+        for name, each in content["state"].items():
+            for entry, value in each.items():
+                if isinstance(value, dict) and value.get("__is__") == "tensor":
                     if value["name"] != f"{name}/{entry}":
                         raise CheckpointError(f"{path.name}: {entry} of {name} refers to the tensor {value['name']!r}.")
                     referred.add(value["name"])
-        if referred != set(plain["shapes"]):
-            odd = sorted(referred ^ set(plain["shapes"]))
+        for odd in sorted(referred ^ set(content["shapes"])):
             raise CheckpointError(
-                f"{path.name}: {odd[0]} is {'listed with no shape' if odd[0] in referred else 'of no parameter'}."
+                f"{path.name}: {odd} is {'listed with no shape' if odd in referred else 'of no parameter'}."
             )
-        for name, (shape, dtype, *_) in plain["shapes"].items():
-            if not all(type(size) is int and size >= 0 for size in shape) or not isinstance(
-                getattr(torch, dtype), torch.dtype
-            ):
-                raise CheckpointError(f"{path.name}: {name} has the shape {shape} and dtype {dtype!r}.")
-        if not isinstance(plain["kind"], str) or not isinstance(from_plain(plain["rest"]), dict):
-            raise CheckpointError(f"{path.name}: kind is {plain['kind']!r}.")
-        params = [name for group in from_plain(plain["groups"]) for name in group["params"]]
-        unlisted = set(params) ^ {*plain["state"], *plain.get("without_state", ())}
+        tensors = {name: _on_meta(name, *each) for name, each in content["shapes"].items()}
+        entries = {name: from_plain(each, tensors) for name, each in content["state"].items()}
+        listed = OptimizerState(content["kind"], entries, from_plain(content["groups"]), from_plain(content["rest"]))
+        if not isinstance(listed.kind, str) or not isinstance(listed.rest, dict):
+            raise CheckpointError(f"{path.name}: kind is {listed.kind!r}.")
+        checksums = {name: each[2] for name, each in content["shapes"].items() if each[2:] not in ([], [None])}
+        members = [name for group in listed.groups for name in group["params"]]
+        unlisted = set(members) ^ {*entries, *content.get("without_state", ())}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: damaged ({type(error).__name__}: {error}).") from error
-    if unlisted or len(set(params)) < len(params):
+    if unlisted or len(set(members)) < len(members):
         what = f"{min(map(str, unlisted))} has no state" if unlisted else "a parameter is in two groups"
         raise CheckpointError(f"{path.name}: {what}, and is not among those that were never trained; the file was cut.")
-    return plain
+    return listed, checksums
 
 
-def read_tensors(folder: Path, plain: Any) -> dict[str, torch.Tensor]:
-    """The whole tensors that `read_plain` lists, each in the shape, dtype and with the checksum listed.
-
-    Raises:
-        CheckpointError: a tensor that is missing, is not listed, or is another one.
-    """
-    path, shapes = _tensor_file(folder), plain["shapes"]
+def _on_meta(name: str, shape: Any, dtype: Any, *_: object) -> torch.Tensor:
     try:
-        tensors: dict[str, torch.Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path.name}: missing or damaged ({error}).") from error
-    for name in sorted(set(shapes) ^ set(tensors)):
-        raise CheckpointError(f"{path.name}: {name} is {'missing' if name in shapes else 'unknown to its list'}.")
-    for name, (shape, dtype, *checksum) in shapes.items():
-        if _kind(tensors[name]) != (shape, dtype):
-            found_shape, found = _kind(tensors[name])
-            raise CheckpointError(f"{path.name}: {name} is {found_shape} {found}, listed as {shape} {dtype}.")
-        if checksum and checksum[0] not in (None, _checksum(tensors[name])):
-            raise CheckpointError(f"{path.name}: {name} is not what was saved (its checksum differs).")
-    return tensors
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    except (AttributeError, RuntimeError, TypeError):
+        raise CheckpointError(f"{OPTIMIZER}.json: {name} has the shape {shape} and dtype {dtype!r}.") from None
 
 
-def _refuse_other_parameters(optimizer: Any, model: nn.Module, plain: Any) -> None:
-    """Raises `CheckpointError` if the file is of another kind of optimizer, or its groups hold other parameters."""
-    then, kind = plain["kind"], _kind_of(optimizer)
-    if then != kind:
-        raise CheckpointError(
-            f"optim: {then} -> {kind}: the saved state does not fit another optimizer. Resume with {then}, or "
-            "start a new run from the checkpoint's weights."
-        )
-    index_of = {name: index for index, name in _names(optimizer, model).items()}
-    now, groups = optimizer.state_dict()["param_groups"], from_plain(plain["groups"])
-    known = {name for group in groups for name in group["params"]}
-    members = [{index_of.get(name) for name in group["params"]} for group in groups]
-    if known != set(index_of) or members != [set(group["params"]) for group in now]:
-        changed = sorted(map(str, known.symmetric_difference(index_of)))
-        raise CheckpointError(
-            f"the optimizer of the checkpoint trained other parameters ({', '.join(changed[:5]) or 'in other groups'});"
-            " resume with the same model, adapters and optimizer."
-        )
+def _with_tensors(
+    folder: Path, listed: OptimizerState, checksums: dict[str, Any], parameters: dict[str, nn.Parameter]
+) -> OptimizerState:
+    """Reads what is listed: into shards for the parameters that are sharded, else into whole tensors.
+
+    checksums: of tensors that were whole when they were saved.
+    """
+    is_sharded = (folder / OPTIMIZER).is_dir()
+    place = folder / OPTIMIZER if is_sharded else folder
+    if not is_sharded and not (folder / f"{OPTIMIZER}.safetensors").is_file():
+        raise CheckpointError(f"{OPTIMIZER}.safetensors: missing or damaged.")
+    for name in sorted(refuse_gaps(place, listed.tensors) - set(listed.tensors)):
+        if "/" in name:  # else a weight of the model, whose file lies beside
+            raise CheckpointError(f"{OPTIMIZER}.safetensors: {name} is unknown to its list.")
+
+    def blank(name: str, kind: torch.Tensor) -> torch.Tensor:
+        """Where anything were left unread, it is not a number (or zero)."""
+        fill = float("nan") if kind.dtype.is_floating_point else 0
+        owner = parameters.get(name.rpartition("/")[0])
+        if owner is not None and isinstance(owner.data, DTensor) and owner.shape == kind.shape:
+            return torch.full_like(owner.data, fill, dtype=kind.dtype)
+        return torch.full(kind.shape, fill, dtype=kind.dtype)
+
+    read = listed.mapped(blank)
+    load_shards(place, read.tensors)
+    for name, tensor in read.tensors.items():
+        if name in checksums and not isinstance(tensor, DTensor) and checksums[name] != _checksum(tensor):
+            raise CheckpointError(f"{OPTIMIZER}.safetensors: {name} is not what was saved (its checksum differs).")
+    return read
 
 
-def _blank(owner: nn.Parameter | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What shards are read into: where anything were left unread, it is not a number (or zero)."""
-    fill = float("nan") if dtype.is_floating_point else 0
-    if owner is not None and isinstance(owner.data, DTensor) and tuple(owner.shape) == shape:
-        return torch.full_like(owner.data, fill, dtype=dtype)
-    return torch.full(shape, fill, dtype=dtype)
-
-
-def _numbers(plain: Any) -> dict[str, Any]:
-    """Values of the state that are no tensors of their own, by `parameter/entry`."""
-    return {
-        f"{name}/{entry}": from_plain(value)
-        for name, entries in plain["state"].items()
-        for entry, value in entries.items()
-        if not _is_reference(value)
-    }
-
-
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("__is__") == "tensor"
-
-
-def _kind(tensor: torch.Tensor) -> tuple[list[int], str]:
-    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+def _listed(tensor: torch.Tensor) -> list[Any]:
+    """Shape and dtype as JSON."""
+    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
 
 
 def _checksum(tensor: torch.Tensor) -> int:
@@ -251,96 +240,120 @@ def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(flat.numpy().data)
 
 
-def schedule_state(scheduler: Any) -> Any:
-    """The state of a learning-rate schedule as plain values."""
-    return {"kind": type(scheduler).__name__, "state": to_plain(scheduler.state_dict())}
+# -- a state against the optimizer that is to have it ------------------------------------------------------------------
 
 
-def save_schedule(folder: Path, state: Any) -> None:
-    """Writes the result of `schedule_state`."""
-    _write_json(folder / SCHEDULE, state)
+def _refuse_other_parameters(
+    listed: OptimizerState, optimizer: Any, names: dict[int, str], now: list[dict[str, Any]]
+) -> None:
+    """Raises `CheckpointError` for another kind of optimizer, or groups of other parameters."""
+    kind = type(_inner(optimizer)).__name__
+    if listed.kind != kind:
+        raise CheckpointError(
+            f"optim: {listed.kind} -> {kind}: the saved state does not fit another optimizer. Resume with "
+            f"{listed.kind}, or start a new run from the checkpoint's weights."
+        )
+    then = [set(group["params"]) for group in listed.groups]
+    if then != [{names[index] for index in group["params"]} for group in now]:
+        changed = sorted(map(str, set().union(*then) ^ set(names.values())))
+        raise CheckpointError(
+            f"the optimizer of the checkpoint trained other parameters ({', '.join(changed[:5]) or 'in other groups'});"
+            " resume with the same model, adapters and optimizer."
+        )
 
 
-def load_schedule(folder: Path, scheduler: Any, optimizer: Any) -> None:
-    """Reads the file of `save_schedule`, and sets the learning rates of the next step.
+def _refuse_other_entries(listed: OptimizerState, optimizer: Any, names: dict[int, str]) -> None:
+    """Raises `CheckpointError` for the first entry that the optimizer's own steps would not make: missing, unknown, or
+    of another shape or dtype. Of a class that takes no step on a small CPU tensor, parameters of a group are compared.
+    """
+    index, first_of = 0, dict[tuple[int, int], set[str]]()
+    for number, group in enumerate(_inner(optimizer).param_groups):
+        for parameter in group["params"]:
+            name, index = names[index], index + 1
+            if name not in listed.entries:
+                continue
+            found = {entry: _kind(value) for entry, value in listed.entries[name].items()}
+            expected = _kinds_after_a_step(_inner(optimizer), group, parameter)
+            wanted = first_of.setdefault((number, parameter.dim()), set(found)) if expected is None else set(expected)
+            if set(found) != wanted:
+                raise CheckpointError(
+                    f"the optimizer's state of {name} has {', '.join(sorted(found)) or 'no entries'}; this run's keeps "
+                    f"{', '.join(sorted(wanted)) or 'no entries'}. {_WAY_OUT}"
+                )
+            for entry, kind in (expected or {}).items():
+                if found[entry] != kind:
+                    raise CheckpointError(
+                        f"the optimizer's state of {name} has {entry} as {found[entry]}, where this run keeps {kind}. "
+                        f"{_WAY_OUT}"
+                    )
 
-    Schedules that are functions of the step's number (all of transformers' but two) go on by the settings of this run:
-    its rate, warm-up and length. Others go on from their state.
+
+def _kinds_after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, str] | None:
+    """Kinds of a parameter's entries once it was trained; None for classes that take no step on a small CPU tensor."""
+    kind, settings = type(optimizer), {name: value for name, value in group.items() if name != "params"}
+    small = nn.Parameter(torch.zeros(_SIZES[: parameter.dim()], dtype=parameter.dtype))
+    small.grad = torch.zeros_like(small)
+    known = inspect.signature(kind.__init__).parameters
+    try:
+        twin = kind([small], **{name: value for name, value in settings.items() if name in known})
+        twin.param_groups[0].update({**settings, "fused": None, "foreach": None})
+        twin.step()
+    except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
+    sizes = dict(zip(_SIZES, parameter.shape, strict=False))
+    return {entry: _kind(value, sizes) for entry, value in twin.state[small].items()}
+
+
+def _kind(value: Any, sizes: Mapping[int, int] | None = None) -> str:
+    """Shape and dtype in words. sizes: what the axes of the small parameter stand for."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        shape = [(sizes or {}).get(size, size) for size in value.shape]
+        return f"{shape} {str(value.dtype).removeprefix('torch.')}"
+    is_number = isinstance(value, torch.Tensor) or type(value) in (int, float)
+    return "one number" if is_number else f"one {type(value).__name__}"
+
+
+def _refuse_values(entries: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` for values that no step makes: not finite, or a mean of squares below zero.
+
+    entries: by `parameter/entry`.
+    """
+    for name, value in entries.items():
+        if isinstance(value, bool) or not isinstance(value, torch.Tensor | int | float):
+            continue
+        is_larger = type(value) is int and value.bit_length() > 63
+        tensor = torch.as_tensor(math.inf if is_larger else value)
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"the optimizer's state {name} holds numbers that are not finite.")
+        if name.endswith("/step") and bool((tensor != tensor.round()).any()):
+            raise CheckpointError(f"the optimizer's state {name} is {tensor.max():g}; steps are whole.")
+        if name.rpartition("/")[2] in _SQUARES and tensor.numel() and bool((tensor < 0).any()):
+            raise CheckpointError(f"the optimizer's state {name} holds {tensor.min():g}; it is never below 0.")
+
+
+def _settled_group(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group of this run, with what steps and schedules change (rates, counters) from the saved one.
 
     Raises:
-        CheckpointError: another kind of schedule, or another rate in one that goes on from its state.
+        CheckpointError: a flag that differs, or a number that is not one.
     """
-    saved = json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))
-    state, kind = from_plain(saved["state"]), type(scheduler).__name__
-    if saved["kind"] != kind:
-        raise CheckpointError(
-            f"lr_scheduler_type: {saved['kind']} -> {kind}: the saved state does not fit another schedule. "
-            "Resume with the former, or start a new run from the checkpoint's weights."
-        )
-    own = list(getattr(scheduler, "base_lrs", ()))
-    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-        rates = [base * rule(state["last_epoch"]) for base, rule in zip(own, scheduler.lr_lambdas, strict=True)]
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        state |= {"base_lrs": own, "_last_lr": rates}
-    elif own != list(state.get("base_lrs", own)):
-        raise CheckpointError(
-            f"learning rate: {state['base_lrs']} -> {own}: a {kind} continues from the saved rate. Resume with the "
-            "former, or start a new run from the checkpoint's weights."
-        )
-    scheduler.load_state_dict(state)
-
-
-def random_state() -> Any:
-    """The generators of this process, as plain values: Python's, NumPy's, torch's, and those of its CUDA devices."""
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - callbacks and transformers draw from the global generator
-        "torch": torch.random.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-    return to_plain(state)
-
-
-def save_random_state(folder: Path, rank: int, state: Any) -> None:
-    """Writes the result of `random_state`."""
-    _write_json(_random_file(folder, rank), state)
-
-
-def load_random_state(folder: Path, rank: int) -> bool:
-    """Reads the file of `save_random_state` for this rank; False if there was no such rank. Only callbacks depend on
-    it: the order of steps has a generator of its own, and dropout is an error.
-    """
-    path = _random_file(folder, rank)
-    if not path.is_file():
-        return False
-    state = from_plain(json.loads(path.read_text(encoding="utf-8")))
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.random.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    return True
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content), encoding="utf-8")
-
-
-def _names(optimizer: Any, model: nn.Module) -> dict[int, str]:
-    """The names of an optimizer's parameters by their indices in its `state_dict`."""
-    known = {id(parameter): name for name, parameter in model.named_parameters()}
-    flat = [parameter for group in inner_optimizer(optimizer).param_groups for parameter in group["params"]]
-    return {index: known.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(flat)}
-
-
-def _kind_of(optimizer: Any) -> str:
-    return type(inner_optimizer(optimizer)).__name__
-
-
-def _tensor_file(folder: Path) -> Path:
-    return folder / f"{OPTIMIZER}.safetensors"
-
-
-def _random_file(folder: Path, rank: int) -> Path:
-    return folder / f"random_{rank}.json"
+    changing = [name for name in now if name in then and name not in SETTINGS and name != "params"]
+    for name in changing:
+        old, new = then[name], now[name]
+        if new is None or isinstance(new, bool | str):
+            if old != new:
+                raise CheckpointError(
+                    f"the optimizer of the checkpoint has {name}={old!r}, now {new!r}; its state does not fit. Resume "
+                    "with the former, or start a new run from the checkpoint's weights."
+                )
+            continue
+        values = list(old) if isinstance(old, tuple | list) else [old]
+        numbers = [float(each) for each in values if _kind(each) == "one number"]
+        is_other_form = isinstance(new, tuple | list) != isinstance(old, tuple | list)
+        is_rate = bool(numbers) and all(map(math.isfinite, numbers)) and not (name.endswith("lr") and numbers[0] < 0)
+        if is_other_form or not is_rate:
+            raise CheckpointError(
+                f"the optimizer of the checkpoint has {name}={old!r}, which no run sets (now {new!r})."
+            )
+    return {**now, **{name: then[name] for name in changing}}

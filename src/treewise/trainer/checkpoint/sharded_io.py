@@ -7,7 +7,7 @@ is unpickled; any number of ranks, one included, reads what any other number wro
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,35 +30,26 @@ def save_shards(folder: Path, tensors: dict[str, torch.Tensor], group: Any = Non
     Raises:
         CheckpointError: a rank could not write.
     """
-    writer, is_single = HuggingFaceStorageWriter(str(folder), save_distributed=True), not distributed.is_initialized()
-    try:
-        with _single_process_warning_ignored():
-            save(dict(tensors), storage_writer=writer, no_dist=is_single, process_group=group)
-    except CheckpointException as error:
-        raise CheckpointError(_reason(error)) from error
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _errors_named() as is_single:
+        save(dict(tensors), storage_writer=writer, no_dist=is_single, process_group=group)
 
 
 def load_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Reads into the given tensors, in place; every rank calls this.
+    """Reads into the given tensors, in place, from files of shards or whole ones; every rank calls this.
 
     Raises:
         CheckpointError: a tensor is missing from the checkpoint, also in part, or has another shape or dtype.
     """
-    _refuse_gaps(folder, tensors)
-    reader, is_single = HuggingFaceStorageReader(str(folder)), not distributed.is_initialized()
-    try:
-        with _single_process_warning_ignored():
-            load(dict(tensors), storage_reader=reader, no_dist=is_single)
-    except CheckpointException as error:
-        raise CheckpointError(_reason(error)) from error
-    except (RuntimeError, ValueError) as error:  # the planner's errors without a process group
-        if not is_single:
-            raise
-        raise CheckpointError(str(error)) from error
+    refuse_gaps(folder, tensors)
+    with _errors_named() as is_single:
+        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=is_single)
 
 
-def _refuse_gaps(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Raises `CheckpointError` unless the files hold each tensor whole: DCP leaves as it is what no file holds."""
+def refuse_gaps(folder: Path, tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Raises `CheckpointError` unless the files hold each tensor whole (DCP leaves as it is what no file holds), in its
+    shape and dtype, by their headers. The names of all that they hold.
+    """
     try:
         saved: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -74,19 +65,26 @@ def _refuse_gaps(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
                 f"{folder.name}: {name} is {num_held} numbers of {list(found.size)} {dtype}, where {tensor.numel()} of "
                 f"{list(tensor.shape)} {tensor.dtype} belong; a file is missing or is another run's."
             )
+    return set(saved)
 
 
 @contextmanager
-def _single_process_warning_ignored() -> Iterator[None]:
-    """DCP warns in a run of one process, which may read shards as well."""
-    if distributed.is_initialized():  # filters of warnings belong to all threads of a process
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield
+def _errors_named() -> Iterator[bool]:
+    """Around DCP, which warns in a run of one process, that may read shards as well; gives whether it is one.
 
-
-def _reason(error: CheckpointException) -> str:
-    rank, (failure, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {failure}"
+    Raises:
+        CheckpointError: DCP's errors, with the rank that had them.
+    """
+    is_single = not distributed.is_initialized()
+    try:
+        with warnings.catch_warnings() if is_single else nullcontext():  # filters belong to all threads of a process
+            if is_single:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            yield is_single
+    except CheckpointException as error:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise CheckpointError(f"rank {rank}: {failure}") from error
+    except (RuntimeError, ValueError) as error:  # the planner's errors without a process group
+        if not is_single or isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(str(error)) from error
