@@ -47,11 +47,6 @@ def test_rows_of_one_rollout_stay_in_the_group_of_its_first_prompt(write):
     assert other.trajectories[0].group != first.trajectories[0].group
 
 
-def test_a_given_group_is_kept(write):
-    [tree] = load_trees(write(row([1, 2], [3], group="g"), row([4, 5], [6], group="g")))
-    assert [item.group for item in tree.trajectories] == ["g", "g"]
-
-
 def test_the_samplers_and_a_teachers_streams_arrive(write):
     teacher = {"teacher_ids": [[0, 0], [5, 6], [7, 8]], "teacher_logprobs": [[-1, -1], [-0.5, -2], [-1, -3]]}
     [tree] = load_trees(write(row([1], [2, 3], sampler_logprobs=[None, -1, -2], **teacher)))
