@@ -13,8 +13,7 @@ import json
 import resource
 import sys
 import time
-from contextlib import nullcontext, redirect_stderr
-from io import StringIO
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +80,7 @@ def run(output: Path, console: Console) -> None:
     started = time.perf_counter()
     console.rule("1. the model and the data")
     logging.disable_progress_bar()
-    # One bar knows no switch; it is drawn on stderr, and is for terminals.
-    with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
-        model, tokenizer = load_model(DEMO_MODEL)
+    model, tokenizer = load_model(DEMO_MODEL)
     flops = flop_model(model)
     console.print(
         f"SmolLM2-135M-Instruct, {flops.num_parameters / 1e6:.1f} million parameters, float32, "
@@ -127,9 +124,15 @@ def run(output: Path, console: Console) -> None:
 
 def look_at_data(tokenizer: Any, flops: FlopModel, console: Console) -> Any:
     """Real tree searches by GPT-4 (Tree of Thoughts), one record per visited state."""
+    console.print(
+        "Read with thinking=keep: one trajectory for each record, its thinking trained. The default (as_inference)\n"
+        "renders each call of an agent as its template writes it, earlier thinking dropped: on this file more\n"
+        "trajectories and a larger share ratio."
+    )
     data = load_trees(DATA / "searches.jsonl.gz", tokenizer, options=RenderOptions(thinking="keep"), num_workers=0)
     report = inspect_forests(((tree.name, tree.forest()) for tree in data), data.report, flops, "SmolLM2-135M")
-    console.print(inspect_view(report))
+    # Its findings are keys that nothing reads (source, licence): where the bundled records are from.
+    console.print(inspect_view(replace(report, findings=())))
     return data
 
 

@@ -3,7 +3,7 @@
 The pairs come from the searches in examples/data: two first moves for one problem, one of which the search judged
 likely to lead to 24. Both answers of a pair share its prompt, and all pairs of a problem do.
 
-    pip install 'trl>=1.15'
+    pip install 'trl>=1.16'
     python examples/trl_dpo.py [--model HuggingFaceTB/SmolLM2-135M-Instruct] [--steps 20] [--max_tokens 2048]
 """
 

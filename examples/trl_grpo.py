@@ -3,7 +3,7 @@
 All samples of one prompt share it, and the line below the trainer makes the update compute it once. Losses, metrics and
 updates stay those of TRL; take the line out and compare.
 
-    pip install 'trl>=1.15'
+    pip install 'trl>=1.16'
     python examples/trl_grpo.py [--model HuggingFaceTB/SmolLM2-135M-Instruct] [--steps 20] [--max_tokens 2048]
 """
 

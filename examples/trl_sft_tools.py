@@ -3,7 +3,7 @@
 The records are the branches of one depth-first search by an agent with tools (ToolBench, in examples/data): they share
 the system prompt, the tools, the question and every call up to where they fork.
 
-    pip install 'trl>=1.15'
+    pip install 'trl>=1.16'
     python examples/trl_sft_tools.py [--model HuggingFaceTB/SmolLM2-135M-Instruct] [--steps 20] [--max_tokens 4096]
 """
 

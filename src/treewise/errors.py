@@ -113,7 +113,7 @@ def bytes_as_text(num_bytes: float | None) -> str:
 
 
 def pip_install(*packages: str) -> str:
-    """`pip install 'trl>=1.15'`: the way to packages that are missing, in the versions that pyproject.toml asks for."""
+    """`pip install 'trl>=1.16'`: the way to packages that are missing, in the versions that pyproject.toml asks for."""
     try:
         listed = metadata.requires("treewise") or []
     except metadata.PackageNotFoundError:  # run from its sources

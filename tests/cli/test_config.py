@@ -53,7 +53,7 @@ MISTAKES = {
     "item": ("eval_data: [rows.jsonl, 2]", r"run.yaml:6: eval_data\[1\] must be text or a mapping, found 2"),
     "bool for text": ("run_name: yes", "run_name must be text or nothing, found True .* Quote it"),
     "choice": ("save_strategy: step", r"choose one of no, steps, epoch, best. Did you mean 'steps'\?"),
-    "not finite": ("learning_rate: .nan", "learning_rate must be a number"),
+    "not finite": ("learning_rate: .nan", "learning_rate must be a finite number, found nan"),
     "twice": ("model: other", r"run.yaml:6: model is given twice \(first at .*run.yaml:1\)"),
     "elsewhere": ("resume_from_checkpoint: x", "use --resume"),
     "no evaluation set": ("eval_strategy: steps", "there is no eval_data"),
@@ -119,7 +119,7 @@ def test_the_resolved_configuration_gives_the_same_run(write, tmp_path):
 
 
 def test_differences_name_old_and_new():
-    assert differences("a: 1\nb: 2\n", "a: 1\nb: 3\nc: 4\n") == ["b: 2 -> 3", "c: None -> 4"]
+    assert differences("a: 1\nb: 2\n", "a: 1\nb: 3\nc: 4\n") == ["b: 2 -> 3", "c: default -> 4"]
 
 
 def test_settings_that_transformers_refuses_are_configuration_errors(write):

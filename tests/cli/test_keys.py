@@ -1,6 +1,10 @@
 """Each key of each command that trains, as a flag and in a file, reaches the object that computes with it."""
 
+import argparse
+import dataclasses
 import inspect
+import re
+import typing
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,10 +15,11 @@ import treewise.data
 import treewise.rl.online
 import treewise.rl.samplers
 from tests.cli.helpers import save_tiny_model, write_rows
-from treewise.cli import online_run, progress, run_folder, training_run
+from treewise.cli import data_arguments, online_run, progress, run_folder, training_run
 from treewise.cli.commands import rl, train
 from treewise.cli.keys import key_names, schema
 from treewise.cli.main import main
+from treewise.cli.parser import COMMANDS, module_of
 from treewise.cli.values import choices_of, kinds_of
 from treewise.data import RenderOptions
 from treewise.nn import load_model
@@ -214,3 +219,50 @@ def test_every_key_reaches_what_computes(command, form, seen, tmp_path, capsys):
 def test_help_lists_the_keys_of_the_schema(command):
     """Help reads their names from source, without importing what declares them."""
     assert key_names(KEYS[command]) == list(schema(KEYS[command]))
+
+
+class ReadError(Exception):
+    """Ends a command where it reads its data."""
+
+
+FLAGS = {"inspect": (), "plan": (), "verify": ("--model", "m"), "profile": ("--model", "m"), "bench": ("--model", "m")}
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_flags_of_rendering_reach_what_reads(command, tmp_path, monkeypatch):
+    """Every option of `RenderOptions`, `num_workers` and `on_bad_record`, of each command that reads data."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", [{"token_ids": [1, 2, 3]}])
+    options = [each.name for each in dataclasses.fields(RenderOptions)]
+    types = typing.get_type_hints(RenderOptions)
+    values = {name: {"a": 1} if name == "chat_template_kwargs" else value_of(name, types[name]) for name in options}
+    values |= {"merge_siblings": False, "num_workers": 3, "on_bad_record": "quarantine"}
+    words = [
+        word
+        for name, value in values.items()
+        for word in (f"--{name}", yaml.safe_dump(value).removesuffix("...\n").strip())
+    ]
+
+    def load(data, tokenizer, *, options, num_workers, on_bad_record, **_):
+        given = {name: getattr(options, name) for name in RenderOptions.__slots__}
+        assert given | {"num_workers": num_workers, "on_bad_record": on_bad_record} == values
+        raise ReadError
+
+    module_of(command)  # imported before what it imports is replaced
+    monkeypatch.setattr(data_arguments, "load_trees", load)
+    model = save_tiny_model(tmp_path / "m")
+    (model / "tokenizer.json").unlink(missing_ok=True)
+    with pytest.raises(ReadError):
+        main([command, "rows.jsonl", *FLAGS[command], *words, "--debug"])
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"train", "rl"}))
+def test_every_flag_of_a_command_is_read(command):
+    """By the command's module, or by what reads data for all of them."""
+    parser = argparse.ArgumentParser()
+    module = module_of(command)
+    module.add_arguments(parser)
+    text = inspect.getsource(module) + inspect.getsource(data_arguments)
+    own = {each.dest for each in parser._actions} - {"help"}
+    elsewhere = set(RenderOptions.__slots__) if "apply_config" in dir(module) else set()
+    assert {name for name in own - elsewhere if not re.search(rf"args\.{name}\b", text)} == set()

@@ -103,7 +103,7 @@ def test_bad_trees_given_by_line_are_quarantined_whole(write, tmp_path):
 
 
 def test_nothing_left_after_quarantine_is_an_error(write, tokenizer, tmp_path):
-    with pytest.raises(DataError, match=r"no record to train on .*1 were left out"):
+    with pytest.raises(DataError, match=r"no record to train on .*1 record left out"):
         load_trees(write(BAD), tokenizer, on_bad_record="quarantine", quarantine_path=tmp_path / "q.jsonl")
 
 

@@ -68,6 +68,48 @@ def test_what_cannot_be_loaded_is_said(folders):
     shutil.copy(folder / "kept", folder / "lora" / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match="weights of the adapters are not there"):
         load_weights(lora)
-    (folder / "lora" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="write the folder or name of the base model there"):
-        load_weights(lora)
+    (folder / "lora" / "adapter_config.json").write_text(json.dumps(settings | {"peft_type": "NOPE"}))
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: peft_type is 'NOPE', which this peft does not have"):
+        load_shapes(lora)
+    for text in ("{}", "[]"):
+        (folder / "lora" / "adapter_config.json").write_text(text)
+        with pytest.raises(ConfigError, match="write the folder or name of the base model there"):
+            load_weights(lora)
+
+
+def test_what_a_gguf_file_holds_is_kept(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setenv("TREEWISE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "tiny.gguf"
+
+    def write(words):
+        writer = gguf.GGUFWriter(file, "llama")
+        for name, value in {"block_count": 1, "context_length": 64, "embedding_length": 8, "head_count": 2}.items():
+            getattr(writer, f"add_{name}")(value)
+        writer.add_feed_forward_length(8)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(["<s>", "a", "b", *words])
+        writer.add_token_types([3, *[1] * (len(words) + 2)])
+        writer.add_token_merges([f"{word[:-1]} {word[-1]}" for word in words])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(0)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+
+    def read():
+        tokenizer, config = load_tokenizer(str(file)), load_config(str(file))
+        return tokenizer.backend_tokenizer.to_str(), tokenizer("aaba")["input_ids"], config.to_dict()
+
+    write(["ab"])
+    first = read()
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", None)
+        assert read() == first
+    (folder,) = (each.parent for each in tmp_path.rglob("tokenizer.json"))
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=f"{folder.name}: cannot be loaded as a tokenizer"):
+        read()
+    write(["ab", "aba"])
+    assert len(read()[1]) < len(first[1])

@@ -57,7 +57,7 @@ def test_rewards_become_advantages_as_the_objective_says(objective, method, expe
 
 def test_no_advantages_are_guessed():
     for objective in (tw.PPO(), PolicyGradient()):
-        with pytest.raises(ConfigError, match="PolicyGradient has no usual advantages, and the rows hold none"):
+        with pytest.raises(ConfigError, match="the objective has no usual advantages, and the rows hold none"):
             credited([rollouts(0, 1)], objective)
         assert credited([rollouts(0, 1)], objective, method="rloo").method == "rloo"
         assert credited([rollouts(0, 1, advantages=1.0)], objective).method == "given"

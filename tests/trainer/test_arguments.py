@@ -83,3 +83,13 @@ def test_every_choice_is_documented_and_accepted(tmp_path, name, choices):
 def test_how_to_shard_without_sharding_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="give sharded: true"):
         TreeTrainingArguments(str(tmp_path), use_cpu=True, shard_config={"dp_replicate_size": 2})
+
+
+def test_settings_that_nothing_reads_are_named(tmp_path, caplog):
+    """Once, and only where they are set to something else than their default."""
+    TreeTrainingArguments(output_dir=str(tmp_path), report_to="none", dataloader_pin_memory=True, label_names=[])
+    assert "without effect" not in caplog.text
+    TreeTrainingArguments(
+        output_dir=str(tmp_path), report_to="none", dataloader_pin_memory=False, label_names=["a"], seed=3
+    )
+    assert "without effect on trees: dataloader_pin_memory, label_names; leave them out" in caplog.text

@@ -96,3 +96,29 @@ def test_an_objective_that_is_not_called_is_a_sentence(folder, args):
             TreeEngine(model).step(rows, objective)
         with pytest.raises(ConfigError, match=wanted):
             tw.TreeTrainer(model, args, train_dataset=ROWS, objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tokenizer": None}, "TreeTrainer takes no tokenizer: it is processing_class"),
+        ({"reward_funcs": [len]}, "takes no reward_funcs: .*OnlineTrainer"),
+        ({"trian_dataset": ROWS}, "takes no trian_dataset: see help"),
+        ({"model": None}, "a run needs a model"),
+        ({"model": 5}, "the model is a int; give a model"),
+        ({"train_dataset": {"token_ids": [[1, 2]]}}, "train_dataset is a dict; give a list of records"),
+        ({"objective": lambda logprobs: logprobs[0].sum()}, "the objective is a function; .*for engine.step"),
+        ({"peft_config": 5}, "peft_config is a int; give a peft.LoraConfig"),
+    ],
+)
+def test_what_no_run_begins_with_is_a_sentence(folder, args, given, message):
+    model = {"model": str(folder), "train_dataset": ROWS} | given
+    with pytest.raises(ConfigError, match=message):
+        tw.TreeTrainer(model.pop("model"), args, **model)
+
+
+def test_rows_and_names_where_trajectories_and_models_are_wanted(folder):
+    with pytest.raises(ConfigError, match="verify takes a model, found a str"):
+        tw.verify(str(folder), [tw.Trajectory(row["token_ids"]) for row in ROWS])
+    with pytest.raises(tw.DataError, match="trajectory 0 is a dict; wrap its tokens"):
+        tw.advantages.group_normalized(ROWS)

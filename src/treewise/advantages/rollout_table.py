@@ -98,6 +98,9 @@ def read_rollouts(trajectories: Sequence[Trajectory], with_rewards: bool = True)
     items = tuple(trajectories)
     if not items:
         raise DataError("advantages need at least one trajectory, got none.")
+    for index, item in enumerate(items):
+        if not isinstance(item, Trajectory):
+            raise DataError(f"trajectory {index} is a {type(item).__name__}; wrap its tokens in tw.Trajectory.")
     rollout_of = number_rollouts(items)
     rewards = np.full(int(rollout_of.max()) + 1, np.nan)
     group = np.zeros(len(rewards), dtype=np.int64)

@@ -121,7 +121,14 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"unexpected {word!r}: give one CONFIG.yaml first, then flags (--key value).")
         else:
             flags[location].append(word)
-    return {key: value[0] if len(value) == 1 else value or "true" for key, value in flags.items()}
+    return {key: value[0] if len(value) == 1 else value or _ALONE for key, value in flags.items()}
+
+
+class _Alone(str):
+    """The value of a flag that was given none: true, where the key may be that."""
+
+
+_ALONE = _Alone("true")
 
 
 def resolved_text(config: RunConfig, arguments: "TreeTrainingArguments") -> str:
@@ -140,7 +147,7 @@ def differences(old_text: str, new_text: str) -> list[str]:
     """What changed between two resolved configurations: `learning_rate: 1e-05 -> 2e-05`."""
     old, new = yaml.safe_load(old_text) or {}, yaml.safe_load(new_text) or {}
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
+    return [f"{key}: {old.get(key, 'default')} -> {new.get(key, 'default')}" for key in keys]
 
 
 def _plain(value: object) -> Any:
@@ -183,6 +190,8 @@ def _put(
 
 
 def _checked(key: str, value: object, known: Mapping[str, Any], location: str) -> Any:
+    if isinstance(value, _Alone) and bool not in kinds_of(known[key]):
+        raise ConfigError(f"{location} needs a value.")
     try:
         checked = coerce(key, value, known[key])
         if checked is None:

@@ -9,7 +9,7 @@ from treewise.cli.config import RunConfig, read_config
 from treewise.cli.keys import RL, help_of
 from treewise.cli.values import choices_of, kinds_of, read_mapping
 from treewise.data import RenderOptions, Trees, load_trees
-from treewise.errors import ConfigError, beyond_limits
+from treewise.errors import ConfigError, beyond_limits, num
 from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.nn.load_model import DTYPES, load_processor
 
@@ -129,6 +129,17 @@ def load_data(args: argparse.Namespace, tokenizer: Any, *, progress: bool) -> Tr
         num_workers=args.num_workers,
         progress=progress,
         on_bad_record=args.on_bad_record,
+    )
+
+
+def rendering_note(args: argparse.Namespace, data: Trees) -> str:
+    """Why chats have more trajectories than records, as a line for the terminal; empty where they have not."""
+    report = data.report
+    if args.render.thinking == "keep" or report.num_trajectories <= report.num_records:
+        return ""
+    return (
+        f"{num(report.num_trajectories, 'trajectory', 'trajectories')} of {num(report.num_records, 'record')}: each "
+        "trained turn is one, rendered as inference saw it (of chats --thinking keep makes one each)"
     )
 
 

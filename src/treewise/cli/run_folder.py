@@ -28,7 +28,7 @@ def check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
     from treewise.trainer.checkpoint import store
 
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir {folder} is a file.")
+        raise ConfigError(f"output_dir {folder} is a file; name a folder.")
     if overwrite:
         return
     saved = store.checkpoints(folder)
@@ -103,8 +103,14 @@ def _check_steps_left(arguments: "TreeTrainingArguments", num_trees: int, resume
 
 @contextmanager
 def _leaving_nothing(folder: Path) -> Iterator[None]:
-    """Removes the settings of a run that failed before it trained, and its folder if the run created it."""
-    was_there = folder.exists()
+    """Takes back the settings of a run that failed before it trained, and its folder if the run created it.
+
+    A resumed run that was refused (other data, another optimizer) leaves the settings and the end of the one before.
+    """
+    from treewise.trainer.checkpoint.manifest import write_atomically
+
+    was_there, before = folder.exists(), _results(folder)
+    kept = {name: (folder / name).read_text("utf-8") for name in (_RESOLVED, FINISHED) if (folder / name).is_file()}
     is_fresh = not was_there or (folder.is_dir() and not any(folder.iterdir()))
     try:
         yield
@@ -114,7 +120,18 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
                 (folder / name).unlink(missing_ok=True)
             if not was_there:
                 folder.rmdir()
+        elif _results(folder) == before:
+            for name, text in kept.items():
+                write_atomically(folder / name, text)
         raise
+
+
+def _results(folder: Path) -> tuple[object, ...]:
+    """What changes as soon as a run logs or saves something, or overwrites another."""
+    from treewise.trainer.checkpoint import store
+
+    log = folder / LOG
+    return (log.stat().st_size if log.is_file() else None, *store.checkpoints(folder))
 
 
 def _resume_point(folder: Path, resume: str | None) -> str | bool | None:

@@ -76,7 +76,7 @@ def training_arguments(config: RunConfig) -> "TreeTrainingArguments":
     except (ValueError, TypeError, ImportError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(str(error).strip().splitlines()[0]) from error
+        raise ConfigError(" ".join(str(error).split())) from error
     check_settings(arguments)
     return arguments
 

@@ -154,6 +154,8 @@ def coerce(key: str, value: Any, annotation: object) -> Any:
             return value
         return [coerce(f"{key}[{index}]", each, *typing.get_args(items[0])) for index, each in enumerate(value)]
     wanted = " or ".join(dict.fromkeys(_NAMES[kind] for kind in _NAMES if kind in kinds))
+    if isinstance(value, float) and not math.isfinite(value):
+        wanted = wanted.replace("a number", "a finite number")
     actual = f"{value!r} ({_NAMES.get(type(value), type(value).__name__)})"
     hint = " Quote it if it is meant as text." if isinstance(value, bool) and str in kinds else ""
     raise ConfigError(f"{key} must be {wanted}, found {actual}.{hint}")

@@ -338,7 +338,9 @@ class TreeBuilder:
         trees = [tree for tree in self.trees if tree.num_rows]
         if not trees:
             reason = (
-                f" ({len(report.dropped)} were left out; the first: {report.dropped[0][1]})" if report.dropped else ""
+                f" ({num(len(report.dropped), 'record')} left out; the first: {': '.join(report.dropped[0])})"
+                if report.dropped
+                else ""
             )
             raise DataError(f"no record to train on in {num(num_sources, 'file')}{reason}.")
         index_of_tree = np.full(len(self.trees), -1)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from treewise.distributed import ranks
 from treewise.distributed.mesh import sum_gradients
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, num
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,9 @@ def check_context_size(size: int, num_ranks: int, tp_size: int = 1, ep_size: int
     if size < 1:
         raise ConfigError(f"context_size={size}; give 1 or more processes.")
     if num_ranks % size:
-        raise ConfigError(f"context_size={size} does not divide the {num_ranks} processes; change one of the two.")
+        raise ConfigError(
+            f"context_size={size} does not divide the {num(num_ranks, 'process', 'processes')}; change one of the two."
+        )
     if size > 1 and tp_size * ep_size > 1:
         raise ConfigError(
             f"context_size={size} cannot be combined with tp_size={tp_size}, ep_size={ep_size}: leave it out and lower "

@@ -177,11 +177,14 @@ def mesh_config(tp_size: int, ep_size: int, num_ranks: int) -> DistributedConfig
         if size < 1:
             raise ConfigError(f"{name}={size}; give 1 or more processes.")
     if num_ranks % tp_size:
-        raise ConfigError(f"tp_size={tp_size} does not divide the {num_ranks} processes; change one of the two.")
+        raise ConfigError(
+            f"tp_size={tp_size} does not divide the {num(num_ranks, 'process', 'processes')}; change one of the two."
+        )
     if not experts_fit(ep_size, tp_size, num_ranks):
         fitting = [str(each) for each in range(tp_size, num_ranks + 1, tp_size) if num_ranks % each == 0]
         raise ConfigError(
-            f"ep_size={ep_size} must be a multiple of tp_size={tp_size} and divide the {num_ranks} processes; choose "
+            f"ep_size={ep_size} must be a multiple of tp_size={tp_size} and divide the "
+            f"{num(num_ranks, 'process', 'processes')}; choose "
             f"one of {', '.join(fitting)}."
         )
     return _WithoutFsdp(tp_size=tp_size, ep_size=ep_size, fsdp_size=num_ranks // tp_size)

@@ -29,7 +29,7 @@ def share_prefixes(
     Raises:
         UnsupportedModelError: the model cannot follow a tree (docs/models.md), learns a prompt, or has a head that is
             not TRL's fused one.
-        ConfigError: TRL is not installed or older than 1.15, an invalid setting, a setting of verl that trees cannot
+        ConfigError: TRL is not installed or older than 1.16, an invalid setting, a setting of verl that trees cannot
             follow, not a model, or one that no trainer was built with yet.
     """
     inner = getattr(model, "engine", model)

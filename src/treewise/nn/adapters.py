@@ -63,9 +63,10 @@ def base_of(adapters: Path) -> Iterator[str]:
     """The name of the model that adapters were trained on; errors of what is loaded inside say how to give it."""
     file = adapters / ADAPTERS
     try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())[:MAX_REASON]}") from None
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if not isinstance(base, str) or not base.strip():
         raise ConfigError(f"{file}: no base_model_name_or_path; write the folder or name of the base model there.")
     beside = adapters / base
@@ -77,7 +78,8 @@ def base_of(adapters: Path) -> Iterator[str]:
         yield base
     except ConfigError as error:
         raise ConfigError(
-            f"{adapters}: its base model: {error} Where it is now, is written into {file}, as base_model_name_or_path."
+            f"{adapters}: its base model: {error} If it was moved, write its place into {file}, as "
+            "base_model_name_or_path."
         ) from error
 
 
@@ -89,7 +91,10 @@ def adapter_config(adapters: Path) -> "PeftConfig":
 
     with named_errors(str(adapters), "adapters"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = PeftConfig.from_pretrained(str(adapters))
+        try:
+            config = PeftConfig.from_pretrained(str(adapters))
+        except KeyError as error:  # of peft's table of types
+            raise ConfigError(f"{adapters / ADAPTERS}: peft_type is {error}, which this peft does not have.") from None
     config.inference_mode = False
     return config
 

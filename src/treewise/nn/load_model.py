@@ -11,12 +11,12 @@ import json
 import logging
 import os
 import re
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,8 @@ def load_weights(
         load = load_on_mesh
     else:
         load = partial(auto_class(load_config(name, gguf_file)).from_pretrained, trust_remote_code=False)
-    with named_errors(name), _quiet():
+    # transformers' bar over the tensors of a GGUF file has no switch; it is drawn on stderr.
+    with named_errors(name), _quiet(), nullcontext() if file is None else redirect_stderr(StringIO()):
         model, info = load(folder, **options)
     _check_weights(name, info)
     if bits is None:
@@ -144,27 +145,44 @@ def load_config(name: str, gguf_file: str | None = None) -> "PreTrainedConfig":
         with base_of(adapters) as base:
             return load_config(base)
     folder, gguf_file = locate(name, gguf_file)
-    kept = None if gguf_file is None else _kept_config(Path(folder) / gguf_file)
-    with named_errors(name):
-        if kept is not None and (kept / "config.json").is_file():
-            return AutoConfig.from_pretrained(str(kept), trust_remote_code=False)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **_gguf_options(gguf_file))
-    if kept is not None:
-        with suppress(OSError), tempfile.TemporaryDirectory(prefix="treewise-") as made:
-            config.save_pretrained(made)
-            kept.mkdir(parents=True, exist_ok=True)
-            shutil.copy(Path(made) / "config.json", kept / f".{os.getpid()}")
-            os.replace(kept / f".{os.getpid()}", kept / "config.json")
-    return config
+    return _kept(name, folder, gguf_file, AutoConfig, "its configuration")
 
 
-def _kept_config(file: Path) -> Path:
-    """Where the configuration in a GGUF file is kept: reading it takes seconds, as all of its vocabulary is parsed."""
+def _kept(name: str, folder: str, gguf_file: str | None, kind: Any, what: str) -> Any:
+    """What transformers' `kind` reads, with the part of a GGUF file kept as a folder of JSON under `$TREEWISE_CACHE`.
+
+    All of the file's vocabulary is parsed for it, which takes seconds. The folder belongs to the file's place, size and
+    time and to transformers' version, appears whole, and is kept only if what is read from it is what was written.
+    """
     import transformers
 
-    facts = [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns, transformers.__version__]
-    cache = Path(os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise").expanduser()
-    return cache / "gguf" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    options = _gguf_options(gguf_file)
+    if gguf_file is None:
+        with named_errors(name, what):
+            return kind.from_pretrained(folder, trust_remote_code=False)
+    file = Path(folder) / gguf_file
+    facts = [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns, transformers.__version__, kind.__name__]
+    cache = Path(os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise").expanduser() / "gguf"
+    kept = cache / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    with named_errors(str(kept), what):
+        if kept.is_dir():
+            value = kind.from_pretrained(str(kept), trust_remote_code=False)
+            value.name_or_path = folder
+            return value
+    with named_errors(name, what), _quiet():
+        value = kind.from_pretrained(folder, trust_remote_code=False, **options)
+    with suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=cache) as made, _quiet():
+            value.save_pretrained(f"{made}/first")
+            again = kind.from_pretrained(f"{made}/first", trust_remote_code=False)
+            again.save_pretrained(f"{made}/second")
+            first, second = (
+                {each.name: each.read_bytes() for each in Path(made, order).iterdir()} for order in ("first", "second")
+            )
+            if type(again) is type(value) and first == second:
+                os.replace(f"{made}/first", kept)
+    return value
 
 
 def load_shapes(
@@ -217,8 +235,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
         folder, gguf_file = locate(name, gguf_file)
     if not required and gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder)):
         return None
-    with named_errors(name, "a tokenizer"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_gguf_options(gguf_file))
+    return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer")
 
 
 def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> Any:

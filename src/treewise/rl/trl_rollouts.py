@@ -282,7 +282,7 @@ def tree_rollouts(
     sampler: Sampler | None = None,
     max_tokens: int | str | None = None,
 ) -> TreeRollouts:
-    """Lets a `GRPOTrainer` of TRL (1.15 or later) sample trees, credit them on the tree, and train each shared token
+    """Lets a `GRPOTrainer` of TRL (1.16 or later) sample trees, credit them on the tree, and train each shared token
     once. Call it after the trainer is built, and before `train()`.
 
     Each prompt grows one tree of exactly `num_generations` leaves. Lengths, temperature, top-p and top-k are the
@@ -316,7 +316,7 @@ def tree_rollouts(
 
 def _check_trainer(trainer: "GRPOTrainer", policy: Branching, advantages: str | None) -> None:
     if not hasattr(trainer, "_generate_and_score_completions") or not hasattr(trainer, "rollout_func"):
-        raise ConfigError(f"tree_rollouts needs a GRPOTrainer of TRL 1.15 or later, not {type(trainer).__name__}.")
+        raise ConfigError(f"tree_rollouts needs a GRPOTrainer of TRL 1.16 or later, not {type(trainer).__name__}.")
     if policy.name in _NOT_FOR_COMPLETIONS:
         why = _NOT_FOR_COMPLETIONS[policy.name]
         raise ConfigError(f"branching={policy.name!r} does not give a fixed number of completions: {why}.")

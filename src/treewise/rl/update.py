@@ -157,7 +157,7 @@ def method_of(objective: Objective, method: str | None, trees: Sequence[list[Tra
     method = objective.usual_advantages if method is None else method
     if method is None:
         raise ConfigError(
-            f"{type(objective).__name__} has no usual advantages, and the rows hold none; choose how they follow from "
+            f"the objective has no usual advantages, and the rows hold none; choose how they follow from "
             f"rewards: advantages={', '.join(ADVANTAGES)}."
         )
     check_choice("advantages", method, [*ADVANTAGES, GIVEN])
@@ -399,7 +399,7 @@ def describe(update: Update, objective: str, reference: str) -> str:
     if update.method is not None:
         groups = len({repr(item.group) for item in items})
         num_rollouts = int(number_rollouts(items).max()) + 1
-        counts = f"{num(num_rollouts, 'rollout')} in {num(groups, 'group')}, {num(len(items), 'row')}"
+        counts = f"{num_rollouts:,} in {num(groups, 'group')}, {num(len(items), 'row')}"
         lines.append(("rollouts", counts))
         lines.append(("advantages", update.method if report is None else report.method))
         lines.append(("rows with an advantage", f"{sum(map(_acts, items)):,} of {len(items):,}"))

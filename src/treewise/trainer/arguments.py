@@ -1,6 +1,7 @@
 """Settings of a run: those of transformers, some of treewise, and errors for those that cannot hold on trees."""
 
 import json
+import logging
 import math
 import os
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from treewise.errors import ConfigError, beyond_limits, check_fields
 from treewise.nn.attention import choose
 from treewise.nn.compilation import DEFAULT_BACKEND, check_compilation
 from treewise.objectives import SFT
+
+logger = logging.getLogger("treewise")
 
 # Settings of transformers that are impossible on trees, or would do something else than their user expects.
 _UNSUPPORTED = {
@@ -43,6 +46,15 @@ _LIMITS = {
     **dict.fromkeys(("max_grad_norm", "spike_factor"), (Ge(0), Lt(math.inf))),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (Ge(0), Lt(1))),
 }
+# Settings of transformers that nothing reads: trees are not padded, collated or pinned, an evaluation gathers one sum,
+# and neither DDP nor another dtype is wrapped around the model.
+_WITHOUT_EFFECT = (
+    "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_in_order", "remove_unused_columns",
+    "label_names", "length_column_name", "eval_do_concat_batches", "eval_use_gather_object",
+    "eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics", "bf16_full_eval", "fp16_full_eval",
+    "liger_kernel_config", "torch_empty_cache_steps", "logging_nan_inf_filter", "ddp_find_unused_parameters",
+    "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph",
+)  # fmt: skip
 _SIZES = ("tp_size", "ep_size", "context_size")
 _SAMPLING = ("random", "sequential")
 
@@ -141,11 +153,10 @@ class TreeTrainingArguments(TrainingArguments):
     eval_steps: Annotated[float, Gt(0), "eval_strategy=no for never"] | None = None
 
     def __post_init__(self) -> None:
-        for name, reason in _UNSUPPORTED.items():
-            default = self.__dataclass_fields__[name].default if name in self.__dataclass_fields__ else None
-            value = getattr(self, name, default)
-            if value != default and value not in ("", [], None):
-                raise ConfigError(f"{name}={value!r} cannot be used: {reason}")
+        for name in filter(self._is_set, _UNSUPPORTED):
+            raise ConfigError(f"{name}={getattr(self, name)!r} cannot be used: {_UNSUPPORTED[name]}")
+        if unread := [name for name in _WITHOUT_EFFECT if self._is_set(name)]:
+            logger.warning("without effect on trees: %s; leave them out", ", ".join(unread))
         if getattr(self, "train_sampling_strategy", "random") not in _SAMPLING:
             raise ConfigError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r}: choose {' or '.join(_SAMPLING)}."
@@ -158,7 +169,7 @@ class TreeTrainingArguments(TrainingArguments):
         for name, limits in _LIMITS.items():
             value = getattr(self, name)
             if value is not None and (wanted := beyond_limits(value, limits)):
-                raise ConfigError(f"{name} is {value:g}; it must be {wanted}.")
+                raise ConfigError(f"{name} is {value:,}; it must be {wanted}.")
         self.objective()
         self._take_over_fsdp()
         if self.shard_config and not self.sharded:
@@ -170,6 +181,12 @@ class TreeTrainingArguments(TrainingArguments):
         self._check_launched_alone()
         mesh_config(self.tp_size, self.ep_size, int(self.world_size))
         check_context_size(self.context_size, int(self.world_size), self.tp_size, self.ep_size)
+
+    def _is_set(self, name: str) -> bool:
+        """Whether a setting, which this version of transformers may lack, has another value than its default."""
+        known = self.__dataclass_fields__.get(name)
+        value = None if known is None else getattr(self, name)
+        return known is not None and value != known.default and value not in ("", [], None)
 
     def _start_group(self) -> None:
         """Joins the processes of a run on CPUs. transformers does it, too, but ignores `ddp_timeout`."""

@@ -6,12 +6,13 @@ the trained model as it starts, with the adapters that it then has (new ones cha
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 
 from treewise.data.sources import is_raw_data
@@ -22,10 +23,41 @@ from treewise.errors import ConfigError
 from treewise.nn import load_model
 from treewise.nn.adapters import adapted
 from treewise.objectives import DPO, KTO, Objective, with_mismatched
+from treewise.objectives.registry import checked_objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.data_loader import survey
 from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import Trajectory
+
+# Arguments of other trainers, which this one does not have.
+_ELSEWHERE = {
+    "tokenizer": "it is processing_class",
+    "ref_model": "it is reference",
+    "data_collator": "trees are made of records and never padded; leave it out",
+    "formatting_func": "give records in a form of docs/data.md",
+    "compute_metrics": "an evaluation measures eval_loss alone",
+    "compute_loss_func": "give objective=, a loss of docs/objectives.md",
+    "reward_funcs": "give rewards in the rows; tw.OnlineTrainer calls reward functions",
+}
+
+
+def check_given(model: Any, model_init: Any, dataset: Any, objective: Any, others: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for what no run can begin with: arguments of other trainers, something else than a model."""
+    for name in others:
+        hint = _ELSEWHERE.get(name) or "see help(treewise.TreeTrainer)"
+        raise ConfigError(f"TreeTrainer takes no {name}: {hint}.")
+    if model is None and model_init is None:
+        raise ConfigError("a run needs a model, its name, or model_init.")
+    if model is not None and not isinstance(model, str | Path | nn.Module):
+        raise ConfigError(f"the model is a {type(model).__name__}; give a model of transformers, or its name.")
+    if type(dataset) is dict:
+        raise ConfigError("train_dataset is a dict; give a list of records, each a dict, or a path.")
+    checked_objective(objective)
+    if objective is not None and not hasattr(objective, "denominator"):
+        raise ConfigError(
+            f"the objective is a {type(objective).__name__}; a run needs one with terms (docs/objectives.md, An "
+            "objective of your own). Functions of log-probs are for engine.step."
+        )
 
 
 def by_name(model: PreTrainedModel | str | Path | None) -> PreTrainedModel | None:
@@ -45,6 +77,8 @@ def loaded(model: Any, processor: Any, dataset: Any, peft_config: Any, seed: int
     elif processor is None and is_raw_data(dataset) and Path(name or "absent").is_dir():
         processor = load_model.load_processor(name, required=False)
     if peft_config is not None:
+        if not isinstance(peft_config, Mapping) and not hasattr(peft_config, "peft_type"):
+            raise ConfigError(f"peft_config is a {type(peft_config).__name__}; give a peft.LoraConfig or a mapping.")
         if model is None:
             raise ConfigError("peft_config needs a model; with model_init let it return one with adapters.")
         set_seed(seed)  # adapters start from random numbers

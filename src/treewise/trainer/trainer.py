@@ -27,7 +27,6 @@ from treewise.errors import ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective
 from treewise.objectives.normalization import fixed_denominator
-from treewise.objectives.registry import checked_objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents
 from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
@@ -46,7 +45,7 @@ from treewise.trainer.data_loader import (
     training_loader,
 )
 from treewise.trainer.hub import UploadingTrainer
-from treewise.trainer.inputs import by_name, check_mesh, loaded, with_references
+from treewise.trainer.inputs import by_name, check_given, check_mesh, loaded, with_references
 from treewise.trainer.metrics import Throughput
 from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
 from treewise.trainer.run_context import StepEnd, entered_run, stopped_error
@@ -105,11 +104,12 @@ class TreeTrainer(UploadingTrainer):
         model_init: Callable[..., PreTrainedModel] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        **others: Any,
     ) -> None:
         args = TreeTrainingArguments() if args is None else args
         if not isinstance(args, TreeTrainingArguments):
             raise ConfigError(f"args is a {type(args).__name__}; give tw.TreeTrainingArguments.")
-        checked_objective(objective)
+        check_given(model, model_init, train_dataset, objective, others)
         model, processing_class = loaded(model, processing_class, train_dataset, peft_config, args.seed)
         train_dataset = as_trees("train_dataset", train_dataset, processing_class, render)
         eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)

@@ -79,6 +79,8 @@ def verify(
         UnsupportedModelError: a model that cannot follow a tree.
     """
     items = list(trajectories)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"verify takes a model, found a {type(model).__name__}; load it first.")
     if tolerance is not None and not tolerance > 0:
         raise ConfigError(f"tolerance is {tolerance}; give a positive relative error, or None.")
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -115,7 +115,10 @@ class VerificationReport:
         return {**asdict(self), "parameters": [asdict(each) for each in self.parameters], **extra}
 
     def describe(self, num_parameters: int = 5) -> str:
-        """The comparison as a plain-text table: each error beside its limit; the worst parameters after a failure."""
+        """The comparison as a plain-text table: each error beside its limit; the worst parameters after a failure.
+
+        80 columns hold it, which is what a terminal has at least.
+        """
         budget = "whole trees" if self.max_tokens is None else f"max_tokens {self.max_tokens:,}"
         loss, worst = (f"{self.loss_flat:.8f}", f"{self.loss_tree:.8f}"), self._worst_side.worst_parameter
         part = self.at_budget
@@ -124,10 +127,10 @@ class VerificationReport:
         rows = [
             ("", "flat", "tree", "error", *columns, "limit"),
             self._error_row("loss", "loss", *loss),
-            self._error_row("log-probs, largest difference", "max_logprob"),
-            self._error_row("log-probs, root mean square", "rms_logprob"),
-            self._error_row("whole gradient, relative", "gradient", f"norm {self.gradient_norm:.4g}"),
-            self._error_row("worst parameter, relative", "worst_parameter"),
+            self._error_row("log-probs, largest", "max_logprob"),
+            self._error_row("log-probs, rms", "rms_logprob"),
+            self._error_row("gradient, relative", "gradient", f"norm {self.gradient_norm:.4g}"),
+            self._error_row("worst parameter", "worst_parameter"),
             ("tokens computed", f"{self.num_flat_tokens:,}", f"{self.num_computed_tokens:,}", "", below[0]),
             (
                 "one run each",

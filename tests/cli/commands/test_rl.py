@@ -170,8 +170,8 @@ def test_a_rollout_counts_once_however_its_rows_are_cut(rl, objective):
         cut.append({"token_ids": ids[:end], "loss_weights": weights[:end], **label})
         cut.append({"token_ids": ids, "loss_weights": [0] * (end + 3) + [1] * 4, **label})
     flags = ["--objective", objective, "--epochs", 2, *FAST[2:], "--learning_rate", 0.1]
-    assert "4 rollouts in 1 group, 4 rows" in rl(whole, *flags)[1]
-    assert "4 rollouts in 1 group, 8 rows" in rl(cut, *flags, output="cut")[1]
+    assert "rollouts                 4 in 1 group, 4 rows" in rl(whole, *flags)[1]
+    assert "rollouts                 4 in 1 group, 8 rows" in rl(cut, *flags, output="cut")[1]
     first, second = parameters("out"), parameters("cut")
     for name, value in first.items():
         assert torch.allclose(value, second[name], atol=2e-6), name
@@ -239,7 +239,7 @@ def test_mini_batches_that_do_not_divide_the_groups_are_so_many_steps(rl):
 
 def test_groups_without_variance_are_counted_and_may_be_left_out(rl):
     _, out, _ = rl(make_rows(), "--objective", "grpo", "--dry_run")
-    assert "rollouts                 12 rollouts in 4 groups, 12 rows" in out
+    assert "rollouts                 12 in 4 groups, 12 rows" in out
     assert "groups without variance  1 of 4 (nothing is learned from them)" in out
     assert "trees            4" in out
     _, out, _ = rl(None, "--objective", "grpo", "--drop_flat_groups", "true", "--dry_run")
@@ -262,7 +262,7 @@ def test_a_declared_tree_is_trained_by_its_ends(rl):
     ]
     code, out, _ = rl([{"nodes": nodes}], "--objective", "grpo", *FAST)
     assert code == 0
-    assert "rollouts                 2 rollouts in 1 group, 2 rows" in out
+    assert "rollouts                 2 in 1 group, 2 rows" in out
     assert "tree tokens      7" in out
 
 

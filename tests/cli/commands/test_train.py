@@ -214,6 +214,15 @@ def test_a_folder_that_holds_a_run_is_not_touched(folder, capsys):
     assert (folder / "run" / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("change", ["--seed 5", "--optim sgd", "--data other.jsonl"])
+def test_a_resume_that_is_refused_changes_nothing(folder, change):
+    assert main(["train", "run.yaml", "--max_steps", "1"]) == 0
+    write_rows(folder / "other.jsonl", [{"token_ids": [1, 2, 3, 4 + tree], "group": f"g{tree}"} for tree in range(4)])
+    files = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+    assert main(["train", "run.yaml", "--resume", "--max_steps", "3", *change.split()]) == 2
+    assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == files
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 def test_lora_and_evaluation(folder):
     pytest.importorskip("peft")

@@ -68,7 +68,7 @@ def test_experts_are_split_and_the_rest_is_not():
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("tp=2,cp=2", "'cp=2' is not an axis; give some of tp, ep, context, fsdp, dp"),
+        ("tp=2,cp=2", "'cp=2' is not an axis and its size; give some of tp, ep, context, fsdp, dp"),
         (
             "context=4,fsdp=2",
             "tp x fsdp x dp = 2 processes: context_size=4 does not divide the 2",

@@ -168,6 +168,8 @@ def test_functions_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for name in names:
         with pytest.raises(ConfigError, match="reward function"):
             loaded_function(name)
+    with pytest.raises(ConfigError, match=r"there is no no_such_module\.py in this folder, nor a module"):
+        loaded_function("no_such_module:f")
 
 
 @pytest.mark.parametrize(

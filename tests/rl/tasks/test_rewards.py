@@ -87,7 +87,7 @@ def test_only_the_rollouts_that_fail_alone_are_set_aside_and_the_others_stay_a_b
 def test_a_batch_that_fails_only_as_a_whole_is_set_aside_as_a_whole() -> None:
     task = RowsTask([{"prompt": "a"}], [lambda **_: [1.0]], held_out=0.0)
     outcomes = RewardRunner().rewards(task, [RewardRequest(task.item("train", 0), "")] * 3)[0]
-    assert ["returned 1 rewards for 3 completions" in str(each) for each in outcomes] == [True] * 3
+    assert ["returned 1 reward for 3 completions" in str(each) for each in outcomes] == [True] * 3
 
 
 def test_a_reward_that_takes_too_long_is_left_behind() -> None:

@@ -54,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
             f"{args.small} holds adapters, and weights are what grows; merge them into their base model first (peft's "
             "merge_and_unload, then save_pretrained)."
         )
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     folder, gguf_file = locate(args.small)
     with tempfile.TemporaryDirectory() as unpacked:
         if gguf_file is not None:
@@ -104,7 +107,7 @@ def _text(report: GrowReport) -> str:
     ]
     if report.operator_losses:
         lines.append(f"  its loss     {report.operator_losses[0]:.4f} -> {report.operator_losses[-1]:.4f}"
-                     f" in {report.steps} steps")  # fmt: skip
+                     f" in {num(report.steps or 0, 'step')}")  # fmt: skip
     if report.logit_difference is not None:
         lines.append(f"  logits       differ by {report.logit_difference:.1e} of the largest one")
     if not report.keeps_function:

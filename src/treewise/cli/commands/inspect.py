@@ -16,6 +16,7 @@ from treewise.cli.data_arguments import (
     check_numbers,
     data_tokenizer,
     load_data,
+    rendering_note,
 )
 from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
         lines = verdict(report, lost.result())
         printed |= report.to_dict() | {"verdict": lines}
         if not args.json:
-            Console().print(inspect_view(report), verdict_view(lines), sep="\n")
+            note = rendering_note(args, data)
+            Console().print(inspect_view(report), *([note, ""] if note else []), verdict_view(lines), sep="\n")
     if logged is not None:
         printed["run"] = logged.to_dict()
         if not args.json:

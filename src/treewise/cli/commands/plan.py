@@ -17,6 +17,7 @@ from treewise.cli.data_arguments import (
     check_numbers,
     data_tokenizer,
     load_data,
+    rendering_note,
 )
 from treewise.errors import ConfigError, DataError
 from treewise.nn.flops import flop_model
@@ -92,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         extra["budgets"] = [asdict(each) for each in budgets]
         print(json.dumps(report.to_dict() | extra, indent=2))
         return 0
+    if note := rendering_note(args, data):
+        Console().print(note)
     Console().print(plan_view(whole, report))
     if budgets:
         Console().print(budgets_view(budgets))

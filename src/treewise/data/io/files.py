@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from treewise.data.io.printable import printable, shown
+from treewise.data.io.printable import json_kind, printable, shown
 from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS
 
@@ -245,7 +245,7 @@ def _json_list(path: Path, limit: int) -> Iterator[RawRecord]:
         except (RecursionError, ValueError) as error:
             raise DataError(f"{location}: JSON that cannot be read ({type(error).__name__}).") from None
         if not isinstance(value, dict):
-            raise DataError(f"{location}: a record must be a JSON object, found {type(value).__name__}.")
+            raise DataError(f"{location}: a record must be a JSON object, found {json_kind(value)}.")
         yield RawRecord(location, value, num_bytes=position - counted)
     if text[position + 1 :].strip():
         raise DataError(f"{printable(path)}: text after the end of the list; a .json file holds one list.")
@@ -367,7 +367,7 @@ def _parse_line(raw: RawRecord) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{raw.location}: JSON that cannot be read ({shown(str(error))}).") from None
     if not isinstance(value, dict):
-        raise DataError(f"{raw.location}: a record must be a JSON object, found {type(value).__name__}.")
+        raise DataError(f"{raw.location}: a record must be a JSON object, found {json_kind(value)}.")
     if b"\\ud" in raw.payload or b"\\uD" in raw.payload:
         _check_surrogates(text, value, raw)
     return value

@@ -22,7 +22,7 @@ TOOLS = frozenset({"tools", "tools_ref", "functions"})
 CHAT = frozenset({"messages", "images", *TOOLS, *LABELS})
 PAIR = frozenset({"prompt", "completion", "images", *TOOLS, *LABELS})
 NODE = frozenset({"id", "parent", "token_ids", "message", "images", "reward", "rollout", "end", *STREAMS})
-ROW = (CHAT | PAIR | {"token_ids", "text", "prompt_text", "completion_text", *STREAMS}) - {"functions"}
+ROW = (CHAT | PAIR | {"token_ids", "text", "prompt_text", "completion_text", "iteration", *STREAMS}) - {"functions"}
 REWRITTEN: frozenset[str] = frozenset()
 
 
@@ -213,6 +213,9 @@ def detect_form(record: Record, location: str) -> str:
     forms = _forms_of(record)
     missing = [name for name in ("prompt", "completion") if name not in record]
     if forms == ["prompt_completion"] and missing:
+        if "chosen" in record or "rejected" in record:
+            other = "rejected" if "chosen" in record else "chosen"
+            raise DataError(f"{location}: a preference pair without {other}; add it, or leave both out.")
         raise DataError(f"{location}: a prompt/completion record without {missing[0]}{_foreign(record)}.")
     if len(forms) == 1:
         return forms[0]
@@ -303,7 +306,7 @@ def unused_keys(record: Mapping[str, Any], form: str, group_by: str | None, loca
     known = FORMS[form].reads
     if record.get("train") is False:
         raise DataError(f"{location}: train: false is for messages; leave the record out instead.")
-    top = known if group_by is None else known | {group_by}
+    top = known | {"source", group_by or "source"}  # where a row is from, as importers write it
     unused = dict.fromkeys(_unused(record, top, IN_NODE if form == "tree_node" else IN_RECORD, location))
     for name, (keys, hints) in PARTS.items():
         values = record.get(name)

@@ -18,3 +18,10 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
 def printable(text: object) -> str:
     """Text of any length with its control characters escaped: names and paths that a terminal may show as they are."""
     return _RAW.sub(lambda match: ascii(match.group())[1:-1], str(text))
+
+
+def json_kind(value: object) -> str:
+    """What a value that is no object is called in JSON, for messages."""
+    if isinstance(value, list):
+        return "a list; records are one a line, or in a .json file that holds one list"
+    return "null" if value is None else "text" if isinstance(value, str) else f"{value!r:.40}"

@@ -1,6 +1,6 @@
 """`share_prefixes`: TRL's trainers on trees, by one line.
 
-From TRL 1.15 on, every trainer scores its batch through one call: `model(input_ids, attention_mask, ..., labels=...,
+From TRL 1.16 on, every trainer scores its batch through one call: `model(input_ids, attention_mask, ..., labels=...,
 fused_lm_head=True)` returns log-probs, entropies and masks in the shape of the labels. Only the forward of this one
 model is patched, and only calls with `fused_lm_head=True` change: the rows become a forest, each shared token is
 computed once, and the fields are restored to the rows' shape. All losses and metrics are TRL's own and run unchanged.
@@ -52,7 +52,7 @@ class FusedHead:
         autocast: the autocast that a wrapper enables; None if there is none.
 
     Raises:
-        UnsupportedModelError: this forward does not behave as the fused head of TRL 1.15 and later does.
+        UnsupportedModelError: this forward does not behave as the fused head of TRL 1.16 and later does.
     """
 
     def __init__(self, model: nn.Module, forward: MethodType) -> None:
@@ -87,7 +87,7 @@ class FusedHead:
         if not is_supported:
             raise UnsupportedModelError(
                 f"TRL {version('trl')} gave this model a head that treewise does not support ({problem}). "
-                "share_prefixes works with TRL 1.15 and later; please report this version."
+                "share_prefixes works with TRL 1.16 and later; please report this version."
             )
         names = tuple(name for name, value in output.items() if value is not None and name not in _NOT_PER_LABEL)
         constants = tuple(name for name in names if not output[name].requires_grad)
@@ -241,7 +241,7 @@ def share_prefixes(
     Raises:
         UnsupportedModelError: the model cannot follow a tree (docs/models.md), learns a prompt, or has a head that is
             not TRL's fused one.
-        ConfigError: TRL is not installed or older than 1.15, an invalid setting, not a model, one that no trainer was
+        ConfigError: TRL is not installed or older than 1.16, an invalid setting, not a model, one that no trainer was
             built with yet, or one on a mesh with several batches.
     """
     _require_trl()
@@ -294,4 +294,4 @@ def _require_trl() -> None:
     except ImportError as error:
         raise ConfigError(f"share_prefixes is for TRL's trainers: {pip_install('trl')}.") from error
     if not hasattr(utils, "add_fused_lm_head"):
-        raise ConfigError("share_prefixes needs TRL 1.15 or later, whose trainers score through one fused head.")
+        raise ConfigError("share_prefixes needs TRL 1.16 or later, whose trainers score through one fused head.")

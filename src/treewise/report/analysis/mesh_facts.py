@@ -81,7 +81,8 @@ def read_mesh(text: str) -> dict[str, int]:
         axis, _, size = part.partition("=")
         if axis not in sizes or not size.isdigit() or int(size) < 1:
             raise ConfigError(
-                f"--mesh {text!r}: {part!r} is not an axis; give some of {', '.join(AXES)}, as tp=2,fsdp=4."
+                f"--mesh {text!r}: {part!r} is not an axis and its size; give some of {', '.join(AXES)}, each at "
+                "least 1, as tp=2,fsdp=4."
             )
         sizes[axis] = int(size)
     tp, ep, context, processes = sizes["tp"], sizes["ep"], sizes["context"], sizes["tp"] * sizes["fsdp"] * sizes["dp"]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from treewise.distributed import ranks
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, num
 from treewise.nn.model_checks import length_limit, refuse_lengths
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.curriculum import Outcome, Pool, TaskSampler
@@ -175,8 +175,8 @@ class Collector:
         total, num_trees = min(sizes, default=None), self.settings.trees_per_iteration
         if total is not None and total < num_trees:
             raise ConfigError(
-                f"{self.task.name} has {total} training items, fewer than trees_per_iteration={num_trees}; the trees "
-                "of an iteration are of different items."
+                f"{self.task.name} has {num(total, 'training item')}, fewer than trees_per_iteration={num_trees}, and "
+                f"the trees of an iteration are of different items; give trees_per_iteration: {total}, or more items."
             )
         return Pool(total, self._book_key)
 

@@ -74,7 +74,8 @@ def _made(name: str, found: Any, settings: dict[str, Any]) -> Task:
         raise ConfigError(f"tasks={name!r} with {settings}: {described(error, found)}") from error
     if not isinstance(made, SingleTurnTask | TurnTask):
         raise ConfigError(
-            f"tasks={name!r} makes something of type {type(made).__name__}, which is not a task; see docs/online-rl.md."
+            f"tasks={name!r} makes something of type {type(made).__name__}, which is not a task: an environment has "
+            "reset and get_reward, a task num_items, item and rewards (docs/online-rl.md, Which tasks are there)."
         )
     return made
 

@@ -56,6 +56,12 @@ def found_by_name(name: str, what: str) -> Any:
         module = _module_of_file(str(Path(location).expanduser().resolve())) if is_file else _module(location)
     except KeyboardInterrupt:
         raise
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{location}.".startswith(f"{error.name}."):  # one that the user's module imports
+            raise ConfigError(f"{what} {name!r} cannot be loaded: {described(error)}") from None
+        raise ConfigError(
+            f"{what} {name!r}: there is no {error.name}.py in this folder, nor a module of that name installed."
+        ) from None
     except BaseException as error:  # a module of the user's may raise anything, SystemExit included
         raise ConfigError(f"{what} {name!r} cannot be loaded: {described(error)}") from None
     if not hasattr(module, attribute):

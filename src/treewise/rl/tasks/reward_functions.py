@@ -17,7 +17,7 @@ from typing import Any
 
 from treewise.data.io.printable import shown
 from treewise.data.render.messages import Message
-from treewise.errors import ConfigError, pip_install
+from treewise.errors import ConfigError, num, pip_install
 from treewise.rl.tasks.calls import FailedCall, Job, found_by_name, place_of
 from treewise.rl.tasks.protocol import RewardRequest
 
@@ -67,7 +67,7 @@ class RewardFunctions:
         if not given:
             raise ConfigError(f"task {name} has no reward function; give reward_functions: [module:function].")
         if weights is not None and len(weights) != len(given):
-            raise ConfigError(f"task {name}: {len(weights)} reward_weights for {len(given)} reward functions.")
+            raise ConfigError(f"task {name}: {len(weights)} reward_weights for {num(len(given), 'reward function')}.")
         if weights is not None and not all(
             isinstance(weight, int | float) and math.isfinite(weight) for weight in weights
         ):
@@ -196,7 +196,7 @@ def _values(function: RewardFunction, result: Any, size: int) -> list[Value]:
         )
     values = list(result)
     if len(values) != size:
-        raise ValueError(f"{name_of(function)} returned {len(values)} rewards for {size} completions")
+        raise ValueError(f"{name_of(function)} returned {num(len(values), 'reward')} for {num(size, 'completion')}")
     return [None if value is None else number(value, where) for value in values]
 
 
