@@ -8,7 +8,7 @@ from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.online.report import IterationAccount
 from treewise.rl.online.rollout import Continuation, Limits, SingleTurn, start
 from treewise.rl.samplers import Completion, SampleRequest
-from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, GuessNumber, SumTask
+from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, GuessNumber, SumTask, TaskItem
 
 END = TOKENIZER.eos_token_id
 LIMITS = Limits(max_new_tokens=6, max_length=100, stop_ids=(END,))
@@ -44,9 +44,25 @@ def test_a_stop_and_a_limit_end_a_rollout_and_a_segment_does_not():
     assert narrow.request(SampleRequest((0,))).max_new_tokens == 5
 
 
-@pytest.fixture
-def episode():
-    task = EnvironmentTask(lambda: GuessNumber(high=4), text_tool="guess", max_turns=3)
+class Own:
+    """A task of turns that is not an `EnvironmentTask`."""
+
+    name, max_turns, text_tool = "own", 3, "guess"
+
+    def num_items(self, split):
+        return None
+
+    def item(self, split, index):
+        return TaskItem(f"own/{index}", ({"role": "user", "content": "Go."},), {"seed": index})
+
+    def environment(self):
+        return GuessNumber(high=4)
+
+
+@pytest.fixture(params=["EnvironmentTask", "own"])
+def episode(request):
+    factory = Own().environment
+    task = Own() if request.param == "own" else EnvironmentTask(factory, text_tool="guess", max_turns=3)
     return start(task, task.item("train", 0), ChatTokens(TOKENIZER, "chatml"), Calls(5.0))
 
 

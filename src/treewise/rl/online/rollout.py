@@ -11,8 +11,8 @@ from treewise.data.render.messages import clean_conversation
 from treewise.errors import DataError
 from treewise.rl.branching import PROMPT, Branch, RolloutNode, RolloutTree
 from treewise.rl.samplers import Completion, SampleRequest
-from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, Episode, TaskItem, start_episode
-from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task
+from treewise.rl.tasks import Calls, ChatTokens, Episode, TaskItem, start_episode
+from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TurnTask
 
 # -- conversations ----------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Turns:
 
 def start(task: Task, item: TaskItem, chat: ChatTokens, calls: Calls) -> SingleTurn | Turns:
     """A conversation that stands behind the prompt."""
-    if isinstance(task, EnvironmentTask):
+    if isinstance(task, TurnTask):
         return Turns(start_episode(task, item, chat, calls))
     prompt = item.prompt
     if isinstance(prompt, str):
@@ -111,7 +111,7 @@ def start(task: Task, item: TaskItem, chat: ChatTokens, calls: Calls) -> SingleT
         ids = list(chat.prompt_ids(talk.messages, None, item.key))
     if not ids:
         raise DataError(f"{item.key}: the prompt has no tokens.")
-    return SingleTurn(ids, task, item, chat, len(ids))  # type: ignore[arg-type]
+    return SingleTurn(ids, task, item, chat, len(ids))
 
 
 # -- continuations ----------------------------------------------------------------------------------------------------

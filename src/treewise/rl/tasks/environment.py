@@ -89,9 +89,10 @@ class EnvironmentTask:
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
         return TaskItem(key, messages, {k: v for k, v in columns.items() if k != "prompt"})
 
-    def environment(self) -> Any:
-        """A new environment, not yet reset."""
-        return self.factory()
+    @property
+    def environment(self) -> Callable[[], Any]:
+        """Makes an environment, which is not yet reset."""
+        return self.factory
 
     def _first(self) -> object:
         try:

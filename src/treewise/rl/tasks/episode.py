@@ -9,8 +9,8 @@ from treewise.errors import ConfigError, TaskError
 from treewise.rl.tasks import environment as env
 from treewise.rl.tasks.calls import Calls, FailedCall, Job
 from treewise.rl.tasks.chat_tokens import ChatTokens, ToolCall, parse_tool_calls
-from treewise.rl.tasks.environment import EnvironmentTask, StateMethod, TurnRecord
-from treewise.rl.tasks.protocol import TaskItem
+from treewise.rl.tasks.environment import StateMethod, TurnRecord
+from treewise.rl.tasks.protocol import TaskItem, TurnTask
 
 EndReason = Literal["answered", "done", "max_turns", "length", "failed"]
 
@@ -24,7 +24,7 @@ class Episode:
     begin. end_reason: None while it goes on.
     """
 
-    task: EnvironmentTask
+    task: TurnTask
     item: TaskItem
     chat: ChatTokens
     name: str
@@ -173,15 +173,15 @@ class Episode:
             return env.snapshot(self.environment, self.method)
         if self.method != "replay":
             return env.snapshot(self.records[turn].snapshot, self.method)
-        played = (self.task.factory, self.item, self.first, self.records[:turn], self.name)
-        found = self.calls.run(env.replayed, *played, owner=self.task.factory)
+        played = (self.task.environment, self.item, self.first, self.records[:turn], self.name)
+        found = self.calls.run(env.replayed, *played, owner=self.task.environment)
         if isinstance(found, FailedCall):
             own = found.cause if isinstance(found.cause, TaskError) else None
             raise TaskError(str(own) if own else f"{self.item.key}, episode {self.name}: {found.message}")
         return found
 
 
-def start_episode(task: EnvironmentTask, item: TaskItem, chat: ChatTokens, calls: Calls | None = None) -> Episode:
+def start_episode(task: TurnTask, item: TaskItem, chat: ChatTokens, calls: Calls | None = None) -> Episode:
     """A new episode: the environment is reset, and its text joins the last message of the prompt.
 
     calls: how the environment is called; None: in threads, with the usual time limit.
@@ -191,7 +191,7 @@ def start_episode(task: EnvironmentTask, item: TaskItem, chat: ChatTokens, calls
         TaskError: `reset` fails.
     """
     calls = Calls() if calls is None else calls
-    found = calls.run(env.opened, task.factory, item, owner=task.factory)
+    found = calls.run(env.opened, task.environment, item, owner=task.environment)
     if isinstance(found, FailedCall):
         raise TaskError(f"{item.key}: the environment cannot be reset: {found.message}") from found.cause
     environment, first = found

@@ -5,7 +5,7 @@ held-out items are disjoint and a resumed run practises what an undisturbed one 
 completion's text; a task of turns makes an environment for an episode, which answers tool calls and rewards itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -64,13 +64,18 @@ class SingleTurnTask(Items, Protocol):
 
 @runtime_checkable
 class TurnTask(Items, Protocol):
-    """A prompt and an environment that answers tool calls."""
+    """A prompt and an environment that answers tool calls.
+
+    text_tool: a tool that gets the whole text of a turn; None for tool calls.
+    """
 
     max_turns: int
+    text_tool: str | None
 
-    def environment(self) -> Any:
-        """A new environment in the form of TRL's `environment_factory`: `reset`, public methods as tools, and
-        `get_reward`; with `fork`, branches start from a copy that it makes itself."""
+    @property
+    def environment(self) -> Callable[[], Any]:
+        """Makes an environment in the form of TRL's `environment_factory`: `reset`, public methods as tools, and
+        `get_reward`; with `fork`, branches start from a copy that it makes itself. What worker processes are sent."""
 
 
 Task = SingleTurnTask | TurnTask
