@@ -221,7 +221,7 @@ def _texts(run: RunState) -> dict[str, str]:
 
 
 def write_texts(folder: Path, texts: dict[str, str]) -> None:
-    """Files of JSON."""
+    """Writes JSON files, by name. Each rank has its own."""
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 

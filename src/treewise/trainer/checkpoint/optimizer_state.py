@@ -51,7 +51,7 @@ class OptimizerState:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By `parameter/entry`."""
+        """The entries that are tensors, by `parameter/entry`."""
         return {name: value for name, value in self.flat() if isinstance(value, torch.Tensor)}
 
     def flat(self) -> Iterator[tuple[str, Any]]:
