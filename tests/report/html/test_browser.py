@@ -469,6 +469,49 @@ def test_charts_are_read_by_keys(open_page: Any) -> None:
     assert output.inner_text().startswith("step 1: training 3")
 
 
+DRAWN = """() => [...document.querySelectorAll('[data-chart]')].map((figure) => {
+    const hidden = figure.closest('[hidden]');
+    if (hidden) hidden.hidden = false;
+    const chart = JSON.parse(document.getElementById('page-data').textContent).charts[figure.dataset.chart];
+    const texts = [...figure.querySelectorAll('.grid text')].map((text) => {
+      const box = text.getBBox();
+      return [text.textContent, box.x, box.x + box.width, text.getAttribute('text-anchor')];
+    });
+    const bars = [...figure.querySelectorAll('.bar')].map((bar) => Number(bar.getAttribute('height')));
+    const paths = [...figure.querySelectorAll('path.line')].map((path) => path.getAttribute('d'));
+    return { chart, texts, bars, paths };
+  })"""
+
+
+@pytest.mark.parametrize(("name", "viewport"), [("all", DESKTOP), ("all", PHONE), ("online", PHONE)])
+def test_charts_stand_where_their_values_say(open_page: Any, name: str, viewport: dict[str, int]) -> None:
+    drawn = open_page(name, viewport=viewport).evaluate(DRAWN)
+    assert len(drawn) > 5
+    for each in drawn:
+        chart, numbers = each["chart"], [text for text, _, _, anchor in each["texts"] if anchor == "end"]
+        assert len(set(numbers)) == len(numbers) >= 2, chart["title"]
+        assert all(low >= 0 and high <= 460 for _, low, high, _ in each["texts"]), chart["title"]
+        heights = [count for count in chart["counts"] if count]
+        np.testing.assert_allclose(
+            np.array(each["bars"]) / max(each["bars"], default=1), np.array(heights) / max(heights, default=1)
+        )
+        for line, path in zip(chart["lines"], each["paths"], strict=True):
+            points = np.array(
+                [[float(value) for value in point] for point in re.findall(r"[ML](\S+?) (-?[\d.]+)", path)]
+            )
+            if chart["is_stepped"] or len(points) < 2:
+                assert path.endswith("Z" if chart["is_stepped"] else "a3 3 0 1 0 6 0a3 3 0 1 0-6 0")
+                continue
+            for values, at in ((line["xs"], points[:, 0]), (line["ys"], -points[:, 1])):
+                span = max(np.ptp(values), 1e-12)
+                shares = (np.array(values) - min(values)) / span
+                np.testing.assert_allclose((at - at.min()) / max(np.ptp(at), 1e-12), shares, atol=1e-6)
+            assert points[:, 0].min() >= 0
+            assert points[:, 0].max() <= 460
+            assert (points[:, 1] >= 12 - 1e-6).all()
+            assert (points[:, 1] <= 190 + 1e-6).all()
+
+
 def test_a_large_tree_is_drawn_by_what_can_be_seen(browser: Any, tmp_path: Path) -> None:
     """100,000 tokens in thousands of segments: no more is drawn than there are rows of pixels to draw on."""
     rng = np.random.default_rng(0)

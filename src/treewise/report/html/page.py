@@ -21,7 +21,17 @@ from treewise.report.analysis.run_log import RunReport
 from treewise.report.html.build import DRAWN_RULE, DataReport, memory_chart, run_charts, timeline_chart, twin
 from treewise.report.html.charts import Chart, drawing
 
-SCRIPTS = ("arrays.js", "tree.js", "colours.js", "draw.js", "detail.js", "picture.js", "input.js", "page.js")
+SCRIPTS = (
+    "arrays.js",
+    "tree.js",
+    "colours.js",
+    "draw.js",
+    "detail.js",
+    "charts.js",
+    "picture.js",
+    "input.js",
+    "page.js",
+)
 STYLES = ("sections.css", "picture.css", "report.css")  # the last has the rules of narrow screens
 
 
@@ -91,9 +101,9 @@ def embedded_json(value: Any) -> Markup:
 
 def _page_data(data: DataReport | None, charts: dict[str, Chart]) -> dict[str, Any]:
     """The JSON that the scripts read."""
-    reading = {name: chart.reading() for name, chart in charts.items() if chart.lines}
+    drawn = {name: chart.to_dict() for name, chart in charts.items()}
     if data is None:
-        return {"charts": reading, "trees": []}
+        return {"charts": drawn, "trees": []}
     plans = [
         {
             "max_tokens": each.facts.max_tokens,
@@ -102,7 +112,7 @@ def _page_data(data: DataReport | None, charts: dict[str, Chart]) -> dict[str, A
         for each in data.plans
     ]
     return {
-        "charts": reading,
+        "charts": drawn,
         "trees": data.pictures,
         "vocabulary": data.vocabulary,
         "thumbnails": data.thumbnails,
