@@ -4,6 +4,7 @@ Messages name the location (file and line, trajectory, layer), the number that i
 at the end write what many of them share.
 """
 
+import inspect
 import math
 import numbers
 import operator
@@ -154,7 +155,8 @@ def check_fields(settings: object) -> None:
     Raises:
         ConfigError: a value beyond its limits, or none of its choices; a text in the annotation is what to do.
     """
-    for name, annotation in typing.get_type_hints(type(settings), include_extras=True).items():
+    own = [item for owner in type(settings).__mro__ for item in inspect.get_annotations(owner).items()]
+    for name, annotation in own:  # of other libraries, they may be text; it holds none of these
         value = getattr(settings, name, None)
         for kind, declared in parts_of(annotation) if value is not None else ():
             if typing.get_origin(kind) is Literal:
