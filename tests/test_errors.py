@@ -27,7 +27,7 @@ class Settings:
         ({"share": 1.5}, r"^share=1\.5 must be 0 or positive and at most 1\.$"),
         ({"rate": 0.0}, r"^rate=0 must be positive and finite\.$"),
         ({"rate": math.nan}, "rate=nan must be positive and finite"),
-        ({"mode": "stopp"}, r"mode='stopp' is unknown; choose one of stop, skip\. Did you mean 'stop'\?"),
+        ({"mode": "stops"}, r"mode='stops' is unknown; choose one of stop, skip\. Did you mean 'stop'\?"),
     ],
 )
 def test_a_value_beyond_its_annotation_is_an_error(given: dict[str, Any], message: str) -> None:
