@@ -186,6 +186,15 @@ def test_inter_intra_by_hand() -> None:
     found = [row[0] for row in advantages(inter_intra(forked(), epsilon=0.0))]
     root = np.sqrt(3)
     np.testing.assert_allclose(found, [root / 2 + 2 * root / 3, -root / 2 - root / 3, -root / 2 - root / 3, root / 2])
+    # A rollout that ends where others part is a tree of its own, in every group.
+    ids = ([1, 2], [1, 2, 3], [1, 2, 4])
+    ends = [
+        rollout(each, r, g)
+        for g, last in (("a", 1.0), ("b", 0.0))
+        for each, r in zip(ids, (last, 0.0, 1.0), strict=True)
+    ]
+    alone = [(r - np.mean(rs)) / np.std(rs, ddof=1) for rs in ([1, 0, 1], [0, 0, 1]) for r in rs]
+    np.testing.assert_allclose([row[0] for row in advantages(inter_intra(ends, epsilon=0.0))], alone, rtol=1e-6)
     # Two trees that begin with the same token are one to the rule, unless it is told.
     items = [rollout([1, 2, token], reward) for token, reward in ((3, 1.0), (4, 0.0), (5, 1.0))]
     assert "3 trees" in inter_intra(items).report.notes[0]
@@ -253,7 +262,8 @@ def test_entropy_is_of_what_a_draw_wrote_until_its_rollouts_part() -> None:
         rollout([1, 2, 9], 0.0, rollout=2, loss_weights=[0, 0, 1]),
     ]
     heavy = np.exp([(1 + 3 + 4 + 2) / 4, 1]) @ [1, -1] / np.exp([(1 + 3 + 4 + 2) / 4, 1]).sum()
-    np.testing.assert_allclose(advantages(node_value(items, weights="entropy", epsilon=0.0))[0][1], heavy, rtol=1e-6)
+    for rows in (items, items[::-1]):
+        np.testing.assert_allclose(advantages(node_value(rows, weights="entropy", epsilon=0.0))[0][1], heavy, rtol=1e-6)
 
 
 # -- against comparisons of prefixes ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from treewise import SFT, Forest, Trajectory, TreeEngine
+from treewise import DPO, SFT, Forest, Trajectory, TreeEngine
 from treewise.engine import scoring, walk
 from treewise.engine.probe import probe
 from treewise.engine.scoring import EdgeScorer
@@ -117,15 +117,17 @@ def test_the_probe_leaves_gradients_and_their_hooks_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("objective", [SFT(), DPO(reference_free=True), lambda logprobs: -torch.cat(logprobs).sum()])
 @pytest.mark.parametrize("max_tokens", [None, 4])
-def test_a_backward_without_a_gradient_is_an_error(max_tokens: int | None) -> None:
+def test_a_backward_without_a_gradient_is_an_error(max_tokens: int | None, objective: Any) -> None:
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     unused = nn.Parameter(torch.zeros(1))
     model.register_parameter("unused", unused)
+    items = [replace(item, reward=float(index), group="a") for index, item in enumerate(ROLLOUTS)]
     with pytest.raises(UnsupportedModelError, match=r"nothing that .* computes on a tree requires a gradient"):
-        TreeEngine(model, max_tokens).step(Forest.from_trajectories(ROLLOUTS))
+        TreeEngine(model, max_tokens).step(Forest.from_trajectories(items), objective)
 
 
 @pytest.mark.filterwarnings("default")  # of building the model: transformers' own
@@ -428,9 +430,11 @@ def states_of_siblings(patch, model):
     on_results(patch, scan, "_initial", lambda states: None if states is None else states.roll(1, 0))
 
 
-@fault("qwen3_next")
-def states_carry_no_gradient(patch, model):
-    patch.setattr(Gateway, "add_state_gradients", lambda *_: None)
+@fault("qwen3_next", 0.0)
+@fault("lfm2", 0.01)
+def state_gradients_times(patch, model, factor):
+    own = Gateway.add_state_gradients
+    patch.setattr(Gateway, "add_state_gradients", lambda self, *args: own(self, *args[:-1], args[-1] * factor))
 
 
 def test_a_piece_whose_gradients_stop_below_an_image_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,9 @@ def keys_seen(layout, rows):
     return [{rows[key] for key in np.flatnonzero(each)} for each in seen]
 
 
-@given(forests(), st.integers(1, 5), st.sampled_from([None, 3, 9]))
-def test_every_token_is_in_one_part_and_sees_what_it_saw(forest, num_parts, max_tokens):
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 20])
+@given(forests(), st.sampled_from([None, 3, 9]))
+def test_every_token_is_in_one_part_and_sees_what_it_saw(num_parts, forest, max_tokens):
     made = plan(forest, max_tokens)
     for index in range(made.num_micro_batches):
         layout = lay_out(made, index)

@@ -87,11 +87,18 @@ def backward_through(
     whose empty pass runs outside of a backward, and memory would hold the whole model.
 
     loss_of: maps each reader's tensors by name to a scalar that requires a gradient.
+
+    Raises:
+        UnsupportedModelError: nothing that the walk computes requires a gradient.
     """
     walk = new_walk()
     if walk.is_one_graph:
-        loss = loss_of(tree_values(new_walk, readers))
-        loss.backward()
+        values = tree_values(new_walk, readers)
+        has_gradient = any(tensor.requires_grad for each in values for tensor in each.values())
+        walk.require_gradient(has_gradient)
+        loss = loss_of(values)
+        if has_gradient:
+            loss.backward()
         return loss.detach()
     values = _visited(walk, readers)
     for reader, tensors in zip(readers, values, strict=True):

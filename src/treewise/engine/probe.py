@@ -52,7 +52,8 @@ from treewise.tree.trajectory import Trajectory
 # tree differs by 1.3, 7 and 1.7 spreads). Of a log-prob.
 _ROW, _OWN, _WHOLE = (2e-5, 20), (1e-4, 100), (1e-5, 10)
 _LOGPROB = 1e-3
-_SCANS = 1e-5  # at least the spread of recurrent layers, whose scans round in float32 in every order
+# At least the spread of scans, which round in float32 in every order; short convolutions alone have none.
+_SCANS, _WITHOUT_SCAN = 1e-5, "short convolution"
 # In low precision the median over the rows of a branch may differ by this many spreads of the model, or roundings of
 # one number; the median log-prob by one nat, because single tokens may be routed elsewhere.
 _SPREADS, _ROUNDINGS, _LOW_LOGPROB = 8, 4, 1.0
@@ -293,12 +294,13 @@ def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) 
     def hidden(ids: Tensor) -> Tensor:
         return lm.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
 
+    has_scans = bool({*kinds_of(lm.decoder).values()} - {_WITHOUT_SCAN})
     with uncompiled(lm.model):
         alone = hidden(tokens)
         if is_exact:
             hook = lm.decoder.get_input_embeddings().register_forward_hook(moved)
             try:
-                return max(_gaps(alone, hidden(tokens)).max().item(), _SCANS if kinds_of(lm.decoder) else 0.0)
+                return max(_gaps(alone, hidden(tokens)).max().item(), _SCANS if has_scans else 0.0)
             finally:
                 hook.remove()
         batched = hidden(tokens.expand(3, -1))
@@ -411,7 +413,7 @@ class _Gradients:
                 _refuse_gradient(names[index], f"differs on the tree by {gaps[index]:.3g}", flat[index], whole)
             return
         gaps[is_routed] = 0
-        gap, limit = float(np.sqrt(np.square(gaps).sum())), (_LOW_EXPERTS if is_routed.any() else _LOW) * whole
+        gap, limit = float(np.sqrt(np.square(gaps).sum())), (_LOW_EXPERTS if self._has_experts else _LOW) * whole
         if not gap <= limit:
             index = int(np.argmax(gaps))
             what = f"differs on the tree by {gaps[index]:.3g} (all by {gap:.3g}, limit {limit:.3g})"

@@ -110,7 +110,12 @@ class Walk:
         has_gradient = float(self._has_gradient)
         if self.context is not None:  # a rank without a trained token may have none where the head alone is trained
             has_gradient = float(self.context.ranks.add_up(torch.tensor(has_gradient, device=self.lm.device)))
-        # Trees of text do not reach a tower, which may be all that is trained.
+        self.require_gradient(bool(has_gradient))
+
+    def require_gradient(self, has_gradient: bool) -> None:
+        """Raises `UnsupportedModelError` where nothing that was computed requires a gradient; but trees of text do not
+        reach a tower, which may be all that is trained.
+        """
         if not has_gradient and not (self.vision is None and any(p.requires_grad for p in tower_parameters(self.lm))):
             raise UnsupportedModelError(
                 f"nothing that {type(self.lm.model).__name__} computes on a tree requires a gradient, so a backward "
