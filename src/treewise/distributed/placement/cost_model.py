@@ -20,8 +20,6 @@ from treewise.tree.forest import Forest
 
 # Weight of the prior relative to one measured step. Small: a dozen steps that differ outweigh it.
 PRIOR_WEIGHT = 0.002
-# A step this far off, and three times as far as the median, is left out of the fit: compilation, other jobs.
-OUTLIER_ERROR = 0.1
 # No cost falls below this fraction of its prior: a few outliers must not make tokens free.
 MIN_COST_FRACTION = 0.02
 
@@ -100,8 +98,9 @@ class CostModel:
 
 
 def fit(prior: CostModel, works: Sequence[Work], seconds: Sequence[float]) -> CostModel:
-    """Costs from measured steps: least squares of relative errors, with the prior as a weak measurement; the prior
-    where there are none. A step without tokens, or whose time is not positive and finite, is no measurement.
+    """Costs from measured steps: least squares of errors relative to the measured time, so that a step which was slow
+    for another reason (compilation, other jobs) weighs little, with the prior as a weak measurement. A step without
+    tokens, or whose time is not positive and finite, is no measurement; without any the prior holds.
 
     All ranks must place with the same costs: fit on one rank, with the measurements of all, and broadcast the three
     numbers. Measure forward and backward of a rank's own work, without the optimizer and without the first step.
@@ -120,13 +119,9 @@ def fit(prior: CostModel, works: Sequence[Work], seconds: Sequence[float]) -> Co
     fitted = np.flatnonzero(costs > 0)
     rows = (counts * costs)[:, fitted] / measured[:, None]
     prior_rows = np.sqrt(PRIOR_WEIGHT) * np.eye(len(fitted))
-    is_usual = np.ones(len(rows), dtype=bool)
-    for _ in range(3):
-        left = np.concatenate([rows[is_usual], prior_rows])
-        right = np.concatenate([np.ones(is_usual.sum()), prior_rows.sum(axis=1)])
-        fractions = bounded_least_squares(left, right, MIN_COST_FRACTION)
-        errors = np.abs(rows @ fractions - 1)
-        is_usual = errors <= max(OUTLIER_ERROR, 3 * np.median(errors))
+    left = np.concatenate([rows, prior_rows])
+    right = np.concatenate([np.ones(len(rows)), prior_rows.sum(axis=1)])
+    fractions = bounded_least_squares(left, right, MIN_COST_FRACTION)
     costs[fitted] *= fractions
     return CostModel(*costs.tolist())
 
