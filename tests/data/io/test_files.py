@@ -58,7 +58,7 @@ def test_a_json_list_names_the_physical_line_of_each_record(tmp_path):
     ("text", "words"),
     [
         ('{"token_ids": [1, 2]}', ("one list", ".jsonl")),
-        ('[{"token_ids": [1, 2]}, 3]', ("a.json:1", "object", "int")),
+        ('[{"token_ids": [1, 2]}, 3]', ("a.json:1", "object", "found 3")),
         ('[{"token_ids": [1, 2]}\n{"token_ids": [1, 2]}]', ("a.json:2:1", "Expecting")),
         ('[{"token_ids": [1, 2]}', ("a.json:1:23", "not valid JSON")),
         ('[{"token_ids": [1, 2]}] x', ("after the end of the list",)),
