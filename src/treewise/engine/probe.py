@@ -413,7 +413,7 @@ class _Gradients:
                 _refuse_gradient(names[index], f"differs on the tree by {gaps[index]:.3g}", flat[index], whole)
             return
         gaps[is_routed] = 0
-        gap, limit = float(np.sqrt(np.square(gaps).sum())), (_LOW_EXPERTS if self._has_experts else _LOW) * whole
+        gap, limit = float(np.sqrt(np.square(gaps).sum())), (_LOW_EXPERTS if is_routed.any() else _LOW) * whole
         if not gap <= limit:
             index = int(np.argmax(gaps))
             what = f"differs on the tree by {gaps[index]:.3g} (all by {gap:.3g}, limit {limit:.3g})"
