@@ -103,7 +103,7 @@ MARKS = "".join(json.dumps({"prompt": f"n\u2028{i}\u0085"}, ensure_ascii=False) 
         ("mark.jsonl", b"\xef\xbb\xbf" + ROW.encode() * 6),
         ("lines.jsonl", MARKS.encode()),
         ("list.json", f"[{','.join([ROW] * 6)}]".encode()),
-        ("rows.jsonl.gz", gzip.compress(ROW.encode() * 6)),
+        ("rows.jsonl.gz", gzip.compress(ROW.encode() * 6, mtime=0)),
         ("crlf.jsonl", ROW.replace("\n", "\r\n").encode() * 6),
     ],
 )

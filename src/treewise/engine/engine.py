@@ -44,7 +44,7 @@ from treewise.nn.recurrent import peak_cuts
 from treewise.nn.router_loss import RouterCounts, RouterLoss, router_loss_rule
 from treewise.objectives import SFT, Objective
 from treewise.objectives.protocol import Terms
-from treewise.objectives.registry import checked_objective
+from treewise.objectives.registry import checked_objective, described
 from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
 from treewise.shapes import Float
@@ -205,8 +205,6 @@ class TreeEngine:
         """
         self._require_gradients()
         loss: Objective | LossFunction = checked_objective(objective)
-        if isinstance(loss, type) or not (isinstance(loss, Objective) or callable(loss)):
-            raise ConfigError(f"objective is {_described(loss)}; give tw.SFT(), another objective, or a function.")
         if trained_only and isinstance(loss, Objective):
             raise ConfigError("trained_only= belongs to a loss function; objectives see trained tokens alone.")
         ready = as_prepared(forests)
@@ -299,7 +297,7 @@ class TreeEngine:
         def loss_of(values: Values) -> torch.Tensor:
             loss = function(_restored_logprobs(values, plan.forest, trained_only))
             if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-                raise ConfigError(f"an objective must return a scalar tensor, found {_described(loss)}.")
+                raise ConfigError(f"an objective must return a scalar tensor, found {described(loss)}.")
             if not loss.requires_grad:
                 raise ConfigError("the loss that the function returned has no gradient; compute it from the log-probs.")
             return loss
@@ -590,10 +588,3 @@ def _restored_logprobs(values: Values, forest: Forest, trained_only: bool) -> li
     is_trained = torch.from_numpy(forest.flat_stream("loss_weights") != 0).to(values["log_probs"].device)
     masks_N = is_trained.split(forest.path_lengths.tolist())
     return [logprobs[mask] for logprobs, mask in zip(logprobs_N, masks_N, strict=True)]
-
-
-def _described(value: object) -> str:
-    """A value in a message: a tensor by its shape, a class by its name, else its type."""
-    if isinstance(value, torch.Tensor):
-        return f"one of shape {list(value.shape)}"
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

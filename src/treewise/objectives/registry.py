@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from treewise.errors import ConfigError, check_setting_types, did_you_mean
 from treewise.objectives.distillation import Distillation
 from treewise.objectives.policy_gradient import PolicyGradient
@@ -124,7 +126,7 @@ def checked_objective(objective: Any) -> Any:
     """The objective, `SFT()` for None.
 
     Raises:
-        ConfigError: one that was not called (`tw.GRPO`), or is given by its name alone.
+        ConfigError: one that was not called (`tw.GRPO`), or is given by its name alone, or is no function either.
     """
     is_name = isinstance(objective, str) and objective.lower() in OBJECTIVES
     found = OBJECTIVES[objective.lower()] if is_name else objective
@@ -132,7 +134,18 @@ def checked_objective(objective: Any) -> Any:
         name = getattr(found, "__name__", "GRPO")
         given = repr(objective) if is_name else f"{name} without brackets"
         raise ConfigError(f"the objective is {given}; call it, with its settings inside: tw.{name}().")
-    return SFT() if objective is None else objective
+    if objective is None:
+        return SFT()
+    if isinstance(objective, type) or not (isinstance(objective, Objective) or callable(objective)):
+        raise ConfigError(f"objective is {described(objective)}; give tw.SFT(), another objective, or a function.")
+    return objective
+
+
+def described(value: object) -> str:
+    """A value in a message: a tensor by its shape, a class by its name, else its type."""
+    if isinstance(value, torch.Tensor):
+        return f"one of shape {list(value.shape)}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 # Settings of `PolicyGradient` that a name determines; `policy_gradient` leaves all of them open.
