@@ -10,7 +10,7 @@ from treewise.advantages import group_tree
 from treewise.errors import ConfigError
 from treewise.rl import update
 from treewise.rl.branching import PROMPT, RolloutNode, RolloutTree
-from treewise.rl.samplers import draw as sampler_draw
+from treewise.rl.samplers import transformers_sampler
 from treewise.rl.update import ADVANTAGES
 from treewise.testing import crossings
 from treewise.testing.crossings import Crossings, Rule, WrongError
@@ -124,7 +124,14 @@ def test_a_fault_of_the_online_loop_is_found(monkeypatch, fault):
     if fault == "objective":
         monkeypatch.setattr(update, "method_of", lambda *_: "grpo")
     elif fault == "candidates":
-        monkeypatch.setattr(sampler_draw, "_possible", lambda logprobs, *_: logprobs)
+        draw_tokens = transformers_sampler.draw_tokens
+
+        def uncut(logits, rules, keys, num_top=0, **options):
+            top = logits.float().log_softmax(-1).topk(max(num_top, 1))
+            drawn = draw_tokens(logits, rules, keys, num_top=num_top, **options)
+            return replace(drawn, top_ids=top.indices, top_logprobs=top.values) if num_top else drawn
+
+        monkeypatch.setattr(transformers_sampler, "draw_tokens", uncut)
     else:
         draw |= {"branching": "none", "credit": "value_steps"}
         num_draws = group_tree._num_draws

@@ -80,7 +80,7 @@ def test_compiled_contestants_and_dropout_that_is_set_to_zero(
         (["--repetitions", "0"], "--repetitions is 0"),
         (["--trees", "a"], "no DATA is named"),
         (["--compile-backend", "inductor"], "--compile_backend chooses for --compile"),
-        (["--max-tokens", "0"], "at least 1 token"),
+        (["--max-tokens", "0"], "--max_tokens is 0; it must be at least 1"),
         (["--row-tokens", "-1"], "--row_tokens is -1"),
         (["--check", "none.json"], "no results of treewise bench"),
         (["--device", "abacus"], "--device is 'abacus'"),
