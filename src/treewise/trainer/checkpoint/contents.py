@@ -86,15 +86,6 @@ class Captured:
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-def save(run: RunState, run_dir: Path, facts: dict[str, Any]) -> Path:
-    """Saves a run at its present step; every rank calls this. Returns the published checkpoint.
-
-    Raises:
-        CheckpointError: on all ranks, if any of them could not write; earlier checkpoints are untouched.
-    """
-    return write(capture(run, run_dir), run_dir, facts)
-
-
 def capture(run: RunState, run_dir: Path, *, copies: bool = False) -> Captured:
     """The state of a run at its present step; every rank calls this.
 
