@@ -7,7 +7,7 @@ different rewards. No loss here is separable, so the engine takes two walks.
 Letters: P terms (trained flat tokens, in the order of their tree positions), S rollouts, Q pairs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -136,9 +136,12 @@ class DPO(_OfWholeRollouts):
         return is_pair, score_P[chosen] - score_P[rejected]
 
 
-def IPO(*, beta: float = 0.1, reference_free: bool = False) -> DPO:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IPO(DPO):
     """`DPO(loss="ipo")` (arXiv 2310.12036)."""
-    return DPO(loss="ipo", beta=beta, reference_free=reference_free)
+
+    loss: str = field(default="ipo", init=False, repr=False)
+    label_smoothing: float = field(default=0.0, init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

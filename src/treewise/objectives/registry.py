@@ -1,9 +1,12 @@
-"""Policy gradients by the names of the papers, and every objective by its name in a configuration."""
+"""Policy gradients by the names of the papers, and every objective by its name in a configuration.
 
-import inspect
+A name is a class: `PolicyGradient` with other defaults. What a paper determines is a field without `init`, so that
+giving it is an error that type checkers see, too.
+"""
+
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -16,95 +19,104 @@ from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT
 
 
-def REINFORCE(*, normalization: str = "rollout_sum", **options: Any) -> PolicyGradient:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class REINFORCE(PolicyGradient):
     """`-A log p`, summed over each rollout's tokens and averaged over rollouts (Williams, 1992). With advantages of
     `leave_one_out` it is RLOO (arXiv 2402.14740).
     """
-    return PolicyGradient(surrogate="reinforce", normalization=normalization, usual_advantages="rloo", **options)
+
+    surrogate: str = field(default="reinforce", init=False, repr=False)
+    normalization: str = "rollout_sum"
+    usual_advantages: str | None = "rloo"
 
 
-def PPO(*, clip_low: float | None = 0.2, clip_high: float | None = None, **options: Any) -> PolicyGradient:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Clipped(PolicyGradient):
+    """The clipped surrogate; `clip_high` is `clip_low` where not given."""
+
+    clip_high: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip_high is None:
+            object.__setattr__(self, "clip_high", self.clip_low)
+        PolicyGradient.__post_init__(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPO(_Clipped):
     """The clipped surrogate, averaged over the step's tokens (arXiv 1707.06347, eq. 7). `clip_high` is `clip_low` where
     not given. Advantages come from a critic (see `examples/objectives/ppo_critic.py`).
     """
-    return PolicyGradient(clip_low=clip_low, clip_high=clip_low if clip_high is None else clip_high, **options)
 
 
-def GRPO(
-    *,
-    clip_low: float | None = 0.2,
-    clip_high: float | None = None,
-    normalization: str = "rollout_mean",
-    **options: Any,
-) -> PolicyGradient:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPO(_Clipped):
     """PPO's surrogate, averaged over each rollout's tokens, then over rollouts (DeepSeekMath, arXiv 2402.03300, eq. 3);
     TRL's `loss_type="grpo"`. The paper adds `beta=0.04` (k3); here, as in TRL, beta is 0 until given. Advantages:
     `group_normalized`.
     """
-    high = clip_low if clip_high is None else clip_high
-    return PolicyGradient(
-        clip_low=clip_low, clip_high=high, normalization=normalization, usual_advantages="grpo", **options
-    )
+
+    normalization: str = "rollout_mean"
+    usual_advantages: str | None = "grpo"
 
 
-def DrGRPO(
-    *, max_length: float, clip_low: float | None = 0.2, clip_high: float | None = None, **options: Any
-) -> PolicyGradient:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrGRPO(_Clipped):
     """GRPO without its length bias: each rollout's sum is divided by one `max_length` (the most tokens that a rollout
     may generate), then averaged over rollouts (arXiv 2503.20783, section 3.2; TRL's `loss_type="dr_grpo"`). Advantages:
     `mean_centered`.
     """
-    high = clip_low if clip_high is None else clip_high
-    return PolicyGradient(
-        clip_low=clip_low,
-        clip_high=high,
-        normalization="rollout_sum",
-        constant=max_length,
-        usual_advantages="dr_grpo",
-        **options,
-    )
+
+    max_length: float
+    normalization: str = field(default="rollout_sum", init=False, repr=False)
+    constant: float | None = field(default=None, init=False, repr=False)
+    usual_advantages: str | None = "dr_grpo"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "constant", self.max_length)
+        _Clipped.__post_init__(self)
 
 
-def DAPO(*, clip_low: float | None = 0.2, clip_high: float | None = 0.28, **options: Any) -> PolicyGradient:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DAPO(PolicyGradient):
     """PPO's surrogate with a higher upper bound, averaged over all tokens of the step (arXiv 2503.14476, eq. 8; TRL's
     `loss_type="dapo"`). Filtering and shaping of rewards, which the paper adds, are the user's.
     """
-    return PolicyGradient(
-        clip_low=clip_low, clip_high=clip_high, normalization="token_mean", usual_advantages="grpo", **options
-    )
+
+    clip_high: float | None = 0.28
+    normalization: str = field(default="token_mean", init=False, repr=False)
+    usual_advantages: str | None = "grpo"
 
 
-def GSPO(
-    *,
-    clip_low: float | None = 3e-4,
-    clip_high: float | None = 4e-4,
-    normalization: str = "rollout_mean",
-    **options: Any,
-) -> PolicyGradient:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GSPO(PolicyGradient):
     """One ratio for a rollout, `exp(mean of log p - old)`, clipped as a whole (arXiv 2507.18071, eq. 5 to 7, bounds of
     its section 5.1; TRL's `importance_sampling_level="sequence"`). Not separable.
     """
-    return PolicyGradient(
-        ratio_level="sequence",
-        clip_low=clip_low,
-        clip_high=clip_high,
-        normalization=normalization,
-        usual_advantages="grpo",
-        **options,
-    )
+
+    ratio_level: str = field(default="sequence", init=False, repr=False)
+    clip_low: float | None = 3e-4
+    clip_high: float | None = 4e-4
+    normalization: str = "rollout_mean"
+    usual_advantages: str | None = "grpo"
 
 
-def CISPO(*, max_ratio: float = 5.0, **options: Any) -> PolicyGradient:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CISPO(PolicyGradient):
     """`-sg(min(r, max_ratio)) A log p`, averaged over all tokens of the step: a large ratio weighs less, and no token
     loses its gradient (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5, without its lower bound; TRL's `loss_type="cispo"`,
     where `max_ratio` is called `epsilon_high`, and 5 is recommended after ScaleRL, arXiv 2510.13786).
     """
-    return PolicyGradient(
-        surrogate="cispo", max_ratio=max_ratio, clip_low=None, clip_high=None, usual_advantages="grpo", **options
-    )
+
+    surrogate: str = field(default="cispo", init=False, repr=False)
+    max_ratio: float | None = 5.0
+    clip_low: float | None = field(default=None, init=False, repr=False)
+    clip_high: float | None = field(default=None, init=False, repr=False)
+    usual_advantages: str | None = "grpo"
 
 
-OBJECTIVES: Mapping[str, Callable[..., Objective]] = {
+Named = SFT | PolicyGradient | Distillation | DPO | KTO
+OBJECTIVES: Mapping[str, type[Named]] = {
     "sft": SFT,
     "reinforce": REINFORCE,
     "ppo": PPO,
@@ -128,12 +140,10 @@ def checked_objective(objective: Any) -> Any:
     Raises:
         ConfigError: one that was not called (`tw.GRPO`), or is given by its name alone, or is no function either.
     """
-    is_name = isinstance(objective, str) and objective.lower() in OBJECTIVES
-    found = OBJECTIVES[objective.lower()] if is_name else objective
-    if is_name or any(found is each for each in OBJECTIVES.values()):
-        name = getattr(found, "__name__", "GRPO")
-        given = repr(objective) if is_name else f"{name} without brackets"
-        raise ConfigError(f"the objective is {given}; call it, with its settings inside: tw.{name}().")
+    named = OBJECTIVES.get(objective.lower()) if isinstance(objective, str) else None
+    if found := named or next((each for each in OBJECTIVES.values() if objective is each), None):
+        given = repr(objective) if named else f"{found.__name__} without brackets"
+        raise ConfigError(f"the objective is {given}; call it, with its settings inside: tw.{found.__name__}().")
     if objective is None:
         return SFT()
     if isinstance(objective, type) or not (isinstance(objective, Objective) or callable(objective)):
@@ -148,16 +158,6 @@ def described(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
-# Settings of `PolicyGradient` that a name determines; `policy_gradient` leaves all of them open.
-DETERMINED: Mapping[str, tuple[str, ...]] = {
-    "reinforce": ("surrogate",),
-    "dr_grpo": ("normalization", "constant"),
-    "dapo": ("normalization",),
-    "gspo": ("ratio_level",),
-    "cispo": ("surrogate", "clip_low", "clip_high"),
-}
-
-
 class MissingSettingError(ConfigError):
     """An objective lacks settings that it cannot do without; `settings` are their names."""
 
@@ -166,7 +166,7 @@ class MissingSettingError(ConfigError):
         self.settings = tuple(settings)
 
 
-def objective_named(name: str, **settings: Any) -> Objective:
+def objective_named(name: str, **settings: Any) -> Named:
     """The objective of a configuration: `objective_named("grpo", beta=0.04)`.
 
     Raises:
@@ -179,39 +179,24 @@ def objective_named(name: str, **settings: Any) -> Objective:
         raise ConfigError(f"unknown objective {name!r}.{hint} Known: {', '.join(OBJECTIVES)}.")
     known = setting_types(name)
     for setting in settings:
-        if setting in DETERMINED.get(name, ()):
+        if setting in determined(make):
             raise ConfigError(f"objective {name!r} determines {setting}; leave it out, or use 'policy_gradient'.")
     check_setting_types(f"objective {name!r}", settings, known)
-    missing = [setting for setting in _required_settings(make) if setting not in settings]
-    if missing:
+    required = [each.name for each in fields(make) if each.init and each.default is MISSING]
+    if missing := [setting for setting in required if setting not in settings]:
         raise MissingSettingError(name, missing)
     return make(**settings)
 
 
 def setting_types(name: str) -> dict[str, Any]:
-    """The type of each setting of an objective (`OBJECTIVES`), from its annotations: `{"beta": float, ...}`.
-
-    A new field of `PolicyGradient` is a setting of all names that take its settings.
+    """The type of each setting of an objective (`OBJECTIVES`), from its annotations: `{"beta": float, ...}`. The usual
+    advantages are none: in place of them a configuration has `advantages`.
     """
     make = OBJECTIVES[name]
     hints = typing.get_type_hints(make)
-    parameters = inspect.signature(make).parameters.values()
-    own = {each.name: hints[each.name] for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
-    own.pop("usual_advantages", None)
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
-        own = policy_gradient_types() | own
-    return {setting: kind for setting, kind in own.items() if setting not in DETERMINED.get(name, ())}
+    return {each.name: hints[each.name] for each in fields(make) if each.init and each.name != "usual_advantages"}
 
 
-def policy_gradient_types() -> dict[str, Any]:
-    """The type of each field of `PolicyGradient` but its usual advantages, in place of which a configuration has
-    `advantages`.
-    """
-    hints = typing.get_type_hints(PolicyGradient)
-    return {field.name: hints[field.name] for field in fields(PolicyGradient) if field.name != "usual_advantages"}
-
-
-def _required_settings(make: Callable[..., Objective]) -> list[str]:
-    empty, variable = inspect.Parameter.empty, inspect.Parameter.VAR_KEYWORD
-    parameters = inspect.signature(make).parameters.values()
-    return [each.name for each in parameters if each.default is empty and each.kind is not variable]
+def determined(make: type[Named]) -> list[str]:
+    """The settings that a name determines (`surrogate` of `cispo`); `policy_gradient` leaves all of them open."""
+    return [each.name for each in fields(make) if not each.init]

@@ -64,9 +64,9 @@ def all_keys() -> dict[str, Any]:
 
 def aliases() -> dict[str, str]:
     """Short names of keys: settings of a policy gradient need no `objective_settings.` in front."""
-    from treewise.objectives.registry import policy_gradient_types
+    from treewise.objectives.registry import setting_types
 
-    settings = [name for name in policy_gradient_types() if name != "surrogate"]  # which --objective chooses
+    settings = [name for name in setting_types("policy_gradient") if name != "surrogate"]  # which --objective chooses
     return {name: f"objective_settings.{name}" for name in settings}
 
 
