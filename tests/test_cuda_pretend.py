@@ -104,14 +104,6 @@ def test_waits_are_noted(pretend: PretendCuda, wait) -> None:
     assert sum(pretend.waits.values()) == 1
 
 
-def test_a_folder_that_is_named_like_the_library_is_not_the_library(pretend: PretendCuda) -> None:
-    """`git clone` makes a folder called treewise, in which tests run."""
-    there = torch.ones(3, device="cuda")
-    pretend.waits.clear()
-    exec(compile("there.tolist()", "/home/me/treewise/tests/test_any.py", "exec"), {"there": there})
-    assert pretend.waits == {("read", "elsewhere"): 1}
-
-
 def test_what_a_backward_does_is_seen(pretend: PretendCuda) -> None:
     class Reads(torch.autograd.Function):
         @staticmethod

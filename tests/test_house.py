@@ -60,7 +60,6 @@ WHOLE_PACKAGE = {
     "trainer/test_checkpoints": "interrupted and resumed runs",
     "trainer/test_hybrid_shards": "several sharded copies of a model, on several processes",
     "trainer/test_launchers": "torchrun and accelerate",
-    "trainer/test_idle_ranks": "processes without work",
     "trainer/test_meshes": "runs on meshes of processes against one process",
     "trainer/test_images": "trees of images: steps, resumed and killed runs, several processes",
     "trainer/test_ranks": "several processes against one",

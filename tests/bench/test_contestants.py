@@ -184,19 +184,6 @@ def test_kernels_of_gpus_are_asked_for_the_same(name: str, monkeypatch: pytest.M
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.gpu
-def test_the_kernel_of_this_gpu_is_aligned_at_the_end() -> None:
-    torch.manual_seed(0)
-    lengths_q = torch.tensor([0, 30, 70], dtype=torch.int32, device="cuda")
-    lengths_k = torch.tensor([0, 50, 90], dtype=torch.int32, device="cuda")
-    tensors = [torch.randn(n, h, 64, device="cuda") for n, h in ((70, 4), (90, 2), (90, 2))]
-    expected = varlen_attention(*tensors, lengths_q, lengths_k, 40, 50)
-    half = [each.bfloat16() for each in tensors]
-    assert flat.kernel("cuda", torch.bfloat16) != "sdpa"
-    found = varlen_attention(*half, lengths_q, lengths_k, 40, 50)
-    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
-
-
 @pytest.mark.parametrize("attention", ["flex", "reference"])
 def test_other_attention_is_counted_by_its_own_blocks(model: torch.nn.Module, attention: str) -> None:
     items = make("grpo", "tiny", 64).trajectories

@@ -1,18 +1,14 @@
 """Measuring in turns, and what is made of it: rows, files, the check against a baseline."""
 
-import copy
 import itertools
 import json
 import math
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from treewise.bench import Settings, check, load, make, measure_workload, random_model, record, run, save
-from treewise.bench import measure as measuring
+from treewise.bench import Settings, load, make, measure_workload, random_model, record, run, save
 from treewise.bench.contestants import twin
 from treewise.bench.measure import Measured, measure
 from treewise.bench.suite import check_losses, speed_ups
@@ -56,38 +52,6 @@ def test_a_row_holds_what_is_promised(row: dict) -> None:
     json.dumps(row)
 
 
-def test_a_wide_copy_that_does_not_fit_leaves_the_first_contestant_as_reference(
-    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def step(rows: object) -> float:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
-
-    workload = make("grpo", "tiny", 64)
-    with monkeypatch.context() as patch:
-        patch.setattr("treewise.bench.suite.FlatRows.step", step)
-        found = measure_workload(twin(model), workload, Settings(["trl"], repetitions=1, reference="float64"))
-    assert found["reference"] == "the first contestant (a float64 copy ran out of memory)"
-    assert found["contestants"]["tree"]["gradient_error"] < 2e-6
-
-
-def test_workloads_after_one_that_disagrees_are_measured_too(
-    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workloads = [make("grpo", "tiny", 64), make("ratio-6.5", "tiny", 64)]
-
-    def refuse(found: dict[str, Measured], dtype: torch.dtype) -> None:
-        if found["flat"].loss == first_loss:
-            raise VerificationError("not the same work")
-
-    settings = Settings(["flat"], repetitions=1)
-    first_loss = measure_workload(twin(model), workloads[0], settings)["contestants"]["flat"]["loss"]
-    monkeypatch.setattr("treewise.bench.suite.check_losses", refuse)
-    told: list[dict] = []
-    with pytest.raises(VerificationError, match="not the same work"):
-        run(lambda: model, "tiny", lambda *_: workloads, told.append, settings)
-    assert [(row["workload"], "skipped" in row) for row in told] == [("grpo", True), ("ratio-6.5", False)]
-
-
 def test_contestants_take_turns(model: torch.nn.Module) -> None:
     turns: list[str] = []
     contestants = {name: lambda name=name: turns.append(name) or 1.0 for name in ("one", "two")}
@@ -116,37 +80,6 @@ def test_who_runs_out_of_memory_is_left_out(model: torch.nn.Module) -> None:
     assert set(speed_ups(found)) == {"b"}
     with pytest.raises(ValueError, match="a mistake"):
         measure(model, {"a": lambda: float("a mistake")}, repetitions=1)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
-def test_who_needs_more_than_is_free_is_left_out_and_the_limit_goes_again(
-    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import resource
-
-    monkeypatch.setattr(measuring, "free_bytes", lambda device: 2**28)
-
-    def takes(size: int) -> Callable[[], float]:
-        return lambda: float(torch.ones(size // 4).sum())
-
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    found = measure(model, {"large": takes(2**30), "small": takes(2**26)}, repetitions=1)
-    assert "can't allocate memory" in str(found["large"].skipped)
-    assert found["small"].skipped is None
-    assert found["small"].seconds
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
-
-
-def test_gradients_are_compared_with_the_first_that_ran(model: torch.nn.Module) -> None:
-    weight = next(model.parameters())
-
-    def step(factor: float) -> float:
-        weight.grad.fill_(factor)
-        return 1.0
-
-    found = measure(model, {"one": lambda: step(1.0), "two": lambda: step(1.5)}, repetitions=1)
-    assert found["one"].gradient_error == 0
-    assert found["two"].gradient_error == pytest.approx(0.5)
 
 
 def test_different_losses_end_the_comparison() -> None:
@@ -193,36 +126,3 @@ def test_files_collect_rows(row: dict, tmp_path: Path) -> None:
     for name in ("other.json", "none.json"):
         with pytest.raises(ConfigError, match="no results of treewise bench"):
             load(tmp_path / name)
-
-
-def test_what_became_worse_is_named(row: dict) -> None:
-    baseline = {"rows": [row]}
-    worse, count = check({"rows": [row]}, baseline)
-    assert worse == []
-    assert count == 2  # tree and tree@11
-
-    def times(factors: dict[str, float]) -> dict:
-        changed = copy.deepcopy(row)
-        for name, found in changed["contestants"].items():
-            found["seconds"]["min"] *= factors.get(name, factors.get("others", 1.0))
-        return {"rows": [changed]}
-
-    slower = times({"tree": 1.25})
-    assert check(slower, baseline)[0] == [
-        "qwen3-tiny, search: tree has 0.80 of the baseline's speed beside flat, merged, trl"
-    ]
-    assert check(slower, baseline, min_speed=0.7)[0] == []
-    assert check(times({"others": 3.0}), baseline)[0] == []  # a slower machine
-    assert check(times({"tree": 3.0, "others": 3.0, "tree@11": 4.0}), baseline)[0][0].startswith(
-        "qwen3-tiny, search: tree@11 has 0.75"
-    )
-    assert check(times({"trl": 1.2}), baseline)[0] == []  # another contestant that was disturbed
-
-    wrong = copy.deepcopy(row)
-    wrong["contestants"]["tree"]["gradient_error"] = 1e-3
-    assert "gradient error of tree is 1.0e-03" in check({"rows": [wrong]}, baseline)[0][0]
-
-    gone = copy.deepcopy(row)
-    gone["contestants"]["tree"] = {"skipped": "out of memory"}
-    assert check({"rows": [gone]}, baseline)[0] == ["qwen3-tiny, search: tree did not run"]
-    assert check({"rows": [{**row, "workload": "another"}]}, baseline) == ([], 0)

@@ -84,23 +84,6 @@ def test_a_file_that_is_no_configuration_is_refused(write, text, message):
         read_config(write(text))
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_config(tmp_path / "nope.yaml")
-
-
-@pytest.mark.parametrize(
-    ("words", "flags"),
-    [
-        (["--a", "1", "--b=2", "--c"], {"a": "1", "b": "2", "c": "true"}),
-        (["--a-b", "x", "y"], {"a_b": ["x", "y"]}),
-        (["--a", "-1"], {"a": "-1"}),
-    ],
-)
-def test_flags_take_values_lists_and_nothing(words, flags):
-    assert parse_flags(words) == flags
-
-
 @pytest.mark.parametrize("words", [["value"], ["--a", "1", "--a", "2"]])
 def test_flags_without_sense_are_refused(words):
     with pytest.raises(ConfigError):
@@ -120,11 +103,6 @@ def test_the_resolved_configuration_gives_the_same_run(write, tmp_path):
 
 def test_differences_name_old_and_new():
     assert differences("a: 1\nb: 2\n", "a: 1\nb: 3\nc: 4\n") == ["b: 2 -> 3", "c: default -> 4"]
-
-
-def test_settings_that_transformers_refuses_are_configuration_errors(write):
-    with pytest.raises(ConfigError, match="requires the save and eval strategy to match"):
-        training_arguments(read_config(write(BASE + "load_best_model_at_end: true\nsave_strategy: steps\n")))
 
 
 def test_data_in_the_place_of_a_configuration_is_named(tmp_path):

@@ -5,8 +5,6 @@ import json
 import shutil
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.rl.online.helpers import TOKENIZER, tiny_policy
 from treewise.cli.main import main
@@ -156,15 +154,6 @@ def test_rows_and_rewards_that_cannot_be(rows, reward, message, run, tmp_path):
     assert "model saved" not in out
 
 
-def test_an_environment_whose_tools_no_template_writes(run):
-    turns = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    words = [each if each != "chatml" else turns for each in SMALL[4:]]
-    code, _, err = run("--tasks", "treewise.rl.tasks:GuessNumber", *words, "--dry_run")
-    assert code == 2
-    assert "does not write tools" in err
-    assert "--chat_template chatml" in err
-
-
 def test_tasks_by_name(tmp_path):
     assert task_named("sum", {"num_terms": 3}) == SumTask(num_terms=3)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
@@ -175,24 +164,3 @@ def test_tasks_by_name(tmp_path):
     assert guess.environment().high == 4
     pytest.importorskip("reasoning_gym")
     assert isinstance(task_named("reasoning_gym:chain_sum", {"max_terms": 3}), ReasoningGymTask)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
-def test_a_compiled_run_samples_and_trains_as_one_without(run, tmp_path):
-    torch.compiler.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    words = [*SMALL, "--learning_rate", 1e-3]
-    for folder, flags in {"plain": [], "compiled": ["--torch_compile_backend", "aot_eager"]}.items():
-        assert counters["stats"]["unique_graphs"] == 0
-        code, _, err = run(*words, *flags)
-        assert code == 0, err
-        (tmp_path / "out").rename(tmp_path / folder)
-    assert counters["stats"]["unique_graphs"] > 0
-    plain, compiled = (load_file(tmp_path / folder / "model.safetensors") for folder in ("plain", "compiled"))
-    assert plain.keys() == compiled.keys()
-    for name, value in plain.items():
-        assert torch.allclose(compiled[name], value, rtol=0, atol=1e-5), name
-    records = "rollouts/iteration-00001.jsonl"
-    assert (tmp_path / "compiled" / records).read_text() == (tmp_path / "plain" / records).read_text()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.rl.growing_trees import ToySampler, grow
 from treewise.rl.branching import PROMPT, RolloutNode, RolloutTree, branching_named
-from treewise.rl.node_values import NodeValue, node_values
+from treewise.rl.node_values import node_values
 from treewise.testing.strategies import MAX_SEED
 
 
@@ -24,18 +24,6 @@ def by_hand() -> RolloutTree:
         index = tree.add(RolloutNode([7] * length, [0] * length, parent=parent, cut=cut, finish="stop"))
         tree.judge(index, reward)
     return tree
-
-
-def test_by_hand() -> None:
-    children = node_values(by_hand())
-    half, fork = 0.5, (0.5 + 0.0 + 1.0) / 3
-    assert children[:4] == [
-        NodeValue(PROMPT, 0, 0, fork / 2, 5, 2),
-        NodeValue(0, 0, 2, fork, 4, 3),
-        NodeValue(0, 2, 4, half, 2, 2),
-        NodeValue(0, 4, 5, 1.0, 1, 0),
-    ]
-    assert [each.value for each in children[4:]] == [0.0, 1.0, 0.0, 0.0]
 
 
 def test_rollouts_without_a_reward_are_left_out() -> None:

@@ -9,12 +9,9 @@ from treewise import TreeEngine
 from treewise.advantages import group_tree
 from treewise.errors import ConfigError
 from treewise.rl import update
-from treewise.rl.branching import PROMPT, RolloutNode, RolloutTree
 from treewise.rl.samplers import transformers_sampler
-from treewise.rl.update import ADVANTAGES
 from treewise.testing import crossings
 from treewise.testing.crossings import Crossings, Rule, WrongError
-from treewise.testing.crossings.plain_credit import CREDIT, advantages_of
 
 SETTINGS = {"a": tuple(range(12)), "b": (0, 1, 2, 3), "c": (False, True), "d": ("none", "one", "two")}
 RULES = (Rule(("a", "b"), lambda a, b: a != 11 or b == 0), Rule(("b", "c"), lambda b, c: b != 3 or c))
@@ -138,23 +135,3 @@ def test_a_fault_of_the_online_loop_is_found(monkeypatch, fault):
         monkeypatch.setattr(group_tree, "_num_draws", lambda *given: np.ones_like(num_draws(*given)))
     space = crossings.online_loop()
     assert space.judge({**space.defaults, **draw}).kind == "wrong"
-
-
-@pytest.mark.parametrize("method", sorted({*CREDIT, "batch"}))
-def test_credit_is_what_prefixes_say(method):
-    """The plain credit that the loop is held against, against the library's, on a tree whose draws repeat."""
-    rng = np.random.default_rng(4)
-    rows = []
-    for group in range(3):
-        tree = RolloutTree([9, group], group=group)
-        for number in range(7):
-            parent = int(rng.integers(-1, number)) if number else PROMPT
-            cut = 0 if parent == PROMPT else int(rng.integers(1, len(tree[parent])))
-            ids = [*rng.integers(0, 2, rng.integers(2, 5)), 9]
-            node = RolloutNode(ids, -rng.exponential(size=len(ids)), parent, cut, finish="stop")
-            tree.judge(tree.add(node), float(rng.integers(3)) / 2)
-        rows += tree.trajectories()
-    found = ADVANTAGES[method](rows).trajectories
-    for item, expected in zip(found, advantages_of(rows, method), strict=True):
-        trained = item.loss_weights > 0
-        np.testing.assert_allclose(item.advantages[trained], expected[trained], atol=1e-5)

@@ -150,12 +150,6 @@ def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, trees
     assert [path.name for path in kept] == ["checkpoint-4"]
 
 
-def test_the_best_checkpoint_is_kept_and_loaded(make_trainer, trees):
-    settings = {"save_total_limit": 1, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
-    kept = saved_run(make_trainer, trees, eval_dataset=trees[:2], learning_rate=0.5, **settings)
-    assert kept
-
-
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_the_best_model_has_all_weights_of_its_checkpoint(make_trainer, trees, family):
     settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "greater_is_better": True}

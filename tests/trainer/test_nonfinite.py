@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from treewise.data import load_trees
 from treewise.errors import NonFiniteError
 from treewise.testing.images import IMAGE_TOKEN, png, tiny_processor
-from treewise.trainer.nonfinite import NonFiniteGuard, write_rows
+from treewise.trainer.nonfinite import write_rows
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
@@ -75,15 +75,6 @@ def test_the_trajectory_whose_own_loss_is_not_finite_is_named(make_trainer, tree
         trainer.train()
 
 
-def test_trees_declared_by_nodes_are_written_path_by_path(tmp_path):
-    ids = np.array([5, 6, 7, 8], dtype=np.int32)
-    forest = Forest.from_trajectories([Trajectory(ids), Trajectory(np.array([5, 6, 9], dtype=np.int32))])
-    write_rows(tmp_path / "a.jsonl", [forest], {"step": 3})
-    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    assert [row["token_ids"] for row in rows] == [[5, 6, 7, 8], [5, 6, 9]]
-    assert {row["step"] for row in rows} == {3}
-
-
 def test_a_spike_of_the_gradient_is_logged_with_its_trees(make_trainer, trees, caplog):
     class Amplify(TrainerCallback):
         def on_train_begin(self, args, state, control, model, **kwargs):
@@ -93,22 +84,6 @@ def test_a_spike_of_the_gradient_is_logged_with_its_trees(make_trainer, trees, c
     (line,) = [record.getMessage() for record in caplog.records if record.name == "treewise"]
     assert line.startswith("step 12: gradient norm")
     assert "rows.jsonl:" in line
-
-
-def guard_of(tmp_path, policy="stop", **settings):
-    return NonFiniteGuard(policy, **{"max_skipped": 1, "spike_factor": 0.0, **settings}, path=tmp_path / "a.jsonl")
-
-
-def test_a_guard_stops_or_skips_without_a_trainer(tmp_path):
-    forests = [Forest.from_trajectories([Trajectory([1, 2], source="rows.jsonl:4")])]
-    stops, skips = guard_of(tmp_path), guard_of(tmp_path, "skip")
-    with pytest.raises(NonFiniteError, match=r"the loss of step 3 is not finite; .* Its trees: rows.jsonl:4"):
-        stops.check_step(3, 1.0, forests, is_finite=False)
-    assert not skips.check_step(3, 1.0, forests, is_finite=False)
-    assert skips.check_step(4, 1.0, forests, is_finite=True)
-    assert not skips.check_step(5, float("inf"), forests, is_finite=False)
-    with pytest.raises(NonFiniteError, match=r"the gradient of step 6 .* Skipped in a row before: 1 step\."):
-        skips.check_step(6, float("inf"), forests, is_finite=False)
 
 
 def test_rows_hold_every_stream_and_label_and_load_again(tmp_path):

@@ -116,7 +116,6 @@ def of_two(request, tmp_path_factory):
     runs["signalled"] = {**SGD, **CUT, **whole, "trouble": "signal", **batch_of(4, 2, {})}
     if exhaustive_wanted(request):
         runs["signalled in save"] = {**runs["sharded"], "trouble": "signal in save"}
-        runs["measured again"] = {**runs["measured"], "resume_run": "measured/checkpoint-4"}
     return folder, fork_ranks(2, lambda: train_all(folder, runs), folder)
 
 
@@ -148,7 +147,7 @@ def test_two_processes_train_like_one(of_two, of_one, name):
     first, second = (outcomes[name] for outcomes in of_two[1])
     both, _, alone = TWO[name]
     expected = of_one({**both, **alone, **batch_of(4, 1, both), "save_strategy": "no"})
-    if name == "bfloat16":  # how near parameters are is another test
+    if name == "bfloat16":
         assert first["losses"] == pytest.approx(expected["losses"], rel=1e-2)
     else:
         assert_same(first, expected)
@@ -167,16 +166,6 @@ def deviation(found, expected):
     off = [(found["model"][name] - value).flatten() for name, value in expected["model"].items()]
     moved = [(value - start[name].detach()).flatten() for name, value in expected["model"].items()]
     return float(torch.cat(off).norm() / torch.cat(moved).norm())
-
-
-@pytest.mark.exhaustive
-def test_sharded_bfloat16_is_as_near_to_float32_as_bfloat16_of_one_process(of_two, of_one):
-    exact = of_one({**SGD, **CUT, **batch_of(4, 1, {}), "save_strategy": "no"})
-    alone = deviation(of_one({**TWO["bfloat16"][0], **batch_of(4, 1, {}), "save_strategy": "no"}), exact)
-    sharded = deviation(of_two[1][0]["bfloat16"], exact)
-    # Shards add one rounding of gradients, before the sum over ranks, to that of the weights in every product.
-    assert 1e-4 < alone < 0.01
-    assert sharded < 2**0.5 * alone
 
 
 # -- checkpoints of several processes ---------------------------------------------------------------------------------
@@ -276,15 +265,6 @@ def test_measured_costs_are_fitted_the_same_on_all_ranks_and_change_no_step(of_t
     assert [start for start, *_ in first["costs"]] == [0, 5 if name == "measured" else FIT_STEPS + 1]
     both, _, _ = MEASURED[name]
     assert_same(first, of_one({**both, "balance_costs": "auto", "save_strategy": "no", **batch_of(4, 1, both)}))
-
-
-@pytest.mark.exhaustive
-def test_a_run_resumed_after_the_fit_places_as_the_uninterrupted_one(of_two):
-    for outcomes in of_two[1]:
-        resumed, whole = outcomes["measured again"], outcomes["measured"]
-        assert resumed["costs"] == whole["costs"]
-        for name, value in whole["model"].items():
-            assert torch.equal(resumed["model"][name], value), name
 
 
 def test_without_measuring_costs_stay_those_of_flops(of_two):

@@ -44,17 +44,6 @@ def test_json_agrees_with_the_shapes_of_the_model(
     assert 1.05 < facts["relative_tree_time"] < 1 + 20 / 64 / 3
 
 
-def test_the_predictions_say_that_they_are_predictions(
-    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call("plan", rows, "--max_tokens", 16, "--model", save_tiny_model(tmp_path / "model"), "--memory") == 0
-    out = capsys.readouterr().out
-    assert "predicted" in out
-    assert "peak memory" in out
-    assert "time / flat" in out
-    assert "time / one micro-batch" in out
-
-
 def test_without_a_budget_the_memory_of_others_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And gradient checkpointing of a run's configuration is part of the prediction."""
     model = save_tiny_model(tmp_path / "model")

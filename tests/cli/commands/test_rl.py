@@ -131,29 +131,6 @@ def test_updates_equal_flat_ones(rl, model_folder):
     assert out.count("clip_fraction") == 2  # one an epoch
 
 
-@pytest.mark.exhaustive
-def test_log_probs_come_from_where_they_are_said_to(rl, folder, model_folder):
-    rows = make_rows()
-    flags = ["--objective", "grpo", "--epochs", 2, *FAST, *ORDERED]
-    rl(rows, *flags)
-    model = LlamaForCausalLM.from_pretrained(model_folder)
-    held = load_file("out/scored.safetensors")
-    with torch.no_grad():
-        old = torch.cat([flat_logprobs(model, row) for row in rows])
-    trained = torch.tensor([weight for row in rows for weight in row["loss_weights"]]) > 0
-    assert torch.allclose(held["old_logprobs"][trained], old, atol=1e-5)
-    assert "ref_logprobs" not in held
-    _, out, _ = rl(None, *flags, "--old_logprobs", "sampler", output="b")
-    assert "the sampler's" in out
-    assert "logprob gap              1.0000" in out
-    assert not (folder / "b" / "scored.safetensors").exists()
-    own = [{**row, "old_logprobs": [-1.0 if w else None for w in row["loss_weights"]]} for row in rows]
-    _, out, _ = rl(own, *flags, output="c")
-    assert "the rows' own" in out
-    first, second = parameters("out"), parameters("b")
-    assert any(not torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.representatives("gspo")
 @pytest.mark.parametrize("objective", ["grpo", "dapo", "gspo", "reinforce"])
 def test_a_rollout_counts_once_however_its_rows_are_cut(rl, objective):
@@ -187,19 +164,6 @@ def test_one_update_needs_no_old_log_probs_and_is_the_same_with_them(rl):
         assert torch.allclose(value, second[name], atol=1e-6)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
-def test_the_reference_is_another_model_or_the_one_without_adapters(rl, tmp_path_factory):
-    other = save_tiny_model(tmp_path_factory.mktemp("other"), seed=5)
-    flags = ["--objective", "grpo", "--beta", 0.1, "--save_strategy", "no"]
-    _, out, _ = rl(make_rows(), *flags, "--reference", other)
-    assert f"computed with {other}" in out
-    assert logged("out", "kl")[0] > 0.001
-    _, out, _ = rl(None, *flags, "--lora.r", 2, output="b")
-    assert "without adapters" in out
-    assert logged("b", "kl")[0] == 0  # an adapter begins as nothing
-
-
 def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(rl, folder, monkeypatch):
     flags = ["--objective", "gspo", "--beta", 0.1, "--epochs", 3, "--learning_rate", 0.01]
     assert rl(make_rows(), *flags)[0] == 0
@@ -227,13 +191,6 @@ def test_a_resolved_configuration_is_the_same_run(rl, capsys):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_mini_batches_that_do_not_divide_the_groups_are_so_many_steps(rl):
-    code, out, _ = rl(make_rows(5), "--objective", "grpo", "--mini_batches", 3, *FAST)
-    assert code == 0
-    assert "3 of 1 or 2 trees" in out
-    assert len(logged("out", "loss")) == 3
-
-
 # -- what is said -----------------------------------------------------------------------------------------------------
 
 
@@ -252,18 +209,6 @@ def test_rows_advantages_win_where_nothing_is_chosen(rl):
     assert "advantages               given" in rl(rows, "--objective", "ppo", "--dry_run")[1]
     assert "leave_one_out" in rl(None, "--objective", "ppo", "--advantages", "rloo", "--dry_run")[1]
     assert "logprob gap              measured in the first step" in rl(None, "--objective", "ppo", "--dry_run")[1]
-
-
-def test_a_declared_tree_is_trained_by_its_ends(rl):
-    nodes = [
-        {"token_ids": [1, 2, 3], "loss_weights": 0},
-        {"parent": 0, "token_ids": [4, 5], "reward": 1.0},
-        {"parent": 0, "token_ids": [6, 7], "reward": 0.0},
-    ]
-    code, out, _ = rl([{"nodes": nodes}], "--objective", "grpo", *FAST)
-    assert code == 0
-    assert "rollouts                 2 in 1 group, 2 rows" in out
-    assert "tree tokens      7" in out
 
 
 MISTAKES = {
@@ -315,13 +260,6 @@ def test_a_stream_on_some_rows_only_is_an_error(rl):
     assert "rows.jsonl:2: no ref_logprobs, but 1 of 12 rows have them" in err
 
 
-@pytest.mark.parametrize("key", ["tp_size", "ep_size"])
-def test_models_on_a_mesh_are_refused_before_anything_is_loaded(rl, key):
-    code, _, errors = rl(make_rows(), f"--{key}", 2)
-    assert code == 2
-    assert f"{key}: treewise rl does not score rollouts on a mesh yet" in errors
-
-
 def test_the_samplers_log_probs_on_some_rows_only_are_left_out_or_refused(rl):
     rows = make_rows()
     del rows[3]["sampler_logprobs"], rows[4]["sampler_logprobs"]
@@ -331,12 +269,3 @@ def test_the_samplers_log_probs_on_some_rows_only_are_left_out_or_refused(rl):
     code, _, err = rl(None, "--objective", "grpo", "--sampler_correction", "truncate", output="b")
     assert code == 2
     assert "rows.jsonl:4: no sampler_logprobs, but 10 of 12 rows have them" in err
-
-
-def test_flags_alone_need_data_and_a_model(folder, capsys):
-    assert main(["rl", "--objective", "grpo", "--output", "out"]) == 2
-    assert "give --data, recorded rollouts to train on, or --tasks" in (err := capsys.readouterr().err)
-    assert "--model" in err
-    (folder / "run.yaml").write_text(json.dumps({"model": "m", "data": "d.jsonl", "objective": "grpo"}))
-    assert main(["rl", "run.yaml"]) == 2
-    assert "run.yaml: no output_dir" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.main import main
-from treewise.cli.run_folder import FINISHED
 from treewise.errors import ConfigError
 from treewise.nn.load_model import DEMO_MODEL, load_model, locate
-from treewise.trainer import TreeTrainer
 from treewise.trainer.checkpoint import contents
 
 
@@ -80,12 +77,6 @@ def test_objectives_that_need_rollouts_are_named(folder, capsys):
     assert "use treewise rl" in capsys.readouterr().err
 
 
-def test_a_dry_run_writes_nothing(folder, capsys):
-    assert main(["train", "run.yaml", "--dry_run"]) == 0
-    assert "optimizer steps  4 of 2 trees" in capsys.readouterr().out
-    assert not (folder / "run").exists()
-
-
 def test_a_resumed_run_ends_like_an_uninterrupted_one(folder, capsys):
     assert main(["train", "run.yaml", "--output_dir", "whole"]) == 0
     assert main(["train", "run.yaml"]) == 0
@@ -100,20 +91,6 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(folder, capsys):
     assert weights[0] == weights[1]
 
 
-@pytest.mark.exhaustive
-def test_a_finished_run_is_extended_and_the_schedule_goes_on(folder):
-    constant = ["--lr_scheduler_type", "constant"]
-    assert main(["train", "run.yaml", "--max_steps", "6", "--out", "whole", *constant]) == 0
-    assert main(["train", "run.yaml", *constant]) == 0
-    assert main(["train", "run.yaml", "--resume", "--max_steps", "6", *constant]) == 0
-    assert losses(folder) == losses(folder, "whole")
-    assert main(["train", "run.yaml", "--out", "linear", "--max_steps", "2"]) == 0
-    assert main(["train", "run.yaml", "--out", "linear", "--max_steps", "4", "--resume"]) == 0
-    log = [json.loads(line) for line in (folder / "linear" / "log.jsonl").read_text().splitlines()]
-    rates = {entry["step"]: entry["learning_rate"] for entry in log if "loss" in entry}
-    assert rates[3] == pytest.approx(5e-4)
-
-
 def test_the_log_file_holds_numbers_once_for_each_step(folder):
     assert main(["train", "run.yaml"]) == 0
     (folder / "run" / "trainer_state.json").unlink()
@@ -123,15 +100,6 @@ def test_the_log_file_holds_numbers_once_for_each_step(folder):
     assert [entry["step"] for entry in steps] == [1, 2, 3, 4]
     assert all(isinstance(value, int | float) for entry in entries for value in entry.values())
     assert [entry["loss"] for entry in steps] == losses(folder)
-
-
-@pytest.mark.exhaustive
-def test_a_closed_pipe_does_not_end_training(folder):
-    command = f"{sys.executable} -m treewise.cli.main train run.yaml --max_steps 20; echo code $? >&2"
-    result = subprocess.run(f"({command}) | head -n 1", shell=True, capture_output=True, text=True, check=False)
-    assert "code 0" in result.stderr
-    assert len((folder / "run" / "log.jsonl").read_text().splitlines()) == 21
-    AutoModelForCausalLM.from_pretrained(folder / "run")
 
 
 @pytest.mark.parametrize("strategy", ["steps", "no"])
@@ -161,19 +129,6 @@ def test_a_disk_without_room_for_the_model_is_one_line_and_the_run_goes_on_later
     saved = AutoModelForCausalLM.from_pretrained(folder / "run").state_dict()
     for name, value in AutoModelForCausalLM.from_pretrained(folder / "run" / "checkpoint-4").state_dict().items():
         assert torch.equal(saved[name], value)
-
-
-def test_a_state_that_cannot_be_written_leaves_the_run_open(folder, capsys, monkeypatch):
-    def full(self, path):
-        Path(path).write_text("{")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(TreeTrainer, "save_state", lambda self: full(self, Path(self.args.output_dir) / FINISHED))
-    assert main(["train", "run.yaml"]) == 2
-    assert "trainer_state.json could not be written (No space left on device)" in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.chdir(folder)
-    assert main(["train", "run.yaml", "--resume"]) == 0
 
 
 def test_a_dry_run_leaves_no_file_anywhere(folder, monkeypatch):
@@ -256,17 +211,6 @@ MISTAKES = {
     "refused setting": (["run.yaml", "--fp16"], "fp16=True cannot be used"),
     "folder is a file": (["run.yaml", "--output_dir", "rows.jsonl"], "output_dir rows.jsonl is a file"),
 }
-
-
-@pytest.mark.parametrize(("words", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_one_clean_line_and_leaves_nothing(folder, capsys, words, message):
-    (folder / "empty.jsonl").touch()
-    write_rows(folder / "large.jsonl", [{"token_ids": [1, 2, 97]}])
-    assert main(["train", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-    assert not (folder / "run").exists()
 
 
 def test_debug_shows_the_traceback(folder):

@@ -61,24 +61,6 @@ def test_dpo_with_the_adapter_off_as_reference(build, pairs, checkpointing, max_
     assert len(assert_same_training(make, max_tokens=max_tokens).sharings) == 1
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"use_weighting": True},
-        {"ld_alpha": 0.5},
-        {"f_divergence_type": "js_divergence"},
-        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
-        {"max_length": 14},
-        {"precompute_ref_log_probs": True},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_dpo_settings(build, pairs, changes):
-    # Reference log-probs that are computed beforehand leave nothing for a reference model in training.
-    more = None if "precompute_ref_log_probs" in changes else reference
-    assert_same_training(build(DPOTrainer, DPOConfig, pairs, more=more, **changes))
-
-
 def test_dpo_in_mixed_precision(build, pairs):
     """Here accelerate wraps the reference model before the line is called, and the trained one after it."""
     make = build(DPOTrainer, DPOConfig, pairs, more=reference, bf16=True, max_steps=2)

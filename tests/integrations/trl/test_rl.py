@@ -82,13 +82,6 @@ def test_rloo_ten_steps(build, prompts, max_tokens):
     assert_same_training(make, max_tokens=max_tokens)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_rloo_with_kl_to_the_model_without_its_adapter(build, prompts, checkpointing):
-    changes = {"beta": 0.1, CHECKPOINTING: checkpointing, "num_iterations": 2}
-    assert_same_training(build(RLOOTrainer, RLOOConfig, prompts, peft=lora, **ROLLOUTS, **changes))
-
-
 @pytest.mark.representatives("GRPOTrainer-GRPOConfig")
 @pytest.mark.parametrize(("trainer", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
 def test_kl_to_a_reference_model(build, prompts, tmp_path, trainer, config):

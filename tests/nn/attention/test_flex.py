@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from treewise.nn.attention import flex
 from treewise.nn.attention.flex import block_mask, flex_attention_tree
-from treewise.nn.attention.kernel_cases import Case, is_within, kernel_errors, with_gradients
+from treewise.nn.attention.kernel_cases import with_gradients
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention, visible
 from treewise.planning.layout import lay_out
@@ -211,43 +211,6 @@ def test_fifty_random_trees_take_four_kernels(graphs):
 
 
 # -- on a GPU; the test of `kernel_cases` tries its cases there -------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_cuda_compiles_once_for_all_lengths():
-    def num_graphs() -> int:
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-    shapes = [(2, 150, 90), (3, 257, 64), (5, 128, 128), (9, 300, 31), (2, 500, 77)]
-    cases = [Case(LayerRule(0.123), each, dtype=torch.bfloat16) for each in shapes]
-    assert is_within(kernel_errors(flex_attention_tree, cases[0], torch.device("cuda")))
-    before = num_graphs()
-    assert all(is_within(kernel_errors(flex_attention_tree, case, torch.device("cuda"))) for case in cases)
-    assert num_graphs() == before
-
-
-@pytest.mark.gpu
-def test_cuda_transposed_inputs_as_models_give_them():
-    def transposed(query, key, value, *others):
-        tensors = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key, value))
-        return flex_attention_tree(*tensors, *others)
-
-    case = Case(RULES["plain"], (4, 300, 151), dtype=torch.bfloat16)
-    assert is_within(kernel_errors(transposed, case, torch.device("cuda")))
-
-
-@pytest.mark.gpu
-def test_cuda_large_mask_on_sampled_rows():
-    mask = branching_mask(64, 8000, 800)
-    query, key, value = (tensor.detach() for tensor in draw_inputs(mask, False, torch.float32, "cuda"))
-    out = flex_attention_tree(query, key, value, mask, RULES["plain"])
-    assert out.isfinite().all()
-    for row in np.random.default_rng(0).integers(0, mask.num_queries, 50).tolist():
-        seen = torch.as_tensor((mask.lo <= row) & (row < mask.hi), device="cuda")
-        keys, values = (tensor[0, :, seen].double().repeat_interleave(H // HKV, dim=0) for tensor in (key, value))
-        scores = (query[0, :, row, None].double() * keys).sum(dim=-1) * RULES["plain"].scaling
-        exact = (torch.softmax(scores, dim=-1)[..., None] * values).sum(dim=1)
-        assert (out[0, :, row] - exact).abs().max() < 1e-5
 
 
 BACKWARD_TILES = {"bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"}

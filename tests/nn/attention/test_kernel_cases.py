@@ -16,13 +16,6 @@ def test_cases_pass_unless_they_are_broken(name: str) -> None:
     assert is_within(kernel_errors(flex_attention_tree, CASES[name])) is not CASES[name].is_broken
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_every_case_on_a_gpu(name: str) -> None:
-    errors = kernel_errors(flex_attention_tree, CASES[name], torch.device("cuda"))
-    assert is_within(errors) is not CASES[name].is_broken
-
-
 @pytest.mark.parametrize("gradient", ["query", "key", "value", "sinks"])
 def test_a_wrong_gradient_is_named(gradient: str) -> None:
     def wrong(query, key, value, mask, rule, *sinks):

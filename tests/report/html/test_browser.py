@@ -7,7 +7,6 @@ import base64
 import re
 import shutil
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from PIL import Image
 
 from tests.report.analysis.test_online_log import write_online_run
 from tests.report.analysis.test_run_log import HISTORY, write_run
-from tests.report.rows import HOSTILE, named_trees
+from tests.report.rows import HOSTILE
 from treewise.data import LoadReport
 from treewise.report import read_run
 from treewise.report.html.build import DataReport, build_data_report
@@ -218,24 +217,6 @@ def test_the_picture_shows_the_tree_to_scale(open_page: Any) -> None:
     np.testing.assert_array_equal(at(81, 0), paper)
 
 
-@pytest.mark.exhaustive
-def test_a_screenshot_is_the_same_twice_and_another_after_folding(open_page: Any) -> None:
-    from PIL import Image
-
-    def shot() -> np.ndarray:
-        settled(page)
-        return np.asarray(Image.open(BytesIO(page.locator("#canvas").screenshot())).convert("RGB")).astype(int)
-
-    page = open_page("simple")
-    before, again = shot(), shot()
-    assert abs(before - again).max() <= 2
-    page.locator("#canvas").focus()
-    page.keyboard.press("Home")
-    page.keyboard.press("Space")
-    folded = shot()
-    assert folded.shape != before.shape or abs(folded - before).mean() > 2
-
-
 def test_folding_a_segment_hides_what_is_below_it(open_page: Any) -> None:
     page = open_page("simple")
     assert state(page)["shown"] == "3"
@@ -274,24 +255,6 @@ def test_a_trajectory_lights_up_and_the_rest_fades(open_page: Any) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_trajectory_outside_of_the_view_is_brought_into_it(open_page: Any) -> None:
-    page = open_page("simple")
-    canvas = page.locator("#canvas")
-    canvas.focus()
-    canvas.hover(position={"x": 20, "y": 5})
-    for _ in range(6):
-        page.mouse.wheel(0, -300)
-        settled(page)
-    low, high = map(float, state(page)["y"].split())
-    assert high < 1.1
-    page.locator("#path-choice").fill("2")
-    page.keyboard.press("Enter")
-    moved_low, moved_high = map(float, state(page)["y"].split())
-    assert moved_high > 1.4
-    assert moved_high - moved_low == pytest.approx(high - low, abs=0.02)
-
-
-@pytest.mark.exhaustive
 def test_keys_move_between_segments_in_the_order_of_the_tree(open_page: Any) -> None:
     page = open_page("simple")
     page.locator("#canvas").focus()
@@ -303,49 +266,6 @@ def test_keys_move_between_segments_in_the_order_of_the_tree(open_page: Any) -> 
     page.keyboard.press("ArrowRight")
     page.keyboard.press("p")
     assert state(page)["path"] == "0 1"
-
-
-@pytest.mark.exhaustive
-def test_every_control_is_reached_by_the_tab_key(open_page: Any) -> None:
-    page = open_page("simple")
-    seen = []
-    for _ in range(60):
-        page.keyboard.press("Tab")
-        seen.append(page.evaluate("() => document.activeElement.id"))
-    order = [
-        name for name in seen if name in ("theme", "tree-choice", "colour-choice", "path-choice", "canvas", "zoom-in")
-    ]
-    assert order[:6] == ["theme", "tree-choice", "colour-choice", "path-choice", "canvas", "zoom-in"]
-    page.locator("#canvas").focus()
-    page.keyboard.press("Home")
-    assert page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle") == "solid"
-
-
-@pytest.mark.exhaustive
-def test_zooming_by_wheel_button_and_key(open_page: Any) -> None:
-    def span() -> float:
-        low, high = map(float, state(page)["x"].split())
-        return high - low
-
-    page = open_page("simple")
-    whole = span()
-    canvas = page.locator("#canvas")
-    canvas.hover()
-    page.mouse.wheel(0, -300)
-    assert span() == whole  # without focus the wheel scrolls the page
-    canvas.focus()
-    canvas.hover()
-    page.mouse.wheel(0, -300)
-    page.wait_for_function("Number(document.getElementById('canvas').dataset.x.split(' ')[1]) < 81")
-    assert span() < whole
-    page.keyboard.press("0")
-    assert span() == whole
-    page.locator("#zoom-in").click()
-    assert span() == pytest.approx(0.6 * whole, rel=0.01)
-    canvas.focus()
-    page.keyboard.press("Home")
-    page.keyboard.press("Enter")
-    assert span() == pytest.approx(50, abs=0.1)  # the 40 tokens of the root, and a margin
 
 
 def test_pointing_shows_the_token(open_page: Any) -> None:
@@ -361,25 +281,6 @@ def test_pointing_shows_the_token(open_page: Any) -> None:
     page.mouse.move(5, 5)
     settled(page)
     assert not tip.is_visible()
-
-
-def test_two_fingers_zoom(open_page: Any) -> None:
-    page = open_page("simple", viewport=PHONE, has_touch=True, is_mobile=True)
-    page.locator("#canvas").scroll_into_view_if_needed()
-    box = page.locator("#canvas").bounding_box()
-    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    session = page.context.new_cdp_session(page)
-
-    def touch(kind: str, gap: float) -> None:
-        points = [] if kind == "touchEnd" else [{"x": x - gap, "y": y, "id": 1}, {"x": x + gap, "y": y, "id": 2}]
-        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
-
-    touch("touchStart", 20)
-    for gap in (30, 50, 80):
-        touch("touchMove", gap)
-    touch("touchEnd", 0)
-    low, high = map(float, state(page)["x"].split())
-    assert high - low < 0.5 * 81.6
 
 
 @pytest.mark.exhaustive
@@ -535,17 +436,6 @@ def test_a_large_tree_is_drawn_by_what_can_be_seen(browser: Any, tmp_path: Path)
         page.keyboard.press("+")
     assert int(state(page)["drawn"]) < 2.5 * height
     page.close()
-
-
-def test_the_page_of_several_trees_changes_trees(open_page: Any, tokenizer) -> None:
-    page = open_page("all")
-    options = page.locator("#tree-choice option").all_inner_texts()
-    sizes = {tree.name: tree.forest().num_tokens for tree in named_trees(tokenizer)}
-    assert {f"{name} ({size:,} tokens)" for name, size in sizes.items()} == set(options)
-    for number in range(len(options)):
-        page.select_option("#tree-choice", str(number))
-        name = options[number].rpartition(" (")[0]
-        assert f"{sizes[name]:,} tokens" in page.locator("#detail").inner_text()
 
 
 def test_an_online_run_shows_its_best_and_worst_trees(open_page: Any) -> None:

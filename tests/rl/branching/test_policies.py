@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from tests.rl.growing_trees import ToySampler, grow
 from treewise.errors import ConfigError, DataError
 from treewise.rl.branching import BRANCHINGS, PROMPT, Branch, RolloutNode, RolloutTree, Signals, branching_named
-from treewise.rl.branching.lcr import LcrBranching, change_rates, label_change_rate
+from treewise.rl.branching.lcr import LcrBranching, change_rates
 from treewise.rl.branching.protocol import points_of
 from treewise.testing.strategies import MAX_SEED
 
 seeds = st.integers(0, MAX_SEED)
-LONGEST = 12 + 1  # generated tokens of a toy rollout, and a forced one
 
 
 def policy(name: str, **options):
@@ -127,15 +126,6 @@ def test_points_name_every_place_once(seed: int) -> None:
 
 
 # -- lcr --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_worked_example_of_the_paper() -> None:
-    """Prior Beta(4.8, 5.2) of v = 0.6, one change in four pairs: (4.8 + 1) / (10 + 4)."""
-    assert label_change_rate(0.6, 1, 4, strength=10.0) == pytest.approx(5.8 / 14, abs=1e-15)
-    assert round(label_change_rate(0.6, 1, 4), 3) == 0.414
-    assert label_change_rate(0.6, 0, 0) == pytest.approx(0.48)
-    assert label_change_rate(0.6, 0, 0, strength=0) == pytest.approx(0.48)
-    assert label_change_rate(0.6, 1, 4, strength=0) == 0.25
 
 
 @given(seed=seeds, strength=st.sampled_from([0.0, 2.0, 10.0]), kind=st.sampled_from(["tokens", "turns"]))
@@ -291,11 +281,6 @@ def test_entropy_by_hand() -> None:
     tree.add(RolloutNode([7, 8], [-1, -1], finish="stop"))
     with pytest.raises(DataError, match="node 2 has no entropies"):
         ask()
-
-
-def test_streams_that_a_sampler_must_record() -> None:
-    assert policy("entropy").streams == ("entropies",)
-    assert policy("entropy", definition="surprisal").streams == policy("lcr").streams == ()
 
 
 def test_turns_by_hand() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.rl.growing_trees import ToySampler, grow
 from treewise.errors import DataError
-from treewise.rl.branching import PROMPT, RolloutNode, RolloutTree, branching_named
+from treewise.rl.branching import RolloutNode, RolloutTree, branching_named
 from treewise.testing.strategies import MAX_SEED
 from treewise.tree.forest import Forest
 
@@ -21,16 +21,6 @@ def by_hand() -> RolloutTree:
     tree.add(RolloutNode([6], [-4.0], parent=0, cut=3, finish="stop"))
     tree.add(RolloutNode([7], [-5.0], finish="length"))
     return tree
-
-
-def test_paths_by_hand() -> None:
-    tree = by_hand()
-    assert tree.prefix_ids(1).tolist() == [1, 2, 3, 4, 99, 6]
-    assert tree.prefix_ids(0, 1).tolist() == [1, 2, 3]
-    assert tree.prefix_ids(PROMPT).tolist() == [1, 2]
-    assert tree.path(1, "logprobs").tolist() == [-1, -2, 0, -4]
-    assert (tree.num_sampled_tokens, tree.num_sampled_before(1, 0), tree.num_sampled_before(1, 1)) == (5, 2, 3)
-    assert (list(tree.roots), tree.below(0), tree.leaves) == ([0, 2], [0, 1], [0, 1, 2])
 
 
 def test_rows_by_hand() -> None:

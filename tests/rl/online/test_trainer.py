@@ -21,8 +21,6 @@ from treewise.objectives import GRPO, objective_named
 from treewise.rl.online import OnlineTrainer, growing, records
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.samplers import TransformersSampler
-from treewise.rl.tasks import ReasoningGymTask
-from treewise.rl.tasks.single_turn import extracted_answer
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.manager import CheckpointManager
 from treewise.trainer.step import StepRunner
@@ -117,41 +115,6 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(stage, undistu
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("call", [1, 4])
-def test_a_run_killed_while_it_samples_loses_one_batch_at_most(call, undisturbed, tmp_path):
-    weights, num_tokens, _ = undisturbed
-    first = counted(tmp_path / "run", kill_at=call)
-    with pytest.raises(Killed):
-        first.train()
-    second = counted(tmp_path / "run")
-    second.train(resume_from_checkpoint=True)
-    assert digest(second.model) == weights
-    assert first.sampler.num_tokens + second.sampler.num_tokens == num_tokens
-
-
-def test_a_process_that_ends_at_once_is_resumed(undisturbed, tmp_path, monkeypatch):
-    trainer = counted(tmp_path / "run")
-    original = StepRunner.begin_step
-
-    def begin_step(self, batches, step):
-        if step == 2:
-            os._exit(9)
-        return original(self, batches, step)
-
-    pid = os.fork()
-    if pid == 0:
-        try:
-            monkeypatch.setattr(StepRunner, "begin_step", begin_step)
-            trainer.train()
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-    second = counted(tmp_path / "run")
-    second.train(resume_from_checkpoint=True)
-    assert digest(second.model) == undisturbed[0]
-
-
-@pytest.mark.exhaustive
 def test_a_run_killed_at_random_moments_again_and_again(undisturbed, tmp_path):
     draw = random.Random(0)
     for _ in range(40):
@@ -221,17 +184,6 @@ def test_a_run_of_other_settings_is_not_resumed(tmp_path):
         new_trainer(tmp_path / "run").train()
 
 
-@pytest.mark.exhaustive
-def test_changed_settings_of_training_apply_and_are_printed_or_are_errors(tmp_path, capsys):
-    new_trainer(tmp_path / "run", iterations=1, eval_every=0).train()
-    again = new_trainer(tmp_path / "run", iterations=2, eval_every=0, arguments_={"learning_rate": 0.02})
-    again.train(resume_from_checkpoint=True)
-    assert "changed since checkpoint-1: learning_rate: 0.01 -> 0.02" in capsys.readouterr().err
-    assert again.log_history[-1]["learning_rate"] == 0.02
-    with pytest.raises(CheckpointError, match="optim: AdamW -> SGD"):
-        new_trainer(tmp_path / "run", arguments_={"optim": "sgd"}).train(resume_from_checkpoint=True)
-
-
 def test_checkpoints_in_threads_are_an_error(tmp_path):
     for name in ("async_checkpoints", "profile"):
         with pytest.raises(ConfigError, match=f"{name}: an online run"):
@@ -292,18 +244,6 @@ def test_an_update_has_the_gradients_of_flat_training_of_the_recorded_rows(branc
     assert scale > 1e-4
     for name, parameter in trainer.model.named_parameters():
         torch.testing.assert_close(before[name] - parameter, expected[name], rtol=0, atol=1e-5 * max(scale, 1))
-
-
-def test_the_recorded_rows_hold_every_sampled_token_once_below_its_node(tmp_path):
-    trainer = counted(tmp_path / "run", iterations=2, eval_every=0)
-    trainer.train()
-    logs = [entry for entry in trainer.log_history if "sampled_tokens" in entry]
-    assert sum(entry["sampled_tokens"] for entry in logs) == trainer.sampler.num_tokens
-    for entry in logs:
-        assert entry["sampled_tokens"] == entry["recorded_tokens"] == entry["trained_tokens"]
-    assert logs[0]["share_ratio"] > 1.5
-    assert trainer.loop.overshoot == trainer.sampler.num_tokens - 2 * trainer.settings.tokens_per_iteration
-    assert trainer.loop.overshoot < 2 * trainer.settings.max_new_tokens
 
 
 @pytest.mark.parametrize("branching", ["none", "random"])
@@ -484,22 +424,3 @@ def test_adapters_train_alone_against_the_model_without_them_and_resume(tmp_path
     second = trainer_of("run")
     second.train(resume_from_checkpoint=True)
     assert digest(second.model) == digest(whole.model)
-
-
-@pytest.mark.exhaustive
-def test_recorded_rewards_of_reasoning_gym_are_those_of_its_verifier(tmp_path):
-    reasoning_gym = pytest.importorskip("reasoning_gym")
-    settings_of_task = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
-    task = ReasoningGymTask("chain_sum", settings_of_task, seed=3, instruction="")
-    trainer = new_trainer(tmp_path / "run", task, tokens_per_iteration=96, max_new_tokens=4)
-    logs = trainer.train()
-    assert logs["sampled_tokens"] == logs["trained_tokens"]
-    scorer = reasoning_gym.create_dataset("chain_sum", seed=0, size=1, **settings_of_task)
-    items = {task.item("train", index).key: task.item("train", index) for index in range(4)}
-    rows = [json.loads(line) for line in rollouts_file(trainer.folder, 2).read_text().splitlines()]
-    assert {row["group"] for row in rows} <= set(items)
-    for row in rows:
-        sampled = [token for token, weight in zip(row["token_ids"], row["loss_weights"], strict=True) if weight]
-        text = TOKENIZER.decode(sampled, skip_special_tokens=True)
-        expected = scorer.score_answer(extracted_answer(text), items[row["group"]].extra["entry"])
-        assert row["reward"] == pytest.approx(expected)

@@ -245,15 +245,3 @@ def test_behavior_logprobs_are_those_of_what_was_drawn_from() -> None:
     top = table.topk(2).values.logsumexp(-1).numpy()
     np.testing.assert_allclose(completion.behavior_logprobs, completion.logprobs - top, atol=1e-5)
     assert completion.log_kept_mass is not None
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_logprobs_equal_flat_teacher_forcing() -> None:
-    model = tiny_model("qwen3").cuda()
-    results = TransformersSampler(model).sample(REQUESTS)
-    model.cpu()
-    for request, completions in zip(REQUESTS, results, strict=True):
-        for completion in completions:
-            table = flat_logprobs(model, request, completion)
-            ids = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
-            np.testing.assert_allclose(completion.logprobs, table.gather(1, ids)[:, 0].numpy(), atol=1e-3)
