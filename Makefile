@@ -106,8 +106,10 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/tables.py
 
 bench-check: $(VENV)/.dev
-	$(BIN)/treewise bench --device cpu --check $(RESULTS) $(BENCH_ARGS)
-	$(BIN)/treewise bench --device cpu $(HYBRID) --check $(RESULTS) $(BENCH_ARGS)
+	rm -f build/bench.json
+	$(BIN)/treewise bench --device cpu --json build/bench.json $(BENCH_ARGS)
+	$(BIN)/treewise bench --device cpu $(HYBRID) --json build/bench.json $(BENCH_ARGS)
+	$(BIN)/python benchmarks/compare.py build/bench.json $(RESULTS)
 
 bench-real: $(VENV)/.dev
 	$(BIN)/treewise bench $(SEARCHES) $(REAL) $(BENCH_ARGS)

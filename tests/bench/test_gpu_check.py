@@ -1,4 +1,4 @@
-"""`treewise doctor --gpu`, with the CPU in the place of a GPU: FlexAttention's uncompiled operator, a tiny step."""
+"""`treewise doctor --gpu`, with the CPU in the place of a GPU: FlexAttention's uncompiled operator."""
 
 import json
 
@@ -24,11 +24,8 @@ def test_the_command_passes_where_all_is_well(capsys: pytest.CaptureFixture[str]
     assert facts["passed"]
     assert facts["issue"] is None
     assert list(facts["kernels"]) == list(NAMES)
-    assert facts["step"]["speed_up"] > 0
-    assert facts["step"]["gradient_error"] < 1e-5
     lines = "\n".join(gpu_check.as_lines(facts))
     assert "one block" in lines
-    assert "times flat (FLOPs allow" in lines
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,7 @@
 
 from treewise.bench.contestants import Settings
 from treewise.bench.model_shapes import SHAPES, random_model
-from treewise.bench.results import check, hardware, load, record, save
+from treewise.bench.results import hardware, load, record, save
 from treewise.bench.suite import REFERENCES, measure_workload, run
 from treewise.bench.workloads import KINDS, SIZES, Workload, make
 
@@ -13,7 +13,6 @@ __all__ = [
     "SIZES",
     "Settings",
     "Workload",
-    "check",
     "hardware",
     "load",
     "make",

@@ -1,11 +1,9 @@
-"""Workloads on a model: every contestant measured, beside the FLOP bounds and what the peak of a known GPU allows."""
+"""Workloads on a model: every contestant measured, beside the FLOP bounds."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -16,20 +14,14 @@ from treewise.bench.measure import Gradients, Measured, gradients, limited_to_fr
 from treewise.bench.results import is_ours
 from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
-from treewise.nn.attention import TreeMask
-from treewise.nn.attention.flex import BLOCK_SIZE, num_key_rows
 from treewise.nn.device import is_out_of_memory
-from treewise.nn.flops import FlopModel, LayerReach, flat_head_rows, flop_model, tree_head_rows
-from treewise.planning.layout import lay_out
-from treewise.planning.partition import ATTENTION_BACKWARD
-from treewise.planning.planner import plan
+from treewise.nn.flops import flop_model
 from treewise.tree.forest import Forest
 
 REFERENCES = ("auto", "flat", "float32", "float64")
 # Relative difference of a contestant's loss from the first one's beyond which the comparison fails, by dtype.
 LOSS_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 Row = dict[str, Any]  # of a file of results
-ITEM_BYTES = 2  # bfloat16
 
 
 def run(
@@ -150,12 +142,9 @@ def _reference(model: PreTrainedModel, forest: Forest, name: str, processor: obj
 
 
 def _shape(model: PreTrainedModel, forest: Forest) -> Row:
-    """Ratios, FLOP bounds, and on a known GPU the seconds that its peak and bandwidth allow."""
+    """Ratios and FLOP bounds."""
     flops = flop_model(model)
-    tree, gpu = flops.tree(forest), None
-    if model.device.type == "cuda" and {reach for reach, _ in flops.pair_forward} == {LayerReach()}:
-        name = torch.cuda.get_device_name(model.device)
-        gpu = next((gpu for key, gpu in GPUS.items() if key in name), None)
+    tree = flops.tree(forest)
     return {
         "num_parameters": flops.num_parameters,
         "num_trajectories": forest.num_trajectories,
@@ -168,7 +157,6 @@ def _shape(model: PreTrainedModel, forest: Forest) -> Row:
         "flop_bound": flops.flat(forest) / tree,
         "leaf_flop_bound": flops.leaf(forest) / tree,
         "tree_flops": tree,
-        **({} if gpu is None else {"bound_seconds": bound_seconds(flops, forest, gpu)}),
     }
 
 
@@ -207,55 +195,3 @@ def _seen(
         "tower_seconds": seconds,
         "tower_share": share,
     }
-
-
-# -- what a GPU allows ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """Dense bfloat16 FLOPs and bytes of memory, per second, from the vendor's data sheet.
-
-    What they allow is a bound, not a forecast. Each part takes what its FLOPs take at the peak, or what its bytes take
-    at the bandwidth, whichever is more. Attention counts whole blocks of 128 x 128, as FlexAttention computes them,
-    with the keys and values of each block read once per key head; linear layers read their weights three times (forward
-    and both gradients), write the gradients, and write and read the activations that are kept. Launches, norms, the
-    optimizer and exchanges between GPUs are left out.
-    """
-
-    flops: float
-    bandwidth: float
-
-    def seconds(self, flops: float, num_bytes: float) -> float:
-        """Of one part."""
-        return max(flops / self.flops, num_bytes / self.bandwidth)
-
-
-GPUS = {
-    "A100": Gpu(312e12, 2.04e12),
-    "H100": Gpu(989e12, 3.35e12),
-    "H200": Gpu(989e12, 4.8e12),
-    "B200": Gpu(2_250e12, 8e12),
-}
-
-
-def bound_seconds(flops: FlopModel, forest: Forest, gpu: Gpu) -> dict[str, float]:
-    """Of a step without a budget: `flat`, every trajectory alone in packed rows, and `tree`.
-
-    flops: of a model whose attention looks back without windows or chunks.
-    """
-    lengths = -(-forest.path_lengths.astype(np.int64) // BLOCK_SIZE)
-    mask = TreeMask.from_layout(lay_out(plan(forest), 0))
-    # Tokens, projected rows, and blocks of attention.
-    flat = forest.num_flat_tokens, flat_head_rows(forest), float((lengths * (lengths + 1) // 2).sum())
-    tree = forest.num_tokens, tree_head_rows(forest), num_key_rows(mask, torch.device("cpu")) / BLOCK_SIZE
-    return {"flat": _seconds(flops, gpu, *flat), "tree": _seconds(flops, gpu, *tree)}
-
-
-def _seconds(flops: FlopModel, gpu: Gpu, num_tokens: int, num_rows: int, num_blocks: float) -> float:
-    weights, activations = flops.linear / 2 * 4, 2 * flops.activation_values * num_tokens
-    linear = gpu.seconds((flops.linear + flops.linear_backward) * num_tokens, (weights + activations) * ITEM_BYTES)
-    head = gpu.seconds((flops.head + flops.head_backward) * num_rows, 2 * flops.head * ITEM_BYTES)
-    pairs = num_blocks * BLOCK_SIZE**2 * sum(pair for reach, pair in flops.pair_forward if reach == LayerReach())
-    moved = flops.gateway_values * (num_blocks * BLOCK_SIZE + num_tokens) * ITEM_BYTES  # keys and values, all layers
-    return linear + head + gpu.seconds(pairs, moved) + gpu.seconds(ATTENTION_BACKWARD * pairs, 2 * moved)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -42,12 +42,7 @@ def row_view(row: dict[str, Any]) -> RenderableType:
         else:
             first_step = [f"{result['first_seconds']:.3f}"] if has_compiled else []
             table.add_row(name, *_cells(row, name, result, first, second), *first_step)
-    bound = row.get("bound_seconds")
-    if bound is None:
-        return Group(table)
-    return Group(
-        table, Text(f"peak and bandwidth allow {bound['flat']:.3f} s flat, {bound['tree']:.3f} s on the tree\n")
-    )
+    return table
 
 
 def baselines_of(row: dict[str, Any]) -> tuple[str | None, str | None]:

@@ -1,7 +1,4 @@
-"""`treewise bench [DATA]`: treewise against flat training and tree rows, paired in one process.
-
-Exit code 1 if a baseline was given and a ratio fell below it.
-"""
+"""`treewise bench [DATA]`: treewise against flat training and tree rows, paired in one process."""
 
 import argparse
 import math
@@ -18,7 +15,7 @@ from rich.console import Console
 from treewise import bench
 from treewise.bench.contestants import AGAINST
 from treewise.bench.images import ImageFormat
-from treewise.bench.results import MIN_SPEED, command_line
+from treewise.bench.results import command_line
 from treewise.bench.terminal import LEGEND, row_view
 from treewise.cli.data_arguments import add_data_arguments, apply_config, check_numbers, chosen_device, load_data
 from treewise.errors import ConfigError, OutOfMemoryError
@@ -67,17 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("results")
     out.add_argument("--json", metavar="OUT", help="a file, or a folder for NAME-<hardware>.json; rows are added to it")
     out.add_argument("--name", default="bench", help="of the file (bench)")
-    out.add_argument(
-        "--check", metavar="BASELINE", help="results to compare with: exit code 1 where treewise is slower"
-    )
-    out.add_argument("--min_share", type=float, default=MIN_SPEED, help="of a baseline's speed (0.9)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints each workload as it is done, writes and checks; returns the exit code."""
+    """Measures, prints each workload as it is done, and writes it; returns the exit code."""
     apply_config(args, attention="auto")
     _check(args)
-    baseline = None if args.check is None else bench.load(Path(args.check), args.name)
     device = chosen_device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     console = Console(width=None if Console().is_terminal else 200)
@@ -100,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         written = bench.save(Path(args.json), bench.record(rows, command_line()), args.name)
         console.print(f"written to {written}", highlight=False)
-    return 0 if baseline is None else _verdict(rows, baseline, args, console)
+    return 0
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -173,13 +165,3 @@ def _cut(items: list[Trajectory], max_flat_tokens: int | None) -> list[Trajector
             break
         first.append(item)
     return first
-
-
-def _verdict(rows: list[dict[str, Any]], baseline: dict[str, Any], args: argparse.Namespace, console: Console) -> int:
-    worse, count = bench.check({"rows": rows}, baseline, args.min_share)
-    for line in worse:
-        console.print(f"WORSE {line}", highlight=False, markup=False)
-    if count == 0 and not worse:
-        raise ConfigError(f"{args.check} has no case in common with this run; give it the baseline's own arguments.")
-    console.print(f"{count} contestants compared with {args.check}, {len(worse)} worse", highlight=False)
-    return 1 if worse else 0

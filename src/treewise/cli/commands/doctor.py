@@ -42,7 +42,7 @@ _LIMIT = 1e-4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     add_flags(parser, "device", "json")
-    parser.add_argument("--gpu", action="store_true", help="kernels against the reference, speed, memory: two minutes")
+    parser.add_argument("--gpu", action="store_true", help="kernels against the reference: two minutes")
     parser.add_argument("--max_seconds", type=float, default=120.0, help="of --gpu (120)")
 
 
