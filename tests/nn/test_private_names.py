@@ -41,7 +41,7 @@ PRIVATE_NAMES = {
     "_set_pg_timeout": DISTRIBUTED + ":",  # gives groups of a mesh the run's timeout
     "_unflatten": "torch.distributed.device_mesh:DeviceMesh",  # an axis of a mesh in two, for hybrid sharding
     "_get_backend": DISTRIBUTED + ":ProcessGroup",  # of the group of all ranks, for its options
-    "_timeout": DISTRIBUTED + ":Backend.Options",  # that a group was made with
+    "_timeout": "torch._C._distributed_c10d:Backend.Options",  # that a group was made with
     "_DropoutNd": "torch.nn.modules.dropout:",  # the base class of all dropout modules
     # TorchDispatchMode: mask functions run on the CPU whatever tensors they index; shapes alone; allocations.
     "torch.utils._python_dispatch": "torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__",
@@ -78,7 +78,7 @@ def test_the_installed_release_has_it(name: str) -> None:
         if ":" in place:
             module, _, path = place.partition(":")
             found = import_module(module)
-            for part in [*filter(None, path.split(".")), *([] if name in place else [name])]:
+            for part in [*filter(None, path.split(".")), *([] if name.rpartition(".")[2] in place else [name])]:
                 found = getattr(found, part)
         else:
             source = Path(str(import_module(place).__file__)).read_text(encoding="utf-8")

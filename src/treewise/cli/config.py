@@ -167,7 +167,7 @@ def _plain(value: object) -> Any:
 def _put(
     values: dict[str, tuple[Any, str]],
     key: str,
-    value: Any,
+    value: object,
     location: str,
     known: Mapping[str, Any],
     aliases: Mapping[str, str] | None = None,

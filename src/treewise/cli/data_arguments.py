@@ -69,7 +69,7 @@ def check_numbers(args: argparse.Namespace, **limits: object) -> None:
                 raise ConfigError(f"--{name} is {each}; it must be {wanted}.")
 
 
-def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defaults: Any) -> RunConfig | None:
+def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defaults: object) -> RunConfig | None:
     """Fills arguments that were not given from `--config`, then from `defaults`; `args.render` is how data is read.
 
     Returns the configuration; None without one. required: arguments that must be there in the end.
@@ -120,7 +120,7 @@ def _rendering(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def load_data(args: argparse.Namespace, tokenizer: Any, *, progress: bool) -> Trees:
+def load_data(args: argparse.Namespace, tokenizer: object, *, progress: bool) -> Trees:
     """The trees that the arguments name, after `apply_config`. `progress`: with a bar on a terminal."""
     return load_trees(
         args.data,

@@ -135,7 +135,7 @@ def _task(config: RunConfig) -> "Task":
     )
 
 
-def _check_first_prompt(task: "Task", tokenizer: Any, settings: "OnlineSettings") -> None:
+def _check_first_prompt(task: "Task", tokenizer: object, settings: "OnlineSettings") -> None:
     """Raises what the first prompt of a run would: of a chat template that cannot write it, of `reset`, of tools."""
     from treewise.rl.online.rollout import start
     from treewise.rl.tasks import Calls, ChatTokens

@@ -130,7 +130,7 @@ def _one_line(reason: object) -> str:
 # -- types ------------------------------------------------------------------------------------------------------------
 
 
-def coerce(key: str, value: Any, annotation: object) -> Any:
+def coerce(key: str, value: object, annotation: object) -> Any:
     """The value as the annotated type: numbers and booleans may be written as text, as flags are and `1e-5` in YAML.
 
     Raises:
@@ -209,7 +209,7 @@ def _from_text(text: str, kinds: set[Any]) -> Any:
     return text
 
 
-def scalar(value: Any) -> Any:
+def scalar(value: object) -> Any:
     """A flag of a key without a declared type: what YAML reads, and `1e-5` as the number it is."""
     if not isinstance(value, str):
         return value

@@ -239,7 +239,7 @@ class ImageReader:
         return path
 
 
-def _value_of(image: Any, location: str) -> str | bytes:
+def _value_of(image: object, location: str) -> str | bytes:
     """The path, the network address or the bytes of one entry of `images`."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path") or image.get("url") or image.get("image")

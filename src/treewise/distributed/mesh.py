@@ -129,7 +129,7 @@ class _WithoutFsdp(DistributedConfig):
         return 1
 
 
-def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: Any) -> Any:
+def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: object) -> Any:
     """A causal language model of which each process reads only its part; all processes of the run call this.
 
     Every `tp_size` neighbouring processes compute one batch together; all others have batches of their own.
@@ -149,7 +149,7 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
     if kind is None:
         raise ConfigError(f"{folder}: {loaded.model_type} is not a causal language model; only those load on a mesh.")
 
-    def prepare(cls: type, distributed_config: Any, device_map: Any = None) -> Any:
+    def prepare(cls: type, distributed_config: object, device_map: object = None) -> Any:
         del cls, device_map
         with ranks.making_groups():
             device, manager = initialize_distributed_mesh(distributed_config)
@@ -157,7 +157,7 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
             ranks.follow_timeout(manager.get_mesh(axes))
         return distributed_config, device, manager
 
-    def make(cls: type, *args: Any, **settings: Any) -> Any:
+    def make(cls: type, *args: object, **settings: object) -> Any:
         del cls
         return kind(*args, **settings)
 
@@ -249,7 +249,7 @@ def placed_like(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -> None:
+def sum_gradients(parameters: Iterable[nn.Parameter], group: object = None) -> None:
     """Adds up the gradients of ranks that hold the same parameters; one without a gradient contributes zeros. All call
     this after a step. group: of these ranks; None: all of the run.
     """

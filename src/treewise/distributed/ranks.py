@@ -44,7 +44,7 @@ def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
     return _unpack([box[0]])[0]
 
 
-def on_every_rank(work: Callable[[], T], group: Any = None) -> list[T]:
+def on_every_rank(work: Callable[[], T], group: object = None) -> list[T]:
     """Runs `work` on each rank and returns the results of all; if it failed on any, every rank raises that error."""
     if count() == 1:
         return [work()]

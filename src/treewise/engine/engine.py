@@ -97,7 +97,7 @@ class TreeEngine:
         reserve_bytes: int = 0,
         router_aux_loss: bool | None = None,
         router_z_coefficient: float = 0.0,
-        processor: Any = None,
+        processor: object = None,
         context: ContextGroup | None = None,
     ) -> None:
         if not temperature > 0:

@@ -55,7 +55,9 @@ class FlatLoss:
         ConfigError: an objective that has no flat form, or neither an objective nor a function.
     """
 
-    def __init__(self, trajectories: Sequence[Trajectory], objective: Objective | Loss, processor: Any = None) -> None:
+    def __init__(
+        self, trajectories: Sequence[Trajectory], objective: Objective | Loss, processor: object = None
+    ) -> None:
         self.items, self.objective, self.processor = list(trajectories), objective, processor
         if isinstance(objective, SFT):
             self.terms, self.denominator, self.is_separable = _sft_terms(self.items, objective), 1.0, True
@@ -146,7 +148,7 @@ class FlatLoss:
 
 
 def flat_logits(
-    model: nn.Module, item: Trajectory, processor: Any, device: torch.device
+    model: nn.Module, item: Trajectory, processor: object, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[L - 1, V] logits by the model's own forward, in float32 or wider, log-sum-exps, and the tokens."""
     ids = torch.tensor(item.token_ids, dtype=torch.long, device=device)
@@ -218,7 +220,7 @@ def _objective_terms(items: list[Trajectory], objective: Objective) -> tuple[lis
     return flat_terms, plain.denominator(apart), plain.is_separable(apart)
 
 
-def _refuse_joint_tokens(items: Sequence[Trajectory], objective: Any) -> None:
+def _refuse_joint_tokens(items: Sequence[Trajectory], objective: object) -> None:
     """Raises if two rows of a rollout train one token: a ratio of the whole rollout counts it once, flat rows twice."""
     if not getattr(objective, "has_sequence_ratios", False):
         return

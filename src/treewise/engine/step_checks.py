@@ -45,7 +45,7 @@ class StepChecks:
         forest: Forest,
         router_rule: RouterLossRule | None,
         *,
-        processor: Any = None,
+        processor: object = None,
         hold: str = "auto",
         offload: bool = False,
         before_probe: Callable[[], object] | None = None,

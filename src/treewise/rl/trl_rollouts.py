@@ -117,7 +117,9 @@ class TreeRollouts:
         """Puts this in place of the trainer's own sampling."""
         trainer = self.trainer
 
-        def calculate(_: object, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> torch.Tensor:
+        def calculate(
+            _: object, inputs: object, prompts: object, completions: object, completion_ids: object
+        ) -> torch.Tensor:
             known = [each.rewards.get(leaf) for each in self._grown for leaf in each.tree.leaves]
             if known and all(each is not None for each in known):
                 self._rewards = torch.stack(known)  # type: ignore[arg-type]

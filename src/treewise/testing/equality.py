@@ -6,7 +6,6 @@ a family whose norms are torch's own (`tiny_model("gpt_neox", torch.float64)`) a
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ def assert_equals_flat(
     max_tokens: int | Sequence[int | None] | None = None,
     attention: str = "auto",
     tolerance: float | None = None,
-    processor: Any = None,
+    processor: object = None,
 ) -> VerificationReport:
     """Asserts that trees give the loss, the log-probs and the gradients of training every trajectory alone.
 

@@ -48,5 +48,5 @@ def check_shapes(function: _Function) -> _Function:
     return checked
 
 
-def _has_shape(annotation: Any) -> bool:
+def _has_shape(annotation: object) -> bool:
     return hasattr(annotation, "array_type") or any(_has_shape(each) for each in get_args(annotation))

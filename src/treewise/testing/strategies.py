@@ -49,7 +49,7 @@ def trajectories(draw: st.DrawFn, **sizes: Any) -> list[Trajectory]:
 
 
 @st.composite
-def forests(draw: st.DrawFn, max_forests: int = 2, **sizes: Any) -> Forest:
+def forests(draw: st.DrawFn, max_forests: int = 2, **sizes: object) -> Forest:
     """A forest from trajectories, or several such forests side by side."""
     num_forests = draw(st.integers(1, max_forests))
     return Forest.concatenate([Forest.from_trajectories(draw(trajectories(**sizes))) for _ in range(num_forests)])

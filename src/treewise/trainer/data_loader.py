@@ -164,7 +164,7 @@ def collate(items: Sequence[Any], merges: bool) -> list[Forest]:
     return [forest_of(item) for item in items]
 
 
-def _trajectories(item: Any) -> Sequence[Trajectory] | None:
+def _trajectories(item: object) -> Sequence[Trajectory] | None:
     """The trajectories of an item that may be merged with those of others; None for a tree that must stay as it is."""
     if isinstance(item, Trajectory):
         return [item]

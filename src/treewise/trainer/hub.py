@@ -65,7 +65,7 @@ class UploadingTrainer(Trainer):
         token: str | None = None,
         revision: str | None = None,
         private: bool | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> "CommitInfo | Future[CommitInfo] | None":
         """Saves and uploads the model with a card; the commit, or with `blocking=False` its future. kwargs: of
         `create_model_card`.
@@ -77,7 +77,7 @@ class UploadingTrainer(Trainer):
         given = {name: value for name, value in options.items() if value is not None}
         return self._upload(commit_message or "End of training", given, **kwargs)
 
-    def _upload(self, message: str, options: dict[str, Any] | None = None, **card: Any) -> CommitInfo | None:
+    def _upload(self, message: str, options: dict[str, Any] | None = None, **card: object) -> CommitInfo | None:
         """Uploads the model in the run's folder, after what is in the background. options: of `upload_folder`."""
         if not self.is_world_process_zero():
             return None
@@ -117,7 +117,7 @@ class UploadingTrainer(Trainer):
             job.add_done_callback(lambda _, folder=folder: shutil.rmtree(folder, ignore_errors=True))
             self._uploads.append((checkpoint.name, job))
 
-    def _commit(self, folder: Path | str, message: str, **options: Any) -> CommitInfo:
+    def _commit(self, folder: Path | str, message: str, **options: object) -> CommitInfo:
         given = {"token": self.args.hub_token, "revision": self.args.hub_revision, **options}
         return self._hub.upload_folder(repo_id=self.hub_model_id, folder_path=folder, commit_message=message, **given)
 

@@ -90,21 +90,21 @@ class TreeTrainer(UploadingTrainer):
 
     def __init__(
         self,
-        model: Any = None,
+        model: object = None,
         args: TreeTrainingArguments | None = None,
         *,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        train_dataset: object = None,
+        eval_dataset: object = None,
         objective: Objective | None = None,
-        reference: Any = None,
+        reference: object = None,
         tree_order: TreeOrder | None = None,
-        processing_class: Any = None,
-        peft_config: Any = None,
-        render: Any = None,
+        processing_class: object = None,
+        peft_config: object = None,
+        render: object = None,
         model_init: Callable[..., PreTrainedModel] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
-        **others: Any,
+        **others: object,
     ) -> None:
         args = TreeTrainingArguments() if args is None else args
         if not isinstance(args, TreeTrainingArguments):
@@ -239,7 +239,7 @@ class TreeTrainer(UploadingTrainer):
     # -- model --------------------------------------------------------------------------------------------------------
 
     @override
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    def create_optimizer(self, *args: object, **kwargs: object) -> torch.optim.Optimizer:
         """Shards the model first, if asked for: the optimizer is made of the shards. A new one of a new run begins with
         the state in `initial_optimizer`.
         """
@@ -329,7 +329,7 @@ class TreeTrainer(UploadingTrainer):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     @override
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         self._checkpoints.collect(wait=True)
@@ -348,7 +348,7 @@ class TreeTrainer(UploadingTrainer):
         return own | self.args.order_facts() | {"curriculum": None if order is None else order.description}
 
     @override
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, *args: object, **kwargs: object) -> Any:
         """Loads the best model, which may be in the checkpoint that a thread still writes."""
         self._checkpoints.collect(wait=True)
         return super()._finalize_training(*args, **kwargs)
@@ -381,7 +381,7 @@ class TreeTrainer(UploadingTrainer):
             contents.load_random_state(Path(checkpoint))
 
     @override
-    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+    def _init_training_state(self, max_steps: int, *args: object, **kwargs: object) -> Any:
         """A resumed run logs, evaluates and saves by its own settings and not by those in the checkpoint."""
         with saved_intervals_ignored():
             begun = super()._init_training_state(max_steps, *args, **kwargs)
@@ -394,7 +394,7 @@ class TreeTrainer(UploadingTrainer):
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
+        trial: object = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """Trains. With `resume_from_checkpoint` (a path, or True for the newest complete one) goes on bit-exactly.

@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +55,7 @@ def verify(
     attention: str = "auto",
     objective: Objective | Loss | None = None,
     tolerance: float | None = None,
-    processor: Any = None,
+    processor: object = None,
 ) -> VerificationReport:
     """Compares loss, log-probs and gradients of every trajectory alone with those of all of them as trees.
 

@@ -126,7 +126,7 @@ def unjoined(context: Context) -> None:
 
 
 def _call(
-    location: str, messages: Any, output: Any, tools: Any, metadata: Any, labels: Record, context: Context
+    location: str, messages: object, output: object, tools: object, metadata: object, labels: Record, context: Context
 ) -> Placed:
     """The record of a call, whose messages may be text, OpenAI's or LangChain's."""
     if isinstance(messages, str):
@@ -191,7 +191,7 @@ def _openai_message(message: Record, location: str) -> Record:
     return result
 
 
-def _openai_tool_call(call: Any) -> Any:
+def _openai_tool_call(call: object) -> Any:
     """LangChain's `{name, args, id}` in OpenAI's shape."""
     if not isinstance(call, dict) or "args" not in call or "function" in call:
         return call
@@ -199,7 +199,7 @@ def _openai_tool_call(call: Any) -> Any:
     return {"id": call.get("id"), "type": "function", "function": {"name": call.get("name"), "arguments": arguments}}
 
 
-def _score(scores: Any, location: str, context: Context) -> float | None:
+def _score(scores: object, location: str, context: Context) -> float | None:
     """The reward among scores of `name` and `value`: the one that is named, or the only one."""
     values = {
         str(each.get("name")): each.get("value")
@@ -219,7 +219,7 @@ def _score(scores: Any, location: str, context: Context) -> float | None:
     return context.reward(next(iter(values.values())), f"{location}: scores")
 
 
-def _json(value: Any) -> Any:
+def _json(value: object) -> Any:
     """JSON text as what it holds; any other text stays text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:

@@ -162,7 +162,7 @@ def import_rollouts(
     paths: PathLike | Sequence[PathLike],
     format: str | None = None,
     *,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     reward_field: str | None = None,
     strict: bool = False,
     keep_messages: bool = False,

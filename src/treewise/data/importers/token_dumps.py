@@ -358,7 +358,7 @@ def load_torch_file(path: Path) -> list[Record]:
     """
     import torch
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> Any:
         if isinstance(value, torch.Tensor):
             return [part.tolist() for part in value.unbind()] if value.is_nested else value.tolist()
         if isinstance(value, dict):

@@ -200,7 +200,7 @@ def split_pair(record: Record, location: str) -> tuple[Record, Record]:
     return {**rest, "prompt": prompt, "completion": chosen}, {**rest, "prompt": prompt, "completion": rejected}
 
 
-def _after(messages: Any, prompt: list[Any]) -> Any:
+def _after(messages: object, prompt: list[Any]) -> Any:
     """Messages without the prompt that they repeat, as UltraFeedback's do."""
     if isinstance(messages, list) and len(messages) > len(prompt) and messages[: len(prompt)] == prompt:
         return messages[len(prompt) :]

@@ -142,7 +142,7 @@ class Sharing:
 
         # `generate` and the Trainer read the signature of a model's forward.
         @functools.wraps(forward.__func__)
-        def tree_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def tree_forward(model: nn.Module, *args: object, **kwargs: object) -> Any:
             if model is not self.model:  # a deep copy, with parameters of its own
                 return forward.__func__(model, *args, **kwargs)
             if not self._is_active or not kwargs.get("fused_lm_head"):

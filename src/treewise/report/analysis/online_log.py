@@ -261,7 +261,7 @@ def _pieces(forest: Forest, last: set[int]) -> tuple[list[int], list[int], list[
     return starts, ends, parents
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
 
 

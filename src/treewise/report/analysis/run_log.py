@@ -190,11 +190,11 @@ def _described(key: str) -> tuple[str, str, str]:
     return label, label, unit
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_DRAWN
 
 
-def _is_not_finite(value: Any) -> bool:
+def _is_not_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) <= MAX_DRAWN
 
 

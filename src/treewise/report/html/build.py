@@ -130,7 +130,7 @@ def build_data_report(
     load: LoadReport,
     *,
     sources: Sequence[str] = (),
-    tokenizer: Any = None,
+    tokenizer: object = None,
     tokenizer_name: str | None = None,
     model: nn.Module | None = None,
     model_name: str | None = None,

@@ -91,7 +91,7 @@ def render_page(data: DataReport | None, run: RunReport | None, version: str) ->
     )
 
 
-def embedded_json(value: Any) -> Markup:
+def embedded_json(value: object) -> Markup:
     """JSON for a `<script type="application/json">` block: nothing in it can end the block or the line."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     for char in "<>&":

@@ -14,7 +14,6 @@ the policy wrote is the highest, less a penalty for each further branch (AT2PO, 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 
@@ -213,7 +212,7 @@ class Branching:
         return _within_budget(self.settings.ask(tree, signals, rng), tree, signals, budget_left)
 
 
-def branching_named(name: str, **settings: Any) -> Branching:
+def branching_named(name: str, **settings: object) -> Branching:
     """The policy of a configuration: `branching_named("lcr", variations=5)`.
 
     Raises:

@@ -285,7 +285,7 @@ class Curriculum:
         return CURRICULA[self.name]
 
 
-def curriculum_named(name: str, **settings: Any) -> Curriculum:
+def curriculum_named(name: str, **settings: object) -> Curriculum:
     """The curriculum of a configuration: `curriculum_named("learnability", thompson=True)`. Hyphens count as
     underscores.
 

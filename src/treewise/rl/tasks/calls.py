@@ -139,7 +139,7 @@ class Calls:
         if workers:
             _pebble()
 
-    def run(self, function: Callable[..., Any], *args: Any, owner: Any = None) -> Any:
+    def run(self, function: Callable[..., Any], *args: object, owner: object = None) -> Any:
         """What a function returns, or a `FailedCall`."""
         return self.run_all([Job(function, args, owner)])[0]
 
@@ -220,7 +220,7 @@ def _guarded_in_worker(job: Job) -> object:
     return replace(outcome, cause=None) if isinstance(outcome, FailedCall) else outcome
 
 
-def described(error: BaseException, owner: Any = None) -> str:
+def described(error: BaseException, owner: object = None) -> str:
     """`rewards.py:12: ValueError: ...`: the deepest line of the user's code, else where `owner` is defined."""
     if isinstance(error, SyntaxError) and error.filename:
         return printable(f"{_short(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}")

@@ -74,7 +74,7 @@ class RewardFunctions:
             raise ConfigError(f"task {name}: reward_weights are {shown(list(weights))}; they must be finite numbers.")
         return cls(tuple(map(loaded_function, given)), tuple(weights or [1.0] * len(given)))
 
-    def jobs(self, requests: Sequence[RewardRequest], trainer_state: Any = None) -> list[Job]:
+    def jobs(self, requests: Sequence[RewardRequest], trainer_state: object = None) -> list[Job]:
         """The calls for a batch: one for each plain function, and one for all coroutine functions together."""
         batch = arguments_of(requests) | {"trainer_state": trainer_state}
         coroutines = tuple(each for each in self.functions if is_async(each))
@@ -204,7 +204,7 @@ def _given(prompt: Sequence[Message] | str) -> list[Message] | str:
     return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
-def math_reward(completions: Sequence[Any], answer: Sequence[str], **_columns: Any) -> list[float]:
+def math_reward(completions: Sequence[Any], answer: Sequence[str], **_columns: object) -> list[float]:
     """A reward function of TRL's form: 1 where `math-verify` finds the completion equal to the column `answer`.
 
     Raises:

@@ -125,7 +125,7 @@ class RewardRunner:
         outcomes = [next(found) if episode.failure is None else episode.failure for episode in episodes]
         return self._checked([f"{each.item.key}, episode {each.name}" for each in episodes], outcomes)
 
-    def begin(self, trainer_state: Any) -> None:
+    def begin(self, trainer_state: object) -> None:
         """Begins the tally of an iteration."""
         self.tally, self.trainer_state = RewardTally(), trainer_state
 

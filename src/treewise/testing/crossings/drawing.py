@@ -111,7 +111,7 @@ class Crossings:
         )
         return dict.fromkeys(pairs)
 
-    def _weight(self, name: str, value: Any) -> float:
+    def _weight(self, name: str, value: object) -> float:
         return 1.0 / self.rarity.get((name, value), 1.0)
 
     def _completed(self, begun: Draw, uncovered: Mapping[Pair, None], dice: random.Random) -> Draw | None:
@@ -138,7 +138,7 @@ class Crossings:
                 return {name: row[name] for name in self.settings}
         return None
 
-    def _gain(self, row: Draw, name: str, value: Any, uncovered: Mapping[Pair, None]) -> int:
+    def _gain(self, row: Draw, name: str, value: object, uncovered: Mapping[Pair, None]) -> int:
         """How many uncovered pairs a value makes with those of a row."""
         order = list(self.settings)
         index = order.index(name)

@@ -15,7 +15,7 @@ from treewise.errors import CheckpointError
 _TAG = "__is__"
 
 
-def to_plain(value: Any, tensors: dict[str, torch.Tensor] | None = None, path: str = "") -> Any:
+def to_plain(value: object, tensors: dict[str, torch.Tensor] | None = None, path: str = "") -> Any:
     """A value that `json` can write. Tensors go into `tensors` under their path if it is given, else into the value.
 
     Raises:
@@ -43,7 +43,7 @@ def to_plain(value: Any, tensors: dict[str, torch.Tensor] | None = None, path: s
     )
 
 
-def from_plain(value: Any, tensors: dict[str, torch.Tensor] | None = None) -> Any:
+def from_plain(value: object, tensors: dict[str, torch.Tensor] | None = None) -> Any:
     """The inverse of `to_plain`."""
     if isinstance(value, list):
         return [from_plain(item, tensors) for item in value]
@@ -75,7 +75,7 @@ def _plain_dict(value: dict[Any, Any], tensors: dict[str, torch.Tensor] | None, 
     return _tagged("dict", items=items)
 
 
-def _tagged(kind: str, **content: Any) -> dict[str, Any]:
+def _tagged(kind: str, **content: object) -> dict[str, Any]:
     return {_TAG: kind, **content}
 
 

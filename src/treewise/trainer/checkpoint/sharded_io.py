@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from treewise.errors import CheckpointError
 
 
-def save_shards(folder: Path, tensors: dict[str, torch.Tensor], group: Any = None) -> None:
+def save_shards(folder: Path, tensors: dict[str, torch.Tensor], group: object = None) -> None:
     """Writes tensors, sharded (`DTensor`) or the same on all ranks; every rank calls this.
 
     group: of all ranks, for the collective operations; None: the default one. A thread needs one of its own.
