@@ -215,7 +215,7 @@ OBJECTIVES = [
 ]
 
 
-@pytest.mark.representatives("PolicyGradient2", "function")
+@pytest.mark.representatives("GSPO", "function")
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda each: type(each).__name__)
 def test_other_objectives_pass(objective) -> None:
     for max_tokens in (None, 10):
