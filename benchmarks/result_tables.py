@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from treewise.bench.results import is_ours
-from treewise.bench.terminal import baselines_of, efficiency, speed_of_tree
+from treewise.bench.results import baselines_of, efficiency, is_ours, speed_of_tree
 
 WIDTH, ROW, GAP = 720, 14, 10
 COLOURS = {"merged": "darkgray", "trl": "darkorange", "tree-recurrence": "darkorange", "tree": "steelblue"}

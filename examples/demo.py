@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 import treewise
 from treewise.bench import Settings, measure_workload
-from treewise.bench.terminal import efficiency
+from treewise.bench.results import efficiency
 from treewise.bench.workloads import Workload
 from treewise.data import RenderOptions, load_trees
 from treewise.errors import TreewiseError

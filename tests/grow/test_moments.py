@@ -13,9 +13,8 @@ from tests.grow.test_families import save_random
 from treewise.errors import CheckpointError, ConfigError
 from treewise.grow import grow
 from treewise.grow.configuration import Target
-from treewise.grow.growth import load_whole
+from treewise.grow.growth import grown_entry, load_whole
 from treewise.grow.growth_plan import plan_of, shapes_of
-from treewise.grow.moments import grown_entry
 from treewise.trainer.checkpoint import optimizer_state
 from treewise.trainer.checkpoint.contents import load_initial_optimizer
 

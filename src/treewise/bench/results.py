@@ -1,4 +1,4 @@
-"""Results as JSON named by hardware."""
+"""Results as JSON named by hardware, and one row of them as a terminal table, for `rich` to print."""
 
 import json
 import platform
@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from treewise.errors import ConfigError
 
@@ -105,3 +110,108 @@ def commit() -> str:
 def command_line() -> list[str]:
     """The command that runs now."""
     return ["treewise", *sys.argv[1:]]
+
+
+# -- as a terminal table ----------------------------------------------------------------------------------------------
+
+LEGEND = """\
+flat: every trajectory a row of its own; merged: those not contained in another; -ckpt: with gradient checkpointing
+-compiled: with compiled layers, efficiency over flat-compiled; first s: of the first step, which probes and compiles
+flat tokens/s: tokens that flat training would compute, per second; over X: times as fast as X
+efficiency: speed-up over flat / FLOP bound (1: all FLOPs that sharing saves are time saved)
+gradient error: relative, against the reference; computed: forwards of tokens, recomputed ones included
+of tree (bound): speed under a budget / speed of tree, and what the FLOPs of recomputed tokens leave of it
+key rows/token: keys that attention reads per token; host s: seconds in which the CPU prepares
+"""
+BASELINES = ("flat", "flat-ckpt", "merged", "merged-ckpt")
+
+
+def row_view(row: dict[str, Any]) -> RenderableType:
+    """The contestants of one workload, or why it was skipped."""
+    if "skipped" in row:
+        return Text(f"{row['model']}: {row['skipped']}\n")
+    first, second = baselines_of(row)
+    table = Table(title=_title(row), title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("contestant", no_wrap=True)
+    for name in ("seconds", "flat tokens/s", *(f"over {name}" for name in (first, second) if name), "efficiency"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("of tree (bound)", "peak MiB", "gradient error", "computed", "key rows/token", "host s"):
+        table.add_column(name, justify="right")
+    has_compiled = any(name.endswith(COMPILED) for name in row["contestants"])
+    if has_compiled:
+        table.add_column("first s", justify="right")
+    for name, result in row["contestants"].items():
+        if "skipped" in result:
+            table.add_row(name, escape(result["skipped"]), end_section=False)
+        else:
+            first_step = [f"{result['first_seconds']:.3f}"] if has_compiled else []
+            table.add_row(name, *_cells(row, name, result, first, second), *first_step)
+    return table
+
+
+def baselines_of(row: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The flat and the merged contestant that ran, those without checkpointing first."""
+    ran = [name for name in BASELINES if name in row["speed_up"]]
+    flat = next((name for name in ran if name.startswith("flat")), None)
+    return flat, next((name for name in ran if name.startswith("merged")), None)
+
+
+def efficiency(row: dict[str, Any], name: str) -> float | None:
+    """Speed-up over the first flat contestant that ran (of a compiled one over compiled flat), over the FLOP bound."""
+    flat, _ = baselines_of(row)
+    if name.endswith(COMPILED):
+        flat = f"flat{COMPILED}" if f"flat{COMPILED}" in row["speed_up"] else None
+    ratio = None if flat is None else row["speed_up"][flat].get(name)
+    return None if ratio is None else ratio / row["flop_bound"]
+
+
+def speed_of_tree(row: dict[str, Any], name: str) -> float | None:
+    """Speed of a contestant under a budget over that of `tree` (of a compiled one over `tree-compiled`); None for
+    others, or where that did not run."""
+    whole = f"tree{COMPILED}" if name.endswith(COMPILED) else "tree"
+    tree, result = row["contestants"].get(whole, {}), row["contestants"][name]
+    if not (name.partition("@")[1] and is_ours(name) and "seconds" in tree and "seconds" in result):
+        return None
+    return tree["seconds"]["median"] / result["seconds"]["median"]
+
+
+def _of_tree(row: dict[str, Any], name: str) -> str:
+    speed, bound = speed_of_tree(row, name), row["contestants"][name].get("bound_of_tree")
+    return " ".join([*([] if speed is None else [f"{speed:.2f}"]), *([] if bound is None else [f"({bound:.2f})"])])
+
+
+def _cells(row: dict[str, Any], name: str, result: dict[str, Any], first: str | None, second: str | None) -> list[str]:
+    seconds = result["seconds"]
+    ratios = [row["speed_up"][base].get(name) for base in (first, second) if base]
+    of_bound = efficiency(row, name)
+    peak, error, key_rows = result["peak_bytes"], result["gradient_error"], result["key_rows_per_token"]
+    return [
+        f"{seconds['median']:.3f} ({seconds['min']:.3f}-{seconds['max']:.3f})",
+        f"{result['flat_tokens_per_second']:,.0f}",
+        *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+        "" if of_bound is None else f"{of_bound:.2f}",
+        _of_tree(row, name),
+        "" if peak is None else f"{peak / 2**20:,.0f}",
+        "" if error is None else f"{error:.1e}",
+        f"{result['computed_tokens']:,}",
+        "" if key_rows is None else f"{key_rows:.1f}",
+        f"{result['host_seconds']:.3f}",
+    ]
+
+
+def _title(row: dict[str, Any]) -> str:
+    return (
+        f"{row['model']}, {row['workload']}, {row['dtype']} on {row['device']}: {row['flat_tokens']:,} flat and "
+        f"{row['tree_tokens']:,} tree tokens, ratios {row['share_ratio']:.2f} share and {row['leaf_ratio']:.2f} leaf, "
+        f"FLOP bound {row['flop_bound']:.2f}, against leaves {row['leaf_flop_bound']:.2f}{_images(row)}"
+    )
+
+
+def _images(row: dict[str, Any]) -> str:
+    if "images" not in row:
+        return ""
+    share = "" if row["tower_share"] is None else f", {row['tower_share']:.0%} of the step of tree"
+    return (
+        f"; {row['images']:,} images ({row['flat_images']:,} flat, {row['image_tokens']:,} tree tokens), their tower "
+        f"alone {row['tower_seconds']['median']:.3f} s{share}"
+    )

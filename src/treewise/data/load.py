@@ -21,8 +21,8 @@ from treewise.data.importers.convert import read_sources
 from treewise.data.io import cache
 from treewise.data.io.files import PathLike, Placed
 from treewise.data.io.options import LoadReport, RenderOptions
-from treewise.data.io.printable import printable, shown
 from treewise.data.io.rows import RecordResult, Row, content_hash, has_images
+from treewise.data.io.values import printable, shown
 from treewise.data.records import RecordReader
 from treewise.data.render.messages import find_tools, tool_files
 from treewise.data.render.template import template_text

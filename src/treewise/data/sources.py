@@ -23,7 +23,7 @@ from treewise.data.io.files import (
     find_files,
     read_records,
 )
-from treewise.data.io.printable import printable, shown
+from treewise.data.io.values import printable, shown
 from treewise.errors import ConfigError, DataError, did_you_mean, pip_install
 
 KNOWN = (

@@ -8,9 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from treewise.testing.equality import assert_equals_flat
     from treewise.testing.families import causal_families, tiny_model
-    from treewise.testing.oracle import flat_logprobs, flat_loss, flat_sft, gradient_error, gradients_of
+    from treewise.testing.oracle import (
+        assert_equals_flat,
+        flat_logprobs,
+        flat_loss,
+        flat_sft,
+        gradient_error,
+        gradients_of,
+    )
     from treewise.testing.strategies import (
         budgets,
         declared_nodes,
@@ -40,9 +46,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "equality": ("assert_equals_flat",),
     "families": ("causal_families", "tiny_model"),
-    "oracle": ("flat_logprobs", "flat_loss", "flat_sft", "gradient_error", "gradients_of"),
+    "oracle": ("assert_equals_flat", "flat_logprobs", "flat_loss", "flat_sft", "gradient_error", "gradients_of"),
 }
 
 

@@ -5,9 +5,8 @@ import numpy as np
 import treewise as tw
 from treewise.data import LoadReport
 from treewise.report.analysis.facts import inspect_forests, row_tokens
-from treewise.report.analysis.lost_sharing import LostCollector
+from treewise.report.analysis.lost_sharing import LostCollector, verdict
 from treewise.report.analysis.token_text import TokenText
-from treewise.report.analysis.verdict import verdict
 from treewise.report.terminal import short_name
 
 SHARED = np.random.default_rng(0).integers(100, 5000, 400)

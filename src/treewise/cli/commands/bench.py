@@ -15,8 +15,7 @@ from rich.console import Console
 from treewise import bench
 from treewise.bench.contestants import AGAINST
 from treewise.bench.images import ImageFormat
-from treewise.bench.results import command_line
-from treewise.bench.terminal import LEGEND, row_view
+from treewise.bench.results import LEGEND, command_line, row_view
 from treewise.cli.data_arguments import add_data_arguments, apply_config, check_numbers, chosen_device, load_data
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention import IMPLEMENTATIONS

@@ -22,9 +22,8 @@ from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model
 from treewise.nn.load_model import load_shapes
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view, verdict_view
-from treewise.report.analysis.lost_sharing import LostCollector
+from treewise.report.analysis.lost_sharing import LostCollector, verdict
 from treewise.report.analysis.token_text import TokenText
-from treewise.report.analysis.verdict import verdict
 from treewise.tree.forest import Forest
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from treewise.data.importers.common import Context, first_of
 from treewise.data.io.files import Placed
 from treewise.data.io.forms import Record
-from treewise.data.io.printable import shown
+from treewise.data.io.values import shown
 from treewise.errors import DataError
 
 LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "chat": "user"}

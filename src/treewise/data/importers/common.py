@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from treewise.data.io.forms import Record
-from treewise.data.io.printable import shown
+from treewise.data.io.values import shown
 from treewise.errors import DataError
 
 

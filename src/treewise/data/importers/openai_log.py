@@ -30,7 +30,7 @@ from treewise.data.importers.common import (
 )
 from treewise.data.io.files import Placed, parse_text
 from treewise.data.io.forms import Record
-from treewise.data.io.printable import shown
+from treewise.data.io.values import shown
 from treewise.errors import DataError
 
 RUN_NAMES = ("rollout", "rollout_id", "session_id", "run_id", "trace_id")

@@ -26,7 +26,7 @@ from treewise.data.importers.common import (
 from treewise.data.importers.traces import read_verifiers
 from treewise.data.io.files import Placed
 from treewise.data.io.forms import Record
-from treewise.data.io.printable import shown
+from treewise.data.io.values import shown
 from treewise.errors import DataError
 
 TORCH_SUFFIXES = (".pt", ".pth")

@@ -19,7 +19,7 @@ from treewise.data.importers.common import (
 )
 from treewise.data.io.files import Placed, parse_text
 from treewise.data.io.forms import Record
-from treewise.data.io.printable import shown
+from treewise.data.io.values import shown
 from treewise.errors import DataError
 
 COMPACT = {"sampler_logprobs": "logprobs", "advantages": "advantages", "ref_logprobs": "reference_logprobs"}

@@ -15,12 +15,11 @@ from treewise.data import LoadReport, Trees
 from treewise.nn.flops import flop_model
 from treewise.planning.planner import Plan, plan
 from treewise.report.analysis.facts import InspectReport, TreeFacts, inspect_forests
-from treewise.report.analysis.lost_sharing import LostCollector, LostReport
+from treewise.report.analysis.lost_sharing import LostCollector, LostReport, ratios_without, verdict
 from treewise.report.analysis.online_log import OnlineReport
 from treewise.report.analysis.plan_facts import BudgetCosts, Cost, PlanReport, report_plan
 from treewise.report.analysis.run_log import RunReport
 from treewise.report.analysis.token_text import TokenText
-from treewise.report.analysis.verdict import ratios_without, verdict
 from treewise.report.html.charts import Chart, histogram, histogram_chart, line_chart
 from treewise.report.html.picture import (
     Thumbnails,

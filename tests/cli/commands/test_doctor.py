@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from treewise.bench import gpu_check
+from treewise.cli.commands import doctor
 from treewise.cli.main import main
 from treewise.nn.attention.kernel_cases import CASES
 
@@ -14,7 +14,7 @@ NAMES = ("one block", "broken")
 
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "CASES", {name: CASES[name] for name in NAMES})
+    monkeypatch.setattr(doctor, "CASES", {name: CASES[name] for name in NAMES})
 
 
 @pytest.mark.exhaustive
@@ -24,7 +24,7 @@ def test_the_command_passes_where_all_is_well(capsys: pytest.CaptureFixture[str]
     assert facts["passed"]
     assert facts["issue"] is None
     assert list(facts["kernels"]) == list(NAMES)
-    lines = "\n".join(gpu_check.as_lines(facts))
+    lines = "\n".join(doctor.as_lines(facts))
     assert "one block" in lines
 
 
@@ -32,8 +32,8 @@ def test_the_command_passes_where_all_is_well(capsys: pytest.CaptureFixture[str]
 def test_wrong_kernels_give_a_sentence_for_an_issue(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = gpu_check.flex_attention_tree
-    monkeypatch.setattr(gpu_check, "flex_attention_tree", lambda *args: 1.01 * own(*args))
+    own = doctor.flex_attention_tree
+    monkeypatch.setattr(doctor, "flex_attention_tree", lambda *args: 1.01 * own(*args))
     assert main(["doctor", "--gpu", "--device", "cpu"]) == 1
     out = capsys.readouterr().out
     assert "a check FAILED" in out
@@ -45,26 +45,26 @@ def test_a_kernel_that_does_not_compile_is_shown(monkeypatch: pytest.MonkeyPatch
     def broken(*_: object) -> None:
         raise RuntimeError("no triton")
 
-    monkeypatch.setattr(gpu_check, "flex_attention_tree", broken)
-    facts = gpu_check.check_gpu(torch.device("cpu"), 60)
+    monkeypatch.setattr(doctor, "flex_attention_tree", broken)
+    facts = doctor.check_gpu(torch.device("cpu"), 60)
     assert facts["issue"].endswith("one block: RuntimeError: no triton; broken: RuntimeError: no triton")
 
 
 def test_cases_beyond_the_time_are_named() -> None:
-    facts = gpu_check.check_gpu(torch.device("cpu"), 0)
+    facts = doctor.check_gpu(torch.device("cpu"), 0)
     assert facts["not run"] == list(NAMES)
-    assert "not run, for lack of time: one block, broken" in gpu_check.as_lines(facts)
+    assert "not run, for lack of time: one block, broken" in doctor.as_lines(facts)
 
 
 def test_versions_with_faults_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.12.0+cu130", "flash-attn-4": "4.0.0b25"}
-    monkeypatch.setattr(gpu_check, "installed_version", installed.get)
-    assert [fault.split(":")[0] for fault in gpu_check.known_faults()] == [
+    monkeypatch.setattr(doctor, "installed_version", installed.get)
+    assert [fault.split(":")[0] for fault in doctor.known_faults()] == [
         "torch 2.12.0+cu130",
         "flash-attn-4 4.0.0b25",
     ]
-    monkeypatch.setattr(gpu_check, "installed_version", {"torch": "2.13.0", "flash-attn-4": "4.0.0b26"}.get)
-    assert gpu_check.known_faults() == []
+    monkeypatch.setattr(doctor, "installed_version", {"torch": "2.13.0", "flash-attn-4": "4.0.0b26"}.get)
+    assert doctor.known_faults() == []
 
 
 def test_without_a_gpu_the_command_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
