@@ -69,7 +69,7 @@ def _watched() -> AbstractContextManager[None]:
 
 def _safe(message: object) -> str:
     """A message without control characters but line ends: those of records and arguments must not reach a terminal."""
-    from treewise.data.io.values import printable
+    from treewise.data.io.field_checks import printable
 
     return "\n".join(map(printable, str(message).split("\n")))
 

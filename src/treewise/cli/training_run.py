@@ -12,7 +12,7 @@ from treewise.cli.aliases import as_text
 from treewise.cli.config import RunConfig
 from treewise.cli.output import is_first_rank
 from treewise.cli.run_folder import FINISHED, check_folder
-from treewise.data.io.values import printable, shown
+from treewise.data.io.field_checks import printable, shown
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
 from treewise.nn.adapters import adapted
 from treewise.nn.load_model import load_processor, load_weights, locate

@@ -10,10 +10,10 @@ import numpy as np
 
 from treewise.data.images import ImageReader
 from treewise.data.io import field_checks
+from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
 from treewise.data.io.forms import check_names
 from treewise.data.io.rows import Row
-from treewise.data.io.values import shown
 from treewise.data.render.images import with_column, with_images_read
 from treewise.data.render.messages import clean_message
 from treewise.data.render.turns import Call

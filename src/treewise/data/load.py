@@ -19,10 +19,10 @@ from treewise.data.dataset import TreeDataset, Trees, mix
 from treewise.data.images import ImageReader
 from treewise.data.importers.convert import read_sources
 from treewise.data.io import cache
+from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import PathLike, Placed
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.io.rows import RecordResult, Row, content_hash, has_images
-from treewise.data.io.values import printable, shown
 from treewise.data.records import RecordReader
 from treewise.data.render.messages import find_tools, tool_files
 from treewise.data.render.template import template_text

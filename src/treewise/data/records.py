@@ -12,12 +12,12 @@ import numpy as np
 
 from treewise.data import declared_nodes, token_rows
 from treewise.data.images import ImageReader
+from treewise.data.io.field_checks import label, number, printable, shown
 from treewise.data.io.files import PartialTailError, Placed, RawRecord, parse
 from treewise.data.io.forms import Record, detect_form, unused_keys
 from treewise.data.io.options import RenderOptions
 from treewise.data.io.other_forms import REWRITTEN, has_mask, label_of, pair_name, split_pair, with_mask
 from treewise.data.io.rows import RecordResult, Row
-from treewise.data.io.values import label, number, printable, shown
 from treewise.data.render import chat
 from treewise.data.render.images import Placer, with_column, with_images_read
 from treewise.data.render.messages import IMAGES, Tools, WeightedMessages, clean_conversation, find_tools

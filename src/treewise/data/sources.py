@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import (
     DEFAULT_MAX_RECORD_BYTES,
     PARQUET_BATCH_ROWS,
@@ -23,7 +24,6 @@ from treewise.data.io.files import (
     find_files,
     read_records,
 )
-from treewise.data.io.values import printable, shown
 from treewise.errors import ConfigError, DataError, did_you_mean, pip_install
 
 KNOWN = (

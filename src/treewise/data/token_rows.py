@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from treewise.data.images import NEEDS_PROCESSOR, ImageReader
+from treewise.data.io.field_checks import flat_list, number_list, shown
 from treewise.data.io.files import Placed
 from treewise.data.io.forms import check_names
 from treewise.data.io.rows import Row, row_from_trajectory
-from treewise.data.io.values import flat_list, number_list, shown
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.errors import DataError
 from treewise.tree import checks

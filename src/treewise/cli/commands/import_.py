@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from treewise.data.importers import FORMATS, ImportReport, import_rollouts
-from treewise.data.io.values import shown
+from treewise.data.io.field_checks import shown
 from treewise.errors import ConfigError, num
 from treewise.nn.load_model import load_tokenizer
 

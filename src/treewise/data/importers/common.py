@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from treewise.data.io.field_checks import shown
 from treewise.data.io.forms import Record
-from treewise.data.io.values import shown
 from treewise.errors import DataError
 
 

@@ -28,9 +28,9 @@ from treewise.data.importers.common import (
     text_row,
     token_row,
 )
+from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
 from treewise.data.io.forms import Record
-from treewise.data.io.values import shown
 from treewise.errors import DataError
 
 RUN_NAMES = ("rollout", "rollout_id", "session_id", "run_id", "trace_id")

@@ -24,9 +24,9 @@ from treewise.data.importers.common import (
     token_row,
 )
 from treewise.data.importers.traces import read_verifiers
+from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
 from treewise.data.io.forms import Record
-from treewise.data.io.values import shown
 from treewise.errors import DataError
 
 TORCH_SUFFIXES = (".pt", ".pth")

@@ -17,9 +17,9 @@ from treewise.data.importers.common import (
     text_row,
     token_row,
 )
+from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
 from treewise.data.io.forms import Record
-from treewise.data.io.values import shown
 from treewise.errors import DataError
 
 COMPACT = {"sampler_logprobs": "logprobs", "advantages": "advantages", "ref_logprobs": "reference_logprobs"}

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from treewise.data.io.values import json_kind, printable, shown
+from treewise.data.io.field_checks import json_kind, printable, shown
 from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from treewise.data.io.values import shown
+from treewise.data.io.field_checks import shown
 from treewise.errors import DataError, did_you_mean
 from treewise.tree.trajectory import STREAMS
 

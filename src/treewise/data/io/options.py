@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
+from treewise.data.io.field_checks import shown
 from treewise.data.io.files import DEFAULT_MAX_RECORD_BYTES
-from treewise.data.io.values import shown
 from treewise.errors import ConfigError, check_fields, did_you_mean
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from treewise.data.io.field_checks import flat_list, shown
 from treewise.data.io.files import parse_text
 from treewise.data.io.forms import OTHER_MASKS, Record
-from treewise.data.io.values import flat_list, shown
 from treewise.errors import DataError, did_you_mean
 from treewise.tree import checks
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from treewise.data.io.field_checks import flat_list
 from treewise.data.io.rows import Row
-from treewise.data.io.values import flat_list
 from treewise.data.render import turns
 from treewise.data.render.messages import IMAGES, Message, Tools, WeightedMessages
 from treewise.data.render.piece_tokenizer import Pieces, joined

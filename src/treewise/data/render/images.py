@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from treewise.data.images import NEEDS_PROCESSOR, ImageReader
-from treewise.data.io.values import shown
+from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import COLUMN, IMAGE, IMAGES, Message
 from treewise.data.render.piece_tokenizer import Pieces
 from treewise.errors import DataError, num

@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from treewise.data.io.field_checks import shown, weight
 from treewise.data.io.files import Placed, parse_text, read_bytes, stem
-from treewise.data.io.values import shown, weight
 from treewise.errors import DataError
 
 Message = dict[str, Any]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from treewise.data.io.values import shown
+from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import IMAGE, Message, Tools, WeightedMessages, as_parts, with_arguments
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.errors import ConfigError, DataError

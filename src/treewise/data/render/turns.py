@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from treewise.data.io.values import shown
+from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message, Span, Tools, clip, detail_spans, union
 from treewise.data.render.template import MARK, THINK, THINK_END, Template
 from treewise.errors import DataError

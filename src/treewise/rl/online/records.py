@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treewise.data.io.values import printable
+from treewise.data.io.field_checks import printable
 from treewise.rl.curriculum import Outcome
 from treewise.rl.curriculum.self_check import CheckReport
 from treewise.trainer.checkpoint.manifest import write_atomically

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.data.io.values import printable
+from treewise.data.io.field_checks import printable
 from treewise.errors import ConfigError, SamplerError, pip_install
 from treewise.rl.samplers.draw import can_be_drawn, stream_key
 from treewise.rl.samplers.protocol import Completion, SampleRequest

@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import treewise
-from treewise.data.io.values import printable
+from treewise.data.io.field_checks import printable
 from treewise.errors import ConfigError, pip_install
 
 FailureKind = Literal["raised", "not_a_number", "timeout", "missing"]

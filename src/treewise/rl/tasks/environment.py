@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from treewise.data.io.values import shown
+from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message, clean_conversation
 from treewise.errors import ConfigError, TaskError, TreewiseError
 from treewise.rl.tasks.calls import FailedCall, described

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from treewise.data.io.values import shown
+from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message
 from treewise.errors import ConfigError, num, pip_install
 from treewise.rl.tasks.calls import FailedCall, Job, found_by_name, place_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from treewise.data.io.values import printable
+from treewise.data.io.field_checks import printable
 from treewise.errors import ConfigError, TaskError
 from treewise.rl.tasks.calls import Calls, FailedCall, FailureKind, Job
 from treewise.rl.tasks.episode import Episode

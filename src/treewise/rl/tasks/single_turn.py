@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.data.io.values import shown
+from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import IMAGES, Message, clean_conversation
 from treewise.errors import ConfigError, DataError, pip_install
 from treewise.rl.tasks.protocol import RewardRequest, Split, TaskItem, check_held_out, rows_of_split
