@@ -2,10 +2,9 @@
 
 import itertools
 import json
-import random
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,24 +49,14 @@ def chat() -> ChatTokens:
 
 
 @dataclass
-class KeyAndDoor:
-    """A corridor of rooms: find the key, then reach the door. Copied by deep copy: it has no `fork`."""
+class Corridor:
+    """Rooms 0 to 3, a key in the last one. Copied by deep copy: it has no `fork`."""
 
-    num_rooms: int = 4
-    room: int = field(default=0, init=False)
-    key_room: int = field(default=0, init=False)
-    door_room: int = field(default=0, init=False)
-    has_key: bool = field(default=False, init=False)
-    is_outside: bool = field(default=False, init=False)
-
-    @property
-    def done(self) -> bool:
-        return self.is_outside
+    room: int = 0
 
     def reset(self, seed: int = 0) -> str:
-        self.room, self.key_room, self.door_room = random.Random(seed).sample(range(self.num_rooms), 3)
-        self.has_key = self.is_outside = False
-        return f" You are in room {self.room} of rooms 0 to {self.num_rooms - 1}. Take the key, then open the door."
+        self.room = seed % 3
+        return f" You are in room {self.room}. Take the key."
 
     def move(self, direction: str) -> str:
         """Walks to the next room.
@@ -76,24 +65,17 @@ class KeyAndDoor:
             direction: Either left or right.
         """
         step = {"left": -1, "right": 1}.get(direction)
-        if step is None or not 0 <= self.room + step < self.num_rooms:
+        if step is None or not 0 <= self.room + step < 4:
             return f"You cannot go {direction}. You are in room {self.room}."
         self.room += step
-        seen = [name for name, room in (("a key", self.key_room), ("a door", self.door_room)) if room == self.room]
-        return f"You are in room {self.room}. You see {' and '.join(seen) or 'nothing'}."
+        return f"You are in room {self.room}."
 
     def take(self) -> str:
         """Takes the key, if it is here."""
-        self.has_key = self.has_key or self.room == self.key_room
-        return "You have the key." if self.has_key else "There is no key here."
-
-    def open(self) -> str:
-        """Opens the door, if it is here and you have the key."""
-        self.is_outside = self.has_key and self.room == self.door_room
-        return "You are outside." if self.is_outside else "Nothing opens."
+        return "You have the key." if self.room == 3 else "There is no key here."
 
     def get_reward(self) -> float:
-        return 1.0 if self.is_outside else 0.25 * self.has_key
+        return float(self.room)
 
 
 class Counting:
@@ -167,7 +149,7 @@ def text_of(episode: Episode) -> str:
 
 
 def test_ids_grow_and_equal_what_the_template_renders(chat: ChatTokens) -> None:
-    episode = begin(chat, KeyAndDoor)
+    episode = begin(chat, Corridor)
     turns = [call("move", direction="left"), call("take"), "I give up."]
     seen: list[list[int]] = [list(episode.token_ids)]
     for text in turns:
@@ -183,18 +165,18 @@ def test_ids_grow_and_equal_what_the_template_renders(chat: ChatTokens) -> None:
 
 
 def test_sampled_ids_are_kept_where_the_tokenizer_would_write_others(chat: ChatTokens) -> None:
-    episode = begin(chat, KeyAndDoor)
+    episode = begin(chat, Corridor)
     text = call("take").replace("take", "t\\u0061ke")  # JSON that no template writes
     take_turn(episode, text)
     assert text + "<|im_end|>" in text_of(episode)
     assert "key" in text_of(episode)[text_of(episode).index(text) :]
 
 
-@pytest.mark.parametrize(("factory", "method"), [(GuessNumber, "fork"), (KeyAndDoor, "deepcopy"), (Counting, "replay")])
+@pytest.mark.parametrize(("factory", "method"), [(GuessNumber, "fork"), (Corridor, "deepcopy"), (Counting, "replay")])
 def test_a_branch_is_the_episode_at_that_turn(chat: ChatTokens, factory: Any, method: str) -> None:
     actions = {
         GuessNumber: [call("guess", number=str(n)) for n in (1, 16, 1)],
-        KeyAndDoor: [call("move", direction=d) for d in ("left", "right", "right")],
+        Corridor: [call("move", direction=d) for d in ("left", "right", "right")],
         Counting: [call("add", number=n) for n in (1, 5, 2)],
     }[factory]
     episode = begin(chat, factory)
@@ -312,7 +294,7 @@ def test_text_may_be_the_action_itself(chat: ChatTokens) -> None:
     with pytest.raises(ConfigError, match="text_tool 'say'"):
         EnvironmentTask(GuessNumber, text_tool="say")
     with pytest.raises(ConfigError, match="'take' has no parameter"):
-        EnvironmentTask(KeyAndDoor, text_tool="take")
+        EnvironmentTask(Corridor, text_tool="take")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +311,7 @@ def test_a_template_that_rewrites_history_is_refused() -> None:
     episode = begin(chat, GuessNumber, text_tool="guess")
     with pytest.raises(DataError, match="environment/train/3, episode 0, turn 0: the chat template rewrites"):
         take_turn(episode, "<think>\nmaybe\n</think>\n\n99")
-    kept = begin(chat, KeyAndDoor)  # tool answers leave the thinking where it is
+    kept = begin(chat, Corridor)  # tool answers leave the thinking where it is
     take_turn(kept, "<think>\nmaybe\n</think>\n\n" + call("take"))
     assert text_of(kept).count("maybe") == 1
     assert text_of(kept).endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n")
@@ -356,13 +338,13 @@ def test_calls_by_the_tokenizers_own_response_template() -> None:
     assert tokenizer.response_template is not None
     prefix = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
     ids = tokenizer(call("take") + "<|im_end|>", add_special_tokens=False)["input_ids"]
-    schemas = tool_schemas(KeyAndDoor(), "test")
+    schemas = tool_schemas(Corridor(), "test")
     assert parse_tool_calls(tokenizer, ids, prefix, schemas)[1] == (ToolCall("take", {}),)
 
 
 def test_tools_are_public_methods() -> None:
     assert set(tools_of(GuessNumber())) == {"guess"}
-    assert set(tools_of(KeyAndDoor())) == {"move", "take", "open"}
+    assert set(tools_of(Corridor())) == {"move", "take"}
     assert state_method(Counting()) == "replay"
     no_hints = type("NoHints", (), {"reset": lambda self: None, "act": lambda self, x: x})
     with pytest.raises(ConfigError, match="tool 'act' has no schema"):

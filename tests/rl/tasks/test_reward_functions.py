@@ -95,11 +95,6 @@ def test_functions_of_trl(name: str, make: Any, columns: dict[str, str], text: s
         assert logged.columns["solution"] == ["$3$", "$3$"]
 
 
-def test_the_example_of_trls_quick_start() -> None:
-    task = RowsTask(TEXTS, [lambda completions, **_: [-abs(20 - len(c)) for c in completions]], held_out=0.0)
-    assert RewardRunner().rewards(task, requests_of(task, "a" * 20, "a" * 5))[0] == [0.0, -15.0]
-
-
 def test_sums_are_weighted_over_the_functions_that_apply(tmp_path: Path) -> None:
     async def even(answer: list[int], **_: Any) -> list[float | None]:
         return [1.0 if each % 2 == 0 else None for each in answer]
