@@ -140,7 +140,7 @@ def num_rows(model: Any, images: Any, data: bytes) -> int:
     return sum(each.reshape(-1, each.shape[-1]).shape[0] for each in parts)
 
 
-def row_inputs(model: Any, images: Any, item: Trajectory) -> dict[str, torch.Tensor]:
+def row_inputs(model: torch.nn.Module, images: Any, item: Trajectory) -> dict[str, torch.Tensor]:
     """What a model's own forward takes beside the token ids of one trajectory, for its images."""
     if not item.images:
         return {}

@@ -153,7 +153,7 @@ def _tiny_model(device: torch.device) -> Any:
     return AutoModelForCausalLM.from_config(config).to(device)
 
 
-def _sampler_gap(model: Any, base: list[int]) -> float:
+def _sampler_gap(model: torch.nn.Module, base: list[int]) -> float:
     """`logprob_gap` of rollouts of the embedded sampler: mean of exp(|engine - sampler|); 1: no gap."""
     request = SampleRequest(tuple(base), num_continuations=4, max_new_tokens=12)
     rows = []

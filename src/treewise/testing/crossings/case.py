@@ -246,7 +246,9 @@ def with_images(tree: Tree, where: str, rows: list[int]) -> Tree:
     return result
 
 
-def with_streams(trees: list[Tree], model: Any, processor: Any, draw: Draw, rng: np.random.Generator) -> list[Tree]:
+def with_streams(
+    trees: list[Tree], model: nn.Module, processor: Any, draw: Draw, rng: np.random.Generator
+) -> list[Tree]:
     """The trees with log-probs of other policies and candidates of a teacher, near those of the model."""
     objective = draw["objective"]
     if objective == "kto":
@@ -265,7 +267,7 @@ def with_streams(trees: list[Tree], model: Any, processor: Any, draw: Draw, rng:
     return result
 
 
-def seen_by(model: Any, processor: Any) -> Callable[[Trajectory], dict[str, torch.Tensor]]:
+def seen_by(model: nn.Module, processor: Any) -> Callable[[Trajectory], dict[str, torch.Tensor]]:
     """What the model's own forward takes of a trajectory's images."""
     return lambda item: images.row_inputs(model, processor, item)
 

@@ -111,7 +111,7 @@ class Counting:
         self.num_tokens += sum(len(each.token_ids) for group in answers for each in group)
         return answers
 
-    def update(self, model: Any) -> None:
+    def update(self, model: torch.nn.Module) -> None:
         self.sampler.update(model)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ def objective_of(draw: Draw) -> Any:
     return OBJECTIVES[draw["objective"]](**given)
 
 
-def run_loop(draw: Draw, model: Any, folder: Path) -> tuple[list[dict[str, float]], list[int]]:
+def run_loop(draw: Draw, model: torch.nn.Module, folder: Path) -> tuple[list[dict[str, float]], list[int]]:
     """The run: the figures of each iteration, and the tokens that the sampler had given after it."""
     from transformers import TrainerCallback
 
@@ -260,7 +260,7 @@ def check_counts(logs: Sequence[dict[str, float]], counted: Sequence[int], rows:
 # -- the plain loop ---------------------------------------------------------------------------------------------------
 
 
-def plain_loop(draw: Draw, model: Any, rows: Sequence[list[Trajectory]]) -> dict[str, torch.Tensor]:
+def plain_loop(draw: Draw, model: torch.nn.Module, rows: Sequence[list[Trajectory]]) -> dict[str, torch.Tensor]:
     """Trains on the rows of each iteration; how far each weight has moved."""
     before, reference = weights_of(model), copy.deepcopy(model)
     parameters = list(model.parameters())
@@ -281,7 +281,9 @@ def plain_loop(draw: Draw, model: Any, rows: Sequence[list[Trajectory]]) -> dict
     return moves_of(model, before)
 
 
-def prepared(draw: Draw, model: Any, reference: Any, rows: list[Trajectory]) -> list[list[Trajectory]]:
+def prepared(
+    draw: Draw, model: torch.nn.Module, reference: torch.nn.Module, rows: list[Trajectory]
+) -> list[list[Trajectory]]:
     """The trees that are trained, with advantages and log-probs of other policies."""
     if draw["curriculum"] == "dynamic":
         rewards = defaultdict(set)
@@ -316,7 +318,7 @@ def prepared(draw: Draw, model: Any, reference: Any, rows: list[Trajectory]) -> 
 # -- draws ------------------------------------------------------------------------------------------------------------
 
 
-def check_draws(draw: Draw, model: Any, rows: list[Trajectory], iteration: int) -> None:
+def check_draws(draw: Draw, model: torch.nn.Module, rows: list[Trajectory], iteration: int) -> None:
     """Raises `WrongError` where a recorded log-prob is not the one of the draw, or a token could not be drawn."""
     candidates = first_tokens(rows) if BRANCHINGS[draw["branching"]][0] == "lcr" and draw["candidates"] else {}
     if BRANCHINGS[draw["branching"]][1].get("points") == "turns":

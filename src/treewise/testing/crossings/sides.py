@@ -90,7 +90,7 @@ def refuse_inexact(draw: Draw, flat: Trained, exact: Trained) -> None:
 # -- flat -------------------------------------------------------------------------------------------------------------
 
 
-def train_flat(case: Case, model: Any) -> Trained:
+def train_flat(case: Case, model: torch.nn.Module) -> Trained:
     """Each trajectory through the model's own forward; the loss by its formula; torch's optimizer."""
     cases.add_hooks(model, case.draw)
     result, before, optimizer = Trained(), weights_of(model), optimizer_of(case.draw, model)
@@ -107,7 +107,7 @@ def train_flat(case: Case, model: Any) -> Trained:
     return result
 
 
-def flat_loss_of(case: Case, model: Any, items: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+def flat_loss_of(case: Case, model: torch.nn.Module, items: Tree) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of some trajectories, with a graph, and the log-probs that it is of, whose gradient is kept."""
     seen = cases.seen_by(model, case.processor)
     rows = run_alone(model, items, temperature=case.draw["temperature"], seen=seen)
@@ -147,7 +147,7 @@ def moves_of(model: nn.Module, before: Gradients) -> Gradients:
 # -- trees ------------------------------------------------------------------------------------------------------------
 
 
-def train_engine(case: Case, model: Any) -> Trained:
+def train_engine(case: Case, model: torch.nn.Module) -> Trained:
     """By `TreeEngine.step`, or by a loss of one's own on `TreeEngine.logprobs`."""
     draw = case.draw
     cases.add_hooks(model, draw)
@@ -199,7 +199,7 @@ def step_by_logprobs(case: Case, engine: TreeEngine, step: int) -> float:
     return float(loss.detach())
 
 
-def train_trainer(case: Case, model: Any) -> Trained:
+def train_trainer(case: Case, model: torch.nn.Module) -> Trained:
     """By `TreeTrainer`, in one run or resumed after the first step."""
     draw = case.draw
     cases.add_hooks(model, draw)
@@ -250,7 +250,9 @@ def loaded(model: Any, draw: Draw, folder: str) -> Any:
     return result
 
 
-def trainer_of(case: Case, model: Any, folder: str, callbacks: list[TrainerCallback], **saving: Any) -> TreeTrainer:
+def trainer_of(
+    case: Case, model: torch.nn.Module, folder: str, callbacks: list[TrainerCallback], **saving: Any
+) -> TreeTrainer:
     """A trainer whose steps are those of the case."""
     draw = case.draw
     _, batches, mesh = space.MESHES[draw["processes"]]
@@ -313,7 +315,7 @@ class _StopAfterFirst(TrainerCallback):
         control.should_training_stop = state.global_step == 1
 
 
-def prepare_layers(model: Any, draw: Draw) -> None:
+def prepare_layers(model: torch.nn.Module, draw: Draw) -> None:
     """Activation checkpoints, and one compiled layer."""
     prepare_checkpoints(model, draw)
     if draw["compiled"]:

@@ -70,7 +70,7 @@ class OptimizerState:
         return replace(self, entries=entries)
 
 
-def optimizer_state(optimizer: Any, model: nn.Module) -> OptimizerState:
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerState:
     """The state of an optimizer; its tensors are those that the optimizer has."""
     state, names = optimizer.state_dict(), _names(optimizer, model)
     return OptimizerState(
@@ -121,7 +121,7 @@ def read_optimizer(folder: Path) -> OptimizerState:
     return _with_tensors(folder, *_content(folder), {})
 
 
-def load_optimizer(folder: Path, optimizer: Any, model: nn.Module) -> None:
+def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Reads the files of `save_optimizer`, parameter by parameter, whatever their order in a group; files and optimizer
     may each be sharded. Settings that do not change by themselves (`SETTINGS`) stay as they are.
 
@@ -140,13 +140,13 @@ def load_optimizer(folder: Path, optimizer: Any, model: nn.Module) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _inner(optimizer: Any) -> Optimizer:
+def _inner(optimizer: torch.optim.Optimizer) -> Optimizer:
     """The optimizer inside of accelerate's."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
 
 
-def _names(optimizer: Any, model: nn.Module) -> dict[int, str]:
+def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
     """The names of an optimizer's parameters by their indices in its `state_dict`."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     flat = [parameter for group in _inner(optimizer).param_groups for parameter in group["params"]]
@@ -244,7 +244,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _refuse_other_parameters(
-    listed: OptimizerState, optimizer: Any, names: dict[int, str], now: list[dict[str, Any]]
+    listed: OptimizerState, optimizer: torch.optim.Optimizer, names: dict[int, str], now: list[dict[str, Any]]
 ) -> None:
     """Raises `CheckpointError` for another kind of optimizer, or groups of other parameters."""
     kind = type(_inner(optimizer)).__name__
@@ -262,7 +262,7 @@ def _refuse_other_parameters(
         )
 
 
-def _refuse_other_entries(listed: OptimizerState, optimizer: Any, names: dict[int, str]) -> None:
+def _refuse_other_entries(listed: OptimizerState, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
     """Raises `CheckpointError` for the first entry that the optimizer's own steps would not make: missing, unknown, or
     of another shape or dtype. Of a class that takes no step on a small CPU tensor, parameters of a group are compared.
     """
