@@ -11,13 +11,18 @@ from hypothesis import strategies as st
 from treewise import Trajectory
 from treewise.advantages import (
     group_normalized,
+    inter_intra,
     leave_one_out,
     mean_centered,
+    node_value,
     per_turn,
     segment_values,
     sibling_relative,
     spread_over_turns,
+    tree_path_mean,
+    treerl,
     turns_of,
+    value_steps,
     with_rollout_weights,
 )
 from treewise.errors import ConfigError, DataError
@@ -33,9 +38,28 @@ METHODS = {
     "turns": lambda items: per_turn(items, discount=0.9),
     "turns scaled": lambda items: per_turn(items, discount=0.5, baseline="group", scale=True),
 }
+ON_TREES = {
+    "path mean": tree_path_mean,
+    "path mean by size": lambda items: tree_path_mean(items, average="size"),
+    "path mean whitened": lambda items: tree_path_mean(items, scale="batch"),
+    "inter intra": inter_intra,
+    "treerl": treerl,
+    "treerl local": lambda items: treerl(items, use_global=False, damp=False),
+    "value steps": value_steps,
+    "value steps scaled": lambda items: value_steps(items, mask_above=None, scale="siblings"),
+    "node value": node_value,
+    "node value by entropy": lambda items: node_value(items, weights="entropy"),
+}
+BOTH = {**METHODS, **ON_TREES}
+FUNCTIONS = {
+    **{"siblings": "sibling_relative", "turns": "per_turn", "mean": "mean_centered", "one_out": "leave_one_out"},
+    **{"path": "tree_path_mean", "inter": "inter_intra", "treerl": "treerl", "value": "value_steps"},
+    **{"group": "group_normalized", "batch": "group_normalized", "node": "node_value"},
+}
 
 
 def rollout(ids, reward, group="a", **options) -> Trajectory:
+    options.setdefault("sampler_logprobs", [-1.0] * len(ids))
     return Trajectory(ids, reward=reward, group=group, **options)
 
 
@@ -49,12 +73,13 @@ def advantage_of(item: Trajectory) -> float:
 def rollout_lists(draw: st.DrawFn) -> list[Trajectory]:
     """Whole rollouts with rewards from a small set (so that groups without variance occur) and random weights."""
     rng = np.random.default_rng(draw(st.integers(0, MAX_SEED)))
-    items = []
+    items, logprobs = [], {}
     for number, ids in enumerate(draw(token_lists(max_sequences=7, max_new_tokens=10))):
         weights = rng.choice([0.0, 1.0, 1.0, 2.0], len(ids))
         weights[0], weights[-1] = 0.0, 1.0
-        reward = float(rng.choice([0.0, 0.5, 1.0]))
-        items.append(rollout(ids, reward, f"g{number % 2}", loss_weights=weights, rollout=f"r{number}"))
+        reward, group = float(rng.choice([0.0, 0.5, 1.0])), f"g{number % 2}"
+        own = [logprobs.setdefault((group, *ids[: at + 1]), -rng.exponential()) for at in range(len(ids))]
+        items.append(rollout(ids, reward, group, loss_weights=weights, rollout=f"r{number}", old_logprobs=own))
     return items
 
 
@@ -70,7 +95,9 @@ def cut(items: list[Trajectory], rng: np.random.Generator) -> tuple[list[Traject
             weights = np.zeros(end)
             weights[turns[first][0] :] = item.loss_weights[turns[first][0] : end]
             reward = item.reward if index + 1 == len(turns) or rng.random() < 0.5 else None
-            rows.append(replace(item, token_ids=item.token_ids[:end], loss_weights=weights, reward=reward))
+            given = {name: getattr(item, name) for name in ("token_ids", "old_logprobs", "sampler_logprobs")}
+            streams = {name: None if values is None else values[:end] for name, values in given.items()}
+            rows.append(replace(item, loss_weights=weights, reward=reward, **streams))
             owner.append(number)
             first = index + 1
     return rows, owner
@@ -136,21 +163,15 @@ def test_the_report_names_groups_that_teach_nothing() -> None:
         assert lines[3:] == list(report.notes)
 
 
-@pytest.mark.parametrize(("name", "method"), METHODS.items(), ids=METHODS.keys())
+@pytest.mark.parametrize(("name", "method"), BOTH.items(), ids=BOTH.keys())
 @given(items=rollout_lists())
 def test_groups_are_credited_by_themselves_and_named(name: str, method, items: list[Trajectory]) -> None:
     """Two groups together get what each gets alone, and every rollout its weight."""
     together, report = method(items)
-    functions = {
-        "siblings": "sibling_relative",
-        "turns": "per_turn",
-        "mean": "mean_centered",
-        "one_out": "leave_one_out",
-    }
-    assert report.method.startswith(functions.get(name.split()[0], "group_normalized"))
+    assert report.method.startswith(FUNCTIONS[name.split()[0]])
     assert [item.rollout_weight for item in together] == [item.weight for item in items]
     alone = {g: iter(method([item for item in items if item.group == g])[0]) for g in {each.group for each in items}}
-    if name != "batch":
+    if name not in ("batch", "path mean whitened"):
         for item in together:
             np.testing.assert_array_equal(item.advantages, next(alone[item.group]).advantages)
 
@@ -158,9 +179,11 @@ def test_groups_are_credited_by_themselves_and_named(name: str, method, items: l
 # -- rows of one rollout ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.representatives("group", "siblings scaled", "turns")
+@pytest.mark.representatives(
+    "group", "siblings scaled", "turns", "path mean whitened", "treerl local", "inter intra", "node value"
+)
 @given(items=rollout_lists(), seed=st.integers(0, MAX_SEED))
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+@pytest.mark.parametrize("method", BOTH.values(), ids=BOTH.keys())
 def test_cutting_rollouts_into_rows_changes_nothing(method, items: list[Trajectory], seed: int) -> None:
     rows, owner = cut(items, np.random.default_rng(seed))
     whole, report = method(items)
@@ -168,7 +191,7 @@ def test_cutting_rollouts_into_rows_changes_nothing(method, items: list[Trajecto
     for row, number in zip(parts, owner, strict=True):
         trained = row.loss_weights > 0
         expected = whole[number].advantages[: len(row)]
-        np.testing.assert_allclose(row.advantages[trained], expected[trained], rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(row.advantages[trained], expected[trained], rtol=1e-6, atol=1e-6)
         assert row.rollout_weight == pytest.approx(whole[number].rollout_weight)
     assert report_of_rows.num_rollouts == report.num_rollouts
     assert report_of_rows.num_silent_rollouts == report.num_silent_rollouts
@@ -186,7 +209,7 @@ def test_rollout_weights() -> None:
     assert [item.rollout_weight for item in with_rollout_weights(items)] == [3, 3, 1]
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+@pytest.mark.parametrize("method", BOTH.values(), ids=BOTH.keys())
 def test_refusals(method) -> None:
     good = rollout([1, 2], 1.0, rollout=7)
     with pytest.raises(DataError, match="at least one trajectory"):

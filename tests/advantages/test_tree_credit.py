@@ -7,59 +7,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.advantages.test_advantages import ON_TREES, forked, rollout, rollout_lists
 from treewise import Trajectory
 from treewise.advantages import inter_intra, node_value, segment_values, tree_path_mean, treerl, value_steps
-from treewise.advantages.turns import turns_of
 from treewise.errors import ConfigError, DataError
 from treewise.rl.branching import PROMPT, RolloutNode, RolloutTree
 from treewise.rl.node_values import node_values
 from treewise.rl.update import ADVANTAGES
 from treewise.testing.crossings.plain_credit import CREDIT, advantages_of
-from treewise.testing.strategies import MAX_SEED, token_lists
-
-METHODS = {
-    "path mean": tree_path_mean,
-    "path mean by size": lambda items: tree_path_mean(items, average="size"),
-    "path mean whitened": lambda items: tree_path_mean(items, scale="batch"),
-    "inter intra": inter_intra,
-    "treerl": treerl,
-    "treerl local": lambda items: treerl(items, use_global=False, damp=False),
-    "value steps": value_steps,
-    "value steps scaled": lambda items: value_steps(items, mask_above=None, scale="siblings"),
-    "node value": node_value,
-    "node value by entropy": lambda items: node_value(items, weights="entropy"),
-}
-
-
-def rollout(ids, reward, group="a", **options) -> Trajectory:
-    options.setdefault("sampler_logprobs", [-1.0] * len(ids))
-    return Trajectory(ids, reward=reward, group=group, **options)
-
-
-def forked() -> list[Trajectory]:
-    """[1 2] forks into 3.. (forking again into 4, 5, 6) and 7; rewards 1, 0, 0 below 3, and 1 at 7."""
-    paths, rewards = ([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 7, 8]), (1.0, 0.0, 0.0, 1.0)
-    return [rollout(path, reward) for path, reward in zip(paths, rewards, strict=True)]
+from treewise.testing.strategies import MAX_SEED
 
 
 def advantages(result) -> list[list[float]]:
     return [item.advantages.tolist() for item in result.trajectories]
-
-
-@st.composite
-def rollout_lists(draw: st.DrawFn) -> list[Trajectory]:
-    """Whole rollouts of two groups, with few rewards, so that some groups are flat."""
-    rng = np.random.default_rng(draw(st.integers(0, MAX_SEED)))
-    items = []
-    logprobs = {}
-    for number, ids in enumerate(draw(token_lists(max_sequences=7, max_new_tokens=10))):
-        weights = rng.choice([0.0, 1.0, 1.0, 2.0], len(ids))
-        weights[0], weights[-1] = 0.0, 1.0
-        group = f"g{number % 2}"
-        own = [logprobs.setdefault((group, *ids[: at + 1]), -rng.exponential()) for at in range(len(ids))]
-        reward = float(rng.choice([0.0, 0.5, 1.0]))
-        items.append(rollout(ids, reward, group, loss_weights=weights, rollout=f"r{number}", old_logprobs=own))
-    return items
 
 
 @st.composite
@@ -76,71 +36,16 @@ def drawn_trees(draw: st.DrawFn) -> list[Trajectory]:
     return [replace(each, old_logprobs=each.sampler_logprobs) for each in tree.trajectories()]
 
 
-def cut(items: list[Trajectory], rng: np.random.Generator) -> tuple[list[Trajectory], list[int]]:
-    """Every rollout as several rows, cut between turns; each trained token in exactly one row. Also whose each is."""
-    rows, owner = [], []
-    for number, item in enumerate(items):
-        turns, first = turns_of(item), 0
-        for index in range(len(turns)):
-            if index + 1 < len(turns) and rng.random() < 0.5:
-                continue
-            end = turns[index][1]
-            weights = np.zeros(end)
-            weights[turns[first][0] :] = item.loss_weights[turns[first][0] : end]
-            streams = {name: getattr(item, name)[:end] for name in ("token_ids", "old_logprobs", "sampler_logprobs")}
-            rows.append(replace(item, loss_weights=weights, **streams))
-            owner.append(number)
-            first = index + 1
-    return rows, owner
-
-
 # -- what holds for all -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.representatives("path mean whitened", "treerl local", "inter intra", "node value")
-@given(items=rollout_lists(), seed=st.integers(0, MAX_SEED))
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
-def test_cutting_rollouts_into_rows_changes_nothing(method, items: list[Trajectory], seed: int) -> None:
-    rows, owner = cut(items, np.random.default_rng(seed))
-    whole, report = method(items)
-    parts, report_of_rows = method(rows)
-    for row, number in zip(parts, owner, strict=True):
-        trained = row.loss_weights > 0
-        expected = whole[number].advantages[: len(row)]
-        np.testing.assert_allclose(row.advantages[trained], expected[trained], rtol=1e-6, atol=1e-6)
-    assert report_of_rows.num_rollouts == report.num_rollouts
-    assert report_of_rows.num_silent_rollouts == report.num_silent_rollouts
-
-
-@given(items=st.one_of(rollout_lists(), drawn_trees()))
-@pytest.mark.parametrize(("name", "method"), METHODS.items(), ids=METHODS.keys())
-def test_groups_are_credited_by_themselves_and_named(name: str, method, items: list[Trajectory]) -> None:
-    """Two groups together get what each gets alone."""
-    items = [*items, *(replace(item, group=f"{item.group} again") for item in items)]
-    together, report = method(items)
-    functions = {"path": "tree_path_mean", "inter": "inter_intra", "treerl": "treerl", "value": "value_steps"}
-    assert report.method.startswith(functions.get(name.split()[0], "node_value") + "(" * (name != "inter intra"))
-    alone = {g: iter(method([item for item in items if item.group == g])[0]) for g in {each.group for each in items}}
-    if name != "path mean whitened":
-        for item in together:
-            np.testing.assert_array_equal(item.advantages, next(alone[item.group]).advantages)
 
 
 @pytest.mark.representatives("tree_path_mean", "inter_intra", "value_steps")
 @given(items=rollout_lists(), reward=st.sampled_from([0.1, 0.7]))
-@pytest.mark.parametrize("method", [each for name, each in METHODS.items() if name != "path mean whitened"])
+@pytest.mark.parametrize("method", [each for name, each in ON_TREES.items() if name != "path mean whitened"])
 def test_equal_rewards_give_exactly_nothing(method, items: list[Trajectory], reward: float) -> None:
     found, report = method([replace(item, reward=reward) for item in items])
     assert not any(item.advantages.any() for item in found)
     assert report.num_silent_rollouts == len(items)
-
-
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
-def test_refusals(method) -> None:
-    with pytest.raises(DataError, match="at least one trajectory"):
-        method([])
-    with pytest.raises(DataError, match=r"rows.jsonl:3: no group"):
-        method([Trajectory([1, 2], reward=1.0, source="rows.jsonl:3")])
 
 
 def test_unknown_settings() -> None:
