@@ -2,7 +2,7 @@
 
 import pytest
 
-from treewise.cli.aliases import ALIASES, INSTEAD, names_of, resolve_flags
+from treewise.cli.aliases import ALIASES, INSTEAD, names_of
 from treewise.cli.commands import rl
 from treewise.cli.config import read_config
 from treewise.cli.keys import schema
@@ -57,12 +57,6 @@ def test_adapters_are_checked_before_anything_is_loaded(flags, message):
     pytest.importorskip("peft")
     with pytest.raises(ConfigError, match=message):
         read_config(None, [*BASE, *flags])
-
-
-def test_flags_of_other_commands_are_resolved_too():
-    words, renamed = resolve_flags(["--max-seq-length=7", "--precision", "x"], ["--max_length", "--dtype"])
-    assert words == ["--max_length=7", "--dtype", "x"]
-    assert renamed == [("max_seq_length", "max_length"), ("precision", "dtype")]
 
 
 def test_what_was_resolved_is_printed(capsys, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from tests.cli.helpers import save_tiny_model, write_rows
-from treewise.cli.config import differences, parse_flags, read_config, resolved_text
+from treewise.cli.config import parse_flags, read_config, resolved_text
 from treewise.cli.main import main
 from treewise.cli.training_run import training_arguments
 from treewise.errors import ConfigError
@@ -20,16 +20,6 @@ def write(tmp_path):
         return path
 
     return write
-
-
-def test_keys_go_where_they_belong(write):
-    text = BASE + "learning_rate: 1e-5\nthinking: keep\nmax_tokens: 4096\nlora: {r: 8, lora_alpha: 16}\n"
-    config = read_config(write(text))
-    assert (config.model, config.data, config.dtype) == ("m", "rows.jsonl", "float32")
-    assert config.training["learning_rate"] == 1e-5
-    assert config.training["max_tokens"] == 4096
-    assert config.render.thinking == "keep"
-    assert config.lora == {"r": 8, "lora_alpha": 16}
 
 
 def test_flags_win_over_the_file(write):
@@ -99,10 +89,6 @@ def test_the_resolved_configuration_gives_the_same_run(write, tmp_path):
     assert (again.lora, again.render, again.data) == (config.lora, config.render, config.data)
     assert yaml.safe_load(text)["weighting"] == "per_trajectory"
     assert resolved_text(again, training_arguments(again)) == text
-
-
-def test_differences_name_old_and_new():
-    assert differences("a: 1\nb: 2\n", "a: 1\nb: 3\nc: 4\n") == ["b: 2 -> 3", "c: default -> 4"]
 
 
 def test_data_in_the_place_of_a_configuration_is_named(tmp_path):

@@ -46,22 +46,6 @@ def test_a_configuration_gives_what_flags_do_not(tmp_path):
     )
 
 
-def test_flags_alone_give_every_rendering_option():
-    words = "d.jsonl --merge_siblings false --on_hidden warn --max_record_bytes 7 --train_on last_assistant "
-    words += "--images_from_network true"
-    args = parsed(words.split())
-    apply_config(args, dtype="float32")
-    assert args.render == RenderOptions(
-        merge_siblings=False, on_hidden="warn", max_record_bytes=7, train_on="last_assistant", images_from_network=True
-    )
-    assert (args.dtype, args.on_bad_record) == ("float32", "error")
-
-
-def test_every_rendering_option_is_a_flag():
-    names = vars(parsed(["d.jsonl"]))
-    assert set(RenderOptions.__dataclass_fields__) <= set(names)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -156,15 +156,6 @@ def test_a_launcher_that_gives_no_number_is_one_line(
     assert capsys.readouterr().err.startswith("error: WORLD_SIZE is 'two', not a number")
 
 
-def test_an_unknown_form_lists_the_known_ones(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = contents(folder)
-    assert main(["inspect", str(folder / "none.jsonl")]) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert "none.jsonl:1: a record with 'foo' matches no form" in lines[0]
-    assert len(lines) > 10
-    assert contents(folder) == before
-
-
 def test_a_disk_that_refuses_is_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,17 +57,6 @@ def test_the_samplers_and_a_teachers_streams_arrive(write):
     assert item.old_logprobs is None
 
 
-def test_an_empty_file_is_named(write, tmp_path):
-    good = write(row([1, 2], [3]), name="good.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    for paths in (tmp_path / "empty.jsonl", [good, tmp_path / "empty.jsonl"], tmp_path):
-        with pytest.raises(DataError, match=r"empty\.jsonl: no record"):
-            load_trees(paths)
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(DataError, match=r"list\.json: no record"):
-        load_trees(tmp_path / "list.json")
-
-
 def test_text_beside_ids_is_compared_and_may_be_required_to_agree(write, tokenizer):
     ids = tokenizer("Name it. Strawberry", add_special_tokens=False)["input_ids"]
     parts = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in ("Name it.", " Stra", "wberry")]

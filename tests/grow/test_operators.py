@@ -64,25 +64,6 @@ def test_the_ring_is_the_dense_map(tmp_path: Path) -> None:
         torch.testing.assert_close(operator.grown_stack(member)[:, 0], expected[position], rtol=1e-4, atol=1e-4)
 
 
-def test_rank_1_is_a_kronecker_product(tmp_path: Path) -> None:
-    operator, *_ = begin("mango", tmp_path)
-    assert isinstance(operator, Mango)
-    name, members = next((key, value) for key, value in operator.classes.items() if len(value) > 1 and " 1" in key)
-    stack = operator.stacks[members[0]]
-    dense = torch.ones(1, 1)
-    for core in (
-        operator.matrices[name],
-        operator.layers,
-        operator.outputs[stack.output],
-        operator.inputs[stack.input],
-    ):
-        dense = torch.kron(dense, core[0, :, :, 0])
-    weights = torch.stack([operator.stacks[member].weights[:, 0] for member in members])  # [b1, l1, o1, i1]
-    expected = (dense @ weights.flatten()).reshape(len(members), operator.layers.shape[1], *stack.grown)
-    for position, member in enumerate(members):
-        torch.testing.assert_close(operator.grown_stack(member)[:, 0], expected[position], rtol=1e-4, atol=1e-4)
-
-
 def trees() -> list[Forest]:
     rows = [Trajectory([3, 4, 5, *[6 + branch, 7, 8 + branch] * 6]) for branch in range(3)]
     return [Forest.from_trajectories(rows)]

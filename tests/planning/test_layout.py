@@ -1,13 +1,12 @@
 """Layouts and edges: each micro-batch's intervals against the ancestor matrix, every edge once."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise.planning.layout import edges_of, lay_out
 from treewise.planning.planner import plan
-from treewise.testing.strategies import forests_and_budgets, is_above, random_tree
+from treewise.testing.strategies import forests_and_budgets, is_above
 
 HOLDS = ("auto", "never", "always")
 
@@ -45,15 +44,6 @@ def check_layouts(made):
 def test_intervals_are_the_ancestor_matrix_and_edges_appear_once(forest_and_budget, hold):
     forest, budget = forest_and_budget
     check_layouts(plan(forest, budget, hold=hold))
-
-
-@pytest.mark.slow
-def test_layouts_of_many_random_trees():
-    rng = np.random.default_rng(0)
-    for _ in range(25):
-        forest = random_tree(rng, int(rng.integers(1, 40)), 5)
-        for budget in {1, *rng.integers(1, forest.num_tokens + 1, 2).tolist()}:
-            check_layouts(plan(forest, budget, hold=HOLDS[rng.integers(3)]))
 
 
 @given(forests_and_budgets(), st.data())

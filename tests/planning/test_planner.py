@@ -102,18 +102,6 @@ def test_any_plan_holds_what_it_promises(forest_and_budget, hold):
     check(plan(forest, budget, hold=hold), budget, hold)
 
 
-@pytest.mark.representatives("0")
-@pytest.mark.parametrize("seed", range(3))
-def test_plans_of_many_random_trees(seed):
-    rng = np.random.default_rng(seed)
-    for _ in range(25):
-        trees = [random_tree(rng, int(rng.integers(1, 40)), 5) for _ in range(rng.integers(1, 4))]
-        num_tokens = sum(tree.num_tokens for tree in trees)
-        for budget in {1, 2, *rng.integers(1, num_tokens + 1, 2).tolist()}:
-            hold = HOLDS[rng.integers(3)]
-            check(plan(trees, budget, hold=hold), budget, hold)
-
-
 @given(forests())
 def test_a_forest_that_fits_is_one_pass_with_nothing_extra(forest):
     for budget in (None, forest.num_tokens, forest.num_tokens + 1):

@@ -1,12 +1,9 @@
 """Forests against brute force: dictionaries of prefixes and ancestor matrices; real rows; deep and wide extremes."""
 
-import gzip
-import json
 import math
 import random
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +16,6 @@ from treewise.testing.strategies import forests, is_above, random_tree, trajecto
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-ROWS_FILE = Path(__file__).parent / "data_rows" / "tokens.jsonl.gz"
-ROWS = [json.loads(line) for line in gzip.decompress(ROWS_FILE.read_bytes()).splitlines()]
 STREAMS = ("loss_weights", "advantages", "old_logprobs", "ref_logprobs")
 
 
@@ -128,30 +123,6 @@ def test_input_order_changes_nothing_but_the_order_of_paths(items, shuffler):
     np.testing.assert_array_equal(forest.parent, shuffled.parent)
     np.testing.assert_array_equal(forest.multiplicity, shuffled.multiplicity)
     assert [forest.paths[number].tolist() for number in order] == [path.tolist() for path in shuffled.paths]
-
-
-@pytest.mark.parametrize("row", ROWS, ids=[row["source"] + ":" + row["group"] for row in ROWS])
-def test_real_rows_have_the_expected_sizes(row):
-    items = []
-    for sequence in row["seqs"]:
-        weights = np.zeros(len(sequence["ids"]))
-        for start, end in sequence["loss"]:
-            weights[start:end] = 1
-        items.append(Trajectory(sequence["ids"], loss_weights=weights, group=row["group"]))
-    forest, expect = Forest.from_trajectories(items), row["expect"]
-    found = {
-        "n_seq": forest.num_trajectories,
-        "leaves": len(leaves_of(items)),
-        "flat": forest.num_flat_tokens,
-        "leaf_flat": forest.num_leaf_tokens,
-        "unique": forest.num_tokens,
-        "pairs_flat": forest.num_flat_pairs,
-        "pairs_tree": forest.num_tree_pairs,
-        "loss_flat": int(forest.token_weights().sum()),
-        "loss_unique": round(float(forest.token_weights("once").sum())),
-        "max_len": int(forest.path_lengths.max()),
-    }
-    assert found == expect
 
 
 # -- streams --------------------------------------------------------------------------------------------------------
@@ -285,11 +256,6 @@ def test_bad_inputs_are_named():
         Forest.from_trajectories([Trajectory([1, 2]), [1, 2]])
     with pytest.raises(DataError, match="no forest given"):
         Forest.concatenate([])
-
-
-def test_its_repr_says_its_sizes():
-    forest = Forest.from_trajectories([Trajectory([1, 2, 3]), Trajectory([1, 2, 4])])
-    assert repr(forest) == "Forest(1 tree, 2 trajectories, 4 tree tokens, 6 flat tokens, share ratio 1.50)"
 
 
 # -- extremes -------------------------------------------------------------------------------------------------------

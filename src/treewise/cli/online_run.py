@@ -147,7 +147,7 @@ def _check_first_prompt(task: "Task", tokenizer: object, settings: "OnlineSettin
         calls.close()
 
 
-def _tokenizer(config: RunConfig) -> Any:
+def _tokenizer(config: RunConfig) -> object:
     from treewise.nn.load_model import load_tokenizer
 
     if config.tokenizer is not None:

@@ -65,7 +65,7 @@ def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]
         raise ConfigError(f"{path}: not valid YAML ({_one_line(error)}).") from None
 
 
-def read_value(text: str) -> Any:
+def read_value(text: str) -> object:
     """A value of a flag, as YAML reads it.
 
     Raises:
@@ -191,7 +191,7 @@ def _fits(value: object, kinds: set[Any]) -> bool:
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 
-def _from_text(text: str, kinds: set[Any]) -> Any:
+def _from_text(text: str, kinds: set[Any]) -> object:
     """The text as a value of the first of these types that it can be parsed as, else the text itself."""
     word = text.strip().lower()
     if bool in kinds and word in (*_TRUE, *_FALSE):
@@ -209,7 +209,7 @@ def _from_text(text: str, kinds: set[Any]) -> Any:
     return text
 
 
-def scalar(value: object) -> Any:
+def scalar(value: object) -> object:
     """A flag of a key without a declared type: what YAML reads, and `1e-5` as the number it is."""
     if not isinstance(value, str):
         return value

@@ -138,7 +138,7 @@ def message_calls(
     return calls
 
 
-def _node_id(node: Placed, number: int) -> Any:
+def _node_id(node: Placed, number: int) -> object:
     name = node.value.get("id")
     if name is None:
         return number

@@ -200,7 +200,7 @@ def _image_reader(processor: "ProcessorMixin | None", settings: _Settings) -> Im
     return ImageReader(processor, images, options.max_image_bytes, from_network=options.images_from_network)
 
 
-def _tokenizer(tokenizer: Any) -> Any:
+def _tokenizer(tokenizer: Any) -> object:
     if not isinstance(tokenizer, str | Path):
         return tokenizer
     from transformers import AutoProcessor, AutoTokenizer

@@ -157,7 +157,7 @@ def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, location: st
     )
 
 
-def _without_null_context(values: Any, weights: Any, name: str, location: str) -> Any:
+def _without_null_context(values: Any, weights: Any, name: str, location: str) -> object:
     if not isinstance(values, list) or None not in values:
         return values
     trained = np.ones(len(values), dtype=bool) if weights is None else np.asarray(weights) != 0

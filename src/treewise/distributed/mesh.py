@@ -149,7 +149,7 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
     if kind is None:
         raise ConfigError(f"{folder}: {loaded.model_type} is not a causal language model; only those load on a mesh.")
 
-    def prepare(cls: type, distributed_config: object, device_map: object = None) -> Any:
+    def prepare(cls: type, distributed_config: object, device_map: object = None) -> object:
         del cls, device_map
         with ranks.making_groups():
             device, manager = initialize_distributed_mesh(distributed_config)
@@ -157,7 +157,7 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
             ranks.follow_timeout(manager.get_mesh(axes))
         return distributed_config, device, manager
 
-    def make(cls: type, *args: object, **settings: object) -> Any:
+    def make(cls: type, *args: object, **settings: object) -> object:
         del cls
         return kind(*args, **settings)
 

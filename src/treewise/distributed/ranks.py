@@ -53,7 +53,7 @@ def on_every_rank(work: Callable[[], T], group: object = None) -> list[T]:
     return _unpack(outcomes)
 
 
-def group_for_threads(timeout_seconds: float) -> Any:
+def group_for_threads(timeout_seconds: float) -> object:
     """A second group of all ranks, on the CPU: for collective operations of a thread beside those of the main one.
     None without a process group. Every rank calls this.
     """

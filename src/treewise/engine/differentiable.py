@@ -160,7 +160,7 @@ class _TreeValues(torch.autograd.Function):
         return tuple(tensor for tensor, _ in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> object:
         """The gradients of the walk, which starts with none; autograd adds them to those that are there."""
         _refuse_second_order()
         if any(_version(each) != version for each, version in ctx.versions):

@@ -238,7 +238,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
     return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer")
 
 
-def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> Any:
+def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> object:
     """The processor of a vision model, where its folder holds one; else its tokenizer, as `load_tokenizer`."""
     folder = Path(name).expanduser()
     adapters = adapter_folder(name)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -107,12 +107,12 @@ FAMILIES |= {
 }
 
 
-def seeing_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
+def seeing_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A tiny random model of a family, with a tower that is small, too."""
     return tiny_model(family, dtype, image_token_id=IMAGE_TOKEN, **FAMILIES[family].changes).eval()
 
 
-def tiny_processor(family: str) -> Any:
+def tiny_processor(family: str) -> object:
     """The processor of `seeing_model`, with a tokenizer of 40 words `w0` to `w39`."""
     own = FAMILIES[family]
     assert own.processor is not None

@@ -195,7 +195,7 @@ class DataFacts:
     num_images: int = 0
 
 
-def as_trees(name: str, dataset: Any, tokenizer: "PreTrainedTokenizerBase | None", render: Any) -> Any:
+def as_trees(name: str, dataset: Any, tokenizer: "PreTrainedTokenizerBase | None", render: Any) -> object:
     """A data set of trees, loaded where records are given. Raises `ConfigError` for an empty one, or something else."""
     if dataset is None:
         return None

@@ -125,7 +125,7 @@ def with_references(
     reference: PreTrainedModel | None,
     args: TreeTrainingArguments,
     processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
-) -> Any:
+) -> object:
     """The data with `ref_logprobs` where the objective needs them and a row lacks them; else as it is.
 
     Parameters:

@@ -348,7 +348,7 @@ class TreeTrainer(UploadingTrainer):
         return own | self.args.order_facts() | {"curriculum": None if order is None else order.description}
 
     @override
-    def _finalize_training(self, *args: object, **kwargs: object) -> Any:
+    def _finalize_training(self, *args: object, **kwargs: object) -> object:
         """Loads the best model, which may be in the checkpoint that a thread still writes."""
         self._checkpoints.collect(wait=True)
         return super()._finalize_training(*args, **kwargs)
@@ -381,7 +381,7 @@ class TreeTrainer(UploadingTrainer):
             contents.load_random_state(Path(checkpoint))
 
     @override
-    def _init_training_state(self, max_steps: int, *args: object, **kwargs: object) -> Any:
+    def _init_training_state(self, max_steps: int, *args: object, **kwargs: object) -> object:
         """A resumed run logs, evaluates and saves by its own settings and not by those in the checkpoint."""
         with saved_intervals_ignored():
             begun = super()._init_training_state(max_steps, *args, **kwargs)

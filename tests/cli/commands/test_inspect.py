@@ -46,26 +46,6 @@ def test_sizes_are_those_of_the_trees(rows: Path, capsys: pytest.CaptureFixture[
     assert facts["total"]["flop_bound"] is None
 
 
-def test_what_looks_wrong_is_counted_and_placed(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {each["kind"]: each for each in inspect_json(capsys, rows, "--max_tokens", 25)["findings"]}
-    assert found["rewards all equal"]["examples"] == ["a"]
-    assert found["duplicated trajectory"]["count"] == 1
-    assert found["duplicated trajectory"]["examples"][0].startswith(f"{rows}:4")
-    assert found["very short trajectory"]["examples"][0].startswith(f"{rows}:7")
-    assert found["no sharing"]["examples"] == ["b"]
-    assert found["single trajectory"]["examples"] == ["c"]
-    assert found["beyond max_tokens"]["examples"] == ["b"]
-
-
-def test_a_configuration_alone_gives_the_flop_bound(
-    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save_tiny_model(tmp_path / "model")
-    (folder / "model.safetensors").unlink()
-    total = inspect_json(capsys, rows, "--model", folder)["total"]
-    assert 1 < total["leaf_flop_bound"] < total["flop_bound"] < total["share_ratio"] * 1.5
-
-
 def test_the_table_shows_the_same_facts(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("inspect", rows, "--model", save_tiny_model(tmp_path / "model")) == 0
     out = capsys.readouterr().out

@@ -183,14 +183,6 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(rl, folder, monk
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_a_resolved_configuration_is_the_same_run(rl, capsys):
-    rl(make_rows(), "--objective", "grpo", "--normalization", "token_mean", "--mini_batches", 2, *FAST)
-    expected = parameters("out")
-    assert main(["rl", "out/resolved_config.yaml", "--output", "b"]) == 0
-    found = parameters("b")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
 # -- what is said -----------------------------------------------------------------------------------------------------
 
 

@@ -27,11 +27,6 @@ def model(tmp_path: Path) -> Path:
     return save_tiny_model(tmp_path / "model")
 
 
-def test_equal_is_exit_code_0(rows: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("verify", rows, "--model", model, "--max-tokens", 10) == 0
-    assert "equal" in capsys.readouterr().out
-
-
 def test_different_is_exit_code_1_and_names_the_worst_parameter(
     rows: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

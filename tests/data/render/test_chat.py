@@ -23,12 +23,6 @@ def talk(*contents):
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def test_a_call_is_its_prompt_and_what_was_sampled_through_the_end_token(write, tokenizer):
-    [trajectory] = only(load_trees(write({"messages": [USER, ANSWER, USER]}), tokenizer, options=CHATML))
-    assert text_of(tokenizer, trajectory, False) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert text_of(tokenizer, trajectory, True) == "Yes.<|im_end|>"
-
-
 def test_every_assistant_turn_is_a_call_and_calls_of_one_rollout_share_it(write, tokenizer):
     record = {"messages": talk("a", "b", "c", "d"), "group": "g", "reward": 2, "advantages": -0.5}
     path = write(record)
@@ -104,17 +98,6 @@ def test_qwen3_forks_real_records_as_recorded(fixtures, tokenizer, qwen3_templat
     assert forest.share_ratio > 3
 
 
-def test_append_only_calls_are_prefixes_of_the_kept_sequence(fixtures, tokenizer):
-    path = fixtures / "tau_airline.jsonl.gz"
-    [called] = load_trees(path, tokenizer, options=CHATML)
-    [kept] = load_trees(path, tokenizer, options=RenderOptions(chat_template="chatml", thinking="keep"))
-    assert len(kept.trajectories) == kept.num_records == 2
-    assert kept.forest().num_tokens == called.forest().num_tokens
-    assert sum(t.num_trained_tokens for t in called.trajectories) == sum(
-        t.num_trained_tokens for t in kept.trajectories
-    )
-
-
 def test_kept_thinking_makes_one_sequence_of_a_template_that_drops_it(fixtures, tokenizer, qwen3_template):
     path = fixtures / "nemo.jsonl.gz"
     [forked] = load_trees(path, tokenizer, options=RenderOptions(chat_template=qwen3_template))
@@ -123,16 +106,6 @@ def test_kept_thinking_makes_one_sequence_of_a_template_that_drops_it(fixtures, 
     assert sequence.num_trained_tokens == sum(t.num_trained_tokens for t in forked.trajectories)
     assert forked.forest().num_tokens > kept.forest().num_tokens == len(sequence)
     assert text_of(tokenizer, sequence, True).count("</think>") == 7
-
-
-def test_kept_thinking_stays_in_front_of_the_last_turn(write, tokenizer, qwen3_template):
-    messages = talk("a", "b", "c", "d")
-    messages[1]["reasoning_content"] = "Early thought."
-    options = RenderOptions(chat_template=qwen3_template, thinking="keep", train_on="last_assistant")
-    [trajectory] = only(load_trees(write({"messages": messages}), tokenizer, options=options))
-    assert "Early thought." in text_of(tokenizer, trajectory, False)
-    assert text_of(tokenizer, trajectory, True) == "d<|im_end|>"
-    assert "<think>\n\n</think>\n\n" in text_of(tokenizer, trajectory, False)
 
 
 def test_logged_calls_render_each_context_as_it_was(write, tokenizer):
@@ -166,16 +139,6 @@ def test_answers_in_a_prompt_are_context(write, tokenizer):
     record = {"prompt": talk("a", "b", "c"), "completion": [{"role": "assistant", "content": "d"}]}
     [trajectory] = only(load_trees(write(record), tokenizer, options=CHATML))
     assert text_of(tokenizer, trajectory, True) == "d<|im_end|>"
-
-
-def test_arguments_as_text_and_as_an_object_render_alike(write, tokenizer):
-    loaded = []
-    for name, arguments in (("a", '{"at": "sky"}'), ("b", {"at": "sky"})):
-        call = {"id": "1", "function": {"name": "look", "arguments": arguments}}
-        messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-        loaded.append(load_trees(write({"messages": messages}, name=f"{name}.jsonl"), tokenizer, options=CHATML))
-    assert loaded[0].fingerprint == loaded[1].fingerprint
-    assert '"arguments": {"at": "sky"}' in text_of(tokenizer, loaded[0][0].trajectories[0], True)
 
 
 def test_text_parts_are_joined(write, tokenizer):

@@ -194,17 +194,3 @@ def test_a_mapped_role_is_reported_and_gives_the_tokens_of_the_standard_one(writ
     plain = load_trees(write({"messages": system}), tokenizer, options=options)
     assert mapped.fingerprint == plain.fingerprint
     assert "developer; its messages are rendered as system" in mapped.report.warnings[0]
-
-
-def test_a_shape_of_messages_is_probed_once(write, tokenizer, monkeypatch):
-    from treewise.data.render import template
-
-    calls = []
-    render = template.Template.render
-    monkeypatch.setattr(template.Template, "render", lambda *a, **k: calls.append(1) or render(*a, **k))
-    counts = []
-    for count in (1, 40):
-        calls.clear()
-        load_trees(write(*[{"messages": [USER, CALLED], "id": i} for i in range(count)]), tokenizer, num_workers=0)
-        counts.append(len(calls))
-    assert counts[1] - counts[0] == 39 * 2  # a prompt and a whole conversation each

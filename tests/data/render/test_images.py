@@ -108,25 +108,6 @@ def test_images_beside_plain_messages_stand_in_front_as_in_trl(processor, shots)
     assert [each.read() for each in trees[0].trajectories[0].images] == [png(1), png(2)]
 
 
-def test_a_history_that_keeps_the_last_two_screenshots_forks(processor, shots):
-    """Every call drops an older picture, so contexts fork where the first dropped one stood."""
-    pool, calls = [{"role": "user", "content": "w1"}], []
-    for turn in range(3):
-        pool += [user({"type": "image", "image": str(shots / f"{turn}.png")}), user("w9"), answer(f"w{turn + 3}")]
-    picture, dropped, said = (lambda turn: 1 + 3 * turn), (lambda turn: 2 + 3 * turn), (lambda turn: 3 + 3 * turn)
-    for turn in range(3):
-        context = [0]
-        for before in range(turn + 1):
-            context.append(picture(before) if before > turn - 2 else dropped(before))
-            context += [said(before)] if before < turn else []
-        calls.append({"ctx": context, "out": said(turn)})
-    (tree,) = load_trees([{"messages": pool, "calls": calls}], processor)
-    assert [len(item.images) for item in tree.trajectories] == [1, 2, 2]
-    forest = tree.forest()
-    assert len(forest.images.sources) == 3
-    assert len(forest.images) == 4  # the second picture is on two branches
-
-
 def test_pairs_of_one_prompt_see_its_image(processor, shots):
     asked, path = user({"type": "image"}, "w1"), str(shots / "1.png")
     pair = {"chosen": [asked, answer("w2")], "rejected": [asked, answer("w3 w4")]}

@@ -4,7 +4,6 @@ import pytest
 from treewise.data import RenderOptions, load_trees
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.data.render.template import template_text
-from treewise.data.render.turns import common_prefix
 from treewise.errors import ConfigError, DataError
 
 USER = {"role": "user", "content": "Hi"}
@@ -159,8 +158,3 @@ def test_continuations_get_no_space_in_front_from_a_sentencepiece_tokenizer():
     encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<u>", eos_token="</s>"))
     assert joined(encoder.encode(["a"])[0]).tolist() == [3]
     assert encoder.encode_continuations(["a"])[0].tolist() == [2]
-
-
-@pytest.mark.parametrize(("a", "b", "length"), [("", "x", 0), ("abc", "abx", 2), ("ab", "abc", 2), ("xa", "ya", 0)])
-def test_common_prefix(a, b, length):
-    assert common_prefix(a, b) == length

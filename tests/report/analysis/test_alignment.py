@@ -125,13 +125,6 @@ def test_only_the_longest_branches_are_compared_when_there_are_too_many() -> Non
     assert min(fork.num_common_tokens for fork in forks) == 26
 
 
-def test_trees_that_differ_at_the_first_token_are_compared() -> None:
-    tail = list(range(100, 140))
-    forest = forest_of([1, *tail, 7], [2, *tail])
-    (fork,), _ = realigned_forks(forest.segments, forest.token_ids, ALL)
-    assert (fork.parent, fork.num_common_tokens) == (-1, 40)
-
-
 def test_real_retokenisation_drift_is_aligned_as_difflib_does() -> None:
     """The ids that a model sampled, and the same conversation tokenised again: five places differ."""
     case = json.loads(gzip.decompress(DRIFT.read_bytes()))

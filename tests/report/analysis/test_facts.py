@@ -7,7 +7,7 @@ from hypothesis import given
 from treewise.data import LoadReport
 from treewise.nn.flops import FlopModel, LayerReach
 from treewise.planning.planner import plan
-from treewise.report.analysis.facts import inspect_forests, sum_facts, suspicions, tree_facts
+from treewise.report.analysis.facts import inspect_forests, suspicions, tree_facts
 from treewise.report.analysis.plan_facts import BudgetCosts
 from treewise.report.analysis.token_text import TokenText
 from treewise.report.html.build import build_data_report, interesting
@@ -121,17 +121,6 @@ def test_budgets_shown_are_the_given_one_and_the_largest_that_cut() -> None:
     costs = BudgetCosts(budgets=(1000,))
     costs.add(Forest.from_trajectories([Trajectory(range(5000))]))
     assert costs.budgets == [512, 1000, 1024, 2048, 4096]
-
-
-def test_sums_over_trees_add_up() -> None:
-    costs = BudgetCosts(budgets=(300,))
-    trees = [Forest.from_trajectories([Trajectory(range(size))]) for size in (400, 900, 50)]
-    for tree in trees:
-        costs.add(tree)
-    row = costs.rows(sum_facts("all", [tree_facts(str(i), tree) for i, tree in enumerate(trees)]))[-1]
-    assert row.max_tokens == 256
-    plans = [plan(tree, 256) for tree in trees]
-    assert row.num_open_tokens == sum(each.num_open_tokens for each in plans) > 0
 
 
 def test_the_drawn_trees_are_chosen_by_each_order_in_turn() -> None:

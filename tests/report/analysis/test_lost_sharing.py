@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.report.rows import ANSWER, POLICY, QUESTION, RECORDS, Named, named_trees
+from tests.report.rows import POLICY, QUESTION, RECORDS, Named, named_trees
 from treewise.report.analysis import lost_sharing
 from treewise.report.analysis.lost_sharing import (
     AVOIDABLE,
@@ -46,15 +46,6 @@ def test_a_clock_in_the_prompt_is_found_with_its_cost(tokenizer) -> None:
         tokenizer, QUESTION
     )
     assert found.num_lost_tokens == found.num_tokens_to_next
-
-
-def test_reasoning_that_a_template_drops_is_history_rewritten(tokenizer) -> None:
-    found = worst(tokenizer, "thinking")
-    assert found.cause == REWRITTEN
-    assert found.num_lost_tokens == pytest.approx(num_tokens(tokenizer, ANSWER), abs=1)
-    sides = sorted((found.heavy, found.light), key=lambda side: side.num_different_tokens)
-    assert [side.is_trained for side in sides] == [False, True]
-    assert sides[1].different.startswith("<think>")
 
 
 def test_two_samples_are_told_from_what_can_be_mended(tokenizer) -> None:
@@ -120,13 +111,6 @@ def test_what_a_user_said_otherwise_is_not_avoidable() -> None:
     assert cause_of(*differ, "<|im_start|>system\nToday: ") == PROMPT_DIFFERS
     assert OTHER_SPEAKER not in AVOIDABLE
     assert set(REMEDIES) == set(AVOIDABLE)
-
-
-def test_without_a_tokenizer_tokens_are_numbers(tokenizer) -> None:
-    tree = Named("clock", RECORDS["clock"], tokenizer)
-    found = lost_in_tree("clock", tree.forest(), TokenText())[0][0]
-    assert found.cause == PROMPT_DIFFERS
-    assert found.light.different.startswith("[")
 
 
 def test_trees_are_compared_with_one_another(tokenizer) -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from treewise.errors import ConfigError
 from treewise.nn.flops import flop_model
@@ -96,43 +95,6 @@ def test_sizes_are_read():
     assert read_bytes_setting("1024") == 1024
     with pytest.raises(ConfigError, match=r"'big'.*80GiB"):
         read_bytes_setting("big")
-
-
-# Sizes as published with the weights: width, layers, vocabulary, (heads, key heads, head size).
-LLAMA, QWEN, OSS = (4096, 32, 128256, (32, 8, 128)), (2048, 48, 151936, (32, 4, 128)), (2880, 36, 201088, (64, 8, 64))
-
-
-def attention_of(width, _layers, _vocabulary, heads):
-    """Numbers of the four matrices of one layer."""
-    return width * (2 * heads[0] + 2 * heads[1]) * heads[2]
-
-
-def ends_of(width, _layers, vocabulary, _heads):
-    return 2 * vocabulary * width
-
-
-def config_of(family, sizes, **more):
-    width, layers, vocabulary, (heads, key_heads, size) = sizes
-    return AutoConfig.for_model(
-        family, hidden_size=width, num_hidden_layers=layers, vocab_size=vocabulary, num_attention_heads=heads,
-        num_key_value_heads=key_heads, head_dim=size, tie_word_embeddings=False, **more,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("mesh", ["tp=1", "ep=8,dp=8", "tp=2,dp=4", "ep=8,fsdp=16"])
-def test_bytes_of_qwen3_30b_by_hand(mesh):
-    config = config_of("qwen3_moe", QWEN, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
-    experts = 48 * 128 * 3 * 2048 * 768
-    split, routers, norms = 48 * attention_of(*QWEN) + ends_of(*QWEN), 48 * 128 * 2048, 97 * 2048 + 96 * 128
-    whole = split + routers + norms
-    assert experts + whole == 30_532_122_624  # as published
-    expected = {
-        "tp=1": experts + whole, "ep=8,dp=8": experts / 8 + whole, "ep=8,fsdp=16": experts / 16 + whole / 16,
-        "tp=2,dp=4": (experts + split) / 2 + routers + norms,
-    }  # fmt: skip
-    report = report_mesh(config, read_mesh(mesh), torch.bfloat16, gpu_bytes=80 * 2**30)
-    assert report.bytes_weights == 2 * expected[mesh]
-    assert (report.max_tokens > 0) == (8 * expected[mesh] + report.bytes_whole < 0.9 * 80 * 2**30)
 
 
 # -- processes that share micro-batches, beside counts by hand

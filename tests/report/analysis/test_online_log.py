@@ -11,7 +11,6 @@ from tests.rl.curriculum.test_self_check import report
 from treewise.errors import ConfigError, DataError
 from treewise.report import read_run
 from treewise.report.analysis.online_log import read_curriculum, reward_tree
-from treewise.report.html.build import run_charts
 from treewise.report.html.charts import PROMPT, drawing
 from treewise.report.html.page import render_page
 from treewise.rl.online.records import draws_file, write_check
@@ -58,15 +57,6 @@ def test_rewards_are_shown_over_generated_tokens(tmp_path: Path) -> None:
     assert series["reward, held out"].values == (0.2, 0.6)
     assert series["pass@1, held out"].values == (0.1, 0.5)
     assert (online.predicted, online.observed, online.trials) == ((0.25,), (0.5,), (8.0,))
-
-
-def test_charts_of_an_online_run_begin_with_its_reward(tmp_path: Path) -> None:
-    run = read_run(write_online_run(tmp_path / "run"))
-    titles = [chart.title for chart in run_charts(run)]
-    expected = ["Reward over tokens", "Calibration of the book", "Reward", "Success", "Share ratio", "Branch depth"]
-    assert titles[:6] == expected
-    assert "Iteration" not in titles
-    assert not run.absent
 
 
 def test_trees_and_held_out_samples_have_their_text(tmp_path: Path) -> None:

@@ -94,13 +94,3 @@ def test_memory_is_drawn_in_gib(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", [{"loss": 1.0, "memory_bytes": 3 * 2**30, "step": 1}]))
     assert "memory" not in run.absent
     assert [(each.unit, each.values) for each in run.series if each.chart == "memory"] == [("GiB", (3.0,))]
-
-
-def test_all_five_charts_are_there_in_order_and_begin_at_zero(tmp_path: Path) -> None:
-    logged = {"efficiency_at_least": 0.41, "flop_bound": 3.5, "memory_bytes": float(3 * 2**30)}
-    run = read_run(write_run(tmp_path / "run", [HISTORY[0] | logged, HISTORY[1] | logged]))
-    assert run.absent == ()
-    charts = {chart.title: chart for chart in run_charts(run)}
-    assert list(charts)[:5] == ["Loss", "Speed", "Share ratio", "Efficiency", "Memory"]
-    assert [line.label for line in charts["Share ratio"].lines] == ["share ratio", "FLOP bound"]
-    assert charts["Efficiency"].y_range[0] == charts["Memory"].y_range[0] == 0.0

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from packaging.specifiers import SpecifierSet
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import treewise
 from treewise.cli.data_arguments import add_flags, chosen_device
@@ -139,7 +139,7 @@ def _self_check(device: torch.device) -> dict[str, Any]:
     return {"passed": passed, "limit": _LIMIT, **errors, "logprob_gap": sampler}
 
 
-def _tiny_model(device: torch.device) -> Any:
+def _tiny_model(device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,

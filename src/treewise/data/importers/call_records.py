@@ -191,7 +191,7 @@ def _openai_message(message: Record, location: str) -> Record:
     return result
 
 
-def _openai_tool_call(call: object) -> Any:
+def _openai_tool_call(call: object) -> object:
     """LangChain's `{name, args, id}` in OpenAI's shape."""
     if not isinstance(call, dict) or "args" not in call or "function" in call:
         return call
@@ -219,7 +219,7 @@ def _score(scores: object, location: str, context: Context) -> float | None:
     return context.reward(next(iter(values.values())), f"{location}: scores")
 
 
-def _json(value: object) -> Any:
+def _json(value: object) -> object:
     """JSON text as what it holds; any other text stays text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:

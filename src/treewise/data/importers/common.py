@@ -61,7 +61,7 @@ class Context:
         return float(value)
 
 
-def first_of(value: Record, *names: str) -> Any:
+def first_of(value: Record, *names: str) -> object:
     """The value of the first of some keys that a record has; None without any."""
     return next((value[name] for name in names if value.get(name) is not None), None)
 

@@ -289,7 +289,7 @@ def _metadata(value: Record) -> Record:
     return {**(outer if isinstance(outer, dict) else {}), **(own if isinstance(own, dict) else {})}
 
 
-def _body(value: object, location: str) -> Any:
+def _body(value: object, location: str) -> object:
     for _ in range(3):
         if isinstance(value, str):
             value = parse_text(value, location)

@@ -275,7 +275,7 @@ def _trl_sample(value: Record, location: str, context: Context) -> Iterator[Reco
     yield from token_row(context, location, [*prompt, *completion], before + weights, **streams, **labels)
 
 
-def _trl_logprobs(value: Record, completion: list[int], location: str) -> Any:
+def _trl_logprobs(value: Record, completion: list[int], location: str) -> object:
     """Log-probs of the sampled tokens, out of several per token where the engine gave its top k."""
     logprobs, names = value.get("logprobs"), value.get("logprob_token_ids")
     if not (isinstance(logprobs, list) and logprobs and isinstance(logprobs[0], list)):

@@ -335,7 +335,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def parse_text(text: str, location: str) -> Any:
+def parse_text(text: str, location: str) -> object:
     """JSON inside a string (a Parquet column, the arguments of a tool call)."""
     try:
         return json.loads(text)
@@ -392,7 +392,7 @@ def _check_surrogates(text: str, value: dict[str, Any], raw: RawRecord) -> None:
         ) from None
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any) -> object:
     """Arrow pads structs with nulls for the keys of other rows; those are absent, not null."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}

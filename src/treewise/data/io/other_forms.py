@@ -199,7 +199,7 @@ def split_pair(record: Record, location: str) -> tuple[Record, Record]:
     return {**rest, "prompt": prompt, "completion": chosen}, {**rest, "prompt": prompt, "completion": rejected}
 
 
-def _after(messages: object, prompt: list[Any]) -> Any:
+def _after(messages: object, prompt: list[Any]) -> object:
     """Messages without the prompt that they repeat, as UltraFeedback's do."""
     if isinstance(messages, list) and len(messages) > len(prompt) and messages[: len(prompt)] == prompt:
         return messages[len(prompt) :]

@@ -176,7 +176,7 @@ def _text_and_images(content: object, location: str) -> tuple[str, list[Any]]:
     return "".join(parts), images
 
 
-def _image_of_part(part: Message) -> Any:
+def _image_of_part(part: Message) -> object:
     """The image of a content part, as a path, bytes, an address or PIL; `COLUMN` where it names none."""
     for name in ("image", "image_url", "url", "path", "bytes", "source", "base64"):
         value = part.get(name)

@@ -109,7 +109,7 @@ class _Cascade(torch.autograd.Function):
         return out[..., : value.shape[3]]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> object:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         sources = _Sources(key, value, ctx.reads, ctx.call, query.shape[3])
         gradients = _KeyGradients(sources)

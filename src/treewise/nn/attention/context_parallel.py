@@ -124,7 +124,7 @@ class _Exchange(torch.autograd.Function):
         return key.view_as(key), value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, key_grad: torch.Tensor, value_grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, key_grad: torch.Tensor, value_grad: torch.Tensor) -> object:
         ranks, call, kept = ctx.ranks, ctx.call, ctx.ranks.read.gateway
         del kept.keys[call], kept.values[call]  # attention's backward has read them
         wide = torch.promote_types(key_grad.dtype, torch.float32)
@@ -152,7 +152,7 @@ class _Keep(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> object:
         key, value = ctx.saved_tensors  # with activation checkpoints this computes the layer again
         ctx.kept.keys[ctx.call], ctx.kept.values[ctx.call] = key, value
         return grad, None, None

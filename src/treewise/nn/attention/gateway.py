@@ -126,7 +126,7 @@ class _Carry(torch.autograd.Function):
         return tuple(each.view_as(each) for each in tensors)
 
     @staticmethod
-    def backward(_ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(_ctx: Any, *grads: torch.Tensor) -> object:
         return (None,) * (1 + len(grads))
 
 
@@ -139,7 +139,7 @@ class _Inject(torch.autograd.Function):
         return key.view_as(key), value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, key_grad: torch.Tensor, value_grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, key_grad: torch.Tensor, value_grad: torch.Tensor) -> object:
         call = ctx.call
         if call in ctx.gateway.key_grads:
             key_grad = _sum_as(key_grad, ctx.gateway.key_grads[call])
@@ -160,7 +160,7 @@ class _Extend(torch.autograd.Function):
         return torch.cat([*keys, key], dim=2), torch.cat([*values, value], dim=2)
 
     @staticmethod
-    def backward(ctx: Any, key_grad: torch.Tensor, value_grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, key_grad: torch.Tensor, value_grad: torch.Tensor) -> object:
         start = 0
         for read in ctx.reads:
             part = slice(start, start + read.num_rows)

@@ -40,7 +40,7 @@ _OWN = str(Path(treewise.__file__).resolve().parent)
 _FILES: dict[str, ModuleType] = {}  # by resolved path
 
 
-def found_by_name(name: str, what: str) -> Any:
+def found_by_name(name: str, what: str) -> object:
     """What a module or a file defines. what: names it in errors, as `reward function`.
 
     Raises:

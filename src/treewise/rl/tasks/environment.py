@@ -180,7 +180,7 @@ def answer(environment: object, call: ToolCall) -> str:
         return str({"error": str(error)})
 
 
-def awaited(result: object) -> Any:
+def awaited(result: object) -> object:
     """The value of a result, which may be a coroutine."""
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from treewise.objectives import DPO, KTO, SFT, Distillation, PolicyGradient, with_mismatched
 from treewise.testing import images
@@ -51,7 +52,7 @@ class Case:
         trees, number = self.steps[step], self.draw["accumulation"]
         return [trees[len(trees) * index // number : len(trees) * (index + 1) // number] for index in range(number)]
 
-    def fresh_model(self) -> Any:
+    def fresh_model(self) -> PreTrainedModel:
         """A copy of the model before training."""
         return copy.deepcopy(self.model)
 
@@ -109,7 +110,7 @@ def run_experts_in_loops(model: nn.Module) -> None:
             config._experts_implementation = "eager"
 
 
-def wide(model: nn.Module) -> Any:
+def wide(model: nn.Module) -> PreTrainedModel:
     """A copy in float64."""
     result = copy.deepcopy(model).double()
     run_experts_in_loops(result)
@@ -181,7 +182,7 @@ def add_hooks(model: nn.Module, draw: Draw) -> None:
         layers[-1].register_forward_hook(_scaled)
 
 
-def _scaled(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+def _scaled(_module: nn.Module, _inputs: Any, output: Any) -> object:
     return (1.1 * output[0], *output[1:]) if isinstance(output, tuple) else 1.1 * output
 
 

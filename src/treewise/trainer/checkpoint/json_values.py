@@ -15,7 +15,7 @@ from treewise.errors import CheckpointError
 _TAG = "__is__"
 
 
-def to_plain(value: object, tensors: dict[str, torch.Tensor] | None = None, path: str = "") -> Any:
+def to_plain(value: object, tensors: dict[str, torch.Tensor] | None = None, path: str = "") -> object:
     """A value that `json` can write. Tensors go into `tensors` under their path if it is given, else into the value.
 
     Raises:
@@ -68,7 +68,7 @@ def from_plain(value: object, tensors: dict[str, torch.Tensor] | None = None) ->
     return flat.reshape(value["shape"])
 
 
-def _plain_dict(value: dict[Any, Any], tensors: dict[str, torch.Tensor] | None, path: str) -> Any:
+def _plain_dict(value: dict[Any, Any], tensors: dict[str, torch.Tensor] | None, path: str) -> object:
     if all(isinstance(key, str) for key in value) and _TAG not in value:
         return {key: to_plain(item, tensors, f"{path}/{key}" if path else key) for key, item in value.items()}
     items = [[to_plain(key), to_plain(item, tensors, f"{path}/{key}")] for key, item in value.items()]
