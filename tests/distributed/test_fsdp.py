@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.trainer.forked_ranks import free_port
 from tests.trainer.helpers import in_child
 from treewise import Forest, Trajectory
-from treewise.distributed.fsdp import ShardSettings, shard, whole_state
+from treewise.distributed.fsdp import ShardSettings, shard, shard_settings, whole_state
 from treewise.engine.walk import Walk
 from treewise.errors import ConfigError
 from treewise.nn.model import split_model
@@ -77,3 +77,23 @@ def test_hooks_that_sharding_would_lose_are_refused(kind):
             shard(model, split_model(model), torch.device("cpu"), ShardSettings(), None)
 
     sharded(work)
+
+
+def test_the_number_of_copies_is_read_and_written():
+    settings = shard_settings(True, {"dp_replicate_size": 2})
+    assert settings == ShardSettings(dp_replicate_size=2)
+    assert shard_settings(True, settings.as_config()) == settings
+    assert shard_settings("hybrid_shard", {"dp_replicate_size": 2}) == settings
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "config", "message"),
+    [
+        ("hybrid_shard", {}, "give the number of copies"),
+        (True, {"dp_replicate_size": 0}, "dp_replicate_size=0 must be a whole number"),
+        (True, {"dp_replicate_size": "two"}, "dp_replicate_size='two' must be a whole number"),
+    ],
+)
+def test_a_wrong_number_of_copies_is_an_error(fsdp, config, message):
+    with pytest.raises(ConfigError, match=message):
+        shard_settings(fsdp, config)

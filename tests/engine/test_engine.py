@@ -98,21 +98,6 @@ def test_bfloat16_deviates_no_more_than_flat_bfloat16(rollouts: list[Trajectory]
         assert gradient_error(found, exact) < 1.25 * gradient_error(flat, exact)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-def test_gradient_checkpointing(rollouts: list[Trajectory], use_reentrant: bool) -> None:
-    model = tiny_model()
-    _, _, expected = flat_sft(model, rollouts)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-    model.enable_input_require_grads()
-    for max_tokens in BUDGETS:
-        for attention in ("cascade", "reference"):
-            _, found = tree_gradients(model, rollouts, max_tokens, attention=attention)
-            assert gradient_error(found, expected) < expected.tolerance
-
-
 @pytest.mark.slow
 def test_tied_embeddings(rollouts: list[Trajectory]) -> None:
     model = tiny_model(tie_word_embeddings=True)

@@ -104,15 +104,6 @@ def test_loss_logprobs_and_gradients_are_those_of_flat_training():
     assert_equals(model, images, items, (None, 11))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llava"])
-def test_every_family_trains_as_flat(family):
-    model, images = seeing_model(family), FAMILIES[family].images()
-    items = trajectories(model, images)
-    spans = tw.Forest.from_trajectories(items).images
-    assert_equals(model, images, items, (None, int((spans.end - spans.start).max()) + 3))
-
-
 @pytest.mark.representatives("reference", "cascade")
 @pytest.mark.parametrize("attention", ["reference", "cascade", "flex"])
 def test_images_that_attend_both_ways_in_every_implementation(attention):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from treewise import Forest, Trajectory, TreeEngine
@@ -82,24 +81,6 @@ def test_compiled_parts_of_layers_are_probed() -> None:
     plain = copy.deepcopy(model)
     model.model.layers[0].mlp.compile(dynamic=True, backend="aot_eager")
     check(model, plain, (None,))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("reentrant", [None, False])
-def test_adapters_and_gradient_checkpointing(reentrant: bool | None) -> None:
-    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model, plain = compiled(get_peft_model(tiny_model(num_hidden_layers=2), config))
-    model.train()
-    if reentrant is not None:
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    check(model, plain, (None, 6))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "lfm2", "qwen3_5_text"])
-def test_windows_experts_and_recurrent_layers(family: str) -> None:
-    check(*compiled(tiny_model(family)), (None, 6), count=2)
 
 
 @pytest.mark.exhaustive

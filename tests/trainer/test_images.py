@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.test_mesh import fork_ranks
 from tests.engine.test_vision import HISTORIES, flat_gradients, trajectories
 from tests.trainer.helpers import in_child, losses
 from treewise.nn.model import unwrap_model
@@ -108,34 +107,8 @@ def _kill_in_step(trainer, step):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-RUNS = {"copies": {}, "sharded": {"sharded": True}, "strided": {"balance_ranks": False}}
-
-
 # Where little is trained: above the pieces, so that a rank whose trees are text walks as the others do; or after them.
 PARTS = [
     "merger",
     *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("lm_head", "language_model.layers.2")),
 ]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("trained", ["", *PARTS])
-def test_two_processes_train_like_one(trees, tmp_path, trained):
-    settings = {"optim": "sgd", "learning_rate": 0.1, "trained": trained}
-
-    def work():
-        found = {}
-        for name, own in RUNS.items():
-            trainer = trainer_of(trees, tmp_path / name, per_device_train_batch_size=1, **settings, **own)
-            trainer.train()
-            found[name] = losses(trainer), weights_of(trainer)
-        return found
-
-    expected = trainer_of(trees, tmp_path / "one", **settings)
-    expected.train()
-    for of_rank in fork_ranks(2, work, tmp_path):
-        for name in RUNS:
-            found, weights = of_rank[name]
-            assert found == pytest.approx(losses(expected), rel=1e-5), name
-            for key, value in weights_of(expected).items():
-                torch.testing.assert_close(weights[key], value, rtol=0, atol=2e-6)

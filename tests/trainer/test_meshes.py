@@ -1,10 +1,6 @@
-"""Runs on meshes of processes: like one process, whole checkpoints, resumed to the bit, and ended by a lost process."""
+"""Runs on meshes of processes: like one process, whole checkpoints, resumed to the bit."""
 
 import hashlib
-import os
-import re
-import signal
-from datetime import timedelta
 
 import pytest
 import torch
@@ -12,9 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_mesh import fork_ranks
 from tests.trainer.helpers import losses, some_trees
-from treewise.distributed import ranks
 from treewise.distributed.mesh import load_on_mesh
-from treewise.errors import ConfigError, LostRankError
+from treewise.errors import ConfigError
 from treewise.nn.model import unwrap_model
 from treewise.testing import tiny_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
@@ -43,14 +38,6 @@ FOUR = {
         {"context_size": 2, "sharded": True, "shard_config": {"state_dict_type": "FULL_STATE_DICT"}},
     ),
 }
-
-ALL = {**TWO, **{f"{name} of four": each for name, each in FOUR.items()}}
-TIMEOUT = timedelta(seconds=8)
-FAULTS = [
-    *((name, 1, how) for name in TWO for how in (signal.SIGKILL, signal.SIGSTOP)),
-    *(("tensor of four", 0, signal.SIGKILL), ("tensor of four", 3, signal.SIGSTOP)),
-    *(("context", 0, how) for how in (signal.SIGKILL, signal.SIGSTOP)),
-]
 
 
 def model_folder(folder, family):
@@ -166,45 +153,3 @@ def test_settings_of_another_mesh_are_an_error(tmp_path):
 
     model_folder(tmp_path, "qwen3")
     fork_ranks(2, run, tmp_path)
-
-
-def lose(folder, name, victim, how):
-    """A run whose victim stops or dies in the middle of its third step; the others end as a command does."""
-    family, settings = ALL[name]
-    said = open(folder / f"said{ranks.own()}", "w")  # noqa: SIM115 - until the process ends
-    os.dup2(said.fileno(), 2)
-    trainer = trainer_of(folder, family, "lost", {**settings, "ddp_timeout": TIMEOUT.seconds})
-
-    def happen(*_):
-        if trainer.state.global_step == 2 and ranks.own() == victim:
-            os.kill(os.getpid(), how)
-
-    trainer.model.model.layers[1].register_forward_pre_hook(happen)
-    try:
-        trainer.train()
-    except LostRankError as error:
-        os.write(2, str(error).encode())
-        os._exit(error.exit_code)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "victim", "how"), FAULTS)
-def test_a_lost_process_ends_the_run_which_then_goes_on_to_the_same_bits(tmp_path, name, victim, how):
-    family, settings = ALL[name]
-    num_ranks = 2 if name in TWO else 4
-    model_folder(tmp_path, family)
-    fork_ranks(num_ranks, lambda: lose(tmp_path, name, victim, how), tmp_path, lost=victim, timeout=TIMEOUT)
-    for rank in set(range(num_ranks)) - {victim}:
-        said = (tmp_path / f"said{rank}").read_text()
-        assert f"rank {victim}" in said.lower(), said
-        assert not re.search(rf"rank [^{victim}] (does not answer|failed: its process)", said, re.IGNORECASE), said
-        assert how == signal.SIGKILL or f"waited {TIMEOUT.seconds} s (ddp_timeout)" in said, said
-
-    def go_on():
-        resumed = trainer_of(tmp_path, family, "lost", settings)
-        resumed.train(resume_from_checkpoint=True)
-        whole = trainer_of(tmp_path, family, "whole", settings)
-        whole.train()
-        return [digest(whole_weights(each.model)) for each in (resumed, whole)]
-
-    assert len({each for of_rank in fork_ranks(num_ranks, go_on, tmp_path) for each in of_rank}) == 1

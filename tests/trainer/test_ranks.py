@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.test_mesh import fork_ranks
-from tests.trainer.helpers import tiny_model
 from tests.trainer.ranks import exhaustive_wanted, launch, outcome, train, train_all
 from treewise.distributed.online_placement import FIT_STEPS
 from treewise.errors import ConfigError
@@ -158,14 +157,6 @@ def test_two_processes_train_like_one(of_two, of_one, name):
     assert first["kinds"] == (
         ["Tensor"] if name in ("ddp", "in threads", "small", "routers", "ordered") else ["DTensor"]
     )
-
-
-def deviation(found, expected):
-    """Of all parameters together, as a share of how far training moved them."""
-    start = dict(tiny_model().named_parameters())
-    off = [(found["model"][name] - value).flatten() for name, value in expected["model"].items()]
-    moved = [(value - start[name].detach()).flatten() for name, value in expected["model"].items()]
-    return float(torch.cat(off).norm() / torch.cat(moved).norm())
 
 
 # -- checkpoints of several processes ---------------------------------------------------------------------------------

@@ -5,9 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
-from tests.trainer.helpers import flat_loss, losses, tiny_model
+from tests.trainer.helpers import flat_loss, tiny_model
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import GSPO, SFT
 from treewise.testing.families import tiny_model as family_model
@@ -122,44 +121,6 @@ DYNAMO = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script:DeprecationWarning",
 )
 COMPILED = {"torch_compile_backend": "aot_eager"}
-
-
-def adapted():
-    return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
-
-
-@pytest.mark.exhaustive
-@DYNAMO
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"max_tokens": 8}, {"activation_checkpointing": True, "max_tokens": 16}, {"adapted": True}],
-    ids=["whole", "budget", "checkpointing", "adapters"],
-)
-def test_a_compiled_run_ends_like_one_without_and_resumes(make_trainer, trees, settings):
-    make = adapted if settings.pop("adapted", False) else tiny_model
-    common = {"max_steps": 4, "eval_dataset": trees[:3], "model": make, **settings}
-
-    def run(folder, resume=False, **more):
-        torch.manual_seed(0)
-        trainer = make_trainer(trees, **{**common, "model": make(), "folder": folder, **more})
-        trainer.train(resume_from_checkpoint=resume or None)
-        return trainer, trainer.evaluate()["eval_loss"]
-
-    plain, plain_loss = run("plain")
-    torch.compiler.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    whole, whole_loss = run("compiled", save_strategy="steps", save_steps=2, **COMPILED)
-    assert counters["stats"]["unique_graphs"] > 0
-    assert losses(whole) == pytest.approx(losses(plain), rel=1e-5)
-    assert whole_loss == pytest.approx(plain_loss, rel=1e-5)
-    again, _ = run("compiled", resume=str(whole.args.output_dir) + "/checkpoint-2", **COMPILED)
-    expected = plain.model.state_dict()
-    for trainer in (whole, again):
-        state = trainer.model.state_dict()
-        assert list(state) == list(expected)
-        for name, value in expected.items():
-            assert torch.allclose(state[name], value, rtol=0, atol=1e-5), name
 
 
 @DYNAMO

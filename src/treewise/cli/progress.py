@@ -1,4 +1,4 @@
-"""What a run prints: one line a step, and a bar where there is a terminal. The log file has every number.
+"""What a run prints: one line a step. The log file has every number.
 
     step 3/50  loss 1.87  |g| 2.3  lr 9e-06  270 tok/s  0.70 GiB  ETA 0:40
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import (
     PrinterCallback,
     ProgressCallback,
@@ -61,17 +60,10 @@ def step_line(logs: Mapping[str, Any], step: int, max_steps: int, seconds_left: 
 
 
 class StepLines(TrainerCallback):
-    """Prints a line for each log, writes the whole log to a file, and shows a bar on a terminal.
+    """Prints a line for each log, and writes the whole log to a file in the run's folder."""
 
-    Parameters:
-        folder: of the run, for the log file.
-        with_bar: by default where stderr is a terminal.
-    """
-
-    def __init__(self, folder: Path, with_bar: bool | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._log = folder / LOG
-        self._with_bar = sys.stderr.isatty() if with_bar is None else with_bar
-        self._bar: Any = None
         self._began, self._first_step = 0.0, 0
 
     @override
@@ -79,26 +71,8 @@ class StepLines(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._began, self._first_step = time.monotonic(), state.global_step
-        if not state.is_world_process_zero:
-            return
-        _keep_until(self._log, state.global_step)
-        if self._with_bar:
-            self._bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
-
-    @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        if self._bar is not None:
-            self._bar.update(state.global_step - self._bar.n)
-
-    @override
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if state.is_world_process_zero:
+            _keep_until(self._log, state.global_step)
 
     @override
     def on_log(
@@ -112,19 +86,15 @@ class StepLines(TrainerCallback):
         if "loss" in logs:
             done = state.global_step - self._first_step
             left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step) if done else None
-            self._print(step_line(logs, state.global_step, state.max_steps, left))
+            line = step_line(logs, state.global_step, state.max_steps, left)
         elif "eval_loss" in logs:
-            self._print(f"step {state.global_step:,}/{state.max_steps:,}  eval loss {logs['eval_loss']:.4g}")
+            line = f"step {state.global_step:,}/{state.max_steps:,}  eval loss {logs['eval_loss']:.4g}"
         elif "train_runtime" in logs:
-            self._print(f"trained {num(state.global_step, 'step')} in {duration(logs['train_runtime'])}")
-
-    def _print(self, line: str) -> None:
-        if self._bar is not None:
-            self._bar.clear()
+            line = f"trained {num(state.global_step, 'step')} in {duration(logs['train_runtime'])}"
+        else:
+            return
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-        if self._bar is not None:
-            self._bar.refresh()
 
 
 class EpochMeans(TrainerCallback):

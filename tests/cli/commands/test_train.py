@@ -197,22 +197,6 @@ def test_a_bad_record_can_be_left_out_and_is_counted(folder, capsys):
     assert "data: left out: rows.jsonl:16" in capsys.readouterr().err
 
 
-MISTAKES = {
-    "no such configuration": (["nope.yaml"], "nope.yaml: the configuration cannot be read"),
-    "no such data": (["run.yaml", "--data", "nope.jsonl"], "nope.jsonl: no such file"),
-    "empty data": (["run.yaml", "--data", "empty.jsonl"], "empty.jsonl: no record"),
-    "no such model": (["run.yaml", "--model", "./nope"], "./nope: no such model folder"),
-    "not a model": (["run.yaml", "--model", "."], "no config.json"),
-    "unknown dtype": (["run.yaml", "--dtype", "float31"], "dtype is 'float31'"),
-    "other vocabulary": (["run.yaml", "--data", "large.jsonl"], "large.jsonl:1: token id 97"),
-    "no such checkpoint": (["run.yaml", "--resume", "run/checkpoint-9"], "run/checkpoint-9: no such checkpoint"),
-    "two wishes": (["run.yaml", "--resume", "--overwrite"], "contradict"),
-    "unknown flag": (["run.yaml", "--learning_rat", "1"], "Did you mean 'learning_rate'?"),
-    "refused setting": (["run.yaml", "--fp16"], "fp16=True cannot be used"),
-    "folder is a file": (["run.yaml", "--output_dir", "rows.jsonl"], "output_dir rows.jsonl is a file"),
-}
-
-
 def test_debug_shows_the_traceback(folder):
     with pytest.raises(ConfigError):
         main(["train", "nope.yaml", "--debug"])

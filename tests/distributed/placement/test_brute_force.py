@@ -41,11 +41,6 @@ def fewest_seconds(forests, num_ranks, cost, max_tokens):
     return best[-1]
 
 
-def true_seconds(forests, found, cost, max_tokens):
-    shares = [rank_part(forests, found, rank) for rank in range(found.num_ranks)]
-    return np.array([cost.seconds(work_of(plan(share, max_tokens))) if share else 0.0 for share in shares])
-
-
 def recorded():
     for shape in json.loads(gzip.decompress(SHAPES.read_bytes())):
         length = np.array(shape["length"])

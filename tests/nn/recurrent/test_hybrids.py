@@ -12,7 +12,6 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 
 import treewise.nn.recurrent.scan
 from tests.nn.recurrent.hybrids import HYBRIDS, hybrid
@@ -190,22 +189,6 @@ def test_gradient_checkpointing(family: str, use_reentrant: bool) -> None:
     model.enable_input_require_grads()
     for max_tokens, hold in ((None, "auto"), (40, "never"), (40, "always")):
         _, found = tree_gradients(model, items, max_tokens, hold=hold)
-        assert gradient_error(found, expected) < expected.tolerance
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("targets", ["all-linear", ["out_proj"]], ids=["all", "out"])
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_adapters_on_mixers(targets) -> None:
-    model = get_peft_model(hybrid("qwen3_5_text"), LoraConfig(r=4, lora_dropout=0.0, target_modules=targets))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero at first, which would hide the adapter
-            torch.nn.init.normal_(parameter, std=0.1)
-    items = conversations(30)
-    _, _, expected = flat_sft(model, items)
-    for max_tokens in (None, 40):
-        _, found = tree_gradients(model, items, max_tokens)
-        assert found.keys() == expected.keys()
         assert gradient_error(found, expected) < expected.tolerance
 
 
