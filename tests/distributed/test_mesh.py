@@ -4,7 +4,6 @@ All cases of one number of processes run in the same ones, forked from this one,
 """
 
 import os
-import signal
 import traceback
 import warnings
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from treewise.distributed import ranks
 from treewise.distributed.context import context_group
 from treewise.distributed.fsdp import ShardSettings, data_mesh, shard
 from treewise.distributed.mesh import load_on_mesh, mesh_config, mesh_of
-from treewise.errors import ConfigError, DataError, LostRankError
+from treewise.errors import ConfigError, DataError
 from treewise.objectives import Distillation, PolicyGradient
 from treewise.report import report_mesh
 from treewise.testing import flat_sft, gradients_of, tiny_model
@@ -263,11 +262,8 @@ def run_on(num_ranks, cases, folder, extra=None):
     return fork_ranks(num_ranks, work, folder)
 
 
-def fork_ranks(num_ranks, work, folder, *, lost=None, timeout=TIMEOUT):
-    """The result of `work` in each of so many processes, which are to end well.
-
-    lost: the rank that ends by SIGKILL, at the latest after all others, which are to end as those that lost a rank.
-    """
+def fork_ranks(num_ranks, work, folder):
+    """The result of `work` in each of so many processes, which are to end well."""
     port = free_port()
 
     def run(rank):
@@ -276,27 +272,18 @@ def fork_ranks(num_ranks, work, folder, *, lost=None, timeout=TIMEOUT):
         try:
             warnings.simplefilter("default")  # of transformers and peft about torch
             AcceleratorState._reset_state(reset_partial_state=True)  # of earlier tests of the parent
-            torch.distributed.init_process_group("gloo", timeout=timeout)
+            torch.distributed.init_process_group("gloo", timeout=TIMEOUT)
             found = work()
-            if lost is None:
-                torch.distributed.barrier()  # rank 0 holds the store that the others may still read
+            torch.distributed.barrier()  # rank 0 holds the store that the others may still read
         except BaseException:
             (folder / f"error{rank}").write_text(traceback.format_exc())
             raise
         torch.save(found, folder / f"found{rank}.pt")
 
     children = [in_child(lambda rank=rank: run(rank), 900) for rank in range(num_ranks)]
-    ends = {}
-    for rank in sorted(range(num_ranks), key=lambda rank: rank == lost):
-        if rank == lost:
-            os.kill(children[rank], signal.SIGKILL)  # a stopped process takes no other signal
-        ends[rank] = os.waitstatus_to_exitcode(os.waitpid(children[rank], 0)[1])
-    expected = dict.fromkeys(range(num_ranks), 0 if lost is None else LostRankError.exit_code)
-    if lost is not None:
-        expected[lost] = -signal.SIGKILL
-    assert ends == expected, "\n".join(each.read_text() for each in sorted(folder.glob("error*")))
-    files = [folder / f"found{rank}.pt" for rank in range(num_ranks)]
-    return [torch.load(file, weights_only=False) for file in files if file.exists()]
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    assert ends == [0] * num_ranks, "\n".join(each.read_text() for each in sorted(folder.glob("error*")))
+    return [torch.load(folder / f"found{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
 @pytest.fixture(scope="module")

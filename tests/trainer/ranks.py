@@ -211,8 +211,6 @@ def train_all(folder, runs):
     """Trains one run after the other as one of the processes; returns the outcomes by the name of the run."""
     outcomes = {}
     for name, settings in runs.items():
-        resumed = {"resume": str(folder / settings["resume_run"])} if "resume_run" in settings else {}
-        settings = {key: value for key, value in settings.items() if key != "resume_run"} | resumed
         outcomes[name] = outcome(train(folder / name, **settings))
     return outcomes
 

@@ -105,10 +105,3 @@ def test_a_resumed_run_and_a_killed_one_end_like_an_undisturbed_one(trees, tmp_p
 def _kill_in_step(trainer, step):
     if trainer.state.global_step + 1 == step:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-# Where little is trained: above the pieces, so that a rank whose trees are text walks as the others do; or after them.
-PARTS = [
-    "merger",
-    *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("lm_head", "language_model.layers.2")),
-]
