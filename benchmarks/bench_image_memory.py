@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+from screenshots import random_png
 
-from treewise.bench.images import random_png
 from treewise.bench.measure import peak_bytes
 
 WIDTH, HEIGHT, IMAGE_TOKEN, DISTINCT = 320, 200, 60, 10

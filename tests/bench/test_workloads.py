@@ -4,26 +4,22 @@ import numpy as np
 import pytest
 
 from treewise.bench import KINDS, make
-from treewise.bench.images import ImageFormat
 from treewise.errors import ConfigError
 from treewise.tree.forest import Forest
-
-FORMAT = ImageFormat(None, image_token=63, first_special=60, side=28)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_workload_is_the_same_at_every_call(name: str) -> None:
-    first, second = make(name, "tiny", 64, images=FORMAT), make(name, "tiny", 64, images=FORMAT)
+    first, second = make(name, "tiny", 64), make(name, "tiny", 64)
     assert [item.token_ids.tolist() for item in first.trajectories] == [
         item.token_ids.tolist() for item in second.trajectories
     ]
-    assert [item.images for item in first.trajectories] == [item.images for item in second.trajectories]
     assert all(item.num_trained_tokens for item in first.trajectories)
 
 
 @pytest.mark.parametrize("size", ["cpu", "full"])
 def test_ratios_are_those_of_the_names(size: str) -> None:
-    forests = {name: forest_of(name, size) for name, kind in KINDS.items() if not kind.has_images}
+    forests = {name: forest_of(name, size) for name in KINDS}
     assert forests["no-sharing"].share_ratio == 1
     assert forests["ratio-6.5"].share_ratio == pytest.approx(6.5, abs=0.05)
     assert forests["164k-83k"].share_ratio == pytest.approx(164 / 83, abs=0.01)
@@ -47,18 +43,6 @@ def test_unknown_names_are_refused() -> None:
         make("tree", "cpu", 64)
     with pytest.raises(ConfigError, match="size 'huge'"):
         make("grpo", "huge", 64)
-    with pytest.raises(ConfigError, match="'screenshots' holds images"):
-        make("screenshots", "tiny", 64)
-
-
-def test_calls_see_the_last_three_screenshots() -> None:
-    items = make("screenshots", "cpu", 8192, images=FORMAT).trajectories
-    assert max(len(item.images) for item in items) == 3
-    for item in items:
-        assert all((item.token_ids[each.start : each.end] == 63).all() for each in item.images)
-        assert (item.token_ids == 63).sum() == 9 * 6 * len(item.images)  # 252 x 168 pixels
-    forest = Forest.from_trajectories(items)
-    assert len(forest.images.sources) < len(forest.images) < sum(len(item.images) for item in items)
 
 
 def forest_of(name: str, size: str) -> Forest:

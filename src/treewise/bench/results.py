@@ -203,15 +203,5 @@ def _title(row: dict[str, Any]) -> str:
     return (
         f"{row['model']}, {row['workload']}, {row['dtype']} on {row['device']}: {row['flat_tokens']:,} flat and "
         f"{row['tree_tokens']:,} tree tokens, ratios {row['share_ratio']:.2f} share and {row['leaf_ratio']:.2f} leaf, "
-        f"FLOP bound {row['flop_bound']:.2f}, against leaves {row['leaf_flop_bound']:.2f}{_images(row)}"
-    )
-
-
-def _images(row: dict[str, Any]) -> str:
-    if "images" not in row:
-        return ""
-    share = "" if row["tower_share"] is None else f", {row['tower_share']:.0%} of the step of tree"
-    return (
-        f"; {row['images']:,} images ({row['flat_images']:,} flat, {row['image_tokens']:,} tree tokens), their tower "
-        f"alone {row['tower_seconds']['median']:.3f} s{share}"
+        f"FLOP bound {row['flop_bound']:.2f}, against leaves {row['leaf_flop_bound']:.2f}"
     )

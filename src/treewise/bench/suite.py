@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from treewise.bench.contestants import Contestant, Settings, builders, plain_parts, prepare, twin
 from treewise.bench.flat import HALF, FlatRows, kernel, merged_trajectories
-from treewise.bench.images import ImageFormat, image_format, tower_seconds
 from treewise.bench.measure import Gradients, Measured, gradients, limited_to_free, measure, spread
 from treewise.bench.results import is_ours
 from treewise.bench.workloads import Workload
@@ -27,13 +26,13 @@ Row = dict[str, Any]  # of a file of results
 def run(
     model_of: Callable[[], PreTrainedModel],
     name: str,
-    workloads_of: Callable[[int, ImageFormat | None], Iterable[Workload]],
+    workloads_of: Callable[[int], Iterable[Workload]],
     on_row: Callable[[Row], None],
     settings: Settings,
 ) -> None:
     """Measures every workload on one model; `on_row` is called with each row as soon as it is complete.
 
-    workloads_of: from the size of the vocabulary and the format of the model's images. A model that does not fit in
+    workloads_of: from the size of the vocabulary. A model that does not fit in
     memory gives one row with the reason under `skipped`; so does a workload whose contestants differ in their losses.
 
     Raises:
@@ -45,7 +44,7 @@ def run(
         on_row({"model": name, "skipped": str(error)})
         return
     failures: list[VerificationError] = []
-    for workload in workloads_of(model.get_input_embeddings().weight.shape[0], image_format(model)):
+    for workload in workloads_of(model.get_input_embeddings().weight.shape[0]):
         try:
             on_row({"model": name, **measure_workload(twin(model), workload, settings)})
         except VerificationError as error:
@@ -85,7 +84,6 @@ def measure_workload(model: PreTrainedModel, workload: Workload, settings: Setti
             for name, each in made.items()
         },
         "speed_up": speed_ups(measured),
-        **(_seen(model, forest, processor, settings.repetitions, measured) if len(forest.images) else {}),
     }
 
 
@@ -178,20 +176,4 @@ def _record(contestant: Contestant, measured: Measured, forest: Forest) -> Row:
         "loss": measured.loss,
         "host_seconds": contestant.host_seconds,
         "key_rows_per_token": contestant.key_rows_per_token,
-    }
-
-
-def _seen(
-    model: PreTrainedModel, forest: Forest, processor: object, repetitions: int, measured: dict[str, Measured]
-) -> Row:
-    """Images of a workload, the seconds of the tower over the distinct ones, and their share of the step of `tree`."""
-    seconds = spread(tower_seconds(twin(model), forest, processor, repetitions))
-    tree = measured.get("tree")
-    share = None if tree is None or tree.skipped else seconds["median"] / spread(tree.seconds)["median"]
-    return {
-        "images": len(forest.images.sources),
-        "flat_images": sum(len(item.images) for item in forest.trajectories),
-        "image_tokens": int((forest.images.end - forest.images.start).sum()),
-        "tower_seconds": seconds,
-        "tower_share": share,
     }

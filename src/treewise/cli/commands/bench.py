@@ -14,7 +14,6 @@ from rich.console import Console
 
 from treewise import bench
 from treewise.bench.contestants import AGAINST
-from treewise.bench.images import ImageFormat
 from treewise.bench.results import LEGEND, command_line, row_view
 from treewise.cli.data_arguments import add_data_arguments, apply_config, check_numbers, chosen_device, load_data
 from treewise.errors import ConfigError, OutOfMemoryError
@@ -127,15 +126,12 @@ def _model(name: str, gguf_file: str | None, dtype: torch.dtype, device: torch.d
     return model.to(device).train()
 
 
-def _workloads(
-    args: argparse.Namespace, name: str, device: torch.device, vocabulary: int, images: ImageFormat | None
-) -> Iterator[bench.Workload]:
-    """The trees of DATA, then the generated ones; all that the model can see, where none is named."""
+def _workloads(args: argparse.Namespace, name: str, device: torch.device, vocabulary: int) -> Iterator[bench.Workload]:
+    """The trees of DATA, then the generated ones; all, where none is named."""
     if args.data:
         yield from _trees(args, name, vocabulary)
-    all_kinds = [kind for kind, each in bench.KINDS.items() if images is not None or not each.has_images]
-    for kind in args.workload or ([] if args.data else all_kinds):
-        yield bench.make(kind, args.size or ("full" if device.type == "cuda" else "cpu"), vocabulary, images=images)
+    for kind in args.workload or ([] if args.data else bench.KINDS):
+        yield bench.make(kind, args.size or ("full" if device.type == "cuda" else "cpu"), vocabulary)
 
 
 def _trees(args: argparse.Namespace, name: str, vocabulary: int) -> Iterator[bench.Workload]:
