@@ -35,17 +35,6 @@ FAMILIES = (
 WIDTH_FIELDS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "word_embed_proj_dim")
 INNER_FIELDS = ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
 EXPERT_FIELDS = ("num_local_experts", "num_experts")
-# Numbers that scale activations: they would have to change with the width, each family in its own way.
-MULTIPLIERS = (
-    "attention_multiplier",
-    "embedding_multiplier",
-    "logit_scale",
-    "logits_scaling",
-    "residual_multiplier",
-    "scale_depth",
-    "scale_emb",
-)
-LATENT_FIELDS = ("kv_lora_rank", "q_lora_rank")
 LAYER_LISTS = ("layer_types", "no_rope_layers")  # one entry a layer
 # Fields of a wanted configuration that say nothing of the sizes and rules of its layers.
 NOT_COMPARED = ("architectures", "dtype", "transformers_version", "use_cache", "_name_or_path", "decoder_sparse_step")
@@ -83,13 +72,6 @@ def refuse_configuration(config: PreTrainedConfig, target: Target) -> None:
     family = config.model_type
     if family not in FAMILIES:
         raise UnsupportedModelError(f"{family} cannot be grown yet; families with tested rules: {', '.join(FAMILIES)}.")
-    for names, plain, what in (
-        (MULTIPLIERS, (None, 1, 1.0), ", a multiplier that no growth rule covers."),
-        (LATENT_FIELDS, (None, 0), ": latent attention (MLA) cannot be grown."),
-    ):
-        for name in names:
-            if getattr(config, name, None) not in plain:
-                raise UnsupportedModelError(f"{family} has {name}={getattr(config, name)}{what}")
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(f"{family}: quantised weights cannot be grown; load and save dense weights first.")
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
