@@ -34,7 +34,8 @@ from tiny_policy import END, Parts, curve_of, imitate, interval, new_model, new_
 import treewise as tw
 from treewise.rl.branching import PROMPT, Branch
 from treewise.rl.node_values import node_values
-from treewise.rl.online.growing import GrowingTree, Rounds, continue_all, grow_trees, rewards_of
+from treewise.rl.online.continuing import Rounds, continue_all
+from treewise.rl.online.growing import GrowingTree, grow_trees, rewards_of
 from treewise.rl.online.journal import Unrecorded
 from treewise.rl.online.rollout import Continuation
 from treewise.rl.samplers import TransformersSampler

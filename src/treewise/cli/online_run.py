@@ -142,7 +142,7 @@ def _check_first_prompt(task: "Task", tokenizer: object, settings: "OnlineSettin
 
     calls = Calls(settings.reward_timeout, settings.reward_workers)
     try:
-        start(task, task.item("train", 0), ChatTokens(tokenizer, settings.chat_template), calls)
+        start(task, [task.item("train", 0)], ChatTokens(tokenizer, settings.chat_template), calls)
     finally:
         calls.close()
 

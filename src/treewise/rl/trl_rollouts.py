@@ -17,7 +17,7 @@ import torch
 from treewise.errors import ConfigError, DataError, num
 from treewise.integrations.trl import Sharing, share_prefixes
 from treewise.rl.branching import PROMPT, Branch, Branching, RolloutTree, branching_named
-from treewise.rl.online.growing import Rounds, continue_all
+from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.journal import Unrecorded
 from treewise.rl.online.rollout import Continuation, Limits, OneTurn
 from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler

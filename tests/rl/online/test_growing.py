@@ -30,7 +30,7 @@ def test_too_many_failures_end_the_run_and_a_mended_reward_goes_on(tmp_path):
     first = new_trainer(tmp_path / "run", Broken("broken"), iterations=1)
     with pytest.raises(TaskError, match=r"iteration 1: \d+ of \d+ rollouts .*test_growing.py:\d+: ValueError: no"):
         first.train()
-    kinds = [len(Journal(path)._entries) for path in journals(first.folder)]
+    kinds = [len(Journal(path)._answers) for path in journals(first.folder)]
     mended = Broken("broken")
     mended.is_mended = True
     second = new_trainer(tmp_path / "run", mended, iterations=1)

@@ -21,7 +21,7 @@ def test_a_line_that_was_cut_off_is_computed_again(tmp_path):
     assert len(path.read_text().splitlines()) == 3
 
 
-def test_another_question_is_computed_and_what_follows_is_dropped(tmp_path, caplog):
+def test_another_question_is_computed_and_the_others_keep_their_answers(tmp_path, caplog):
     path = tmp_path / "iteration-00001.jsonl"
     journal = Journal(path)
     for number in range(3):
@@ -29,9 +29,27 @@ def test_another_question_is_computed_and_what_follows_is_dropped(tmp_path, capl
     again = Journal(path)
     with caplog.at_level(logging.WARNING):
         answers = [again.once("n", number, lambda n=number: 10 + n) for number in (0, 5, 2)]
-    assert answers == [0, 15, 12]
+    assert answers == [0, 15, 2]
     assert "computed again" in caplog.text
-    assert Journal(path).once("n", 0, lambda: 99) == 0
+    third = Journal(path)
+    assert [third.once("n", number, lambda: 99) for number in (0, 5, 2)] == [0, 15, 2]
+
+
+def test_a_batch_is_recorded_whole_or_not_at_all_and_recalled_in_any_order(tmp_path):
+    path = tmp_path / "iteration-00001.jsonl"
+    journal = Journal(path)
+    journal.begin_phase()
+    journal.record("sample", [("a", [1], "one"), ("b", [2], "two")])
+    journal.record("sample", [("c", [3], "three"), ("d", [4], "four")])
+    path.write_bytes(path.read_bytes()[:-2])
+    again = Journal(path)
+    assert again.recall("sample", "a", [1]) is None  # before the first phase
+    again.begin_phase()
+    assert [again.recall("sample", name, [n]) for name, n in (("b", 2), ("d", 4), ("c", 3), ("a", 1))] == [
+        *("two", None, None, "one")
+    ]
+    again.begin_phase()
+    assert again.recall("sample", "a", [1]) is None
 
 
 def test_completions_survive_bit_for_bit():

@@ -24,6 +24,14 @@ def single_turn(limits=LIMITS, **branch):
     return Continuation(tree, Branch(**branch), conversation, limits, (0,))
 
 
+def opened(each):
+    """A continuation whose environment has done what is waited for."""
+    while each.wait is not None:
+        each.wait()
+        each.go_on()
+    return each
+
+
 def test_a_stop_and_a_limit_end_a_rollout_and_a_segment_does_not():
     stopped = single_turn()
     stopped.take(completed([5, END], "stop"))
@@ -63,17 +71,18 @@ class Own:
 def episode(request):
     factory = Own().environment
     task = Own() if request.param == "own" else EnvironmentTask(factory, text_tool="guess", max_turns=3)
-    return start(task, task.item("train", 0), ChatTokens(TOKENIZER, "chatml"), Calls(5.0))
+    return start(task, [task.item("train", 0)], ChatTokens(TOKENIZER, "chatml"), Calls(5.0))[0]
 
 
 def test_observations_are_recorded_with_weight_0_and_turns_end_after_them(episode):
     tree = RolloutTree(episode.token_ids)
     wrong = [*TOKENIZER.encode("none", add_special_tokens=False), END]
-    each = Continuation(tree, Branch(), episode.branch(len(episode.token_ids)), Limits(99, 999, (END,)), (0,))
+    each = opened(Continuation(tree, Branch(), episode.branch(len(episode.token_ids)), Limits(99, 999, (END,)), (0,)))
     for _ in range(3):
         assert not each.is_finished
         assert list(each.request(SampleRequest((0,))).prefix_ids) == each.conversation.token_ids
         each.take(completed(wrong, "stop"))
+        opened(each)
     node = each.node()
     assert (node.finish, len(node.turn_ends), node.num_sampled) == ("max_turns", 3, 3 * len(wrong))
     first = slice(len(wrong), int(node.turn_ends[0]))
@@ -84,17 +93,20 @@ def test_observations_are_recorded_with_weight_0_and_turns_end_after_them(episod
 def test_a_branch_within_a_turn_continues_the_turn(episode):
     tree = RolloutTree(episode.token_ids)
     wrong = [*TOKENIZER.encode("none", add_special_tokens=False), END]
-    whole = Continuation(tree, Branch(), episode.branch(len(episode.token_ids)), Limits(99, 999, (END,)), (0,))
+    limits = Limits(99, 999, (END,))
+    whole = opened(Continuation(tree, Branch(), episode.branch(len(episode.token_ids)), limits, (0,)))
     for _ in range(3):
         whole.take(completed(wrong, "stop"))
+        opened(whole)
     index = tree.add(whole.node())
     for position in (2, int(whole.node().turn_ends[0]), int(whole.node().turn_ends[0]) + 2):
         kept = tree.prefix_ids(index, position).tolist()
         copy = whole.conversation.branch(len(kept))
         assert copy.token_ids == kept
-        again = Continuation(tree, Branch(index, position), copy, Limits(99, 999, (END,)), (0,))
+        again = opened(Continuation(tree, Branch(index, position), copy, limits, (0,)))
         while not again.is_finished:
             again.take(completed(wrong, "stop"))
+            opened(again)
         assert again.node().turn_ends[-1] == len(again.node())
         assert copy.episode.num_turns == 3
 

@@ -18,7 +18,8 @@ from treewise.nn.model_checks import length_limit, refuse_lengths
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.curriculum import Outcome, Pool, TaskSampler
 from treewise.rl.node_values import node_values
-from treewise.rl.online.growing import GrowingTree, Rounds, check_failures, continue_all, grow_trees, rewards_of
+from treewise.rl.online.continuing import Rounds, continue_all
+from treewise.rl.online.growing import GrowingTree, check_failures, grow_trees, rewards_of
 from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.records import Sample
 from treewise.rl.online.rollout import Continuation, Limits, OpenRollout, start
@@ -111,6 +112,8 @@ class Collector:
             limits=Limits(settings.max_new_tokens, self._longest, stop_ids),
             request=request,
             expected_tokens=state.expected_tokens or float(settings.max_new_tokens),
+            episodes_at_once=self.rewards.calls.at_once,
+            gather_seconds=settings.gather_seconds,
         )
 
     def collect(self, items: TaskSampler, budget: int, stream: tuple[int, ...], rounds: Rounds) -> Collected:
@@ -151,9 +154,10 @@ class Collector:
             budgets: generated tokens of each.
         """
         trees = []
-        for number, (index, budget) in enumerate(zip(indices, budgets, strict=True), start=first_number):
-            item = self.task.item("train", index)
-            first, seed = self._start(item), (*stream, number)
+        items = [self.task.item("train", index) for index in indices]
+        begun = zip(indices, budgets, items, self._start(items), strict=True)
+        for number, (index, budget, item, first) in enumerate(begun, start=first_number):
+            seed = (*stream, number)
             tree = RolloutTree(first.token_ids, group=item.key)
             key, rng = self._book_key(index), np.random.default_rng(seed)
             trees.append(GrowingTree(number, item, key, tree, first, budget, seed, rng))
@@ -182,25 +186,27 @@ class Collector:
 
     def prompt_of(self, index: int) -> list[int]:
         """Token ids of a training item's prompt."""
-        return self._start(self.task.item("train", index)).token_ids
+        return self._start([self.task.item("train", index)])[0].token_ids
 
     def _book_key(self, index: int) -> str:
         return f"{self.task.name}/{index}"
 
-    def _start(self, item: TaskItem) -> OpenRollout:
-        """Raises `UnsupportedModelError` if the rollout might become longer than training follows; a `max_length` that
-        is set bounds it; `DataError` if no token can follow the prompt."""
-        conversation = start(self.task, item, self.chat, self.rewards.calls)
-        num_prompt, num_new, most = len(conversation.token_ids), self.settings.max_new_tokens, self.settings.max_length
-        what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
-        longest = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
-        refuse_lengths(self.model, longest, what, "Lower max_new_tokens, or set max_length")
-        if num_prompt >= self._longest:
-            raise DataError(
-                f"{item.key}: the prompt has {num_prompt:,} tokens, and prompt and rollout together may have "
-                f"{self._longest:,} (max_length, or the model's positions)."
-            )
-        return conversation
+    def _start(self, items: Sequence[TaskItem]) -> Sequence[OpenRollout]:
+        """Raises `UnsupportedModelError` if a rollout might become longer than training follows; a `max_length` that
+        is set bounds it; `DataError` if no token can follow a prompt."""
+        conversations = start(self.task, items, self.chat, self.rewards.calls)
+        num_new, most = self.settings.max_new_tokens, self.settings.max_length
+        for item, conversation in zip(items, conversations, strict=True):
+            num_prompt = len(conversation.token_ids)
+            what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
+            longest = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
+            refuse_lengths(self.model, longest, what, "Lower max_new_tokens, or set max_length")
+            if num_prompt >= self._longest:
+                raise DataError(
+                    f"{item.key}: the prompt has {num_prompt:,} tokens, and prompt and rollout together may have "
+                    f"{self._longest:,} (max_length, or the model's positions)."
+                )
+        return conversations
 
     @cached_property
     def _longest(self) -> int:
@@ -227,7 +233,7 @@ class Collector:
         if not count:
             return {}, []
         items = [self.task.item("held_out", index) for index in range(count)]
-        starts = [self._start(item) for item in items]
+        starts = self._start(items)
         failures = self.rewards.failures.copy()  # those of evaluations are counted by `eval_failed` alone
         request = replace(rounds.request, temperature=settings.eval_temperature, want_entropy=False, num_top=0)
         rounds = replace(rounds, request=request, seconds=dict(rounds.seconds))

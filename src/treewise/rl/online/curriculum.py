@@ -20,7 +20,8 @@ from treewise.rl.curriculum.recorded import check_on_trees
 from treewise.rl.curriculum.self_check import SIGNAL_OF, CheckReport, is_refusable, refusal
 from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online.collecting import Collector
-from treewise.rl.online.growing import GrowingTree, Rounds, grow_trees
+from treewise.rl.online.continuing import Rounds
+from treewise.rl.online.growing import GrowingTree, grow_trees
 from treewise.rl.online.journal import journals
 from treewise.rl.online.records import write_check
 from treewise.rl.update import credited, scored, with_streams

@@ -1,7 +1,7 @@
 """Grows rollout trees: rounds of branches, sampled as one batch each and rewarded, until budgets are spent.
 
-A round asks each tree's policy for branches, continues all of them turn by turn, gives the rollouts that ended their
-rewards, and goes on with the next round. Everything is a function of weights, settings, items and seed.
+A round asks each tree's policy for branches, continues all of them (`continuing.py`), gives the rollouts that ended
+their rewards, and goes on with the next round. Everything is a function of weights, settings, items and seed.
 
 Trees do not depend on one another, so each of several processes grows its own, and all get the whole: environments,
 samples and rewards of a tree are those of one process, and it does not matter which.
@@ -10,7 +10,7 @@ samples and rewards of a tree are those of one process, and it does not matter w
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,11 +18,10 @@ import numpy as np
 
 from treewise.distributed import ranks
 from treewise.errors import TaskError
-from treewise.rl.branching import PROMPT, Branching, RolloutTree
-from treewise.rl.online.journal import Journal, completion_from_json, completion_to_json, question_of
-from treewise.rl.online.rollout import Continuation, Limits, OpenRollout, SingleTurn
-from treewise.rl.samplers import Sampler, SampleRequest
-from treewise.rl.success_book import SuccessBook
+from treewise.rl.branching import PROMPT, RolloutTree
+from treewise.rl.online.continuing import Rounds, continue_all
+from treewise.rl.online.journal import Journal
+from treewise.rl.online.rollout import Continuation, OpenRollout, SingleTurn
 from treewise.rl.tasks import RewardFailure, RewardRunner, TaskItem
 from treewise.rl.tasks.rewards import RewardTally
 
@@ -56,10 +55,8 @@ class GrowingTree:
     num_refused: int = 0
     is_complete: bool = False
 
-    def next_round(self, rounds: "Rounds") -> list[Continuation]:
-        """What the policy asks for next; nothing once the tree is complete. Branches that an environment refuses are
-        counted and left out.
-        """
+    def next_round(self, rounds: Rounds) -> list[Continuation]:
+        """What the policy asks for next; nothing once the tree is complete."""
         if self.is_complete:
             return []
         limits = rounds.limits
@@ -73,18 +70,18 @@ class GrowingTree:
             num_tokens = len(self.tree.prefix_ids(branch.node, branch.position))
             for _ in range(branch.count):
                 self.num_started += 1
-                try:
-                    conversation = source.branch(num_tokens)
-                except TaskError as error:
-                    self.num_refused += 1
-                    logger.warning("%s; this branch is left out (%d so far)", error, self.num_refused)
-                    continue
-                started.append(Continuation(self.tree, branch, conversation, limits, (*self.seed, self.num_started)))
-        self.is_complete = not started  # also where every branch was refused: the policy would ask for the same again
+                seed = (*self.seed, self.num_started)
+                started.append(Continuation(self.tree, branch, source.branch(num_tokens), limits, seed))
+        self.is_complete = True  # until a branch is added: where all were refused, the policy would ask for the same
         return started
 
-    def add(self, continuation: Continuation) -> int:
-        """Adds a finished continuation as a node; its index."""
+    def add(self, continuation: Continuation) -> int | None:
+        """Adds a finished continuation as a node; its index. None where it was refused."""
+        if continuation.refused is not None:
+            self.num_refused += 1
+            logger.warning("%s; this branch is left out (%d so far)", continuation.refused, self.num_refused)
+            return None
+        self.is_complete = False
         index = self.tree.add(continuation.node())
         self.conversations[index] = continuation.conversation
         self.num_sampled += continuation.num_drawn
@@ -100,26 +97,6 @@ class GrowingTree:
         self.tree = RolloutTree.from_json(values["tree"])
         for name in _COUNTS:
             setattr(self, name, values[name])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rounds:
-    """What the rounds of an iteration need besides its trees.
-
-    request: what all requests have in common; its prefix is replaced. expected_tokens: of a rollout, from earlier
-    iterations. progress: is called with the tokens of each batch. seconds: of sampling and of rewards, added up.
-    """
-
-    branching: Branching
-    sampler: Sampler
-    book: SuccessBook
-    rewards: RewardRunner
-    journal: Journal
-    limits: Limits
-    request: SampleRequest
-    expected_tokens: float | None = None
-    progress: Callable[[int], None] | None = None
-    seconds: dict[str, float] = field(default_factory=lambda: {"sampling": 0.0, "reward": 0.0})
 
 
 def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
@@ -157,27 +134,10 @@ def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
 def _grow(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
     while batch := [(tree, each) for tree in trees for each in tree.next_round(rounds)]:
         continue_all([each for _, each in batch], rounds)
-        indices = [(tree, tree.add(each)) for tree, each in batch]
+        indices = [(tree, index) for tree, each in batch if (index := tree.add(each)) is not None]
         started = time.perf_counter()
         judge([(tree, index) for tree, index in indices if tree.tree[index].has_ended], rounds.rewards, rounds.journal)
         rounds.seconds["reward"] += time.perf_counter() - started
-
-
-def continue_all(continuations: Sequence[Continuation], rounds: Rounds) -> None:
-    """Samples continuations, turn after turn, until all have ended."""
-    started = time.perf_counter()
-    while active := [each for each in continuations if not each.is_finished]:
-        requests = [each.request(rounds.request) for each in active]
-
-        def sample(requests: list[SampleRequest] = requests) -> Any:
-            return [[completion_to_json(each) for each in group] for group in rounds.sampler.sample(requests)]
-
-        answers = rounds.journal.once("sample", question_of(requests), sample)
-        for each, (answer,) in zip(active, answers, strict=True):
-            each.take(completion_from_json(answer))
-        if rounds.progress is not None:
-            rounds.progress(sum(len(answer["token_ids"]) for (answer,) in answers))
-    rounds.seconds["sampling"] += time.perf_counter() - started
 
 
 # -- rewards ----------------------------------------------------------------------------------------------------------

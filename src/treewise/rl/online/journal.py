@@ -2,14 +2,15 @@
 
 The journal is a log of expensive results, on disk as soon as they are known, so that none is computed twice.
 An iteration is a deterministic program around a few expensive results: completions of a sampler, rewards, evaluations.
-The journal stores these results in order, each with a hash of its request. A run that is resumed executes the program
-again and reads the results, bit for bit, up to the point where it was killed; the rest is computed.
+The journal stores these results, each by the name of its request with a hash of it, in whatever order they came. A run
+that is resumed executes the program again and reads the results, bit for bit; what was not recorded is computed.
 """
 
 import hashlib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +93,8 @@ def journals(run_dir: Path, last: int | None = None) -> list[Path]:
 
 
 class Journal:
-    """The answers of one iteration. A line that was cut off by the end of the process is dropped.
+    """The answers of one iteration. A line that was cut off by the end of the process is dropped, with all answers of
+    the batch that it holds.
 
     Parameters:
         path: of the file, made with the first answer.
@@ -101,59 +103,47 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_replayed = 0
-        self._entries: list[tuple[str, Any, int]] = []  # hash of the question, answer, offset of the line
-        self._next = 0
+        self._answers: dict[str, tuple[str, Any, int]] = {}  # by name: hash of the question, answer, offset of the line
+        self._counts: Counter[str] = Counter()
+        self._phase = 0
         self._size = 0
+        self._last = 0  # offset of the line of the answer that was given last
         self._marked: int | None = None
+        self._has_warned = False
         if path.is_file():
             self._read()
 
-    def once(self, kind: str, question: object, compute: Callable[[], Any]) -> Any:
-        """The answer to a question, computed or as recorded; both are plain JSON values."""
-        key = hashlib.sha256(json.dumps([kind, question], sort_keys=True).encode()).hexdigest()
-        if self._next < len(self._entries):
-            recorded, answer, offset = self._entries[self._next]
-            if recorded == key:
-                self._next += 1
-                self.num_replayed += 1
-                return answer
-            logger.warning(
-                "%s: result %d is that of another request than this run makes (an environment or a setting changed); "
-                "it and all that follow are computed again",
-                self.path,
-                self._next,
-            )
-            del self._entries[self._next :]
-            self._size = offset
-        answer = compute()
-        self._append(key, kind, answer)
+    def begin_phase(self) -> None:
+        """Begins a part of the program in which every name stands for one request; phases come in a fixed order."""
+        self._phase += 1
+
+    def recall(self, kind: str, name: str, question: object) -> Any:
+        """The recorded answer to a question of this phase; None where there is none, or one to another question."""
+        found = self._answers.pop(f"{kind} {self._phase} {name}", None)
+        if found is None:
+            return None
+        key, answer, offset = found
+        if key != _hash(kind, question):
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "%s: %s %s of phase %d is that of another request than this run makes (an environment or a setting "
+                    "changed); it and all that follows from it are computed again",
+                    *(self.path, kind, name, self._phase),
+                )
+            return None
+        self.num_replayed += 1
+        self._last = offset
         return answer
 
-    def mark(self) -> None:
-        """Marks the answer that was given last, unless one before it is marked."""
-        self._marked = self._next - 1 if self._marked is None else self._marked
-
-    def forget_from_mark(self) -> None:
-        """Drops the marked answer and all that follow it, so that a resumed run computes them."""
-        if self._marked is not None and self.path.is_file():
-            self._size = self._entries[self._marked][2]
-            os.truncate(self.path, self._size)
-            del self._entries[self._marked :]
-
-    def _read(self) -> None:
-        raw = self.path.read_bytes()
-        for line in raw.splitlines(keepends=True):
-            try:
-                if not line.endswith(b"\n"):
-                    break
-                entry = json.loads(line)
-                self._entries.append((entry["key"], entry["answer"], self._size))
-            except (ValueError, KeyError, TypeError):
-                break
-            self._size += len(line)
-
-    def _append(self, key: str, kind: str, answer: object) -> None:
-        line = json.dumps({"kind": kind, "key": key, "answer": answer}).encode() + b"\n"
+    def record(self, kind: str, answers: Sequence[tuple[str, object, object]]) -> None:
+        """Writes answers, all or none: of each its name in this phase, the question, and the answer, plain JSON."""
+        names, keys, values = (
+            [f"{kind} {self._phase} {name}" for name, _, _ in answers],
+            [_hash(kind, question) for _, question, _ in answers],
+            [answer for _, _, answer in answers],
+        )
+        line = json.dumps({"names": names, "keys": keys, "answers": values}).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with own_file(self.path, "r+b" if self.path.exists() else "w+b") as stream:
             stream.truncate(self._size)
@@ -161,9 +151,46 @@ class Journal:
             stream.write(line)
             stream.flush()
             os.fsync(stream.fileno())
-        self._entries.append((key, None, self._size))  # the caller has the answer
+        self._last = self._size
         self._size += len(line)
-        self._next += 1
+
+    def once(self, kind: str, question: object, compute: Callable[[], Any]) -> Any:
+        """The answer to a question, computed or as recorded; both are plain JSON values, and not None. The questions of
+        a kind come in a fixed order.
+        """
+        self._counts[kind] += 1
+        name = str(self._counts[kind])
+        answer = self.recall(kind, name, question)
+        if answer is None:
+            answer = compute()
+            self.record(kind, [(name, question, answer)])
+        return answer
+
+    def mark(self) -> None:
+        """Marks the answer that was given last, unless one before it is marked."""
+        self._marked = self._last if self._marked is None else self._marked
+
+    def forget_from_mark(self) -> None:
+        """Drops the marked answer and all that were recorded after it, so that a resumed run computes them."""
+        if self._marked is not None and self.path.is_file():
+            self._size = self._marked
+            os.truncate(self.path, self._size)
+
+    def _read(self) -> None:
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            try:
+                if not line.endswith(b"\n"):
+                    break
+                entry = json.loads(line)
+                for name, key, answer in zip(entry["names"], entry["keys"], entry["answers"], strict=True):
+                    self._answers[name] = (key, answer, self._size)
+            except (ValueError, KeyError, TypeError):
+                break
+            self._size += len(line)
+
+
+def _hash(kind: str, question: object) -> str:
+    return hashlib.sha256(json.dumps([kind, question], sort_keys=True).encode()).hexdigest()
 
 
 class Unrecorded(Journal):
@@ -172,20 +199,16 @@ class Unrecorded(Journal):
     def __init__(self) -> None:
         super().__init__(Path())
 
-    def once(self, kind: str, question: object, compute: Callable[[], Any]) -> Any:
-        """The answer, computed."""
-        del kind, question
-        return compute()
+    def record(self, kind: str, answers: object) -> None:
+        """Nothing is recorded."""
 
     def mark(self) -> None:
-        """Nothing is recorded, so nothing is marked."""
+        """So nothing is marked."""
 
 
-def question_of(requests: Sequence[SampleRequest]) -> list[Any]:
-    """Everything that decides the answers to requests, but the weights."""
-    return [
-        [list(getattr(each, name)) if name in _TUPLES else getattr(each, name) for name in _FIELDS] for each in requests
-    ]
+def question_of(request: SampleRequest) -> list[Any]:
+    """Everything that decides the answer to a request, but the weights."""
+    return [list(getattr(request, name)) if name in _TUPLES else getattr(request, name) for name in _FIELDS]
 
 
 _FIELDS = tuple(SampleRequest.__slots__)

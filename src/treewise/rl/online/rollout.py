@@ -1,41 +1,48 @@
 """One rollout while it is sampled: a conversation whose token ids grow, and what makes a node of its tree of it."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from treewise.data.render.messages import clean_conversation
-from treewise.errors import DataError
+from treewise.errors import DataError, TaskError
 from treewise.rl.branching import PROMPT, Branch, RolloutNode, RolloutTree
 from treewise.rl.samplers import Completion, SampleRequest
-from treewise.rl.tasks import Calls, ChatTokens, Episode, TaskItem, start_episode
+from treewise.rl.tasks import Calls, ChatTokens, Episode, TaskItem
+from treewise.rl.tasks.episode import start_episodes
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TurnTask
 
 # -- conversations ----------------------------------------------------------------------------------------------------
 
 
 class OpenRollout(Protocol):
-    """A rollout of a task as the loop sees it."""
+    """A rollout of a task as the loop sees it. What waits for an environment is handed out as a function, which may run
+    in another thread.
+    """
 
     @property
     def token_ids(self) -> list[int]:
         """The prompt and all that followed: what the sampler continues."""
 
+    @property
+    def opening(self) -> Callable[[], None] | None:
+        """What a branch waits for before its first request. Raises `TaskError` if the environment cannot be brought
+        back."""
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Adds sampled tokens of the present turn."""
 
-    def end_turn(self, finish: str) -> tuple[list[int], str | None]:
-        """Ends the turn; the observation that follows it, and why the rollout ended (None where it goes on)."""
+    def end_turn(self, finish: str) -> Callable[[], None] | None:
+        """Ends the turn; what `answered` waits for."""
+
+    def answered(self, finish: str) -> tuple[list[int], str | None]:
+        """The observation that follows the turn, and why the rollout ended (None where it goes on)."""
 
     def branch(self, num_tokens: int) -> "OpenRollout":
-        """An independent conversation of the first `num_tokens` tokens.
-
-        Raises:
-            TaskError: the environment cannot be brought back there.
-        """
+        """An independent conversation of the first `num_tokens` tokens."""
 
 
 @dataclass(slots=True)
@@ -44,10 +51,17 @@ class OneTurn:
 
     token_ids: list[int]
 
+    @property
+    def opening(self) -> None:
+        return None
+
     def extend(self, token_ids: Sequence[int]) -> None:
         self.token_ids += [int(token) for token in token_ids]
 
-    def end_turn(self, finish: str) -> tuple[list[int], str | None]:
+    def end_turn(self, finish: str) -> None:
+        del finish
+
+    def answered(self, finish: str) -> tuple[list[int], str | None]:
         return [], finish
 
     def branch(self, num_tokens: int) -> "OneTurn":
@@ -85,24 +99,37 @@ class Turns:
     def extend(self, token_ids: Sequence[int]) -> None:
         self.pending += [int(token) for token in token_ids]
 
-    def end_turn(self, finish: str) -> tuple[list[int], str | None]:
-        before = len(self.episode.token_ids) + len(self.pending)
-        self.episode.step(self.pending, finish)
+    @property
+    def opening(self) -> Callable[[], None]:
+        return self.episode.open
+
+    def end_turn(self, finish: str) -> Callable[[], None]:
+        work = self.episode.begin_turn(self.pending, finish)
         self.pending = []
+        return work
+
+    def answered(self, finish: str) -> tuple[list[int], str | None]:
+        del finish
+        before = len(self.episode.token_ids)
+        self.episode.end_turn()
         return self.episode.token_ids[before:], self.episode.end_reason
 
     def branch(self, num_tokens: int) -> "Turns":
         is_pending = num_tokens >= len(self.episode.token_ids) and self.episode.end_reason is None
         starts = self.episode.turn_starts
         turn = self.episode.num_turns if is_pending else bisect_right(starts, num_tokens) - 1
-        copy = self.episode.branch(turn)
+        copy = self.episode.begin_branch(turn)
         return Turns(copy, self.token_ids[len(copy.token_ids) : num_tokens])
 
 
-def start(task: Task, item: TaskItem, chat: ChatTokens, calls: Calls) -> SingleTurn | Turns:
-    """A conversation that stands behind the prompt."""
+def start(task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> list[SingleTurn] | list[Turns]:
+    """A conversation for each item, which stands behind its prompt; environments are reset at the same time."""
     if isinstance(task, TurnTask):
-        return Turns(start_episode(task, item, chat, calls))
+        return [Turns(each) for each in start_episodes(task, items, chat, calls)]
+    return [_single_turn(task, item, chat) for item in items]
+
+
+def _single_turn(task: SingleTurnTask, item: TaskItem, chat: ChatTokens) -> SingleTurn:
     prompt = item.prompt
     if isinstance(prompt, str):
         ids = list(chat.text_ids(prompt))
@@ -131,6 +158,8 @@ class Limits:
 class Continuation:
     """What one `Branch` asks for once: requests out, completions in, a node at the end.
 
+    Where `wait` is not None, that has to be done, in whatever thread, and `go_on` be called before the next request.
+
     A first token that the policy drew already stands in front, with the log-prob of that draw. A node that reaches
     `Branch.max_tokens` is left unfinished; one that reaches a limit of the loop ends as `length`.
 
@@ -139,6 +168,7 @@ class Continuation:
         seed: numbers that name the random stream.
 
     Attributes:
+        wait: see above; also before the first request. refused: why the environment could not be brought back.
         num_drawn: tokens that came from the sampler. num_chosen: that the policy drew from recorded candidates, 0 or 1.
     """
 
@@ -156,9 +186,32 @@ class Continuation:
         self._turn_ends: list[int] = []
         self._streams: dict[str, Any] = {"token_ids": [], "logprobs": []}
         self._first: Completion | None = None
-        if branch.first_token is not None:
+        self._reason: str | None = None  # why the part that was sampled last ended; None before the first
+        self.refused: TaskError | None = None
+        self.wait: Callable[[], None] | None = None
+        self._chosen = None if branch.first_token is None else _first_token(tree, branch)
+        if conversation.opening is None:
+            self.go_on()
+        else:
+            self.wait = self._open
+
+    def _open(self) -> None:
+        assert self.conversation.opening is not None
+        try:
+            self.conversation.opening()
+        except TaskError as error:
+            self.refused = error
+
+    def go_on(self) -> None:
+        """Takes in what was waited for."""
+        self.wait = None
+        if self.refused is not None:
+            self.is_finished = True
+        elif self._reason is not None:
+            self._take_answer(self._reason)
+        elif self._chosen is not None:
             self.num_chosen = 1
-            self._begin(_first_token(tree, branch))
+            self._begin(self._chosen)
 
     def _begin(self, first: Completion) -> None:
         """Keeps the first token for the front of what is sampled; where it ends the turn, nothing is."""
@@ -177,7 +230,7 @@ class Continuation:
         return replace(common, prefix_ids=tuple(prefix), max_new_tokens=room, seed=int(seed >> np.uint64(1)))
 
     def take(self, completion: Completion) -> None:
-        """Adds what was sampled, and what the environment answers."""
+        """Adds what was sampled."""
         for part in (self._first, completion):
             if part is not None:
                 self._append(part)
@@ -190,7 +243,12 @@ class Continuation:
             self.is_finished = True
             return
         self._num_turns += 1
-        observation, finish = self.conversation.end_turn(reason)
+        self._reason, self.wait = reason, self.conversation.end_turn(reason)
+        if self.wait is None:
+            self.go_on()
+
+    def _take_answer(self, reason: str) -> None:
+        observation, finish = self.conversation.answered(reason)
         self._observe(observation)
         if finish is None and self._limit_reached():
             finish = "length"

@@ -91,6 +91,9 @@ class OnlineSettings:
         max_failed: the share of an iteration's rollouts that may have no reward; beyond it the run ends with an error.
         reward_workers: processes in which reward functions and environments run, and which are killed at the time
             limit; 0: threads of this process, which are left behind.
+        episodes_at_once: environments that work at a time in such threads; 1: one after the other.
+        gather_seconds: for so long requests that are ready wait for environments that have not answered, to be sampled
+            as one batch; null: until all have, so that no log-prob depends on time, not even by rounding.
         logprob_gap_limit: a run warns where sampler and engine differ by more (1: no gap).
         chat_template: in place of the tokenizer's: a text, a file, or `chatml`.
 
@@ -130,6 +133,8 @@ class OnlineSettings:
     on_reward_error: str = "quarantine"
     max_failed: Annotated[float, Ge(0), Le(1), "it is a share of rollouts"] = 0.5
     reward_workers: int = 0
+    episodes_at_once: Count = 64
+    gather_seconds: Annotated[float, Ge(0)] | None = 0.1
     logprob_gap_limit: Annotated[float, Ge(1), "at 1 there is no gap"] = MAX_GAP
     chat_template: str | None = None
 
@@ -195,6 +200,6 @@ class OnlineSettings:
     def sampling_facts(self) -> dict[str, Any]:
         """What decides which rollouts a run samples; a resumed run must agree."""
         free = {"iterations", "eval_every", "eval_items", "eval_temperature", "show_every", "save_every"}
-        free |= {"reward_timeout", "max_failed", "reward_workers"}
+        free |= {"reward_timeout", "max_failed", "reward_workers", "episodes_at_once", "gather_seconds"}
         facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in free}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()}

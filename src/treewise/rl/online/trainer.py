@@ -38,8 +38,9 @@ from treewise.rl.curriculum.self_check import CheckReport
 from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online import records
 from treewise.rl.online.collecting import Collected, Collector, token_progress
+from treewise.rl.online.continuing import Rounds
 from treewise.rl.online.curriculum import CurriculumCheck
-from treewise.rl.online.growing import Rounds, check_failures
+from treewise.rl.online.growing import check_failures
 from treewise.rl.online.journal import Journal, LoopState, journal_file, journals
 from treewise.rl.online.report import PrintedLine, account_of, figures, nothing_learned
 from treewise.rl.online.settings import OnlineSettings, check_reference, own_objective, refuse_settings
@@ -113,7 +114,7 @@ class OnlineTrainer(TreeTrainer):
         self.folder = Path(args.output_dir)
         self.sampler: Sampler = TransformersSampler(self.model) if sampler is None else sampler
         self.rewards = RewardRunner(
-            Calls(self.settings.reward_timeout, self.settings.reward_workers),
+            Calls(self.settings.reward_timeout, self.settings.reward_workers, self.settings.episodes_at_once),
             self.settings.on_reward_error,  # type: ignore[arg-type]
             self.folder / ("reward_log.jsonl" if ranks.own() == 0 else f"reward_log-rank-{ranks.own()}.jsonl"),
         )

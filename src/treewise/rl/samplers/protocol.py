@@ -12,7 +12,7 @@ the log-probs belong to is fixed here, for every sampler:
 * Temperature 0 is greedy: the most likely token, its log-prob at temperature 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -115,7 +115,10 @@ class Completion:
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Anything that continues token ids."""
+    """Anything that continues token ids. One that answers several calls at once, as a server does, has a number
+    `max_concurrent` of them: the online loop then asks for each continuation on its own. One that computes a call in
+    parts may have `sample_in_parts`, see the function of that name.
+    """
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         """For each request, in order, its `num_continuations` completions."""
@@ -125,3 +128,16 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Gives connections and memory back."""
+
+
+Done = Callable[[int, tuple[Completion, ...]], None]
+
+
+def sample_in_parts(sampler: Sampler, requests: Sequence[SampleRequest], done: Done) -> None:
+    """Calls `done` with the number of a request and its completions, as soon as the sampler has them."""
+    own = getattr(sampler, "sample_in_parts", None)
+    if own is not None:
+        own(requests, done)
+        return
+    for number, completions in enumerate(sampler.sample(requests)):
+        done(number, completions)

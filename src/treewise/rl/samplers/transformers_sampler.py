@@ -6,6 +6,7 @@ transformers' own continuous batching (`generate_batch`) draws all rows from one
 its tokens depend on the whole batch; nor does it return entropies or candidates. That is why it is not used here.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from treewise.nn.compilation import uncompiled
 from treewise.nn.model_checks import refuse_lengths
 from treewise.rl.samplers.decoder import DECODERS, Decoder, choose_decoder
 from treewise.rl.samplers.draw import DrawnTokens, draw_tokens, stream_key
-from treewise.rl.samplers.protocol import Completion, SampleRequest
+from treewise.rl.samplers.protocol import Completion, Done, SampleRequest
 from treewise.rl.samplers.shared_prefix import Prefix
 
 METHODS = ("auto", *DECODERS)
@@ -75,14 +76,20 @@ class TransformersSampler:
         self._decoder: type[Decoder] | None = None
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
-        """See `Sampler`.
+        """See `Sampler`. Raises as `sample_in_parts`."""
+        results: list[tuple[Completion, ...]] = [()] * len(requests)
+        self.sample_in_parts(requests, results.__setitem__)
+        return results
+
+    def sample_in_parts(self, requests: Sequence[SampleRequest], done: Done) -> None:
+        """See `protocol.sample_in_parts`: a part is a batch of at most `max_rows`.
 
         Raises:
             NonFiniteError: the model gives logits that are not numbers.
             UnsupportedModelError: a row might become longer than training follows; nothing is sampled.
         """
         if not requests:
-            return []
+            return
         longest = max(requests, key=lambda each: len(each.prefix_ids) + each.max_new_tokens)
         num_prefix, num_new = len(longest.prefix_ids), longest.max_new_tokens
         what = f"a prefix of {num_prefix} tokens with max_new_tokens={num_new}"
@@ -96,12 +103,13 @@ class TransformersSampler:
             if self._decoder is None:
                 known = [token for request in requests for token in dict.fromkeys(request.prefix_ids)]
                 self._decoder = choose_decoder(self.model, self.method, known)
+            missing = Counter(row.request_index for row in rows)
             for batch in self._batches(rows):
                 self._run(batch)
-        results: list[list[Completion]] = [[] for _ in requests]
-        for row in rows:
-            results[row.request_index].append(_completion(row))
-        return [tuple(completions) for completions in results]
+                missing.subtract(row.request_index for row in batch)
+                for index in dict.fromkeys(row.request_index for row in batch):
+                    if not missing[index]:
+                        done(index, tuple(_completion(row) for row in rows if row.request_index == index))
 
     def update(self, model: nn.Module | None) -> None:
         """Nothing to hand over: the weights are those that are trained. A new model replaces the old one."""

@@ -1,7 +1,8 @@
 """Functions and classes of the user's: found by name, and called so that none can end or hang the run.
 
 `module:name` or `file.py:name`; each file is loaded once, as a module under a name of its own, so that what it defines
-can be sent to worker processes, which load it again. Calls run in threads, or in processes that are killed.
+can be sent to worker processes, which load it again. Calls run in threads, or in processes that are killed; those of
+different environments at the same time (`run_together`, `Beside`).
 
 What a function raises, SystemExit included, comes back as a `FailedCall` with the file and line of the user's code. A
 thread cannot be ended, so one that takes too long is left behind and goes on using the processor; a worker process is
@@ -14,6 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import multiprocessing
+import queue
 import sys
 import sysconfig
 import threading
@@ -124,18 +126,20 @@ class Calls:
     Parameters:
         timeout_seconds: of one call; None waits for ever.
         workers: processes that calls run in; 0: threads of this process.
+        at_once: calls of environments that are under way at a time, in threads; workers are their own limit.
 
     Raises:
         ConfigError: a time limit or a number out of range; workers without the package `pebble`.
     """
 
-    def __init__(self, timeout_seconds: float | None = 30.0, workers: int = 0) -> None:
+    def __init__(self, timeout_seconds: float | None = 30.0, workers: int = 0, at_once: int = 64) -> None:
         if timeout_seconds is not None and not timeout_seconds > 0:
             raise ConfigError(f"the time limit of a reward is {timeout_seconds} seconds; it must be above 0.")
         if workers < 0:
             raise ConfigError(f"reward_workers={workers} must not be negative; 0 runs rewards in this process.")
-        self.timeout_seconds, self.workers = timeout_seconds, workers
+        self.timeout_seconds, self.workers, self.at_once = timeout_seconds, workers, workers or at_once
         self._pool: Any = None
+        self._lock = threading.Lock()
         if workers:
             _pebble()
 
@@ -153,6 +157,19 @@ class Calls:
             futures = [self._scheduled(job) for job in jobs]
             return [self._result(job, future, end) for job, future in zip(jobs, futures, strict=True)]
         return [self._in_thread(job, end) for job in jobs]
+
+    def run_together(self, jobs: Sequence[Job]) -> list[Any]:
+        """The same for calls of different environments, several at a time also in threads."""
+        if self.workers or len(jobs) < 2 or self.at_once < 2:
+            return self.run_all(jobs)
+        results: list[Any] = [None] * len(jobs)
+        with Beside(self.at_once) as threads:
+            for index, job in enumerate(jobs):
+                threads.start(index, functools.partial(self._in_thread, job, None))
+            for _ in jobs:
+                index, result = threads.take()
+                results[index] = result
+        return results
 
     def close(self) -> None:
         """Ends the workers."""
@@ -172,11 +189,12 @@ class Calls:
         return results[0] if results else self._too_late(job)
 
     def _scheduled(self, job: Job) -> Future[object] | FailedCall:
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
-            self._pool = _pebble().ProcessPool(
-                max_workers=self.workers, initializer=_load_files, initargs=(list(_FILES),), context=context
-            )
+        with self._lock:
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+                self._pool = _pebble().ProcessPool(
+                    max_workers=self.workers, initializer=_load_files, initargs=(list(_FILES),), context=context
+                )
         try:
             scheduled: Future[object] = self._pool.schedule(
                 _guarded_in_worker, args=(job,), timeout=self.timeout_seconds
@@ -205,6 +223,56 @@ class Calls:
         return FailedCall(
             "timeout", f"{place_of(job.owner)}no answer within {self.timeout_seconds} seconds (reward_timeout)"
         )
+
+
+class Beside:
+    """Work in threads beside the main one, at most so much at once, taken back in the order in which it ends. The
+    threads are daemons, so work that never ends holds up no exit.
+
+    other: whose results are taken together with these.
+    """
+
+    def __init__(self, at_once: int, other: "Beside | None" = None) -> None:
+        self.at_once, self.num_under_way = at_once, 0
+        self._num_threads = 0
+        self._todo: queue.SimpleQueue[tuple[Any, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Beside, Any, Any, BaseException | None]]
+        self._done = queue.SimpleQueue() if other is None else other._done  # noqa: SLF001 - of its own class
+
+    def start(self, key: Any, work: Callable[[], Any]) -> None:
+        """Begins some work, or queues it. key: names it."""
+        self.num_under_way += 1
+        self._todo.put((key, work))
+        if self._num_threads < min(self.at_once, self.num_under_way):
+            self._num_threads += 1
+            threading.Thread(target=self._run, daemon=True, name="treewise-beside").start()
+
+    def take(self, timeout: float | None = None) -> tuple[Any, Any]:
+        """The key and the result of what ends next; raises what the work raised.
+
+        Raises:
+            queue.Empty: nothing ended within so many seconds.
+        """
+        owner, key, result, error = self._done.get(timeout=timeout)
+        owner.num_under_way -= 1
+        if error is not None:
+            raise error
+        return key, result
+
+    def __enter__(self) -> "Beside":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _thread in range(self._num_threads):
+            self._todo.put(None)
+
+    def _run(self) -> None:
+        while (task := self._todo.get()) is not None:
+            key, work = task
+            try:
+                self._done.put((self, key, work(), None))
+            except BaseException as error:  # raised again where it is taken
+                self._done.put((self, key, None, error))
 
 
 def guarded(job: Job) -> object:

@@ -1,7 +1,13 @@
-"""An episode of several turns: token ids that only grow, the environment beside them, and branches from any turn."""
+"""An episode of several turns: token ids that only grow, the environment beside them, and branches from any turn.
 
-from collections.abc import Sequence
+What its environment does (`begin_turn`, `begin_branch`) may run in another thread, with that of other episodes; all
+else, tokenizing above all, belongs to one thread.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from treewise.data.render.messages import Message
@@ -13,6 +19,18 @@ from treewise.rl.tasks.environment import StateMethod, TurnRecord
 from treewise.rl.tasks.protocol import TaskItem, TurnTask
 
 EndReason = Literal["answered", "done", "max_turns", "length", "failed"]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A sampled turn while its environment answers. saved: the environment before it."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+    end_id: int
+    finish_reason: str
+    saved: object = None
+    answers: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -41,6 +59,9 @@ class Episode:
     end_reason: EndReason | None = None
     failure: FailedCall | None = None
     num_branches: int = 0
+    _turn: _Turn | None = None
+    _restore: Callable[[], Any] | None = None  # of a branch that is not opened
+    _lock: Any = field(default_factory=threading.Lock)  # of all branches: one copies at a time
 
     @property
     def num_turns(self) -> int:
@@ -48,43 +69,65 @@ class Episode:
         return len(self.turn_starts)
 
     def step(self, token_ids: Sequence[int], finish_reason: str) -> None:
-        """Takes a sampled turn, carries its calls out, and appends what the environment answers, or ends.
+        """Takes a sampled turn, carries its calls out, and appends what the environment answers, or ends. Raises as
+        `begin_turn` and `end_turn`.
+        """
+        self.begin_turn(token_ids, finish_reason)()
+        self.end_turn()
+
+    def begin_turn(self, token_ids: Sequence[int], finish_reason: str) -> Callable[[], None]:
+        """Takes a sampled turn; what its environment has to do then, before `end_turn`.
 
         Raises:
             ConfigError: the episode has ended.
-            DataError: the chat template cannot continue an episode; see `ChatTokens.answer_ids`.
         """
         if self.end_reason is not None:
             raise ConfigError(f"{self.item.key}, episode {self.name} has ended ({self.end_reason}); branch it instead.")
         ids = [int(i) for i in token_ids]
         text, calls = self._calls(ids)
-        saved = self._saved()
         self.turn_starts.append(len(self.token_ids))
         self.token_ids += ids
         self.sampled += [True] * len(ids)
-        if finish_reason == "length":
-            self._record(calls=(), answers=[], saved=saved)
+        self._turn = _Turn(text, () if finish_reason == "length" else calls, ids[-1], finish_reason)
+        return partial(self._carry_out, self._turn)
+
+    def end_turn(self) -> None:
+        """Appends what the environment answered, or ends the episode.
+
+        Raises:
+            DataError: the chat template cannot continue an episode; see `ChatTokens.answer_ids`.
+        """
+        turn = self._turn
+        assert turn is not None
+        self._turn = None
+        digests = tuple(env.digest(text) for text in turn.answers)
+        self.records.append(TurnRecord(turn.calls[: len(digests)], digests, turn.saved))
+        if turn.finish_reason == "length":
             self.end_reason = "length"
-            return
-        answers = self._answers(calls)
-        self._record(calls, answers, saved)
-        if self.failure is not None:
-            return
-        if not calls:
+        elif self.failure is not None:
+            self.end_reason = "failed"
+        elif not turn.calls:
             self.end_reason = "answered"
         elif getattr(self.environment, "done", False) is True:
             self.end_reason = "done"
         elif self.num_turns >= self.task.max_turns:
             self.end_reason = "max_turns"
         else:
-            self._append(text, calls, answers, ids[-1])
+            self._append(turn)
 
     def branch(self, turn: int) -> "Episode":
-        """An independent episode that stands before turn `turn` (0 is the first); `num_turns` copies all turns.
+        """An independent episode that stands before turn `turn` (0 is the first); `num_turns` copies all turns. Raises
+        as `begin_branch` and `open`.
+        """
+        copy = self.begin_branch(turn)
+        copy.open()
+        return copy
+
+    def begin_branch(self, turn: int) -> "Episode":
+        """The same; its environment is there once it was opened.
 
         Raises:
             ConfigError: there is no such turn.
-            TaskError: the environment cannot be brought back to it.
         """
         if not 0 <= turn <= self.num_turns or (turn == self.num_turns and self.end_reason is not None):
             raise ConfigError(f"{self.item.key}, episode {self.name} has {self.num_turns} turns, and no turn {turn}.")
@@ -97,7 +140,7 @@ class Episode:
             self.item,
             self.chat,
             f"{self.name}.{self.num_branches}",
-            self._state(turn),
+            None,
             self.method,
             self.first,
             self.schemas,
@@ -107,7 +150,18 @@ class Episode:
             self.calls,
             self.turn_starts[:turn],
             self.records[:turn],
+            _restore=partial(self._state, turn),
+            _lock=self._lock,
         )
+
+    def open(self) -> None:
+        """Brings the environment of a branch back to its turn.
+
+        Raises:
+            TaskError: that cannot be.
+        """
+        if self._restore is not None:
+            self.environment, self._restore = self._restore(), None
 
     def reward_job(self) -> Job:
         """The call that gives the environment's reward.
@@ -137,42 +191,36 @@ class Episode:
         tool = next(each["function"] for each in self.schemas if each["function"]["name"] == self.task.text_tool)
         return text, (ToolCall(self.task.text_tool, {next(iter(tool["parameters"]["properties"])): text.strip()}),)
 
-    def _answers(self, calls: tuple[ToolCall, ...]) -> list[str]:
-        answers: list[str] = []
-        for call in calls:
+    def _carry_out(self, turn: _Turn) -> None:
+        turn.saved = self._saved()
+        for call in turn.calls:
             owner = getattr(self.environment, call.name, None)
             result = self.calls.run(env.carried_out, self.environment, call, owner=owner)
             if isinstance(result, FailedCall):
                 message = f"tool {call.name} of turn {self.num_turns - 1}: {result.message}"
                 self.failure = FailedCall(result.kind, message, result.cause)
-                self.end_reason = "failed"
-                break
+                return
             text, self.environment = result
-            answers.append(text)
-        return answers
+            turn.answers.append(text)
 
-    def _record(self, calls: tuple[ToolCall, ...], answers: list[str], saved: object) -> None:
-        digests = tuple(env.digest(text) for text in answers)
-        self.records.append(TurnRecord(calls[: len(digests)], digests, saved))
-
-    def _append(self, text: str, calls: tuple[ToolCall, ...], answers: list[str], end_id: int) -> None:
+    def _append(self, turn: _Turn) -> None:
         role = "tool" if self.task.text_tool is None else "user"
         replies: list[Message] = [
             {"role": role, "content": answer, **({"name": call.name} if role == "tool" else {})}
-            for call, answer in zip(calls, answers, strict=True)
+            for call, answer in zip(turn.calls, turn.answers, strict=True)
         ]
         location = f"{self.item.key}, episode {self.name}, turn {self.num_turns - 1}"
         shown = self.schemas if self.task.text_tool is None else None
-        ids = self.chat.answer_ids(self.messages, text, end_id, replies, shown, location).tolist()
-        self.messages += [{"role": "assistant", "content": text}, *replies]
+        ids = self.chat.answer_ids(self.messages, turn.text, turn.end_id, replies, shown, location).tolist()
+        self.messages += [{"role": "assistant", "content": turn.text}, *replies]
         self.token_ids += ids
         self.sampled += [False] * len(ids)
 
     def _state(self, turn: int) -> object:
-        if turn == self.num_turns and self.method != "replay":
-            return env.snapshot(self.environment, self.method)
         if self.method != "replay":
-            return env.snapshot(self.records[turn].snapshot, self.method)
+            with self._lock:
+                source = self.environment if turn == self.num_turns else self.records[turn].snapshot
+                return env.snapshot(source, self.method)
         played = (self.task.environment, self.item, self.first, self.records[:turn], self.name)
         found = self.calls.run(env.replayed, *played, owner=self.task.environment)
         if isinstance(found, FailedCall):
@@ -182,16 +230,24 @@ class Episode:
 
 
 def start_episode(task: TurnTask, item: TaskItem, chat: ChatTokens, calls: Calls | None = None) -> Episode:
-    """A new episode: the environment is reset, and its text joins the last message of the prompt.
+    """A new episode; see `start_episodes`."""
+    return start_episodes(task, [item], chat, Calls() if calls is None else calls)[0]
 
-    calls: how the environment is called; None: in threads, with the usual time limit.
+
+def start_episodes(task: TurnTask, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> list[Episode]:
+    """New episodes: environments are reset, and their text joins the last message of each prompt.
+
+    calls: how environments are called.
 
     Raises:
         ConfigError: the chat template does not write the tools; a tool has no schema.
         TaskError: `reset` fails.
     """
-    calls = Calls() if calls is None else calls
-    found = calls.run(env.opened, task.environment, item, owner=task.environment)
+    results = calls.run_together([Job(env.opened, (task.environment, item), task.environment) for item in items])
+    return [_started(task, item, chat, calls, found) for item, found in zip(items, results, strict=True)]
+
+
+def _started(task: TurnTask, item: TaskItem, chat: ChatTokens, calls: Calls, found: Any) -> Episode:
     if isinstance(found, FailedCall):
         raise TaskError(f"{item.key}: the environment cannot be reset: {found.message}") from found.cause
     environment, first = found

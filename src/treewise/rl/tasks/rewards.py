@@ -121,7 +121,7 @@ class RewardRunner:
             TaskError: a reward failed, with `on_reward_error="raise"`.
         """
         jobs = [episode.reward_job() for episode in episodes if episode.failure is None]
-        found = iter(self.calls.run_all(jobs))
+        found = iter(self.calls.run_together(jobs))
         outcomes = [next(found) if episode.failure is None else episode.failure for episode in episodes]
         return self._checked([f"{each.item.key}, episode {each.name}" for each in episodes], outcomes)
 
