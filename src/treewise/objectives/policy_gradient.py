@@ -184,9 +184,10 @@ class PolicyGradient:
         """Means over trained tokens, by their loss weights.
 
         ratio, clip_fraction: of the importance ratios, where `old_logprobs` are given; approx_kl: k3 of the policy
-        against them. kl: against the reference, by the chosen estimator. entropy: where it is computed. sampler_weight:
-        of the correction. logprob_gap: mean of `exp(|old - sampler|)`, of the current log-probs without old ones; 1 is
-        no gap (NeMo RL's `token_mult_prob_error`, whose guide calls a drift beyond 1.02 a problem).
+        against them. kl: against the reference, by the chosen estimator. entropy: where it is computed. sampler_ratio,
+        sampler_weight: of the correction, before and after its bounds; sampler_truncated: the share of tokens that
+        these changed. logprob_gap: mean of `exp(|old - sampler|)`, of the current log-probs without old ones; 1 is no
+        gap (NeMo RL's `token_mult_prob_error`, whose guide calls a drift beyond 1.02 a problem).
         """
         logprobs = values["log_probs"]
         metrics = {}
@@ -200,7 +201,8 @@ class PolicyGradient:
         if "entropy" in values:
             metrics["entropy"] = values["entropy"]
         if self.sampler_correction is not None:
-            metrics["sampler_weight"] = self._sampler_weights(logprobs, streams)
+            ratio, weight = self._sampler_ratios(logprobs, streams), self._sampler_weights(logprobs, streams)
+            metrics |= {"sampler_ratio": ratio, "sampler_weight": weight, "sampler_truncated": ratio != weight}
         if "sampler_logprobs" in streams:
             policy = streams.get("old_logprobs", logprobs)
             metrics["logprob_gap"] = torch.exp((policy - streams["sampler_logprobs"]).abs())
@@ -232,17 +234,19 @@ class PolicyGradient:
             return ratios > self.max_ratio
         return formulas.is_clipped(ratios, advantages, self.clip_low, self.clip_high)
 
-    def _sampler_weights(self, logprobs: torch.Tensor, streams: Streams) -> torch.Tensor:
-        assert self.sampler_correction is not None
+    def _sampler_ratios(self, logprobs: torch.Tensor, streams: Streams) -> torch.Tensor:
         if "sampler_log_ratio" in streams:  # of a sequence, known before the model has run
             log_ratio = streams["sampler_log_ratio"]
         else:
             log_ratio = streams.get("old_logprobs", logprobs.detach()) - streams["sampler_logprobs"]
             if self.sampler_level == "sequence":
                 log_ratio = formulas.sums_over(streams["sequence"], streams["fraction"] * log_ratio)
-        return formulas.sampler_weights(
-            torch.exp(log_ratio), self.sampler_correction, self.sampler_min, self.sampler_max
-        )
+        return torch.exp(log_ratio)
+
+    def _sampler_weights(self, logprobs: torch.Tensor, streams: Streams) -> torch.Tensor:
+        assert self.sampler_correction is not None
+        ratios = self._sampler_ratios(logprobs, streams)
+        return formulas.sampler_weights(ratios, self.sampler_correction, self.sampler_min, self.sampler_max)
 
     def _needs_current_sequence_weights(self, forest: Forest) -> bool:
         return self._corrects_sequences and not _is_given(forest, "old_logprobs")

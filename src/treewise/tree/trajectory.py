@@ -116,6 +116,8 @@ class Trajectory:
         draws: which draw of the sampler made each token, as integers; negative where none did (a prompt). Rollouts of
             one group that hold the same number at a token had it drawn once, for all of them; so a value of a tree's
             part is a mean over draws. Where not given, every rollout was drawn on its own. Taken by credit on trees.
+        policy_versions: how many iterations the policy that sampled each token had been trained for, as integers;
+            negative where none did. No loss reads them: `sampler_logprobs` are what that policy gave.
         rollout_weight: the loss weight of the whole rollout, all its trajectories together. Needed only where the
             trajectories of one rollout are spread over several forests; `treewise.advantages` fills it.
         images: the images that it shows, each with the tokens that stand for it, in order. Without `loss_weights` these
@@ -146,6 +148,7 @@ class Trajectory:
     rollout_weight: float | None = None
     images: tuple[ImageSpan, ...] = ()
     draws: Stream = Stream()
+    policy_versions: Stream = Stream()
 
     def __repr__(self) -> str:
         labels = {"group": self.group, "reward": self.reward, "rollout": self.rollout, "source": self.source or None}

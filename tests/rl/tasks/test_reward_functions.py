@@ -54,7 +54,7 @@ def test_arguments_are_those_of_trls_trainer(rows: list[dict[str, Any]], tmp_pat
     runner = RewardRunner(trainer_state=trainer.state)
     requests = []
     for answer, ids in zip(theirs["answer"], theirs["completion_ids"], strict=True):
-        turn = start(task, task.item("train", answer), ChatTokens(tokenizer), Calls())
+        turn = start(task, [task.item("train", answer)], ChatTokens(tokenizer), Calls())[0]
         assert isinstance(turn, SingleTurn)
         turn.extend(ids)
         requests.append(turn.request())
@@ -145,7 +145,7 @@ def test_parts_of_text_are_written_by_templates_that_read_text() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "n1"}]}]
     task = RowsTask([{"prompt": parts}, {"prompt": [{"role": "user", "content": "n1"}]}], [len], held_out=0.0)
     chat = ChatTokens(TOKENIZER, "chatml")
-    first, second = (start(task, task.item("train", index), chat, Calls()) for index in range(2))
+    first, second = start(task, [task.item("train", index) for index in range(2)], chat, Calls())
     assert first.token_ids == second.token_ids
     assert isinstance(first, SingleTurn)
     assert first.item.prompt == tuple(parts)  # reward functions get what the row holds

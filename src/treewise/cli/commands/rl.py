@@ -152,6 +152,8 @@ def _run_online(args: argparse.Namespace, path: str | None, overrides: list[str]
     config.more.setdefault("objective", "grpo")
     settings = config.more.setdefault("objective_settings", {})
     settings.setdefault("weighting", "per_rollout")
+    if config.more.get("max_staleness") and config.more["objective"] not in ("sft", "distillation"):
+        settings.setdefault("sampler_correction", "truncate")
     online_run.run(args, config, _objective(config))
     return 0
 

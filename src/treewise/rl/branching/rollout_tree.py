@@ -27,6 +27,7 @@ STREAM_TYPES = {
     "top_ids": np.int32,
     "top_logprobs": np.float32,
     "turn_ends": np.int64,
+    "versions": np.int32,
 }
 
 
@@ -51,6 +52,7 @@ class RolloutNode:
             unused place. They go together.
         turn_ends: ascending offsets in 1..n at which a turn (what the policy wrote, and the observation that answered
             it) ends. The last turn of a node that ended ends at n.
+        versions: [n] int32, of the policy that sampled each token, -1 where not sampled; None where nobody counts them.
         finish: why it ended (`stop`, `length`, ...); None while it is to be continued (a segment that reached its
             limit).
         reward: of the rollout that ends here; finite.
@@ -73,6 +75,7 @@ class RolloutNode:
     finish: str | None = None
     reward: float | None = None
     error: str | None = None
+    versions: np.ndarray | None = None
 
     if TYPE_CHECKING:  # what is taken is wider than what is kept
 
@@ -90,6 +93,7 @@ class RolloutNode:
             finish: str | None = None,
             reward: float | None = None,
             error: str | None = None,
+            versions: ArrayLike | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -125,7 +129,7 @@ def _check_shapes(node: RolloutNode) -> None:
     if node.token_ids.ndim != 1 or not len(node.token_ids):
         raise DataError(f"a node has token_ids of shape {node.token_ids.shape}; give one flat, non-empty sequence.")
     num_tokens = len(node.token_ids)
-    for name in ("is_sampled", "logprobs", "entropies"):
+    for name in ("is_sampled", "logprobs", "entropies", "versions"):
         stream = getattr(node, name)
         if stream is not None and stream.shape != (num_tokens,):
             raise DataError(f"a node has {name} of shape {stream.shape} for {num_tokens} tokens.")
@@ -334,12 +338,15 @@ class RolloutTree:
         context = np.zeros(len(self.prompt_ids))
         for leaf in self.rewarded_leaves:
             draws = [np.full(piece.end - piece.start, piece.node) for piece in self.pieces(leaf)]
+            has_versions = all(self._nodes[piece.node].versions is not None for piece in self.pieces(leaf))
+            versions = np.concatenate([context - 1, self.path(leaf, "versions")]) if has_versions else None
             rows.append(
                 Trajectory(
                     self.prefix_ids(leaf),
                     np.concatenate([context, self.path(leaf, "is_sampled")]),
                     sampler_logprobs=np.concatenate([context, self.path(leaf, "logprobs")]),
                     draws=np.concatenate([context - 1, *draws]),
+                    policy_versions=versions,
                     group=self.group,
                     reward=self._nodes[leaf].reward,
                     rollout=leaf,

@@ -90,8 +90,8 @@ class Collector:
     temperature: float
     model: Any
 
-    def rounds(self, state: LoopState, journal: Journal) -> Rounds:
-        """How trees grow, from the state between two iterations."""
+    def rounds(self, state: LoopState, journal: Journal, version: int = 0) -> Rounds:
+        """How trees grow, from the state between two iterations. version: of the policy that the sampler has."""
         settings, policy = self.settings, self.settings.policy()
         stop_ids = self.chat.end_ids()
         request = SampleRequest(
@@ -114,6 +114,7 @@ class Collector:
             expected_tokens=state.expected_tokens or float(settings.max_new_tokens),
             episodes_at_once=self.rewards.calls.at_once,
             gather_seconds=settings.gather_seconds,
+            version=version,
         )
 
     def collect(self, items: TaskSampler, budget: int, stream: tuple[int, ...], rounds: Rounds) -> Collected:

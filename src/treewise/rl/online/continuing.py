@@ -9,7 +9,7 @@ each request a batch of its own.
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,9 @@ class Rounds:
 
     request: what all requests have in common; its prefix is replaced. expected_tokens: of a rollout, from earlier
     iterations. episodes_at_once: environments that work at a time. gather_seconds: for so long requests that are ready
-    wait for environments that have not answered; None: until all have. progress: is called with the tokens of each
-    batch. seconds: of sampling, of this those in which all rollouts waited for environments, and of rewards, added up.
+    wait for environments that have not answered; None: until all have. version: of the policy that the sampler has;
+    None where nobody counts. progress: is called with the tokens of each completion. seconds: of sampling, of this
+    those in which all rollouts waited for environments, and of rewards, added up.
     """
 
     branching: Branching
@@ -43,6 +44,7 @@ class Rounds:
     expected_tokens: float | None = None
     episodes_at_once: int = 64
     gather_seconds: float | None = 0.1
+    version: int | None = None
     progress: Callable[[int], None] | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"sampling": 0.0, "environments": 0.0, "reward": 0.0})
 
@@ -109,7 +111,7 @@ class _SideBySide:
                 self.continuations[index].go_on()
                 self._go_on(index)
             else:
-                answer = completion_to_json(result[0][0])
+                answer = self._answer(result[0][0])
                 self._record([(request, answer)])
                 self._take(index, answer)
 
@@ -132,11 +134,14 @@ class _SideBySide:
 
             def done(number: int, completions: Sequence[Completion]) -> None:
                 index, request = missing[number]
-                found.append((request, completion_to_json(completions[0])))
+                found.append((request, self._answer(completions[0])))
                 self._take(index, found[-1][1])
 
             sample_in_parts(self.rounds.sampler, [request for _, request in missing], done)
             self._record(found)
+
+    def _answer(self, completion: Completion) -> Any:
+        return completion_to_json(replace(completion, version=self.rounds.version))
 
     def _record(self, found: Sequence[tuple[SampleRequest, Any]]) -> None:
         self.rounds.journal.record(

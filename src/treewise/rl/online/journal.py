@@ -213,13 +213,14 @@ def question_of(request: SampleRequest) -> list[Any]:
 
 _FIELDS = tuple(SampleRequest.__slots__)
 _TUPLES = ("prefix_ids", "stop_ids", "stop_sequences")
+_SCALARS = ("finish_reason", "continuation", "version")
 
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:
     """Plain JSON values; float32 survives exactly."""
     arrays = {name: getattr(completion, name) for name in _ARRAYS}
     values = {name: array.tolist() for name, array in arrays.items() if array is not None}
-    return {**values, "finish_reason": completion.finish_reason, "continuation": completion.continuation}
+    return {**values, **{name: getattr(completion, name) for name in _SCALARS}}
 
 
 def completion_from_json(values: dict[str, Any]) -> Completion:
@@ -227,5 +228,5 @@ def completion_from_json(values: dict[str, Any]) -> Completion:
     arrays: dict[str, Any] = {
         name: np.array(values[name], dtype=dtype) for name, dtype in _ARRAYS.items() if name in values
     }
-    rest = {name: values[name] for name in ("finish_reason", "continuation")}
+    rest = {name: values[name] for name in _SCALARS}
     return Completion(**arrays, **rest)

@@ -75,6 +75,7 @@ def _records(
             "loss_weights": weights.tolist(),
             "sampler_logprobs": [value if weight else None for value, weight in pairs],
             "draws": row.draws.astype(int).tolist(),
+            **({} if row.policy_versions is None else {"policy_versions": row.policy_versions.astype(int).tolist()}),
             "reward": row.reward,
             "group": row.group,
             "rollout": row.rollout,

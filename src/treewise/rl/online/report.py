@@ -36,6 +36,7 @@ _LINE = (
     ("seconds_sampling", "{:.1f} s sampling"),
     ("seconds_reward", "{:.1f} s rewards"),
     ("seconds_update", "{:.1f} s update"),
+    ("staleness", "staleness {:.2f}"),
     ("failed_rollouts", "{:.0f} without reward"),
 )
 _ONLY_IF_SET = ("failed_rollouts",)
@@ -143,6 +144,7 @@ def figures(
         "unfinished_tokens": float(account.unfinished),
         "left_out_tokens": float(account.left_out),
         "seconds_sampling": seconds.get("sampling", 0.0),
+        "seconds_environments": seconds.get("environments", 0.0),
         "seconds_reward": seconds.get("reward", 0.0),
         "sampled_tokens_per_second": account.sampled / max(seconds.get("sampling", 0.0), 1e-9),
     }

@@ -184,7 +184,7 @@ class Continuation:
         self._num_turns = 0
         self._is_sampled: list[bool] = []
         self._turn_ends: list[int] = []
-        self._streams: dict[str, Any] = {"token_ids": [], "logprobs": []}
+        self._streams: dict[str, Any] = {"token_ids": [], "logprobs": []}  # and those that the sampler gives
         self._first: Completion | None = None
         self._reason: str | None = None  # why the part that was sampled last ended; None before the first
         self.refused: TaskError | None = None
@@ -298,6 +298,8 @@ class Continuation:
             values = getattr(part, name)
             if values is not None:
                 self._streams.setdefault(name, []).extend(values.tolist())
+        if part.version is not None:
+            self._streams.setdefault("versions", []).extend([part.version] * part.num_tokens)
         self.conversation.extend(part.token_ids.tolist())
 
     def _observe(self, token_ids: list[int]) -> None:
@@ -306,8 +308,9 @@ class Continuation:
         self._is_sampled += [False] * num_tokens
         self._streams["token_ids"] += token_ids
         self._streams["logprobs"] += [0.0] * num_tokens
-        if "entropies" in self._streams:
-            self._streams["entropies"] += [0.0] * num_tokens
+        for name, fill in (("entropies", 0.0), ("versions", -1)):
+            if name in self._streams:
+                self._streams[name] += [fill] * num_tokens
         if "top_ids" in self._streams:
             width = len(self._streams["top_ids"][0])
             self._streams["top_ids"] += [[0] * width] * num_tokens
@@ -330,4 +333,5 @@ def _first_token(tree: RolloutTree, branch: Branch) -> Completion:
         entropies=None if node.entropies is None else node.entropies[at],
         top_ids=node.top_ids[at],
         top_logprobs=node.top_logprobs[at],
+        version=None if node.versions is None else int(node.versions[branch.position]),
     )

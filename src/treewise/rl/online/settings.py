@@ -34,12 +34,34 @@ def refuse_settings(args: "TreeTrainingArguments") -> None:
         )
 
 
-def own_objective(name: str) -> "Objective":
+def own_objective(name: str, max_staleness: int = 0) -> "Objective":
     """An objective that is given by its name, with the settings of online runs."""
     from treewise.objectives.registry import objective_named
 
-    more = {} if name in ("sft", "distillation") else {"measure_entropy": True}
+    is_policy_gradient = name not in ("sft", "distillation")
+    more: dict[str, Any] = {"measure_entropy": True} if is_policy_gradient else {}
+    if max_staleness and is_policy_gradient:
+        more["sampler_correction"] = "truncate"
     return objective_named(name, weighting="per_rollout", **more)
+
+
+def check_staleness(settings: "OnlineSettings", objective: "Objective", world_size: int) -> None:
+    """Raises `ConfigError` where older weights sample than a loss, a curriculum or several processes allow."""
+    if not settings.max_staleness:
+        return
+    has_ratio = settings.old_logprobs == "sampler" and getattr(objective, "surrogate", None) != "reinforce"
+    if getattr(objective, "sampler_correction", "none needed") is None and not has_ratio:
+        raise ConfigError(
+            f"max_staleness={settings.max_staleness}: rollouts are sampled by an older policy than the one that trains "
+            "on them; give the objective sampler_correction: truncate (or mask), or old_logprobs: sampler."
+        )
+    if settings.chosen_curriculum().kind.measures_angles:
+        raise ConfigError(
+            f"curriculum {settings.curriculum!r} measures angles with the model that trains, so it cannot draw items "
+            "meanwhile; leave max_staleness out."
+        )
+    if world_size > 1:
+        raise ConfigError("max_staleness: runs of several processes sample and train in turns; leave it out.")
 
 
 def check_reference(objective: "Objective", reference: object, model: object) -> None:
@@ -64,6 +86,8 @@ class OnlineSettings:
         tokens_per_iteration: generated tokens of an iteration, over all of its trees, whatever their shape. What an
             iteration passes it by is taken off later ones.
         max_new_tokens: generated tokens of one rollout at most.
+        max_staleness: 0: sampling and training take turns. 1 and more: while an iteration trains, the next ones are
+            sampled with weights that are so many iterations old at most.
         max_length: tokens of prompt and rollout at most; None: what the model's positions allow.
         branching, branching_settings: a policy of `treewise.rl.branching` and its settings.
         advantages, advantages_settings: of `treewise rl --advantages`; None: the one that the objective was published
@@ -105,6 +129,7 @@ class OnlineSettings:
     trees_per_iteration: Count = 8
     tokens_per_iteration: Count = 8192
     max_new_tokens: Count = 256
+    max_staleness: CountOrNone = 0
     max_length: int | None = None
     branching: str = "none"
     branching_settings: Mapping[str, Any] = field(default_factory=dict)

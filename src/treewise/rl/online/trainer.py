@@ -4,6 +4,9 @@ An iteration is a deterministic function of the state before it: random streams 
 the tree. Completions and rewards are in a journal as soon as they are known, and a checkpoint holds all state between
 two iterations. So a run that is killed anywhere goes on from its last checkpoint through what the journals hold, to
 the weights that an undisturbed one has (bit for bit where kernels are deterministic, as on a CPU).
+
+With `max_staleness` a thread collects the next iterations meanwhile (`ahead.py`), from a state of its own: what it has
+observed up to an iteration becomes the run's when that iteration has trained.
 """
 
 import json
@@ -12,9 +15,9 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from copy import deepcopy
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext, suppress
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from treewise.distributed import ranks
 from treewise.distributed.signals import StepAbandoned
 from treewise.engine.engine import TreeEngine
 from treewise.engine.scoring import StepOutput
-from treewise.errors import CheckpointError, ConfigError, StoppedError
+from treewise.errors import CheckpointError, ConfigError, StoppedError, bytes_as_text
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.rl.checks import gap_warning
@@ -37,17 +40,26 @@ from treewise.rl.curriculum import TaskSampler
 from treewise.rl.curriculum.self_check import CheckReport
 from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online import records
+from treewise.rl.online.ahead import Ahead
 from treewise.rl.online.collecting import Collected, Collector, token_progress
 from treewise.rl.online.continuing import Rounds
 from treewise.rl.online.curriculum import CurriculumCheck
 from treewise.rl.online.growing import check_failures
 from treewise.rl.online.journal import Journal, LoopState, journal_file, journals
 from treewise.rl.online.report import PrintedLine, account_of, figures, nothing_learned
-from treewise.rl.online.settings import OnlineSettings, check_reference, own_objective, refuse_settings
+from treewise.rl.online.settings import (
+    OnlineSettings,
+    check_reference,
+    check_staleness,
+    own_objective,
+    refuse_settings,
+)
 from treewise.rl.samplers import Sampler, TransformersSampler
+from treewise.rl.samplers.copied_weights import CopyingSampler
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import Calls, ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
+from treewise.rl.tasks.rewards import RewardTally
 from treewise.rl.update import Update, credited, method_of, scored, with_streams
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
@@ -58,6 +70,18 @@ from treewise.tree.trajectory import Trajectory
 logger = logging.getLogger("treewise")
 
 _TREES, _BATCHES, _EVALUATION = 2, 3, 4  # name random streams, beside those of curricula
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What an iteration trains on. tally: of its rewards. seconds: of `Rounds`. state: of the loop once it has trained;
+    None where that is still to be observed.
+    """
+
+    collected: Collected
+    tally: RewardTally
+    rounds: Rounds
+    state: LoopState | None = None
 
 
 class OnlineTrainer(TreeTrainer):
@@ -72,7 +96,8 @@ class OnlineTrainer(TreeTrainer):
             `settings` holds theirs.
         objective: a loss, or its name; a name has `weighting="per_rollout"`. Rewards become advantages as
             `settings.advantages` says, else as the objective was published with (`usual_advantages`).
-        sampler: None for the model itself, in this process (`TransformersSampler`).
+        sampler: None for the model itself, in this process (`TransformersSampler`). With `max_staleness` one that holds
+            weights of its own, or None for a copy of the model's.
         reference: the model that a KL term is measured against; with adapters None is the model without them.
         callbacks: of transformers: trackers, or your own; `on_log` gets the figures of each iteration.
 
@@ -102,7 +127,9 @@ class OnlineTrainer(TreeTrainer):
         self.task, self.settings = task, settings or OnlineSettings()
         args = TreeTrainingArguments() if args is None else args
         refuse_settings(args)
-        objective = own_objective(objective) if isinstance(objective, str) else objective
+        staleness = self.settings.max_staleness
+        objective = own_objective(objective, staleness) if isinstance(objective, str) else objective
+        check_staleness(self.settings, objective, int(args.world_size))
         method_of(objective, self.settings.advantages)
         check_reference(objective, reference, model)
         self.reference = reference
@@ -112,7 +139,13 @@ class OnlineTrainer(TreeTrainer):
         if args.process_index == 0:
             self.add_callback(PrintedLine(sys.stdout.write))
         self.folder = Path(args.output_dir)
-        self.sampler: Sampler = TransformersSampler(self.model) if sampler is None else sampler
+        own: Sampler = TransformersSampler(self.model) if sampler is None else sampler
+        self.sampler = own  # of training rollouts; those of evaluations come from the newest weights
+        if staleness and isinstance(own, TransformersSampler) and own.model is self.model:
+            self.sampler = CopyingSampler(self.model, **own.settings)
+            if args.process_index == 0:
+                size = bytes_as_text(self.sampler.num_bytes)
+                sys.stdout.write(f"max_staleness {staleness}: the sampler's copy of the weights has {size}\n")
         self.rewards = RewardRunner(
             Calls(self.settings.reward_timeout, self.settings.reward_workers, self.settings.episodes_at_once),
             self.settings.on_reward_error,  # type: ignore[arg-type]
@@ -122,11 +155,14 @@ class OnlineTrainer(TreeTrainer):
             task=task,
             chat=ChatTokens(tokenizer, self.settings.chat_template),
             settings=self.settings,
-            sampler=self.sampler,
+            sampler=own,
             rewards=self.rewards,
             temperature=args.temperature,
             model=self.model,
         )
+        self._ahead: Ahead[_Sampled] | None = None
+        self._journals: dict[int, Journal] = {}
+        self._ended = time.perf_counter()  # the last iteration
         self.items = TaskSampler(self.settings.chosen_curriculum(), self.rollouts.pool(), args.seed)
         self.loop = LoopState(SuccessBook(self.settings.settings_of_book()))
         self._num_begun = 0  # optimizer steps; parameters may have changed with the first
@@ -155,6 +191,7 @@ class OnlineTrainer(TreeTrainer):
             stack.enter_context(entered_run(self.args, self._signals))
             stack.callback(self.sampler.close)
             stack.callback(self.rewards.close)
+            stack.callback(lambda: self._ahead and self._ahead.close())
             self._begin(resume_from_checkpoint)
             self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
             for iteration in range(self.loop.iteration, self.settings.iterations):
@@ -162,6 +199,9 @@ class OnlineTrainer(TreeTrainer):
                 is_last = iteration + 1 == self.settings.iterations
                 has_to_stop = not is_last and stop_of_all(self._signals)
                 if has_to_stop or self._is_due(iteration, self.settings.save_every):
+                    if self._ahead is not None and not is_last:
+                        with suppress(StepAbandoned), self._signals.computing():
+                            self._ahead.wait_for(iteration + 1)  # so the journal holds all that older weights sampled
                     self._save_loop()
                 if has_to_stop:
                     raise self._stopped()
@@ -184,8 +224,10 @@ class OnlineTrainer(TreeTrainer):
                 return self._iteration(iteration)
         except StepAbandoned:
             clear_gradients(self.model.parameters())
-            items, self.rewards.failures, num_begun = before
-            self.items.load_state_dict(items)
+            items, failures, num_begun = before
+            if self._ahead is None:
+                self.rewards.failures = failures
+                self.items.load_state_dict(items)
             if (self.loop.iteration, self._num_begun) == (iteration, num_begun):
                 self._save_loop()
             raise self._stopped() from None
@@ -193,16 +235,15 @@ class OnlineTrainer(TreeTrainer):
     def _iteration(self, iteration: int) -> dict[str, float]:
         """Collects rollouts, credits them, trains on them; its figures, which it logs."""
         settings, number, tokenizer = self.settings, iteration + 1, self.rollouts.chat.tokenizer
-        rounds = self.rollouts.rounds(self.loop, Journal(journal_file(self.folder, number)))
-        self.rewards.begin(self.state)
+        rounds = self.rollouts.rounds(self.loop, self._journal(number), self.loop.iteration)
         if iteration == 0 and settings.eval_every:
             found, held_out = self._evaluation(0, rounds)
             self._log({"iteration": 0.0, **found})
+            self._ended = time.perf_counter()
             self._show("held out, before the first update", held_out)
         # Collect.
-        self.rewards.begin(self.state)
-        collected = self._collected(iteration, rounds)
-        check_failures(self.rewards.tally, settings.max_failed, f"iteration {number}", rounds.journal)
+        sampled = self._sampled(iteration, rounds)
+        collected = sampled.collected
         trees = collected.trees
         rows = [each.tree.trajectories(source=f"iteration {number}, {each.tree.group}") for each in trees]
         if self.args.should_save:
@@ -212,14 +253,19 @@ class OnlineTrainer(TreeTrainer):
         account = account_of(trees, rows, update, number)
         self._warn(number, nothing_learned(trees, update, self.loss_objective))
         # Train.
-        trained = {"optimizer_steps": 0.0} if update is None else self._train_on(update, iteration)
-        self._observe(collected, int(trained["optimizer_steps"]))
+        with nullcontext() if self._ahead is None else self._ahead.training(iteration):
+            trained = {"optimizer_steps": 0.0} if update is None else self._train_on(update, iteration)
+        self._take_state(sampled, int(trained["optimizer_steps"]))
         # Log.
         logs = {"iteration": float(number)} | figures(
-            trees, account, self.loop.book, rounds.seconds, settings.success_at
+            trees, account, self.loop.book, sampled.rounds.seconds, settings.success_at
         )
         logs |= trained | collected.figures()
-        logs |= {name: float(np.mean(values)) for name, values in self.rewards.tally.metrics.items()}
+        logs |= {name: float(np.mean(values)) for name, values in sampled.tally.metrics.items()}
+        if self._ahead is not None:
+            logs |= {"staleness": staleness_of(update, iteration), "seconds_waiting": self._ahead.seconds_waited}
+            self._ahead.seconds_waited = 0.0
+        logs["seconds_iteration"], self._ended = time.perf_counter() - self._ended, time.perf_counter()
         logs["learning_rate"] = float(self.lr_scheduler.get_last_lr()[0])
         held_out = []
         if self._is_due(iteration, settings.eval_every):
@@ -232,16 +278,65 @@ class OnlineTrainer(TreeTrainer):
         if getattr(self.loss_objective, "sampler_correction", None) is None:
             self._warn(number, gap_warning(logs.get("logprob_gap", 1.0), settings.logprob_gap_limit))
         self._warn(number, account.warning())
+        self._journals.pop(number)
         return logs
 
     # -- its parts ----------------------------------------------------------------------------------------------------
 
-    def _collected(self, iteration: int, rounds: Rounds) -> Collected:
-        """The trees of an iteration, under its budget less what earlier ones took too many."""
-        budget = max(self.settings.tokens_per_iteration - self.loop.overshoot, self.settings.trees_per_iteration)
-        with token_progress(f"iteration {iteration + 1}", budget, hidden=bool(self.args.disable_tqdm)) as advance:
-            stream = (self.args.seed, iteration, _TREES)
-            collected = self.rollouts.collect(self.items, budget, stream, replace(rounds, progress=advance))
+    def _sampled(self, iteration: int, rounds: Rounds) -> _Sampled:
+        """The rollouts of an iteration: collected now, or by the thread that collects ahead.
+
+        Raises:
+            TaskError: more rewards failed than may.
+        """
+        if self.settings.max_staleness:
+            if self._ahead is None:
+                self._ahead = self._new_ahead(iteration)
+                self._ahead.start()
+            return self._ahead.take(iteration)
+        self.rewards.begin(self.state)
+        name = f"iteration {iteration + 1}"
+        with token_progress(name, self._budget(self.loop), hidden=bool(self.args.disable_tqdm)) as advance:
+            collected = self._collected(self.rollouts, self.loop, iteration, replace(rounds, progress=advance))
+        return _Sampled(collected, self.rewards.tally, rounds)
+
+    def _new_ahead(self, first: int) -> Ahead[_Sampled]:
+        """The thread, with a state, a sampler and a count of rewards of its own."""
+        loop = LoopState.from_json(self.loop.state())
+        rewards = RewardRunner(self.rewards.calls, self.rewards.on_reward_error, self.rewards.extras)
+        rewards.failures.update(self.rewards.failures)
+        rollouts = replace(self.rollouts, sampler=self.sampler, rewards=rewards)
+
+        def collect(iteration: int, version: int) -> _Sampled:
+            state = copy(self.state)
+            state.global_step = iteration
+            rewards.begin(state)
+            rounds = rollouts.rounds(loop, self._journal(iteration + 1), version)
+            rounds = replace(rounds, progress=ahead.check)
+            collected = self._collected(rollouts, loop, iteration, rounds)
+            self._observe(loop, collected)
+            loop.failures, loop.curriculum = dict(rewards.failures), deepcopy(self.items.state_dict())
+            return _Sampled(collected, rewards.tally, rounds, LoopState.from_json(deepcopy(loop.state())))
+
+        last, staleness = self.settings.iterations, self.settings.max_staleness
+        ahead = Ahead(collect, rollouts.hand_over, first, last, staleness)
+        return ahead
+
+    def _journal(self, number: int) -> Journal:
+        """The journal of an iteration, one for all that writes into it."""
+        if number not in self._journals:
+            self._journals[number] = Journal(journal_file(self.folder, number))
+        return self._journals[number]
+
+    def _budget(self, loop: LoopState) -> int:
+        """Generated tokens of the next iteration: less what earlier ones took too many."""
+        return max(self.settings.tokens_per_iteration - loop.overshoot, self.settings.trees_per_iteration)
+
+    def _collected(self, rollouts: Collector, loop: LoopState, iteration: int, rounds: Rounds) -> Collected:
+        stream = (self.args.seed, iteration, _TREES)
+        collected = rollouts.collect(self.items, self._budget(loop), stream, rounds)
+        tally, most = rounds.rewards.tally, self.settings.max_failed
+        check_failures(tally, most, f"iteration {iteration + 1}", rounds.journal)
         if self.items.curriculum.kind.measures_angles:
             prompts = [each.tree.prompt_ids for each in collected.trees]
             collected.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
@@ -304,12 +399,23 @@ class OnlineTrainer(TreeTrainer):
             "share_ratio": sums[2] / max(1, sums[1]),
             "seconds_update": time.perf_counter() - started,
         }
-        self.rollouts.hand_over()
+        if self._ahead is None:
+            self.rollouts.hand_over()
         return logs | gap
 
-    def _observe(self, collected: Collected, num_updates: int) -> None:
-        """Takes a finished iteration into the state."""
-        loop, trees = self.loop, collected.trees
+    def _take_state(self, sampled: _Sampled, num_updates: int) -> None:
+        """Takes an iteration that has trained into the state."""
+        num_updates += self.loop.num_updates
+        if sampled.state is None:
+            self._observe(self.loop, sampled.collected)
+        else:
+            self.loop = sampled.state
+        self.loop.num_updates = num_updates
+        self.state.global_step = self.loop.iteration
+
+    def _observe(self, loop: LoopState, collected: Collected) -> None:
+        """Takes what an iteration sampled into a state."""
+        trees = collected.trees
         outcomes = collected.outcomes(loop.book, self.settings.success_at)
         if self.args.should_save:
             records.write_draws(self.folder, loop.iteration + 1, self.settings.curriculum, collected, outcomes)
@@ -322,13 +428,14 @@ class OnlineTrainer(TreeTrainer):
         sampled = sum(each.num_sampled for each in trees)
         loop.num_sampled += sampled
         loop.overshoot += sampled - collected.extra_budget - self.settings.tokens_per_iteration
-        loop.num_updates += num_updates
         loop.iteration += 1
-        self.state.global_step = loop.iteration
 
     def _evaluation(self, iteration: int, rounds: Rounds) -> tuple[dict[str, float], list[records.Sample]]:
         """Figures of the held-out items, and the first of their samples, which are written."""
-        found, samples = self.rollouts.evaluation(rounds, self.args.seed + _EVALUATION)
+        self.rewards.begin(self.state)
+        has_own = self._ahead is not None and self.rollouts.sampler is self.sampler  # not the model at hand
+        with self._ahead.newest() if self._ahead is not None and has_own else nullcontext():
+            found, samples = self.rollouts.evaluation(rounds, self.args.seed + _EVALUATION)
         if samples and self.args.should_save:
             records.write_evaluation(self.folder, iteration, samples)
         return found, samples[: records.NUM_SHOWN]
@@ -412,8 +519,9 @@ class OnlineTrainer(TreeTrainer):
         """One checkpoint with all state; journals of the iterations before it are no longer needed."""
         if self.loop.iteration == self._checkpoints.last_step:
             return
-        self.loop.failures = dict(self.rewards.failures)
-        self.loop.curriculum = self.items.state_dict()
+        if self._ahead is None:
+            self.loop.failures = dict(self.rewards.failures)
+            self.loop.curriculum = self.items.state_dict()
         self._save_checkpoint(self.model, None)
         if self.args.should_save and self._checkpoints.last_step == self.loop.iteration:
             for path in journals(self.folder, self.loop.iteration):
@@ -437,6 +545,13 @@ class OnlineTrainer(TreeTrainer):
         checkpoints = store.checkpoints(self.folder)
         where = f"saved in {checkpoints[-1]} and the journal" if checkpoints else "the journal holds what was sampled"
         return stopped_error(self._signals, f"stopped after iteration {self.loop.iteration}; {where}.")
+
+
+def staleness_of(update: Update | None, version: int) -> float:
+    """The mean age, in iterations, of the policies that sampled the trained tokens."""
+    rows = [] if update is None else [row for own in update.trees for row in own if row.policy_versions is not None]
+    ages = [version - row.policy_versions[(row.loss_weights > 0) & (row.policy_versions >= 0)] for row in rows]
+    return float(np.mean(np.concatenate(ages))) if ages else 0.0
 
 
 def _same_weights(model: nn.Module) -> None:

@@ -90,7 +90,8 @@ class Completion:
     token_ids: int32 [T]. logprobs: float32 [T]. log_kept_mass: float32 [T] where top-k or top-p were set.
     entropies: float32 [T], in nats, of the distribution that `logprobs` belong to. top_ids: int32 [T, num_top] and
     top_logprobs: float32 [T, num_top], of the distribution that `logprobs` belong to, most likely first; `-inf` where
-    top-k, top-p or a temperature of 0 leave fewer to draw from. continuation: its number in the random stream.
+    top-k, top-p or a temperature of 0 leave fewer to draw from. continuation: its number in the random stream. version:
+    of the policy, as an online loop counts it; None where nobody counts.
     """
 
     token_ids: np.ndarray
@@ -101,6 +102,7 @@ class Completion:
     entropies: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    version: int | None = None
 
     @property
     def behavior_logprobs(self) -> np.ndarray:

@@ -75,6 +75,11 @@ class TransformersSampler:
         self.method = method
         self._decoder: type[Decoder] | None = None
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What another sampler of the same kind is made with, beside its model."""
+        return {name: getattr(self, name) for name in ("max_rows", "max_cached_tokens", "isolate_requests", "method")}
+
     def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         """See `Sampler`. Raises as `sample_in_parts`."""
         results: list[tuple[Completion, ...]] = [()] * len(requests)
