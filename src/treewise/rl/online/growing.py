@@ -12,13 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from treewise.distributed import ranks
 from treewise.errors import TaskError
-from treewise.rl.branching import PROMPT, RolloutTree
+from treewise.rl.branching import PROMPT, Branch, RolloutTree
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.journal import Journal
 from treewise.rl.online.rollout import Continuation, OpenRollout, SingleTurn
@@ -66,6 +67,9 @@ class GrowingTree:
         started = []
         budget_left = self.budget - self.num_sampled  # negative where the tree passed its budget
         for branch in rounds.branching.next_requests(self.tree, signals, budget_left, self.rng):
+            if branch.node != PROMPT and not self.first.can_return:
+                _say_once("the environment cannot be copied or played again: trees branch at their prompts alone")
+                branch = Branch(count=branch.count)
             source = self.first if branch.node == PROMPT else self.conversations[branch.node]
             num_tokens = len(self.tree.prefix_ids(branch.node, branch.position))
             for _ in range(branch.count):
@@ -97,6 +101,11 @@ class GrowingTree:
         self.tree = RolloutTree.from_json(values["tree"])
         for name in _COUNTS:
             setattr(self, name, values[name])
+
+
+@cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
 
 
 def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:

@@ -28,6 +28,10 @@ class OpenRollout(Protocol):
         """The prompt and all that followed: what the sampler continues."""
 
     @property
+    def can_return(self) -> bool:
+        """Whether a branch may start behind the prompt."""
+
+    @property
     def opening(self) -> Callable[[], None] | None:
         """What a branch waits for before its first request. Raises `TaskError` if the environment cannot be brought
         back."""
@@ -50,6 +54,10 @@ class OneTurn:
     """A prompt and one completion."""
 
     token_ids: list[int]
+
+    @property
+    def can_return(self) -> bool:
+        return True
 
     @property
     def opening(self) -> None:
@@ -98,6 +106,10 @@ class Turns:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self.pending += [int(token) for token in token_ids]
+
+    @property
+    def can_return(self) -> bool:
+        return self.episode.method != "start"
 
     @property
     def opening(self) -> Callable[[], None]:

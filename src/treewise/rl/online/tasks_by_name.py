@@ -1,6 +1,7 @@
 """Tasks by the names that configurations give them."""
 
 import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,14 @@ from treewise.rl.tasks.calls import described, found_by_name
 from treewise.rl.tasks.protocol import SingleTurnTask, Task, TurnTask
 
 _GYM = "reasoning_gym:"
+_OF_OTHERS = {
+    "textarena": "textarena_games:textarena_task",
+    "verifiers": "verifiers_tasksets:verifiers_task",
+    "openenv": "openenv_server:openenv_task",
+}
 FORMS = (
-    "reasoning_gym:NAME, sum, a file of rows (.jsonl, .json, .parquet, with reward_functions), module:name or "
-    "file.py:name (a task, a function that makes one, or an environment class)"
+    "reasoning_gym:NAME, verifiers:NAME, textarena:GAME, openenv:URL, sum, a file of rows (.jsonl, .json, .parquet, "
+    "with reward_functions), module:name or file.py:name (a task, a function that makes one, or an environment class)"
 )
 
 
@@ -50,6 +56,12 @@ def task_named(
         if name.startswith(_GYM):
             own = {key: given.pop(key) for key in ("instruction", "solved_examples") if key in given}
             return ReasoningGymTask(name.removeprefix(_GYM), given, seed=seed, **own)
+        package, _, rest = name.partition(":")
+        if package in _OF_OTHERS and rest:
+            module, _, function = _OF_OTHERS[package].partition(":")
+            make = getattr(importlib.import_module(f"treewise.rl.tasks.of_others.{module}"), function)
+            task: Task = make(rest, **given)
+            return task
         if name == "sum":
             return SumTask(seed=seed, **given)
         if is_rows:

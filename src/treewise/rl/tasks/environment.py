@@ -4,7 +4,8 @@ An environment is an object with `reset(**columns)` (which may return a text tha
 are tools, and `get_reward()`. Two things may be added: an attribute `done`, which ends the episode, and `fork()`, which
 returns an independent copy. Without `fork` a deep copy is made. Where that fails, or the class sets
 `can_be_copied = False` (it holds a session elsewhere), an episode is played again from its start and every
-observation is compared with the recorded one by its hash.
+observation is compared with the recorded one by its hash. One with `can_be_replayed = False` is branched at its start
+alone. `take_messages(messages)` gets the whole conversation before `get_reward`.
 """
 
 import asyncio
@@ -24,8 +25,8 @@ from treewise.rl.tasks.chat_tokens import ToolCall
 from treewise.rl.tasks.protocol import Split, TaskItem, check_held_out, rows_of_split
 from treewise.rl.tasks.reward_functions import number
 
-NOT_TOOLS = ("reset", "get_reward", "fork")
-StateMethod = Literal["fork", "deepcopy", "replay"]
+NOT_TOOLS = ("reset", "get_reward", "fork", "take_messages")
+StateMethod = Literal["fork", "deepcopy", "replay", "start"]
 
 
 @dataclass(slots=True)
@@ -105,7 +106,7 @@ class EnvironmentTask:
 
 
 def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
-    """Public methods by name; `reset`, `get_reward` and `fork` are not tools."""
+    """Public methods by name, but those in `NOT_TOOLS`."""
     members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     return {name: getattr(environment, name) for name, _ in members if name[0] != "_" and name not in NOT_TOOLS}
 
@@ -162,8 +163,10 @@ def carried_out(environment: object, call: ToolCall) -> tuple[str, object]:
     return answer(environment, call), environment
 
 
-def reward_of(environment: Any) -> float | FailedCall:
+def reward_of(environment: Any, messages: Sequence[Message]) -> float | FailedCall:
     """What `get_reward` returns: a float, or why it is none."""
+    if hasattr(environment, "take_messages"):
+        environment.take_messages(messages)
     return number(awaited(environment.get_reward()), "get_reward returned")
 
 
@@ -203,6 +206,8 @@ def state_method(environment: object) -> StateMethod:
     """How the state of this environment can be brought back."""
     if callable(getattr(environment, "fork", None)):
         return "fork"
+    if getattr(environment, "can_be_replayed", True) is False:
+        return "start"
     if getattr(environment, "can_be_copied", True) is False:
         return "replay"
     try:
@@ -213,7 +218,7 @@ def state_method(environment: object) -> StateMethod:
 
 
 def snapshot(environment: Any, method: StateMethod) -> object:
-    """An independent copy; None where the method is replay."""
+    """An independent copy; None where the method makes none."""
     if method == "fork":
         return environment.fork()
     return copy.deepcopy(environment) if method == "deepcopy" else None

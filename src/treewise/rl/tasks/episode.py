@@ -39,7 +39,7 @@ class Episode:
 
     token_ids: the prompt and all that followed; what the next turn is sampled from. sampled: for each of them, whether
     the model sampled it; only these are trained, all others have weight 0. turn_starts: where each turn's sampled ids
-    begin. end_reason: None while it goes on.
+    begin. end_reason: None while it goes on. last: the turn that ended it.
     """
 
     task: TurnTask
@@ -58,6 +58,7 @@ class Episode:
     records: list[TurnRecord] = field(default_factory=list)
     end_reason: EndReason | None = None
     failure: FailedCall | None = None
+    last: Message | None = None
     num_branches: int = 0
     _turn: _Turn | None = None
     _restore: Callable[[], Any] | None = None  # of a branch that is not opened
@@ -114,6 +115,8 @@ class Episode:
             self.end_reason = "max_turns"
         else:
             self._append(turn)
+            return
+        self.last = _message(turn)
 
     def branch(self, turn: int) -> "Episode":
         """An independent episode that stands before turn `turn` (0 is the first); `num_turns` copies all turns. Raises
@@ -172,7 +175,8 @@ class Episode:
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             raise ConfigError(f"{self.item.key}: the environment has no get_reward.")
-        return Job(env.reward_of, (self.environment,), get_reward)
+        messages = [*self.messages, *([] if self.last is None else [self.last])]
+        return Job(env.reward_of, (self.environment, messages), get_reward)
 
     def _saved(self) -> object:
         """The environment before a turn; what can no longer be copied is replayed."""
@@ -217,7 +221,7 @@ class Episode:
         self.sampled += [False] * len(ids)
 
     def _state(self, turn: int) -> object:
-        if self.method != "replay":
+        if self.method in ("fork", "deepcopy"):
             with self._lock:
                 source = self.environment if turn == self.num_turns else self.records[turn].snapshot
                 return env.snapshot(source, self.method)
@@ -227,6 +231,11 @@ class Episode:
             own = found.cause if isinstance(found.cause, TaskError) else None
             raise TaskError(str(own) if own else f"{self.item.key}, episode {self.name}: {found.message}")
         return found
+
+
+def _message(turn: _Turn) -> Message:
+    calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in turn.calls]
+    return {"role": "assistant", "content": turn.text, **({"tool_calls": calls} if calls else {})}
 
 
 def start_episode(task: TurnTask, item: TaskItem, chat: ChatTokens, calls: Calls | None = None) -> Episode:

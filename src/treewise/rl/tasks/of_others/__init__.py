@@ -1,0 +1,1 @@
+"""Tasks of other packages, each an `EnvironmentTask` or `SingleTurnTask`: `textarena:`, `verifiers:`, `openenv:`."""

@@ -1,0 +1,74 @@
+"""Tasksets of `verifiers`: prompts, tools and rewards are the package's own, and trees train on them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rl.online.helpers import TOKENIZER, new_trainer, tiny_policy
+from treewise.errors import ConfigError
+from treewise.rl.online.records import rollouts_file
+from treewise.rl.online.tasks_by_name import task_named
+from treewise.rl.tasks import ChatTokens, RewardRequest, RewardRunner, start_episode
+
+vf = pytest.importorskip("verifiers.v1", reason="pip install 'verifiers>=0.4,<0.5'")
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    yield
+    for name in ("letter_count", "adder_tools"):
+        sys.modules.pop(name, None)
+
+
+def test_a_taskset_of_one_turn_has_its_own_rewards():
+    task = task_named("verifiers:letter-count")
+    assert (task.num_items("train"), task.num_items("held_out")) == (18, 2)
+    items = [task.item("train", index) for index in range(3)]
+    assert items[2].prompt == ({"role": "user", "content": "Say 2"},)
+    texts = ["0", "nothing", "it is 2"]
+    requests = [RewardRequest(item, text) for item, text in zip(items, texts, strict=True)]
+    assert task.rewards(requests) == [2.0, 0.0, 2.0]  # weight 2; the metric counts nothing
+
+
+def test_tools_are_called_and_seen_by_the_rewards():
+    task = task_named("verifiers:adder_tools", {"max_turns": 3})
+    episode = start_episode(task, task.item("train", 4), ChatTokens(TOKENIZER, "chatml"))
+    text = TOKENIZER.decode(episode.token_ids)
+    assert "Use the tool." in text
+    assert "Adds two numbers." in text
+    call = json.dumps({"name": "add", "arguments": {"a": 4, "b": 1}})
+    for turn in (f"<tool_call>{call}</tool_call>", "It is 5."):
+        branch = episode.branch(episode.num_turns)  # played again
+        episode.step(TOKENIZER(turn + "<|im_end|>", add_special_tokens=False)["input_ids"], "stop")
+    assert "\n5<|im_end|>" in TOKENIZER.decode(episode.token_ids)
+    assert branch.token_ids == episode.token_ids[: len(branch.token_ids)]
+    branch.step(TOKENIZER("6<|im_end|>", add_special_tokens=False)["input_ids"], "stop")
+    assert RewardRunner().of_episodes([episode, branch]) == [1.5, 0.5]
+
+
+@pytest.mark.parametrize("name", ["letter-count", "adder_tools"])
+def test_a_run_end_to_end(name, tmp_path):
+    run = {"trees_per_iteration": 2, "tokens_per_iteration": 96, "max_new_tokens": 16, "eval_items": 2}
+    model = tiny_policy(max_position_embeddings=2048)
+    trainer = new_trainer(tmp_path / "run", task_named(f"verifiers:{name}"), model=model, **run)
+    logs = trainer.train()
+    assert logs["num_rollouts"] > 2
+    assert logs["failed_rollouts"] == 0
+    assert rollouts_file(trainer.folder, 2).read_text()
+
+
+def test_what_the_loop_does_not_have_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"verifiers:nowhere: taskset 'nowhere' not found"):
+        task_named("verifiers:nowhere")
+    import letter_count
+
+    monkeypatch.setattr(letter_count.LetterTask, "NEEDS_CONTAINER", True)
+    with pytest.raises(ConfigError, match="needs a container"):
+        task_named("verifiers:letter-count")
+    monkeypatch.setattr(letter_count.LetterTask, "NEEDS_CONTAINER", False)
+    with pytest.raises(ConfigError, match="has no tools, so max_turns"):
+        task_named("verifiers:letter-count", {"max_turns": 2})
