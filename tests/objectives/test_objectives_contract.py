@@ -293,11 +293,13 @@ def test_metrics_by_hand(max_tokens: int | None) -> None:
         "clip_fraction": (((ratio < 0.9) & (advantages < 0)) | ((ratio > 1.1) & (advantages > 0))).double(),
         "kl": torch.exp(ref - logp) - (ref - logp) - 1,
         "entropy": rows.entropy.double(),
+        "sampler_ratio": torch.exp(old - sampler),
         "sampler_weight": torch.exp(old - sampler).clamp(max=1.1),
+        "sampler_truncated": (torch.exp(old - sampler) > 1.1).double(),
         "logprob_gap": torch.exp((old - sampler).abs()),
     }
     expected = {name: float((weights * value).sum() / weights.sum()) for name, value in values.items()}
-    assert expected["clip_fraction"] > 0
+    assert min(expected["clip_fraction"], expected["sampler_truncated"]) > 0
     assert dict(out.metrics) == pytest.approx(expected, rel=1e-5)
     assert out.weight == pytest.approx(float(weights.sum()))
     assert tw.logprob_gap(items) == pytest.approx(expected["logprob_gap"])
