@@ -43,7 +43,7 @@ class Sleeping:
         """Takes a turn.
 
         Args:
-            text: What is said.
+            text: What to say.
         """
         time.sleep(self.seconds)
         return str(len(text))

@@ -77,6 +77,30 @@ class Collected:
             )
         return found
 
+    def count_in(self, loop: LoopState, budget: int) -> None:
+        """Takes the trees into a state, as the iteration after those that it knows. budget: its generated tokens."""
+        for each in self.trees:
+            loop.book.observe_tree(each.key, each.tree)
+            lengths = [each.tree.num_sampled_before(leaf, len(each.tree[leaf])) for leaf in each.tree.leaves]
+            loop.num_rollouts += len(lengths)
+            loop.rollout_tokens += sum(lengths)
+        sampled = sum(each.num_sampled for each in self.trees)
+        loop.num_sampled += sampled
+        loop.overshoot += sampled - self.extra_budget - budget
+        loop.iteration += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What an iteration trains on. tally: of its rewards. state: of the loop once it has trained; None where that is
+    still to be observed.
+    """
+
+    collected: Collected
+    tally: RewardTally
+    rounds: Rounds
+    state: LoopState | None = None
+
 
 @dataclass(kw_only=True)
 class Collector:

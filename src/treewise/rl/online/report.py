@@ -175,6 +175,15 @@ def nothing_learned(trees: Sequence[GrowingTree], update: Update | None, objecti
     )
 
 
+def staleness_of(update: Update | None, version: int) -> float:
+    """The mean age, in iterations, of the policies that sampled the trained tokens. version: of the one that trains."""
+    ages = []
+    for row in () if update is None else (row for own in update.trees for row in own):
+        if row.policy_versions is not None:
+            ages.append(version - row.policy_versions[(row.loss_weights > 0) & (row.policy_versions >= 0)])
+    return float(np.mean(np.concatenate(ages))) if ages else 0.0
+
+
 def _branch_depths(trees: Sequence[GrowingTree]) -> list[int]:
     """Generated tokens before each branch that does not start at the prompt."""
     return [

@@ -134,7 +134,7 @@ class Turns:
         return Turns(copy, self.token_ids[len(copy.token_ids) : num_tokens])
 
 
-def start(task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> list[SingleTurn] | list[Turns]:
+def start(task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> Sequence[SingleTurn | Turns]:
     """A conversation for each item, which stands behind its prompt; environments are reset at the same time."""
     if isinstance(task, TurnTask):
         return [Turns(each) for each in start_episodes(task, items, chat, calls)]

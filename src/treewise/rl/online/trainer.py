@@ -17,14 +17,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import distributed, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
@@ -41,12 +40,12 @@ from treewise.rl.curriculum.self_check import CheckReport
 from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online import records
 from treewise.rl.online.ahead import Ahead
-from treewise.rl.online.collecting import Collected, Collector, token_progress
+from treewise.rl.online.collecting import Collected, Collector, Sampled, token_progress
 from treewise.rl.online.continuing import Rounds
 from treewise.rl.online.curriculum import CurriculumCheck
 from treewise.rl.online.growing import check_failures
-from treewise.rl.online.journal import Journal, LoopState, journal_file, journals
-from treewise.rl.online.report import PrintedLine, account_of, figures, nothing_learned
+from treewise.rl.online.journal import Journals, LoopState, journals
+from treewise.rl.online.report import PrintedLine, account_of, figures, nothing_learned, staleness_of
 from treewise.rl.online.settings import (
     OnlineSettings,
     check_reference,
@@ -59,7 +58,6 @@ from treewise.rl.samplers.copied_weights import CopyingSampler
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import Calls, ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
-from treewise.rl.tasks.rewards import RewardTally
 from treewise.rl.update import Update, credited, method_of, scored, with_streams
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
@@ -70,18 +68,6 @@ from treewise.tree.trajectory import Trajectory
 logger = logging.getLogger("treewise")
 
 _TREES, _BATCHES, _EVALUATION = 2, 3, 4  # name random streams, beside those of curricula
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    """What an iteration trains on. tally: of its rewards. seconds: of `Rounds`. state: of the loop once it has trained;
-    None where that is still to be observed.
-    """
-
-    collected: Collected
-    tally: RewardTally
-    rounds: Rounds
-    state: LoopState | None = None
 
 
 class OnlineTrainer(TreeTrainer):
@@ -160,8 +146,8 @@ class OnlineTrainer(TreeTrainer):
             temperature=args.temperature,
             model=self.model,
         )
-        self._ahead: Ahead[_Sampled] | None = None
-        self._journals: dict[int, Journal] = {}
+        self._ahead: Ahead[Sampled] | None = None
+        self._journals = Journals(self.folder)
         self._ended = time.perf_counter()  # the last iteration
         self.items = TaskSampler(self.settings.chosen_curriculum(), self.rollouts.pool(), args.seed)
         self.loop = LoopState(SuccessBook(self.settings.settings_of_book()))
@@ -191,7 +177,7 @@ class OnlineTrainer(TreeTrainer):
             stack.enter_context(entered_run(self.args, self._signals))
             stack.callback(self.sampler.close)
             stack.callback(self.rewards.close)
-            stack.callback(lambda: self._ahead and self._ahead.close())
+            stack.callback(self._end_ahead)
             self._begin(resume_from_checkpoint)
             self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
             for iteration in range(self.loop.iteration, self.settings.iterations):
@@ -235,7 +221,7 @@ class OnlineTrainer(TreeTrainer):
     def _iteration(self, iteration: int) -> dict[str, float]:
         """Collects rollouts, credits them, trains on them; its figures, which it logs."""
         settings, number, tokenizer = self.settings, iteration + 1, self.rollouts.chat.tokenizer
-        rounds = self.rollouts.rounds(self.loop, self._journal(number), self.loop.iteration)
+        rounds = self.rollouts.rounds(self.loop, self._journals[number], self.loop.iteration)
         if iteration == 0 and settings.eval_every:
             found, held_out = self._evaluation(0, rounds)
             self._log({"iteration": 0.0, **found})
@@ -281,9 +267,13 @@ class OnlineTrainer(TreeTrainer):
         self._journals.pop(number)
         return logs
 
+    def _end_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+
     # -- its parts ----------------------------------------------------------------------------------------------------
 
-    def _sampled(self, iteration: int, rounds: Rounds) -> _Sampled:
+    def _sampled(self, iteration: int, rounds: Rounds) -> Sampled:
         """The rollouts of an iteration: collected now, or by the thread that collects ahead.
 
         Raises:
@@ -292,41 +282,35 @@ class OnlineTrainer(TreeTrainer):
         if self.settings.max_staleness:
             if self._ahead is None:
                 self._ahead = self._new_ahead(iteration)
-                self._ahead.start()
             return self._ahead.take(iteration)
         self.rewards.begin(self.state)
         name = f"iteration {iteration + 1}"
         with token_progress(name, self._budget(self.loop), hidden=bool(self.args.disable_tqdm)) as advance:
             collected = self._collected(self.rollouts, self.loop, iteration, replace(rounds, progress=advance))
-        return _Sampled(collected, self.rewards.tally, rounds)
+        return Sampled(collected, self.rewards.tally, rounds)
 
-    def _new_ahead(self, first: int) -> Ahead[_Sampled]:
+    def _new_ahead(self, first: int) -> Ahead[Sampled]:
         """The thread, with a state, a sampler and a count of rewards of its own."""
         loop = LoopState.from_json(self.loop.state())
         rewards = RewardRunner(self.rewards.calls, self.rewards.on_reward_error, self.rewards.extras)
         rewards.failures.update(self.rewards.failures)
         rollouts = replace(self.rollouts, sampler=self.sampler, rewards=rewards)
 
-        def collect(iteration: int, version: int) -> _Sampled:
+        def collect(iteration: int, version: int) -> Sampled:
             state = copy(self.state)
             state.global_step = iteration
             rewards.begin(state)
-            rounds = rollouts.rounds(loop, self._journal(iteration + 1), version)
+            rounds = rollouts.rounds(loop, self._journals[iteration + 1], version)
             rounds = replace(rounds, progress=ahead.check)
             collected = self._collected(rollouts, loop, iteration, rounds)
             self._observe(loop, collected)
             loop.failures, loop.curriculum = dict(rewards.failures), deepcopy(self.items.state_dict())
-            return _Sampled(collected, rewards.tally, rounds, LoopState.from_json(deepcopy(loop.state())))
+            return Sampled(collected, rewards.tally, rounds, LoopState.from_json(deepcopy(loop.state())))
 
         last, staleness = self.settings.iterations, self.settings.max_staleness
         ahead = Ahead(collect, rollouts.hand_over, first, last, staleness)
+        ahead.start()
         return ahead
-
-    def _journal(self, number: int) -> Journal:
-        """The journal of an iteration, one for all that writes into it."""
-        if number not in self._journals:
-            self._journals[number] = Journal(journal_file(self.folder, number))
-        return self._journals[number]
 
     def _budget(self, loop: LoopState) -> int:
         """Generated tokens of the next iteration: less what earlier ones took too many."""
@@ -403,7 +387,7 @@ class OnlineTrainer(TreeTrainer):
             self.rollouts.hand_over()
         return logs | gap
 
-    def _take_state(self, sampled: _Sampled, num_updates: int) -> None:
+    def _take_state(self, sampled: Sampled, num_updates: int) -> None:
         """Takes an iteration that has trained into the state."""
         num_updates += self.loop.num_updates
         if sampled.state is None:
@@ -415,20 +399,11 @@ class OnlineTrainer(TreeTrainer):
 
     def _observe(self, loop: LoopState, collected: Collected) -> None:
         """Takes what an iteration sampled into a state."""
-        trees = collected.trees
         outcomes = collected.outcomes(loop.book, self.settings.success_at)
         if self.args.should_save:
             records.write_draws(self.folder, loop.iteration + 1, self.settings.curriculum, collected, outcomes)
         self.items.observe(outcomes)
-        for each in trees:
-            loop.book.observe_tree(each.key, each.tree)
-            lengths = [each.tree.num_sampled_before(leaf, len(each.tree[leaf])) for leaf in each.tree.leaves]
-            loop.num_rollouts += len(lengths)
-            loop.rollout_tokens += sum(lengths)
-        sampled = sum(each.num_sampled for each in trees)
-        loop.num_sampled += sampled
-        loop.overshoot += sampled - collected.extra_budget - self.settings.tokens_per_iteration
-        loop.iteration += 1
+        collected.count_in(loop, self.settings.tokens_per_iteration)
 
     def _evaluation(self, iteration: int, rounds: Rounds) -> tuple[dict[str, float], list[records.Sample]]:
         """Figures of the held-out items, and the first of their samples, which are written."""
@@ -476,7 +451,7 @@ class OnlineTrainer(TreeTrainer):
         return CurriculumCheck(
             items=self.items,
             rollouts=self.rollouts,
-            rounds=self.rollouts.rounds(self.loop, Journal(journal_file(self.folder, 0))),
+            rounds=self.rollouts.rounds(self.loop, self._journals[0]),
             engine=self.engine,
             objective=self.loss_objective,
             reference=self._reference_engine,
@@ -493,7 +468,7 @@ class OnlineTrainer(TreeTrainer):
 
     def _begin(self, wanted: str | bool | None) -> None:
         """Optimizer, schedule and state of a new run, or of the one that is resumed."""
-        _same_weights(self.model)
+        ranks.copy_first([*self.model.parameters(), *self.model.buffers()])
         self.create_optimizer_and_scheduler(self.settings.iterations * self.settings.updates_per_iteration)
         found = None
         if wanted:
@@ -545,18 +520,3 @@ class OnlineTrainer(TreeTrainer):
         checkpoints = store.checkpoints(self.folder)
         where = f"saved in {checkpoints[-1]} and the journal" if checkpoints else "the journal holds what was sampled"
         return stopped_error(self._signals, f"stopped after iteration {self.loop.iteration}; {where}.")
-
-
-def staleness_of(update: Update | None, version: int) -> float:
-    """The mean age, in iterations, of the policies that sampled the trained tokens."""
-    rows = [] if update is None else [row for own in update.trees for row in own if row.policy_versions is not None]
-    ages = [version - row.policy_versions[(row.loss_weights > 0) & (row.policy_versions >= 0)] for row in rows]
-    return float(np.mean(np.concatenate(ages))) if ages else 0.0
-
-
-def _same_weights(model: nn.Module) -> None:
-    """Copies the first process's parameters and buffers to all."""
-    if ranks.count() > 1:
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                distributed.broadcast(tensor.data, src=0)

@@ -44,7 +44,7 @@ def test_tools_are_called_and_seen_by_the_rewards():
     for turn in (f"<tool_call>{call}</tool_call>", "It is 5."):
         branch = episode.branch(episode.num_turns)  # played again
         episode.step(TOKENIZER(turn + "<|im_end|>", add_special_tokens=False)["input_ids"], "stop")
-    assert "\n5<|im_end|>" in TOKENIZER.decode(episode.token_ids)
+    assert "<tool_response>\n5\n" in TOKENIZER.decode(episode.token_ids)
     assert branch.token_ids == episode.token_ids[: len(branch.token_ids)]
     branch.step(TOKENIZER("6<|im_end|>", add_special_tokens=False)["input_ids"], "stop")
     assert RewardRunner().of_episodes([episode, branch]) == [1.5, 0.5]
