@@ -171,6 +171,23 @@ def test_the_tower_s_graph_is_kept_beside_micro_batches_where_both_fit(monkeypat
     hook.remove()
 
 
+def test_what_is_trained_of_a_tower_need_not_reach_its_features():
+    """LLaVA takes the features of the tower's layer before the last."""
+    model, images = seeing_model("llava"), FAMILIES["llava"].images()
+    items = trajectories(model, images, HISTORIES[:3])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("language_model" in name)
+    [*model.model.vision_tower.modules()][-1].requires_grad_(True)  # the norm behind the last layer
+    gradients = flat_gradients(model, images, items)[2]
+    assert all("language_model" in name for name in gradients)
+    for budget in (None, 70, 11):
+        model.zero_grad()
+        tw.TreeEngine(model, budget, processor=images, check=False).step(items)
+        found = gradients_of(model)
+        assert {name for name, each in found.items() if each.any()} == gradients.keys()
+        assert gradient_error(found, gradients) < gradients.tolerance
+
+
 def test_an_image_is_decoded_once_for_all_walks_over_a_forest(monkeypatch):
     model, images = seeing_model("qwen2_vl"), FAMILIES["qwen2_vl"].images()
     forest = tw.Forest.from_trajectories(trajectories(model, images))

@@ -217,8 +217,12 @@ def opened(image: ImageSpan) -> Any:
 
 
 def _backward(features: Features, grads: Sequence[torch.Tensor]) -> None:
-    """grads: of each of the features, in any precision."""
-    torch.autograd.backward(features, [grad.to(each.dtype) for grad, each in zip(grads, features, strict=True)])
+    """grads: of each of the features, in any precision. What is trained of a tower need not reach its features: LLaVA
+    takes those of the layer before the last.
+    """
+    pairs = [(each, grad.to(each.dtype)) for each, grad in zip(features, grads, strict=True) if each.requires_grad]
+    if pairs:
+        torch.autograd.backward(*zip(*pairs, strict=True))
 
 
 def _shapes(pixels: PixelInputs) -> list[tuple[str, tuple[int, ...]]]:

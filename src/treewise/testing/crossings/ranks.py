@@ -22,6 +22,7 @@ from treewise.errors import TreewiseError
 from treewise.testing.crossings.drawing import Draw, ImpossibleError, Outcome, WrongError, judged
 
 SECONDS = 240  # for one draw, after which the processes are taken to wait for one another
+DRAWS = 40  # of one pool; gloo keeps threads of each group that a draw made, some 170 after 100 draws, and they poll
 _MARK = "outcome "
 _pools: dict[int, "Pool"] = {}
 
@@ -33,7 +34,7 @@ class Pool:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         group = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-        self.workers, self.outcomes = [], []
+        self.workers, self.outcomes, self.num_draws = [], [], 0
         for rank in range(num_ranks):
             own = {name: str(value) for name, value in {**group, "RANK": rank, "LOCAL_RANK": rank}.items()}
             worker = subprocess.Popen(
@@ -52,6 +53,7 @@ class Pool:
 
     def judge(self, draw: Draw) -> Outcome:
         """What the processes find; a disagreement is wrong."""
+        self.num_draws += 1
         for worker in self.workers:
             assert worker.stdin is not None
             worker.stdin.write(json.dumps(draw) + "\n")
@@ -82,7 +84,9 @@ class Pool:
 def check(draw: Draw, num_ranks: int) -> None:
     """Raises what the processes of a draw found."""
     pool = _pools.get(num_ranks)
-    if pool is None or any(worker.poll() is not None for worker in pool.workers):
+    if pool is None or pool.num_draws == DRAWS or any(worker.poll() is not None for worker in pool.workers):
+        if pool is not None:
+            pool.close()
         pool = _pools[num_ranks] = Pool(num_ranks)
         atexit.register(pool.close)
     outcome = pool.judge(draw)
