@@ -7,6 +7,7 @@ different rewards. No loss here is separable, so the engine takes two walks.
 Letters: P terms (trained flat tokens, in the order of their tree positions), S rollouts, Q pairs.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -154,7 +155,7 @@ class KTO(_OfWholeRollouts):
     Parameters:
         baseline: z. `mismatched`: the mean score, at least 0 and without gradient, of the rollouts without a reward:
             completions put behind prompts that they do not belong to (`with_mismatched` makes them), over all rollouts
-            of one call of the engine. `zero`: 0.
+            of one call of the engine, and of `TreeTrainer` over all of an optimizer step. `zero`: 0. Or the number.
         desirable_weight, undesirable_weight: w.
         threshold: rewards above it are desirable.
 
@@ -163,13 +164,16 @@ class KTO(_OfWholeRollouts):
     """
 
     beta: float = 0.1
-    baseline: str = "mismatched"
+    baseline: str | float = "mismatched"
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        check_choice("baseline", self.baseline, BASELINES)
+        if isinstance(self.baseline, str):
+            check_choice("baseline", self.baseline, BASELINES)
+        elif not math.isfinite(self.baseline):
+            raise ConfigError(f"baseline={self.baseline} must be finite.")
         _check_beta(self.beta)
         for name in ("desirable_weight", "undesirable_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
@@ -222,10 +226,25 @@ class KTO(_OfWholeRollouts):
 
     def _baseline(self, score_P: Tensor, streams: Streams) -> Tensor:
         """[] the baseline."""
-        if self.baseline == "zero":
-            return score_P.new_zeros(())
+        if self.baseline != "mismatched":
+            return score_P.new_tensor(0.0 if self.baseline == "zero" else self.baseline)
         is_counted = ((streams["is_first"] > 0) & (streams["label"] == 0)).to(score_P.dtype)
         return ((is_counted * score_P).sum() / is_counted.sum()).clamp(min=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchedScores(KTO):
+    """Sums of what KTO's baseline is the mean of, for a step that is spread over calls and ranks: as metrics the scores
+    and the number of mismatched rollouts, each over the number of labelled ones.
+    """
+
+    baseline: str | float = "zero"
+
+    def token_metrics(self, values: Values, streams: Streams) -> Values:
+        """[P] each, at the first term of a mismatched rollout; else 0."""
+        score = _scores(values, streams)[streams["sequence"]]
+        is_counted = ((streams["is_first"] > 0) & (streams["label"] == 0)).to(score.dtype)
+        return {"score": is_counted * score, "count": is_counted}
 
 
 def _check_beta(beta: float) -> None:

@@ -13,6 +13,7 @@ walks of a batch.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -38,8 +39,9 @@ from treewise.nn.compilation import DEFAULT_BACKEND, compile_layers
 from treewise.nn.device import is_out_of_memory
 from treewise.nn.gradients import clear_gradients, refuse_hooks
 from treewise.nn.router_loss import RouterCounts
-from treewise.objectives import Objective
+from treewise.objectives import KTO, Objective
 from treewise.objectives.normalization import fixed_denominator
+from treewise.objectives.preference import MismatchedScores
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.metrics import MetricMeans
 from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_path, nonfinite_trajectories, sources
@@ -85,6 +87,7 @@ class StepRunner:
         self.means = MetricMeans()
         # Of the present optimizer step.
         self._step, self._denominator, self._is_finite = 0, 1.0, True
+        self._step_objective = objective
         self._forests: list[Forest] = []
         self._router_counts: RouterCounts | None = None
         self.mesh = mesh_of(model)
@@ -197,6 +200,7 @@ class StepRunner:
         self._forests = [forest for batch in batches for forest in batch.forests]
         self._denominator = self._denominator_of(batches)
         self._router_counts = self._counts_of(batches)
+        self._step_objective = self._objective_of(batches)
         return self._denominator
 
     def _denominator_of(self, batches: Sequence[PreparedBatch]) -> float:
@@ -226,6 +230,24 @@ class StepRunner:
         parts = [part for each in ranks.on_every_rank(lambda: own) for part in each]
         return reduce(add, parts) if parts else None
 
+    def _objective_of(self, batches: Sequence[PreparedBatch]) -> Objective:
+        """The objective; KTO with the baseline of all batches and ranks of a step, where it has several."""
+        objective = self.objective
+        if not isinstance(objective, KTO) or objective.baseline != "mismatched":
+            return objective
+        if len(batches) == 1 and ranks.count() == 1:
+            return objective
+        self._measure_budget()
+        total = count = 0.0
+        for batch in batches:
+            with self._batch(trains=False), self._autocast():
+                if batch.ready is not None:
+                    out = self.engine.evaluate(batch.ready, MismatchedScores())
+                    total += out.metrics["score"] * out.weight
+                    count += out.metrics["count"] * out.weight
+        total, count = self.sum_over_batches(total, count)
+        return replace(objective, baseline=max(0.0, total / count))
+
     def train_batch(self, batch: PreparedBatch) -> StepOutput | None:
         """Forward and backward of this rank's part of a batch of the step; None if it has no trained token.
 
@@ -246,7 +268,7 @@ class StepRunner:
                 return None
             with self._autocast():
                 out = self.engine.step(
-                    batch.ready, self.objective, denominator=self._denominator, router_counts=self._router_counts
+                    batch.ready, self._step_objective, denominator=self._denominator, router_counts=self._router_counts
                 )
         self._is_finite &= math.isfinite(out.loss)
         self.means.add(out)

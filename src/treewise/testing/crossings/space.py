@@ -161,7 +161,10 @@ RULES = (
     Rule(("objective", "interface"), lambda name, way: way != "logprobs" or name not in NEEDS_MORE),
     Rule(("objective", "interface"), lambda name, way: way != "trainer" or name not in FUNCTIONS),
     Rule(("accumulation", "interface"), lambda number, way: number == 1 or way != "logprobs"),
-    Rule(("accumulation", "objective"), lambda number, name: number == 1 or name != "kto"),
+    Rule(  # one call of the engine has a baseline of its own; a step of the trainer has one
+        ("accumulation", "objective", "interface"),
+        lambda number, name, way: number == 1 or name != "kto" or way == "trainer",
+    ),
     Rule(("accumulation", "hooks"), lambda number, hooks: number == 1 or hooks != "accumulated"),
     Rule(("family", "images"), lambda family, images: images == "none" or family in SEEING),
     Rule(("trained", "images"), lambda trained, images: images != "none" or trained not in OF_IMAGES),
