@@ -13,6 +13,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
 from treewise.nn.adapters import adapted
 from treewise.nn.load_model import load_weights
+from treewise.objectives import with_mismatched
 from treewise.trainer.inputs import ScoredTrees, with_references
 
 ROWS = [
@@ -85,6 +86,36 @@ def test_the_reference_is_the_model_as_it_starts_with_its_adapters(folder, args,
     for scorer, is_it in ((start, True), (model, False)):
         for row, wanted in zip(rows, TreeEngine(scorer).scored(bare, "ref_logprobs"), strict=True):
             assert np.allclose(row.ref_logprobs[1:], wanted.ref_logprobs[1:], rtol=0, atol=1e-5) == is_it
+
+
+@pytest.mark.parametrize("budget", [None, 4])
+def test_kto_has_one_baseline_in_all_batches_of_a_step(folder, tmp_path, budget):
+    """As steps of one batch, and by the losses of one call of the engine."""
+    found = []
+    rows = [
+        [tw.Trajectory([i, 4, 5 + i, 9 - i, 7 + 2 * i], [0, 0, 1, 1, i % 3], reward=i % 2, group=f"g{i}", rollout=i)]
+        for i in range(4)
+    ]
+    trees = with_mismatched(rows)
+    trees = [[replace(row, ref_logprobs=np.full(len(row), -9.0)) for row in tree] for tree in trees]
+    for batch, accumulated in ((4, 1), (2, 2), (1, 4)):
+        args = tw.TreeTrainingArguments(
+            str(tmp_path / "run"), use_cpu=True, report_to="none", max_steps=2, save_strategy="no", disable_tqdm=True,
+            per_device_train_batch_size=batch, gradient_accumulation_steps=accumulated, learning_rate=0.1,
+            logging_steps=1, max_tokens=budget, optim="sgd",  # Adam makes rounding as large as a gradient
+        )  # fmt: skip
+        trainer = tw.TreeTrainer(str(folder), args, train_dataset=trees, objective=tw.KTO(beta=0.5))
+        trainer.train()
+        found.append((weights(trainer), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
+    alone = tw.KTO(beta=0.5, baseline="zero")
+    engine = TreeEngine(load_weights(str(folder)), budget)
+    whole, zero = (engine.evaluate(trees, each).loss for each in (tw.KTO(beta=0.5), alone))
+    assert abs(whole - zero) > 1e-3  # the baseline is not 0
+    for others, losses in found:
+        assert losses == pytest.approx(found[0][1], rel=1e-6)
+        assert losses[0] == pytest.approx(whole, rel=1e-6)
+        for name, value in others.items():
+            torch.testing.assert_close(value, found[0][0][name], rtol=0, atol=1e-6)
 
 
 def test_an_objective_that_is_not_called_is_a_sentence(folder, args):
