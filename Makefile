@@ -191,5 +191,5 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "== installing treewise with all extras"
-	@$(PIP) --editable '.[dev,docs,test,lora,trl,bench,demo,rl]'
+	@$(PIP) --editable '.[dev,docs,test,lora,trl,bench,demo,rl,serve]'
 	@touch $@

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("test_house")
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "treewise"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-MAX_ROOMS = 20  # doors at the top of the package
+MAX_ROOMS = 21  # doors at the top of the package
 MAX_CODE_LINES = 400  # of a file, without comments, docstrings and blank lines
 MAX_FUNCTION_LINES_P90 = 30
 

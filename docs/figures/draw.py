@@ -262,7 +262,7 @@ WAY = (
     ("trainer", ("optimizer, schedule,", "checkpoints"), "weights"),
 )
 BESIDE = (
-    ("start it", ("cli", "rl", "integrations")),
+    ("start it", ("cli", "serve", "rl", "integrations")),
     ("check it", ("verification", "testing")),
     ("measure and show it", ("bench", "report")),
     ("start from a larger model", ("grow",)),

@@ -1,0 +1,171 @@
+"""The routes that list what there is: sessions, runs, checkpoints and their files, and the figures of the page."""
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+import psutil
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from treewise.errors import DataError
+from treewise.serve.journal import Journal
+from treewise.serve.store import TYPES, Place, Store
+from treewise.serve.weights import Shape
+from treewise.serve.worker import Worker
+
+
+class UnknownError(Exception):
+    """Nothing of this name; the answer is 404."""
+
+
+class Catalog:
+    """Handlers of requests that change no model. Each returns what is sent as JSON, or a response."""
+
+    def __init__(self, journal: Journal, store: Store, worker: Worker) -> None:
+        self.journal, self.store, self.worker = journal, store, worker
+        self.beats: dict[str, float] = {}  # when each session was last heard of
+
+    def facts(self, kind: str, name: str) -> dict[str, Any]:
+        """What the journal holds of a session, model or sampler. Raises `UnknownError`."""
+        facts = self.journal.get(kind, name)
+        if facts is None:
+            raise UnknownError(f"no {kind} {name}.")
+        return facts
+
+    async def sessions(self, request: Request) -> Any:
+        return {"sessions": _page(request, self.journal.names("session"))}
+
+    async def session(self, request: Request) -> Any:
+        name = request.path_params["session"]
+        named = {key: self.facts("session", name).get(key) for key in ("user_metadata", "display_name")}
+        made = {
+            "training_run_ids": self.journal.names("model", name),
+            "sampler_ids": self.journal.names("sampler", name),
+        }
+        return {**made, **named}
+
+    async def sampler(self, request: Request) -> Any:
+        name = request.path_params["sampler"]
+        facts = self.facts("sampler", name)
+        return {"sampler_id": name, "base_model": facts["base_model"], "model_path": facts["model_path"]}
+
+    async def runs(self, request: Request) -> Any:
+        names = self.journal.names("model")
+        return {"training_runs": [self._run(name) for name in _page(request, names)], "cursor": _cursor(request, names)}
+
+    async def run(self, request: Request) -> Any:
+        return self._run(request.path_params["run"])
+
+    def _run(self, name: str) -> dict[str, Any]:
+        facts = self.facts("model", name)
+        shape, places = Shape(**facts["shape"]), self.store.places(name)
+        last = {place.kind: self._checkpoint(place) for place in places}
+        return {
+            "training_run_id": name,
+            "base_model": self.store.base_name,
+            "model_owner": "local",
+            **lora_facts(shape),
+            "last_request_time": _time(max([facts["created"], *(self.store.facts(place)["time"] for place in places)])),
+            "last_checkpoint": last.get("weights"),
+            "last_sampler_checkpoint": last.get("sampler_weights"),
+            "user_metadata": facts.get("user_metadata"),
+        }
+
+    async def run_checkpoints(self, request: Request) -> Any:
+        self.facts("model", request.path_params["run"])
+        return {"checkpoints": [self._checkpoint(place) for place in self.store.places(request.path_params["run"])]}
+
+    async def checkpoints(self, request: Request) -> Any:
+        places = self.store.places()
+        shown = [self._checkpoint(place) for place in _page(request, places, 100)]
+        return {"checkpoints": shown, "cursor": _cursor(request, places, 100)}
+
+    def _checkpoint(self, place: Place) -> dict[str, Any]:
+        facts, ends = self.store.facts(place), self.store.ends(place)
+        return {
+            "checkpoint_id": f"{place.kind}/{place.name}",
+            "checkpoint_type": TYPES[place.kind],
+            "time": _time(facts["time"]),
+            "tinker_path": str(place),
+            "size_bytes": self.store.size(place),
+            "user_metadata": facts.get("user_metadata"),
+            "expires_at": None if ends is None else _time(ends),
+        }
+
+    async def delete(self, request: Request) -> Any:
+        await run_in_threadpool(self.store.delete, _place(request))
+        return Response(status_code=204)
+
+    async def set_life(self, request: Request) -> Any:
+        seconds = json_of(request).get("ttl_seconds")
+        if seconds is not None and not isinstance(seconds, int | float):
+            raise DataError("ttl_seconds must be a number or null.")
+        self.store.set_life(_place(request), seconds)
+        return Response(status_code=204)
+
+    async def urls(self, request: Request) -> Any:
+        """Where the files of an export are fetched, by whoever may ask here."""
+        base, key = str(request.url).removesuffix("external_weights_urls"), request.headers.get("x-api-key", "")
+        names = sorted(path.name for path in self.store.find(_place(request)).iterdir() if path.is_file())
+        return {"urls": {each: f"{base}files/{each}?key={key}" for each in names}, "expires": _time(time.time() + 3600)}
+
+    async def file(self, request: Request) -> Any:
+        """One file of a checkpoint, by its plain name."""
+        files = {path.name: path for path in self.store.find(_place(request)).iterdir() if path.is_file()}
+        if request.path_params["file"] not in files:
+            raise UnknownError("no such file in the checkpoint.")
+        content = await run_in_threadpool(files[request.path_params["file"]].read_bytes)
+        return Response(content, media_type="application/octet-stream")
+
+    async def status(self, _: Request) -> Any:
+        """What the page shows."""
+        statistics, settings = self.worker.statistics, self.worker.settings
+        return {
+            **{name: getattr(statistics, name) for name in statistics.__slots__},
+            "model": self.store.base_name,
+            "share": settings.share,
+            "waiting": self.worker.num_waiting,
+            "max_queue": settings.max_queue,
+            "memory_bytes": psutil.Process().memory_info().rss,
+            "clients": sum(time.time() - seen < 60 for seen in self.beats.values()),
+            "runs": [{"id": name, **self.facts("model", name)} for name in self.journal.names("model")[:50]],
+        }
+
+
+def json_of(request: Request) -> dict[str, Any]:
+    """The body that came with a request. Raises `DataError`."""
+    found = orjson.loads(request.state.body or b"{}")
+    if not isinstance(found, dict):
+        raise DataError("the body is not a JSON object.")
+    return found
+
+
+def lora_facts(shape: Shape) -> dict[str, Any]:
+    """As several answers have them."""
+    return {"is_lora": bool(shape.rank), "lora_rank": shape.rank or None}
+
+
+def _place(request: Request) -> Place:
+    return Place.checked(*(request.path_params[name] for name in ("run", "kind", "name")))
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _bounds(request: Request, default: int) -> tuple[int, int]:
+    limit, offset = (int(request.query_params.get(name, value)) for name, value in (("limit", default), ("offset", 0)))
+    return max(offset, 0), min(max(limit, 0), 1000)
+
+
+def _page(request: Request, items: list[Any], default: int = 20) -> list[Any]:
+    offset, limit = _bounds(request, default)
+    return items[offset : offset + limit]
+
+
+def _cursor(request: Request, items: list[Any], default: int = 20) -> dict[str, int]:
+    offset, limit = _bounds(request, default)
+    return {"offset": offset, "limit": limit, "total_count": len(items)}

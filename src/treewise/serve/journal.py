@@ -1,0 +1,144 @@
+"""What a server promised: sessions, models, requests and answers, in one SQLite file that survives a kill.
+
+A request is written before it is acknowledged, and its answer before a client sees it; a request that comes again
+(its id follows from session and sequence number) is the same row. After a restart a model goes on from its newest
+snapshot by running the requests since then again, in the groups in which they ran before, so its weights are the same
+bits. SQLite's write-ahead log keeps what was committed when the process is killed.
+"""
+
+import json
+import sqlite3
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treewise.errors import ConfigError
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (kind TEXT, id TEXT, owner TEXT, number INTEGER, content TEXT, created REAL,
+    PRIMARY KEY (kind, id));
+CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, owner TEXT, seq INTEGER, kind TEXT, body BLOB, batch INTEGER,
+    answer BLOB, media TEXT, created REAL, answered REAL);
+CREATE INDEX IF NOT EXISTS by_owner ON requests (owner, seq);
+"""
+KEEP_ANSWERS_SECONDS = 3600.0
+FAILED = "failed"  # the media of an answer that is an error
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request that is to run. batch: the group in which it ran before the server was restarted. is_answered: the
+    client has its answer; it runs again for what it changed."""
+
+    id: str
+    owner: str
+    seq: int
+    kind: str
+    batch: int | None = None
+    is_answered: bool = False
+
+
+class Journal:
+    """Opens or makes the file; any thread may call."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.RLock()
+        try:
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
+        except sqlite3.Error as error:
+            raise ConfigError(f"{path}: the journal cannot be opened ({error}); move it away to begin anew.") from None
+
+    def close(self) -> None:
+        """Gives the file back."""
+        with self._lock:
+            self._db.close()
+
+    def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    # -- sessions, models, samplers -----------------------------------------------------------------------------------
+
+    def put(self, kind: str, name: str, owner: str, content: dict[str, Any], number: int = -1) -> None:
+        """Writes what is known of a session, model or sampler."""
+        row = (kind, name, owner, number, json.dumps(content), time.time())
+        self._all("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?, ?, ?)", *row)
+
+    def get(self, kind: str, name: str) -> dict[str, Any] | None:
+        """The content; None where there is none of this name."""
+        found = self._all("SELECT content FROM facts WHERE kind = ? AND id = ?", kind, name)
+        return json.loads(found[0][0]) if found else None
+
+    def names(self, kind: str, owner: str | None = None) -> list[str]:
+        """Names of a kind, the newest first; of one owner."""
+        rest, values = ("", ()) if owner is None else (" AND owner = ?", (owner,))
+        rows = self._all(f"SELECT id FROM facts WHERE kind = ?{rest} ORDER BY created DESC, rowid DESC", kind, *values)
+        return [row[0] for row in rows]
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def add(self, work: Work, body: bytes) -> bool:
+        """Writes a request; False where it is there."""
+        with self._lock:
+            done = self._db.execute(
+                "INSERT OR IGNORE INTO requests (id, owner, seq, kind, body, created) VALUES (?, ?, ?, ?, ?, ?)",
+                (work.id, work.owner, work.seq, work.kind, body, time.time()),
+            )
+            return done.rowcount == 1
+
+    def kind_of(self, name: str) -> str | None:
+        """Of a request; None where there is none of this id."""
+        found = self._all("SELECT kind FROM requests WHERE id = ?", name)
+        return found[0][0] if found else None
+
+    def body(self, name: str) -> bytes:
+        """Of a request that has not run."""
+        return bytes(self._all("SELECT body FROM requests WHERE id = ?", name)[0][0])
+
+    def answer(self, name: str, media: str, content: bytes) -> None:
+        """Writes an answer, once."""
+        self._all(
+            "UPDATE requests SET answer = ?, media = ?, answered = ? WHERE id = ? AND answer IS NULL",
+            *(content, media, time.time(), name),
+        )
+
+    def answered(self, name: str) -> tuple[str, bytes] | None:
+        """Media and content of an answer; None while there is none."""
+        found = self._all("SELECT media, answer FROM requests WHERE id = ? AND answer IS NOT NULL", name)
+        return (found[0][0], bytes(found[0][1])) if found else None
+
+    def group(self, names: list[str], batch: int) -> None:
+        """Marks requests as one group."""
+        with self._lock, self._db:
+            self._db.execute("BEGIN")
+            self._db.executemany("UPDATE requests SET batch = ? WHERE id = ?", [(batch, name) for name in names])
+
+    def works(self) -> list[Work]:
+        """Every request that has no answer, or whose effect is in no snapshot yet, in the order of arrival."""
+        rows = self._all(
+            "SELECT r.id, r.owner, r.seq, r.kind, r.batch, r.answer IS NOT NULL FROM requests r LEFT JOIN facts f "
+            "ON f.kind = 'model' AND f.id = r.owner WHERE r.answer IS NULL OR r.seq > f.number ORDER BY r.created"
+        )
+        return [Work(name, owner, seq, kind, batch, bool(done)) for name, owner, seq, kind, batch, done in rows]
+
+    def snapshot(self, model: str, seq: int) -> None:
+        """The effects of a model's requests up to `seq` are on the disk; old answers are forgotten."""
+        old = time.time() - KEEP_ANSWERS_SECONDS
+        with self._lock, self._db:
+            self._db.execute("BEGIN")
+            self._db.execute("UPDATE facts SET number = ? WHERE kind = 'model' AND id = ?", (seq, model))
+            self._db.execute(
+                "UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ? AND answer IS NOT NULL", (model, seq)
+            )
+            self._db.execute("DELETE FROM requests WHERE body IS NULL AND answered < ?", (old,))
+            self._db.execute(
+                "DELETE FROM requests WHERE kind = 'sample' AND answer IS NOT NULL AND answered < ?", (old,)
+            )
+
+    def snapshot_seq(self, model: str) -> int:
+        """Up to which request the newest snapshot goes; -1: none was made."""
+        found = self._all("SELECT number FROM facts WHERE kind = 'model' AND id = ?", model)
+        return int(found[0][0]) if found else -1

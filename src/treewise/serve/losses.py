@@ -1,0 +1,220 @@
+"""The losses of the API on a forest, each the sum over a datum's targets that the API's documentation has.
+
+With p the log-prob of a target under the model, q the one that the client sent (`logprobs`), A the advantage, r =
+exp(p - q), and r' = r within [clip_low_threshold, clip_high_threshold]:
+
+    cross_entropy           -w p
+    importance_sampling     -r A
+    ppo                     -min(r A, r' A)
+    cispo                   -sg(r') A p
+    dro                     -(A p - beta/2 (p - q)^2)
+    gspo                    ppo with r = sg(s) p / sg(p), s the geometric mean of r over `sequence_ratio_mask`
+
+Letters: T tokens of a datum's input, K targets of a token, F targets of all data, U distinct (token, target) pairs.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treewise.errors import DataError, check_choice
+from treewise.objectives.protocol import Streams, Terms, Values
+from treewise.shapes import Float
+from treewise.tree.forest import Forest
+from treewise.tree.prefix_merge import concatenated_ranges
+
+_RATIO = ("logprobs", "advantages")
+_CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+INPUTS: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": ("weights",),
+    "importance_sampling": _RATIO,
+    "ppo": _RATIO,
+    "cispo": _RATIO,
+    "dro": _RATIO,
+    "gspo": (*_RATIO, "sequence_ratio_mask"),
+}
+SETTINGS: Mapping[str, Mapping[str, float]] = {"ppo": _CLIPS, "cispo": _CLIPS, "gspo": _CLIPS, "dro": {"beta": 0.05}}
+UNPUBLISHED = {
+    "stable_reinforce": "its formula is not published; set loss_fn to importance_sampling, ppo or cispo",
+    "custom": "a loss that was sent as a graph is not run here; the SDK then computes custom losses at the client",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A datum. token_ids: int32 [T + 1], its input and one token more, to predict which the last one is there.
+    targets: int64 [T, K], -1 where there is none. inputs: float64 [T, K] each, what its loss reads. shape: of targets
+    and log-probs for the client.
+    """
+
+    token_ids: np.ndarray
+    targets: np.ndarray
+    loss: str
+    inputs: dict[str, np.ndarray]
+    shape: tuple[int, ...]
+
+
+def make_row(
+    input_ids: np.ndarray, given: Mapping[str, np.ndarray], loss: str, settings: Mapping[str, float], location: str
+) -> Row:
+    """Checks a datum. input_ids: [T]. given: the arrays of `loss_fn_inputs`, [T] or [T, K] each.
+
+    Raises:
+        DataError: an unknown loss or setting, an input that is missing, unknown, of another shape or not finite.
+    """
+    if loss in UNPUBLISHED:
+        raise DataError(f"loss_fn={loss!r}: {UNPUBLISHED[loss]}.")
+    check_choice("loss_fn", loss, INPUTS, DataError)
+    defaults, needed = SETTINGS.get(loss, {}), INPUTS[loss]
+    for name in settings:
+        check_choice(f"a setting of {loss}", name, defaults, DataError)
+    unknown = set(given) - {"target_tokens", *needed, *defaults}
+    lacking = {"target_tokens", *needed} - set(given) - ({"weights"} if loss == "cross_entropy" else set())
+    if unknown or lacking:
+        what, names = ("lacks", lacking) if lacking else ("has", unknown)
+        takes = ", ".join(("target_tokens", *needed, *defaults))
+        raise DataError(f"{location} {what} loss_fn_inputs {', '.join(sorted(names))}; {loss} takes {takes}.")
+    targets = given["target_tokens"]
+    if not len(input_ids) or targets.shape[:1] != input_ids.shape or targets.ndim not in (1, 2) or not targets.size:
+        raise DataError(f"{location}: target_tokens has shape {targets.shape} for {len(input_ids)} input tokens.")
+    inputs = {name: np.full(targets.shape, settings.get(name, value)) for name, value in defaults.items()}
+    if loss == "cross_entropy":
+        inputs["weights"] = np.ones(targets.shape)
+    for name in set(given) - {"target_tokens"}:
+        if given[name].shape != targets.shape:
+            raise DataError(f"{location}: {name} has shape {given[name].shape}, target_tokens {targets.shape}.")
+        inputs[name] = given[name].astype(np.float64)
+    for name, values in inputs.items():
+        if not np.isfinite(values).all():
+            raise DataError(f"{location}: {name} holds numbers that are not finite.")
+    wide = targets.reshape(len(targets), -1).astype(np.int64)
+    last = int(wide[-1].max())
+    ids = np.append(input_ids, last if last >= 0 else int(input_ids[-1])).astype(np.int32)
+    return Row(ids, wide, loss, {name: each.reshape(wide.shape) for name, each in inputs.items()}, targets.shape)
+
+
+class RowsLoss:
+    """An objective: the sum of the losses of rows, in the order of a forest's trajectories.
+
+    logprobs, losses: float64 [F], by row, once a step or an evaluation ran. num_new: tree tokens that each row is the
+    first to hold.
+    """
+
+    outputs = ("log_probs",)
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = list(rows)
+        self._kinds = sorted({row.loss for row in self.rows})
+        sizes = [row.targets.size for row in self.rows]
+        self.bounds = np.concatenate([[0], np.cumsum(sizes)])
+        self._row = np.repeat(np.arange(len(self.rows)), sizes)
+        self._kind = np.repeat([self._kinds.index(row.loss) for row in self.rows], sizes)
+        self._inputs = {
+            name: np.concatenate([row.inputs.get(name, np.zeros(row.targets.shape)).ravel() for row in self.rows])
+            for name in sorted({name for row in self.rows for name in row.inputs})
+        }
+        self.logprobs, self.losses = np.zeros(self.bounds[-1]), np.zeros(self.bounds[-1])
+        self.num_new = np.zeros(len(self.rows), dtype=np.int64)
+        self._order = self._start = self._count = np.zeros(0, dtype=np.int64)
+
+    def is_separable(self, forest: Forest) -> bool:
+        """Not with a ratio of whole sequences."""
+        return "gspo" not in self._kinds
+
+    def denominator(self, forest: Forest) -> float:
+        """1: losses are sums."""
+        return 1.0
+
+    def terms(self, forest: Forest) -> Terms:
+        """The distinct pairs of a token and a target; each is scored once, however many rows have it."""
+        targets = np.concatenate([row.targets.ravel() for row in self.rows])
+        positions = np.concatenate(
+            [np.repeat(path[1:], row.targets.shape[1]) for path, row in zip(forest.paths, self.rows, strict=True)]
+        ).astype(np.int64)
+        first = np.full(forest.num_tokens, len(self.rows), dtype=np.int64)
+        for index, path in reversed(list(enumerate(forest.paths))):
+            first[path] = index
+        self.num_new = np.bincount(first, minlength=len(self.rows))[: len(self.rows)]
+        flat = np.flatnonzero(targets >= 0)
+        width = int(targets.max(initial=0)) + 1
+        pairs, pair = np.unique(positions[flat] * width + targets[flat], return_inverse=True)
+        self._order = flat[np.argsort(pair, kind="stable")]
+        self._count = np.bincount(pair, minlength=len(pairs))
+        self._start = np.cumsum(self._count) - self._count
+        return Terms(pairs // width, {"pair": np.arange(len(pairs))}, pairs % width, weight=1.0)
+
+    def token_losses(self, values: Values, streams: Streams) -> Float[Tensor, " P"]:
+        """[P] the losses of each pair, summed over the targets that are this pair."""
+        logprobs_P = values["log_probs"]
+        pair = streams["pair"].cpu().numpy()
+        flat = self._order[concatenated_ranges(self._start[pair], self._count[pair])]
+        owner = torch.from_numpy(np.repeat(np.arange(len(pair)), self._count[pair])).to(logprobs_P.device)
+        logprobs_F = logprobs_P[owner]
+        inputs = {name: torch.from_numpy(each[flat]).to(logprobs_F) for name, each in self._inputs.items()}
+        losses_F = torch.zeros_like(logprobs_F)
+        for index, kind in enumerate(self._kinds):
+            is_own = torch.from_numpy(self._kind[flat] == index).to(logprobs_F.device)
+            own = {name: each[is_own] for name, each in inputs.items()}
+            row = torch.from_numpy(self._row[flat]).to(logprobs_F.device)[is_own]
+            losses_F = losses_F.index_put((is_own,), FORMULAS[kind](logprobs_F[is_own], own, row))
+        self.logprobs[flat] = logprobs_F.detach().cpu().numpy()
+        self.losses[flat] = losses_F.detach().cpu().numpy()
+        return torch.zeros_like(logprobs_P).index_add(0, owner, losses_F)
+
+    def token_metrics(self, values: Values, streams: Streams) -> dict[str, Float[Tensor, " P"]]:
+        """None."""
+        return {}
+
+
+# -- formulas: [n] log-probs, [n] inputs by name and [n] row numbers to [n] losses -------------------------------------
+
+_Formula = Callable[[Tensor, Mapping[str, Tensor], Tensor], Tensor]
+
+
+def _clipped(ratios: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    return torch.minimum(torch.maximum(ratios, inputs["clip_low_threshold"]), inputs["clip_high_threshold"])
+
+
+def _surrogate(ratios: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    return -torch.minimum(ratios * inputs["advantages"], _clipped(ratios, inputs) * inputs["advantages"])
+
+
+def _gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], row: Tensor) -> Tensor:
+    mask = (inputs["sequence_ratio_mask"] != 0).to(logprobs)
+    sums, counts = (
+        torch.zeros(int(row.max()) + 1, dtype=logprobs.dtype, device=logprobs.device).index_add(0, row, each)
+        for each in (mask * (logprobs.detach() - inputs["logprobs"]), mask)
+    )
+    mean = sums / counts.clamp(min=1)
+    return _surrogate(torch.exp(mean[row] + logprobs - logprobs.detach()), inputs)
+
+
+FORMULAS: Mapping[str, _Formula] = {
+    "cross_entropy": lambda p, given, _: -given["weights"] * p,
+    "importance_sampling": lambda p, given, _: -torch.exp(p - given["logprobs"]) * given["advantages"],
+    "ppo": lambda p, given, _: _surrogate(torch.exp(p - given["logprobs"]), given),
+    "cispo": lambda p, given, _: -_clipped(torch.exp(p - given["logprobs"]), given).detach() * p * given["advantages"],
+    "dro": lambda p, given, _: -(p * given["advantages"] - given["beta"] / 2 * (p - given["logprobs"]) ** 2),
+    "gspo": _gspo,
+}
+
+
+def metrics_of(loss: RowsLoss, low: int, high: int, facts: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of rows low..high for the client, which adds up those that end in `:sum` over the parts of a call.
+
+    facts: `tree_tokens`, `computed_tokens` and `flat_tokens` of the forest that the rows were computed in.
+    """
+    flat = sum(len(row.token_ids) for row in loss.rows[low:high])
+    new = int(loss.num_new[low:high].sum())
+    total = float(loss.losses[loss.bounds[low] : loss.bounds[high]].sum())
+    return {
+        "loss:sum": total if math.isfinite(total) else math.nan,
+        "flat_tokens:sum": float(flat),
+        "tree_tokens:sum": float(new),
+        "computed_tokens:sum": facts["computed_tokens"] * new / facts["tree_tokens"],
+        "share_ratio:mean": facts["flat_tokens"] / facts["tree_tokens"],
+    }

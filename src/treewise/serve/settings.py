@@ -1,0 +1,59 @@
+"""What `treewise serve` can be set to; its flags are made from these declarations."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+from typing_extensions import Doc
+
+from treewise.errors import ConfigError, check_fields
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Raises `ConfigError` for a value beyond its limits, and for a server that others can reach without a token."""
+
+    model: Annotated[str, Doc("a folder, a Hub name, a .gguf file, or smollm2-demo")]
+    folder: Annotated[str, Doc("where runs, checkpoints and the journal lie; one server at a time")] = "served"
+    name: Annotated[str | None, Doc("the model's name for clients (base_model), beside that of --model")] = None
+    host: Annotated[str, Doc("address to listen on; others than this machine's own need --token")] = "127.0.0.1"
+    port: Annotated[int, Ge(0), Le(65535), Doc("0: any that is free")] = 8000
+    token: Annotated[str | None, Doc("the API key that clients must send (TINKER_API_KEY, begins with tml-)")] = None
+    max_tokens: Annotated[str, Doc("budget of a micro-batch in tokens, auto, or none")] = "auto"
+    share: Annotated[Literal["all", "none"], Doc("none: every row alone, to compare with")] = "all"
+    train: Annotated[Literal["lora", "full"], Doc("full: all weights, whatever adapters a client asks for")] = "lora"
+    dtype: Annotated[str, Doc("of the base model: float32, bfloat16, float16, float64")] = "float32"
+    device: Annotated[str, Doc("auto, cpu, cuda, ...")] = "auto"
+    attention: Annotated[str, Doc("auto, reference, cascade, flex, flash")] = "auto"
+    sampler: Annotated[Literal["transformers"], Doc("what continues prompts: the model of this process")] = (
+        "transformers"
+    )
+    max_models: Annotated[int, Ge(1), Doc("training runs in memory at a time; others wait on the disk")] = 16
+    max_rank: Annotated[int, Ge(1), Doc("the largest rank of an adapter")] = 256
+    max_queue: Annotated[int, Ge(1), Doc("requests that may wait; further ones are answered with 429")] = 1024
+    max_request_mb: Annotated[int, Ge(1), Doc("the largest request, in MB; larger ones are answered with 413")] = 64
+    max_sample_tokens: Annotated[int, Ge(1), Doc("the most tokens of one continuation")] = 32768
+    snapshot_every: Annotated[int, Ge(1), Doc("optimizer steps between snapshots, from which a restart goes on")] = 10
+    keep_samplers: Annotated[int, Ge(1), Doc("unnamed sampler weights kept of each run")] = 16
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.token is not None and not self.token.startswith("tml-"):
+            raise ConfigError("token must begin with tml-, because the SDK sends no other.")
+        if self.host not in LOOPBACK and self.token is None:
+            raise ConfigError(
+                f"host={self.host} can be reached from other machines: give --token tml-..., or leave --host out."
+            )
+        if self.max_tokens not in ("auto", "none") and not (self.max_tokens.isdecimal() and int(self.max_tokens)):
+            raise ConfigError(f"max_tokens={self.max_tokens!r} must be a positive integer, auto or none.")
+
+    @property
+    def budget(self) -> int | str | None:
+        """As `TreeEngine` takes it."""
+        return (
+            {"auto": "auto", "none": None}.get(self.max_tokens)
+            if not self.max_tokens.isdecimal()
+            else int(self.max_tokens)
+        )

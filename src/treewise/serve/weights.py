@@ -1,0 +1,265 @@
+"""One base model, and the weights that each client trains on it.
+
+A slot is a place for adapters of one shape (rank, kinds of layers) in the model. Every client of that shape has
+parameters, gradients and an optimizer of its own, which are put into the slot while its requests run; the modules stay
+the same, so the engine's checks of the model hold for all clients. With full fine-tuning the slot is all weights.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from treewise.engine.engine import TreeEngine
+from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
+from treewise.nn.adapters import adapter_folder
+from treewise.nn.load_model import load_tokenizer, load_weights
+from treewise.rl.samplers.transformers_sampler import TransformersSampler
+from treewise.serve.losses import Row, RowsLoss
+from treewise.serve.settings import ServeSettings
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
+
+ALPHA = 32  # of every adapter, as the API has it: rates do not depend on the rank
+_ATTENTION = ("attn", "attention", "mixer", "mamba", "conv", "rwkv", "delta")  # parts of a layer that mix tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a client asked to be trained. rank 0: all weights."""
+
+    rank: int
+    mlp: bool = True
+    attn: bool = True
+    unembed: bool = True
+
+    @property
+    def name(self) -> str:
+        """Of its slot."""
+        parts = [part for part in ("mlp", "attn", "unembed") if getattr(self, part)]
+        return "_".join([f"r{self.rank}", *parts]) if self.rank else "full"
+
+
+@dataclass(slots=True, eq=False)
+class Weights:
+    """A client's parameters by name, and the optimizer that trains them (None: they are only sampled from)."""
+
+    shape: Shape
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.AdamW | None = None
+
+    def copy(self) -> "Weights":
+        """The present values, to sample from."""
+        return Weights(
+            self.shape, {name: nn.Parameter(each.detach().clone()) for name, each in self.parameters.items()}
+        )
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Parameters as they were made, and every module and attribute where each of them stands."""
+
+    blank: dict[str, nn.Parameter]
+    places: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Of a computed forest."""
+
+    flat_tokens: int
+    tree_tokens: int
+    computed_tokens: int
+
+
+class ServedModel:
+    """The base model; one thread calls it.
+
+    model, tokenizer: in place of those that the settings name.
+    """
+
+    def __init__(self, settings: ServeSettings, model: Any = None, tokenizer: Any = None) -> None:
+        if model is None:
+            if adapter_folder(settings.model) is not None:
+                raise ConfigError(f"{settings.model} holds adapters; serve its base model, or merge them into it.")
+            model = load_weights(settings.model, None, settings.dtype)
+            tokenizer = load_tokenizer(settings.model, None, required=False)
+        device = settings.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.settings, self.tokenizer = settings, tokenizer
+        self.base = model.to(device).eval().requires_grad_(settings.train == "full")
+        self.model: Any = self.base
+        self.vocabulary = int(self.base.get_input_embeddings().weight.shape[0])
+        config = self.base.config.get_text_config()
+        self.max_length: int | None = getattr(config, "max_position_embeddings", None)
+        self._slots: dict[str, _Slot] = {}
+        self._layers = _layers(self.base)  # before adapters stand around them
+        if settings.train == "full":
+            self._slots["full"] = _slot_of(self.base, set(self.base.parameters()))
+        self._renew()
+
+    def _renew(self) -> None:
+        """The first adapter changes what the model is."""
+        self.engine = TreeEngine(self.model, self.settings.budget, self.settings.attention)
+        self.sampler = TransformersSampler(self.model)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a continuation where a client names none."""
+        ids = getattr(getattr(self.base, "generation_config", None), "eos_token_id", None)
+        if ids is None:
+            ids = getattr(self.tokenizer, "eos_token_id", None)
+        return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def new_weights(self, shape: Shape, seed: int) -> Weights:
+        """As a run begins: adapters that change nothing yet, A drawn from the seed; or the base model's weights.
+
+        Raises:
+            ConfigError: nothing to train.
+        """
+        slot = self._slot(shape)
+        generator = torch.Generator().manual_seed(seed)
+        made: dict[str, nn.Parameter] = {}
+        for name, blank in slot.blank.items():
+            value = torch.empty_like(blank, device="cpu")
+            if not shape.rank:
+                value = blank.detach().clone()
+            elif "lora_A" in name or "lora_embedding_A" in name:
+                nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+            else:
+                nn.init.zeros_(value)
+            made[name] = nn.Parameter(value.to(blank.device))
+        return Weights(shape, made, torch.optim.AdamW(made.values()))
+
+    def _slot(self, shape: Shape) -> _Slot:
+        if shape.name not in self._slots:
+            if self.settings.train == "full":
+                raise ConfigError("this server trains all weights; adapters were asked for.")
+            from peft import LoraConfig, get_peft_model
+
+            config = LoraConfig(
+                r=shape.rank, lora_alpha=ALPHA, target_modules=_targets(self._layers, shape), task_type="CAUSAL_LM"
+            )
+            before = {id(each) for each in self.model.parameters()}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of peft about tied heads
+                if self.model is self.base:
+                    self.model = get_peft_model(self.base, config, adapter_name=shape.name)
+                    self._renew()
+                else:
+                    self.model.add_adapter(shape.name, config)
+            self.model.eval()
+            own = {each for each in self.model.parameters() if id(each) not in before}
+            self._slots[shape.name] = _slot_of(self.model, own)
+        return self._slots[shape.name]
+
+    @contextmanager
+    def using(self, weights: Weights | None) -> Iterator[None]:
+        """Inside, the model has these weights; None: it is the base model."""
+        if weights is None and self.settings.train == "lora":
+            with self.model.disable_adapter() if self.model is not self.base else nullcontext(), torch.no_grad():
+                yield
+            return
+        slot = self._slots["full"] if weights is None else self._slot(weights.shape)
+        if weights is not None and weights.shape.rank and self.model.active_adapter != weights.shape.name:
+            self.model.set_adapter(weights.shape.name)
+        _put(slot, slot.blank if weights is None else weights.parameters)
+        try:
+            yield
+        finally:
+            _put(slot, slot.blank)
+
+    # -- computing ----------------------------------------------------------------------------------------------------
+
+    def compute(self, weights: Weights | None, rows: Sequence[Row], *, gradients: bool) -> tuple[RowsLoss, Facts]:
+        """The losses of rows as one forest; gradients are added to those that the weights have.
+
+        Raises:
+            NonFiniteError: a loss that is not a number; names the first datum.
+        """
+        items = [Trajectory(row.token_ids) for row in rows]
+        groups = [items] if self.settings.share == "all" else [[item] for item in items]
+        forests = [Forest.from_trajectories(group) for group in groups]
+        loss = RowsLoss(rows)
+        with self.using(weights):
+            out = self.engine.step(forests, loss) if gradients else self.engine.evaluate(forests, loss)
+        if not math.isfinite(out.loss):
+            index = next((i for i, row in enumerate(loss.bounds[:-1]) if not _finite(loss, i, int(row))), 0)
+            raise NonFiniteError(f"the loss is not a number, first at datum {index} of the forest.")
+        return loss, Facts(out.num_flat_tokens, out.num_tree_tokens, out.num_computed_tokens)
+
+    def optimize(
+        self, weights: Weights, *, rate: float, betas: tuple[float, float], eps: float, decay: float, clip: float
+    ) -> float:
+        """One step of AdamW by the gradients that were added up; returns their norm before clipping (0: there are
+        none, and nothing changes).
+
+        Raises:
+            NonFiniteError: gradients that are not numbers. They are dropped, and the weights stay as they were.
+        """
+        assert weights.optimizer is not None
+        owned = [each for each in weights.parameters.values() if each.grad is not None]
+        if not owned:
+            return 0.0
+        norm = float(nn.utils.clip_grad_norm_(owned, clip if clip > 0 else math.inf))
+        try:
+            if not math.isfinite(norm):
+                raise NonFiniteError("the gradients are not numbers; they were dropped, the weights are as before.")
+            for group in weights.optimizer.param_groups:
+                group.update(lr=rate, betas=betas, eps=eps, weight_decay=decay)
+            weights.optimizer.step()
+        finally:
+            weights.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+
+def _finite(loss: RowsLoss, index: int, low: int) -> bool:
+    return math.isfinite(float(loss.losses[low : loss.bounds[index + 1]].sum()))
+
+
+def _slot_of(model: nn.Module, own: set[nn.Parameter]) -> _Slot:
+    ids = {id(each) for each in own}
+    slot, names = _Slot({}), dict[int, str]()
+    for prefix, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in ids:
+                name = names.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
+                slot.blank[name] = parameter
+                slot.places.setdefault(name, []).append((module, key))
+    return slot
+
+
+def _put(slot: _Slot, parameters: dict[str, nn.Parameter]) -> None:
+    for name, places in slot.places.items():
+        for module, key in places:
+            setattr(module, key, parameters[name])
+
+
+def _layers(base: Any) -> dict[str, str]:
+    """The linear layers that adapters may go to, by name, each with its kind: in the decoder those of modules that mix
+    tokens are `attn`, all others `mlp`; the head is `unembed`; others (of a tower) are ``."""
+    inner, head = {id(each) for each in (base.get_decoder() or base).modules()}, base.get_output_embeddings()
+    found = {}
+    for name, module in base.named_modules():
+        if isinstance(module, nn.Linear):
+            mixes = any(part in name.lower() for part in _ATTENTION)
+            own = ("attn" if mixes else "mlp") if id(module) in inner else ""
+            found[name] = "unembed" if module is head else own
+    return found
+
+
+def _targets(layers: dict[str, str], shape: Shape) -> list[str]:
+    """What a shape adapts, as the ends of names where these are the ends of no other layer's."""
+    wanted = {name for name, kind in layers.items() if kind and getattr(shape, kind)}
+    if not wanted:
+        raise UnsupportedModelError("the model has no linear layer of the kinds that were asked for.")
+    ends = {name.rpartition(".")[2] for name in wanted}
+    return sorted(ends if {name for name in layers if name.rpartition(".")[2] in ends} == wanted else wanted)

@@ -1,0 +1,194 @@
+"""Messages of the API to arrays and back. Requests and answers are those of the SDK's own schema (`tinker.proto`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tinker.proto import tinker_public_pb2 as pb
+
+from treewise.errors import DataError
+from treewise.rl.samplers.protocol import Completion
+from treewise.serve.losses import Row, make_row
+
+PROTOBUF = "application/x-protobuf"
+MASK_LOGPROB = -99999.0  # of a place in a table of top log-probs that holds none
+_DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
+_MAX_CELLS = 1 << 26  # of one tensor, listed or not
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A forward or forward_backward, its data not read yet."""
+
+    message: Any
+
+    @property
+    def model_id(self) -> str:
+        """Whose."""
+        return str(self.message.model_id)
+
+    @property
+    def seq_id(self) -> int:
+        """Its place among the model's requests, from 1."""
+        return int(self.message.seq_id)
+
+    @property
+    def kind(self) -> str:
+        """`forward` computes no gradients."""
+        return "forward" if self.message.forward_only else "forward_backward"
+
+    def rows(self, vocabulary: int) -> list[Row]:
+        """The data. Raises `DataError`, naming the datum."""
+        settings = {name: float(value) for name, value in self.message.loss_fn_config.items()}
+        for name, value in self.message.loss_fn_config_v2.items():
+            if value.WhichOneof("value") != "number":
+                raise DataError(f"loss_fn_config: {name} must be a number.")
+            settings[name] = float(value.number)
+        if not self.message.data:
+            raise DataError("data: no datum given.")
+        rows = []
+        for index, datum in enumerate(self.message.data):
+            location = f"data[{index}]"
+            ids = np.concatenate([_chunk(chunk, location) for chunk in datum.model_input] or [np.zeros(0, np.int32)])
+            given = {name: _tensor(each, f"{location}.{name}") for name, each in datum.loss_fn_inputs.items()}
+            row = make_row(ids, given, self.message.loss_fn, settings, location)
+            check_ids(row.token_ids, vocabulary, location)
+            check_ids(row.targets[row.targets >= 0], vocabulary, f"{location}.target_tokens")
+            rows.append(row)
+        return rows
+
+
+def read_call(body: bytes) -> Call:
+    """A request for forward or forward_backward. Raises `DataError` where it is none."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError:
+        raise DataError("the body is no ForwardBackwardRequest of the SDK's protobuf schema.") from None
+    return Call(message)
+
+
+def check_ids(ids: np.ndarray, vocabulary: int, location: str) -> None:
+    """Raises `DataError` for a token id that the model does not have."""
+    bad = ids[(ids < 0) | (ids >= vocabulary)]
+    if len(bad):
+        raise DataError(f"{location}: token id {int(bad[0])}; the model has ids 0 to {vocabulary - 1}.")
+
+
+def prompt_ids(chunks: Sequence[Any], vocabulary: int) -> np.ndarray:
+    """Of a sampling request's prompt: int32 [tokens]. Raises `DataError`."""
+    for chunk in chunks:
+        if chunk.type != "encoded_text":
+            raise DataError(f"prompt: chunks of type {chunk.type} are not taken; send encoded_text.")
+    ids = np.array([token for chunk in chunks for token in chunk.tokens], dtype=np.int64)
+    if not len(ids):
+        raise DataError("prompt: no token given.")
+    check_ids(ids, vocabulary, "prompt")
+    return ids
+
+
+def _chunk(chunk: Any, location: str) -> np.ndarray:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":
+        raise DataError(f"{location}.model_input: chunks of type {kind} are not taken; send encoded_text.")
+    return _numbers(chunk.encoded_text.tokens, np.dtype(np.int32), f"{location}.model_input")
+
+
+def _numbers(raw: bytes, dtype: Any, location: str) -> np.ndarray:
+    if len(raw) % np.dtype(dtype).itemsize:
+        raise DataError(f"{location}: {len(raw)} bytes are no whole number of {np.dtype(dtype).name}.")
+    return np.frombuffer(raw, dtype=dtype)
+
+
+def _tensor(message: Any, location: str) -> np.ndarray:
+    """Dense, [T] or [T, K]; what a sparse tensor does not list is 0."""
+    dtype, shape = _DTYPES.get(message.dtype), tuple(message.shape)
+    if dtype is None or len(shape) > 2 or any(size < 0 for size in shape) or np.prod(shape, dtype=float) > _MAX_CELLS:
+        raise DataError(f"{location}: a tensor of dtype {message.dtype} and shape {shape} is not taken.")
+    if message.WhichOneof("encoding") != "sparse_csr":
+        dense = _numbers(message.dense, dtype, location)
+        if dense.size != np.prod(shape or (dense.size,), dtype=np.int64):
+            raise DataError(f"{location}: {dense.size} numbers for shape {shape}.")
+        return dense.reshape(shape or (dense.size,))
+    csr = message.sparse_csr
+    values = _numbers(csr.values, dtype, location)
+    ends, columns = (_numbers(each, np.int64, location) for each in (csr.crow_indices, csr.col_indices))
+    counts = np.diff(ends)
+    is_whole = len(shape) == 2 and len(ends) == shape[0] + 1 and ends[0] == 0 and (counts >= 0).all()
+    if not is_whole or not ends[-1] == len(columns) == len(values) or ((columns < 0) | (columns >= shape[1])).any():
+        raise DataError(f"{location}: a sparse tensor of shape {shape} whose indices do not fit it.")
+    whole = np.zeros(shape, dtype=dtype)
+    whole[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return whole
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def call_answer(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """Of a forward or forward_backward. logprobs: of each datum, in the shape of its targets."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    for name, value in metrics.items():
+        message.metrics[name] = value
+    low = 0
+    while low < len(logprobs):  # one record for data of one width
+        width = logprobs[low].shape[1:]
+        high = next((i for i in range(low, len(logprobs)) if logprobs[i].shape[1:] != width), len(logprobs))
+        arrays = [np.ascontiguousarray(each, dtype=np.float32) for each in logprobs[low:high]]
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
+        field = record.fields["logprobs"]
+        field.dtype = pb.DTYPE_FLOAT32
+        field.data = b"".join(each.tobytes() for each in arrays)
+        field.offsets = np.cumsum([0, *(each.nbytes for each in arrays)]).astype(np.int64).tobytes()
+        field.trailing_shape.extend(width)
+        low = high
+    return message.SerializeToString()
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """What was asked about a prompt of n tokens. logprobs: [n], NaN where not asked. top: ids and log-probs [n, k].
+    targets: [n - 1, K]. drawn: ids and log-probs [n - 1, k]."""
+
+    logprobs: np.ndarray | None = None
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    targets: np.ndarray | None = None
+    drawn: tuple[np.ndarray, np.ndarray] | None = None
+
+
+def sample_answer(completions: Sequence[Completion], scores: PromptScores) -> bytes:
+    """Of a sampling request."""
+    message = pb.SampleResponse()
+    for each in completions:
+        sequence = message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if each.finish_reason == "stop" else pb.STOP_REASON_LENGTH,
+            tokens=each.token_ids.astype(np.int32).tobytes(),
+            logprobs=each.logprobs.astype(np.float32).tobytes(),
+        )
+        if each.top_ids is not None and each.top_logprobs is not None:
+            _write_top(sequence.topk_sampled_logprobs, each.top_ids, each.top_logprobs)
+    if scores.logprobs is not None:
+        message.prompt_logprobs = scores.logprobs.astype(np.float32).tobytes()
+    if scores.top is not None:
+        _write_top(message.topk_prompt_logprobs, *scores.top)
+    if scores.targets is not None:
+        _write_tensor(message.target_prompt_logprobs, scores.targets.astype(np.float32))
+    if scores.drawn is not None:
+        _write_tensor(message.prompt_alt_tokens.tokens, scores.drawn[0].astype(np.int64))
+        _write_tensor(message.prompt_alt_tokens.logprobs, scores.drawn[1].astype(np.float32))
+    return message.SerializeToString()
+
+
+def _write_top(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    is_there = np.isfinite(logprobs)
+    message.length, message.k = ids.shape
+    message.token_ids = np.where(is_there, ids, 0).astype(np.int32).tobytes()
+    message.logprobs = np.where(is_there, logprobs, MASK_LOGPROB).astype(np.float32).tobytes()
+
+
+def _write_tensor(message: Any, array: np.ndarray) -> None:
+    message.dtype = pb.DTYPE_INT64 if array.dtype == np.int64 else pb.DTYPE_FLOAT32
+    message.shape.extend(array.shape)
+    message.dense = np.ascontiguousarray(array).tobytes()

@@ -1,0 +1,409 @@
+"""The one thread that owns the model: takes requests in their order, runs them in groups, and answers.
+
+Requests of one model run in the order of their sequence numbers. All forward_backward requests of a model that are
+there when the first of them runs are one forest; so are the prompts of all sampling requests of the same weights.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinker import types
+
+from treewise.errors import ConfigError, DataError, TreewiseError, UnsupportedModelError
+from treewise.serve.journal import FAILED, Journal, Work
+from treewise.serve.losses import metrics_of
+from treewise.serve.sampling import answers, read_request
+from treewise.serve.settings import ServeSettings
+from treewise.serve.store import Place, Store
+from treewise.serve.weights import ServedModel, Shape, Weights
+from treewise.serve.wire import PROTOBUF, call_answer, read_call
+
+logger = logging.getLogger("treewise")
+JSON = "application/json"
+CALLS = ("forward", "forward_backward")
+MAX_GROUP_SAMPLES = 64  # continuations that are drawn before other requests get their turn
+_KEPT_SAMPLERS = 4  # weights to sample from that stay in memory
+_CURVE = 2000  # points of a curve on the page
+
+
+class QueueFullError(TreewiseError, BlockingIOError):
+    """As many requests wait as the server lets."""
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A client's model in memory."""
+
+    weights: Weights
+    facts: dict[str, Any]
+    steps: int = 0
+    used: float = 0.0
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for an optimizer step."""
+        return any(each.grad is not None for each in self.weights.parameters.values())
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What the page shows. curves: by run, [step, loss, flat, tree, computed] of each optimizer step."""
+
+    started: float = field(default_factory=time.time)
+    flat_tokens: int = 0
+    tree_tokens: int = 0
+    computed_tokens: int = 0
+    sampled_tokens: int = 0
+    failures: int = 0
+    busy_seconds: float = 0.0
+    now: str = ""
+    curves: dict[str, list[list[float]]] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Worker(threading.Thread):
+    """on_answer: called with the id of each request that was answered, from this thread."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        journal: Journal,
+        model: ServedModel,
+        store: Store,
+        on_answer: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="treewise-serve", daemon=True)
+        self.settings, self.journal, self.model, self.store, self.on_answer = settings, journal, model, store, on_answer
+        self.statistics = Statistics()
+        self._changed = threading.Condition()
+        self._waiting: dict[str, dict[int, Work]] = {}  # by owner and sequence number
+        self._samples: OrderedDict[str, Work] = OrderedDict()
+        self._next: dict[str, int] = {}
+        self._runs: dict[str, Run] = {}
+        self._samplers: OrderedDict[tuple[str, str], Weights] = OrderedDict()
+        self._pending: dict[str, list[float]] = {}  # sums of a run since its last optimizer step
+        self._is_stopping = self._was_sample = False
+        for work in journal.works():
+            self._enqueue(work)
+
+    # -- the queue, from any thread -----------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without an answer."""
+        with self._changed:
+            waiting = sum(not work.is_answered for each in self._waiting.values() for work in each.values())
+            return waiting + len(self._samples)
+
+    def submit(self, work: Work, body: bytes) -> None:
+        """Takes a request; one that was taken before is the same one.
+
+        Raises:
+            DataError: its sequence number was used for something else. QueueFullError: too many wait. The request that
+                a model waits for is taken nevertheless, because it lets the others go.
+        """
+        with self._changed:
+            before = self.journal.kind_of(work.id)
+            if before is not None:
+                if before != work.kind:
+                    raise DataError(f"request {work.id} was {before}, and is {work.kind} now.")
+                return
+            is_next = work.kind != "sample" and work.seq == self._next_of(work.owner)
+            if not is_next and self.num_waiting >= self.settings.max_queue:
+                raise QueueFullError(f"{self.settings.max_queue} requests wait (max_queue); send it again later.")
+            self.journal.add(work, body)
+            self._enqueue(work)
+            self._changed.notify()
+
+    def cancel(self, name: str) -> None:
+        """Takes a sampling request that has not begun out of the queue."""
+        with self._changed:
+            work = self._samples.pop(name, None)
+        if work is not None:
+            self._fail(work, DataError("cancelled by the client."))
+
+    def stop(self) -> None:
+        """Lets the request at hand end, and saves what can be."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+        self.join()
+
+    def _enqueue(self, work: Work) -> None:
+        if work.kind == "sample":
+            self._samples[work.id] = work
+        else:
+            self._waiting.setdefault(work.owner, {})[work.seq] = work
+
+    def _next_of(self, owner: str) -> int:
+        if owner not in self._next:
+            self._next[owner] = self.journal.snapshot_seq(owner) + 1
+        return self._next[owner]
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until `stop`."""
+        while True:
+            with self._changed:
+                while not (works := self._take()) and not self._is_stopping:
+                    self.statistics.now = ""
+                    self._changed.wait()
+                if self._is_stopping:
+                    break
+            begun = time.monotonic()
+            self.statistics.now = f"{works[0].kind} of {works[0].owner}"
+            try:
+                self._run(works)
+            except Exception as error:  # one client's failure is no other's; the server goes on
+                if not isinstance(error, TreewiseError):
+                    logger.exception("%s %s failed", works[0].kind, works[0].id)
+                for work in works:
+                    self._fail(work, error)
+            self.statistics.busy_seconds += time.monotonic() - begun
+        for name, run in self._runs.items():
+            self._save_snapshot(name, run)
+
+    def _take(self) -> list[Work]:
+        """The next group: the oldest request that can run, and those that run with it."""
+        heads = []
+        for owner, waiting in self._waiting.items():
+            head = waiting.get(self._next_of(owner))
+            if head is not None and any(not work.is_answered for work in waiting.values()):
+                heads.append(head)
+        sample = next(iter(self._samples.values()), None)
+        if sample is not None and (not heads or self._turn_of_samples()):
+            return self._take_samples(sample)
+        if not heads:
+            return []
+        head = min(heads, key=lambda work: self._runs[work.owner].used if work.owner in self._runs else 0.0)
+        waiting = self._waiting[head.owner]
+        works = [waiting.pop(head.seq)]
+        if head.kind in CALLS:
+            while (work := waiting.get(works[-1].seq + 1)) and (work.kind, work.batch) == (head.kind, head.batch):
+                works.append(waiting.pop(work.seq))
+        self._next[head.owner] = works[-1].seq + 1
+        return works
+
+    def _turn_of_samples(self) -> bool:
+        """Samples and models take turns."""
+        self._was_sample = not self._was_sample
+        return self._was_sample
+
+    def _take_samples(self, first: Work) -> list[Work]:
+        """Requests of the same sampling session's weights."""
+        path = self._path_of(first.owner)
+        works: list[Work] = []
+        for work in list(self._samples.values()):
+            if self._path_of(work.owner) == path and len(works) < MAX_GROUP_SAMPLES:
+                works.append(self._samples.pop(work.id))
+        return works
+
+    def _path_of(self, sampler: str) -> str | None:
+        facts = self.journal.get("sampler", sampler)
+        return None if facts is None else facts.get("model_path")
+
+    def _run(self, works: Sequence[Work]) -> None:
+        work = works[0]
+        if work.kind == "sample":
+            self._sample(works)
+            return
+        run = self._run_of(work.owner)
+        if work.kind in CALLS:
+            self._call(run, works)
+            return
+        body = self.journal.body(work.id)
+        answer = getattr(self, f"_{work.kind}")(run, work, json.loads(body))
+        self._answer(work, JSON, json.dumps(answer).encode())
+        if work.kind == "optim_step" and run.steps % self.settings.snapshot_every == 0:
+            self._save_snapshot(work.owner, run)
+        if work.kind == "load_weights" or (work.kind == "create" and run.facts["path"]):
+            self._save_snapshot(work.owner, run)  # the checkpoint may be deleted one day
+
+    def _answer(self, work: Work, media: str, content: bytes) -> None:
+        self.journal.answer(work.id, media, content)
+        self.on_answer(work.id)
+
+    def _fail(self, work: Work, error: Exception) -> None:
+        is_users = isinstance(error, DataError | ConfigError | UnsupportedModelError)
+        self.statistics.failures += 1
+        text = str(error) or type(error).__name__
+        content = {"error": text, "category": types.RequestErrorCategory.User if is_users else "server"}
+        self._answer(work, FAILED, json.dumps(content).encode())
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    def _run_of(self, name: str) -> Run:
+        if name not in self._runs:
+            facts = self.journal.get("model", name)
+            if facts is None:
+                raise DataError(f"{name}: no such model.")
+            while len(self._runs) >= self.settings.max_models:
+                self._evict()
+            weights = self.model.new_weights(Shape(**facts["shape"]), facts["seed"])
+            run, seq = Run(weights, facts), self.journal.snapshot_seq(name)
+            if seq >= 0:
+                run.steps = int(self.store.restore(name, seq, weights)["steps"])
+            elif facts["path"]:
+                self.store.load(Place.parsed(facts["path"]), weights, with_optimizer=facts["optimizer"])
+            self._runs[name] = run
+        self._runs[name].used = time.monotonic()
+        return self._runs[name]
+
+    def _evict(self) -> None:
+        """Puts the model that waited longest on the disk."""
+        idle = [name for name, run in self._runs.items() if not run.has_gradients]
+        if not idle:
+            raise ConfigError(f"{len(self._runs)} models hold gradients at a time (max_models); try again later.")
+        name = min(idle, key=lambda each: self._runs[each].used)
+        self._save_snapshot(name, self._runs[name])
+        del self._runs[name]
+
+    def _save_snapshot(self, name: str, run: Run) -> None:
+        seq = self._next_of(name) - 1
+        if run.has_gradients or seq <= self.journal.snapshot_seq(name):
+            return
+        self.store.snapshot(name, seq, run.weights, run.steps)
+        self.journal.snapshot(name, seq)
+
+    # -- requests: (run, work, the request as JSON) to the answer as JSON ---------------------------------------------
+
+    def _create(self, _: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
+        if asked.get("type") == "load_weights":
+            return {"path": asked["path"], "model_id": work.owner, "type": "load_weights"}
+        return {"model_id": work.owner, "type": "create_model"}
+
+    def _call(self, run: Run, works: Sequence[Work]) -> None:
+        """All calls of a group as one forest. One that is wrong leaves the others as they are."""
+        rows, bounds, taken = [], [0], []
+        for work in works:
+            try:
+                own = read_call(self.journal.body(work.id)).rows(self.model.vocabulary)
+            except TreewiseError as error:
+                self._fail(work, error)
+            else:
+                rows += own
+                bounds.append(len(rows))
+                taken.append(work)
+        if not taken:
+            return
+        if works[0].batch is None:
+            self.journal.group([work.id for work in works], works[0].seq)
+        loss, facts = self.model.compute(run.weights, rows, gradients=works[0].kind == "forward_backward")
+        counted = {name: float(getattr(facts, name)) for name in ("flat_tokens", "tree_tokens", "computed_tokens")}
+        sums = self._pending.setdefault(works[0].owner, [0.0] * 4)
+        for name, value in counted.items():
+            setattr(self.statistics, name, getattr(self.statistics, name) + int(value))
+        if works[0].kind == "forward_backward":
+            for index, value in enumerate((float(loss.losses.sum()), *counted.values())):
+                sums[index] += value
+        for work, low, high in zip(taken, bounds[:-1], bounds[1:], strict=True):
+            parts = [
+                loss.logprobs[loss.bounds[i] : loss.bounds[i + 1]].reshape(rows[i].shape) for i in range(low, high)
+            ]
+            self._answer(work, PROTOBUF, call_answer(parts, metrics_of(loss, low, high, counted)))
+
+    def _optim_step(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
+        if "optimizer_params" in asked:
+            raise DataError(f"optimizer {asked['optimizer_params'].get('type')!r} is not implemented; send AdamParams.")
+        adam = types.AdamParams(**asked["adam_params"])
+        sums = self._pending.pop(work.owner, [0.0] * 4)
+        norm = self.model.optimize(
+            run.weights,
+            rate=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            decay=adam.weight_decay,
+            clip=adam.grad_clip_norm,
+        )
+        run.steps += 1
+        curve = self.statistics.curves.setdefault(work.owner, [])
+        curve.append([float(run.steps), *sums])
+        del curve[:-_CURVE]
+        metrics = {"grad_norm:mean": norm, "step:max": float(run.steps)}
+        if sums[2]:
+            metrics["share_ratio:mean"] = sums[1] / sums[2]
+        return {"metrics": metrics, "type": "optim_step"}
+
+    def _save_weights(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
+        place = Place.checked(work.owner, "weights", asked.get("path") or f"{work.seq:08d}")
+        self._save(place, run, work, asked)
+        return {"path": str(place), "type": "save_weights"}
+
+    def _save_weights_external(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
+        if asked.get("age_encryption_recipients"):
+            raise DataError("age_encryption_recipients: exports are not encrypted here.")
+        place = Place.checked(work.owner, "external_weights", asked["path"])
+        self._save(place, run, work, asked)
+        return {"path": str(place), "size_bytes": self.store.size(place), "type": "save_weights_external"}
+
+    def _save_weights_for_sampler(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
+        if asked.get("path"):
+            place = Place.checked(work.owner, "sampler_weights", asked["path"])
+            self._save(place, run, work, asked)
+            return {"path": str(place), "type": "save_weights_for_sampler"}
+        is_inflight = asked.get("kind") == "inflight"
+        name = "inflight" if is_inflight else f"unnamed-{work.seq:08d}"
+        place = Place.checked(work.owner, "sampler_weights", name)
+        self._save(place, run, work, {**asked, "overwrite": is_inflight})
+        sampler = f"{work.owner.split(':')[0]}:sample:{asked['sampling_session_seq_id']}"
+        facts = {"base_model": self.store.base_name, "model_path": str(place)}
+        self.journal.put("sampler", sampler, work.owner.split(":")[0], facts)
+        unnamed = [each for each in self.store.places(work.owner) if each.name.startswith("unnamed-")]
+        for each in sorted(unnamed, key=lambda each: each.name)[: -self.settings.keep_samplers]:
+            self.store.delete(each)
+        return {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
+
+    def _save(self, place: Place, run: Run, work: Work, asked: dict[str, Any]) -> None:
+        if self.store.exists(place):
+            if self.store.facts(place)["request"] == work.id:
+                return  # saved before the server was killed
+            if not asked.get("overwrite"):
+                raise DataError(f"{place} is there already; choose another name, or overwrite=True.")
+        facts = {"request": work.id, "steps": run.steps, "user_metadata": asked.get("user_metadata")}
+        self.store.save(place, run.weights, facts, asked.get("ttl_seconds"))
+
+    def _load_weights(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
+        place = Place.parsed(asked["path"])
+        self.store.load(place, run.weights, with_optimizer=asked["optimizer"])
+        for each in run.weights.parameters.values():
+            each.grad = None
+        return {"path": str(place), "model_id": work.owner, "type": "load_weights"}
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+
+    def _sample(self, works: Sequence[Work]) -> None:
+        requests, taken = [], []
+        for work in works:
+            try:
+                asked = types.SampleRequest.model_validate_json(self.journal.body(work.id))
+                requests.append(read_request(asked, work.id, self.model))
+                taken.append(work)
+            except (TreewiseError, ValueError) as error:
+                self._fail(work, error if isinstance(error, TreewiseError) else DataError(str(error)))
+        if not taken:
+            return
+        weights = self._weights_of(self._path_of(taken[0].owner))
+        for work, content in zip(taken, answers(self.model, weights, requests), strict=True):
+            self._answer(work, PROTOBUF, content)
+
+    def _weights_of(self, path: str | None) -> Weights | None:
+        if path is None:
+            return None
+        place = Place.parsed(path)
+        key = path, self.store.facts(place)["request"]
+        if key not in self._samplers:
+            weights = self.model.new_weights(self.store.shape(place), 0)
+            weights.optimizer = None
+            self.store.load(place, weights)
+            self._samplers[key] = weights
+            while len(self._samplers) > _KEPT_SAMPLERS:
+                self._samplers.popitem(last=False)
+        self._samplers.move_to_end(key)
+        return self._samplers[key]

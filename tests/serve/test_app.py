@@ -1,0 +1,254 @@
+"""The official SDK against a server in this process: training, sampling, checkpoints, clients beside one another."""
+
+import json
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from tests.serve.servers import KEY, datum, flat_losses, running, tree_of_data
+from treewise.testing.families import tiny_model
+
+pytestmark = pytest.mark.xdist_group("test_serve_app")
+ADAM = types.AdamParams(learning_rate=3e-2, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.1, grad_clip_norm=5.0)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("served"), tiny_model("llama"), max_tokens="24") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    made = tinker.ServiceClient(base_url=address.url, api_key=KEY)
+    yield made
+    made.close("success").result()
+
+
+def new_run(client, seed=0, rank=4):
+    return client.create_lora_training_client(base_model="tiny", rank=rank, seed=seed).result()
+
+
+def step(run, data, loss="cross_entropy", settings=None, adam=ADAM):
+    """Log-probs and metrics of a step."""
+    computed, stepped = run.forward_backward(data, loss, settings), run.optim_step(adam)
+    return computed.result(), stepped.result().metrics
+
+
+def logprobs_of(output):
+    return np.concatenate([each["logprobs"].to_numpy().ravel() for each in output.loss_fn_outputs])
+
+
+def sampled(run, prompt=(5, 6, 7), **params):
+    weights = run.save_weights_and_get_sampling_client().result()
+    asked = types.SamplingParams(**{"max_tokens": 6, "seed": 3, **params})
+    return weights.sample(types.ModelInput.from_ints(list(prompt)), 3, asked).result()
+
+
+def test_three_steps_are_those_of_a_plain_peft_loop(client, address, tmp_path):
+    """Adapters with the server's first values, rows one by one, torch's AdamW: log-probs and losses at each step."""
+    from peft import PeftModel
+
+    run = new_run(client, seed=7)
+    path = run.save_weights_external("start").result().path
+    urls = client._rest_client().get_external_weights_urls(path).result().urls
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    for name, url in urls.items():
+        status, content = address.ask(url.removeprefix(address.url))
+        assert status == 200
+        (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    plain = PeftModel.from_pretrained(tiny_model("llama").eval(), str(folder), is_trainable=True)
+    trained = [each for each in plain.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=3e-2, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
+    for number, loss in enumerate(("cross_entropy", "importance_sampling", "ppo")):
+        data = tree_of_data(loss, seed=number)
+        output, metrics = step(run, data, loss)
+        total, wanted = 0.0, []
+        for each in data:
+            own, values = flat_losses(plain, each, loss, {})
+            own.backward()
+            total, wanted = total + own.item(), [*wanted, values.detach().numpy().ravel()]
+        norm = torch.nn.utils.clip_grad_norm_(trained, 5.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert np.abs(logprobs_of(output) - np.concatenate(wanted)).max() < 1e-5 * 10**number
+        assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
+        assert metrics["grad_norm:mean"] == pytest.approx(float(norm), rel=1e-4)
+        assert output.metrics["tree_tokens:sum"] < 0.7 * output.metrics["flat_tokens:sum"]
+
+
+def test_calls_before_a_step_are_one_forest(client, address):
+    """Two calls and one call of the same data give the same weights; a token that both calls hold is computed once."""
+    data = tree_of_data("cross_entropy")
+    both, whole = new_run(client, seed=1), new_run(client, seed=1)
+    calls = [both.forward_backward(part, "cross_entropy") for part in (data[:4], data[4:])]
+    both.optim_step(ADAM).result()
+    metrics = [call.result().metrics for call in calls]
+    _, _ = step(whole, data)
+    after = [logprobs_of(run.forward(data, "cross_entropy").result()) for run in (both, whole)]
+    assert np.abs(after[0] - after[1]).max() < 1e-5
+    assert sum(each["loss:sum"] for each in metrics) != 0
+    assert address.ask("/api/v1/status")[1]["flat_tokens"] > 0
+
+
+def test_a_forward_changes_nothing_and_custom_losses_run_at_the_client(client):
+    data = tree_of_data("cross_entropy")
+    run, same = new_run(client, seed=2), new_run(client, seed=2)
+    run.forward(data, "cross_entropy").result()
+
+    def squares(data, logprobs):
+        return sum((each**2).sum() for each in logprobs), {}
+
+    before = logprobs_of(run.forward_backward_custom(data, squares).result())
+    run.optim_step(ADAM).result()
+    weights = [
+        datum(each.model_input.to_ints() + each.loss_fn_inputs["target_tokens"].data[-1:], weights=-2 * own)
+        for each, own in zip(data, np.split(before, np.cumsum([d.model_input.length for d in data])[:-1]), strict=True)
+    ]
+    step(same, weights)
+    found, wanted = (logprobs_of(each.forward(data, "cross_entropy").result()) for each in (run, same))
+    assert np.abs(found - wanted).max() < 1e-5
+
+
+def test_sampling_gives_what_training_computes(client):
+    """Log-probs of samples and of prompts are those of a forward with the same weights; seeds repeat."""
+    run = new_run(client, seed=3)
+    step(run, tree_of_data("cross_entropy"))
+    sampler = run.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints([5, 6, 7, 8])
+    params = types.SamplingParams(max_tokens=6, seed=11, temperature=1.0)
+    options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3, "topk_sample_logprobs": 2}
+    first, again = (sampler.sample(prompt, 4, params, **options).result() for _ in range(2))
+    assert [each.tokens for each in first.sequences] == [each.tokens for each in again.sequences]
+    assert len({tuple(each.tokens) for each in first.sequences}) > 1
+    rows = [datum([5, 6, 7, 8, *each.tokens]) for each in first.sequences]
+    forward = run.forward(rows, "cross_entropy").result()
+    for sequence, row in zip(first.sequences, forward.loss_fn_outputs, strict=True):
+        wanted = row["logprobs"].to_numpy()
+        assert np.abs(np.array(sequence.logprobs) - wanted[3:]).max() < 1e-4
+        assert np.abs(np.array(first.prompt_logprobs[1:], dtype=float) - wanted[:3]).max() < 1e-4
+    assert first.prompt_logprobs[0] is None
+    assert all(len(each) == 3 for each in first.topk_prompt_logprobs[1:])
+    last = sampler.sample(prompt, 1, params, include_prompt_logprobs=True, prompt_logprobs_last_n=1).result()
+    assert [each is None for each in last.prompt_logprobs] == [True, True, True, False]
+    targets = types.TensorData.from_numpy(np.array([[6, 1], [7, 2], [8, -1]]))
+    asked = sampler.sample(prompt, 1, params, target_prompt_logprobs=targets, prompt_alt_tokens_k=2).result()
+    found = asked.target_prompt_logprobs.to_numpy()
+    assert np.abs(found[:, 0] - np.array(first.prompt_logprobs[1:])).max() < 1e-5
+    assert found[2, 1] == 0
+    assert asked.prompt_alt_tokens.tokens.to_numpy().shape == (3, 2)
+
+
+def test_stops_and_limits_of_sampling(client):
+    run = new_run(client)
+    free = sampled(run, max_tokens=8).sequences[0].tokens
+    stopped = sampled(run, max_tokens=8, stop=[free[2]]).sequences[0]
+    assert stopped.tokens == free[: free.index(free[2]) + 1]
+    assert stopped.stop_reason == "stop"
+    greedy = sampled(run, temperature=0.0)
+    assert len({tuple(each.tokens) for each in greedy.sequences}) == 1
+    only = sampled(run, top_k=1)
+    assert [each.tokens for each in only.sequences] == [each.tokens for each in greedy.sequences]
+    base = client.create_sampling_client(base_model="tiny").result()  # a new run's adapters change nothing
+    params = types.SamplingParams(max_tokens=6, temperature=0.0)
+    (drawn,) = base.sample(types.ModelInput.from_ints([5, 6, 7]), 1, params).result().sequences
+    assert drawn.tokens == greedy.sequences[0].tokens
+
+
+def test_checkpoints_are_loaded_with_and_without_the_optimizer(client):
+    run, data = new_run(client, seed=4), tree_of_data("cross_entropy")
+    step(run, data)
+    path = run.save_state("after-one", user_metadata={"a": "b"}).result().path
+    with pytest.raises(tinker.RequestFailedError, match="there already"):
+        run.save_state("after-one").result()
+    whole = client.create_training_client_from_state_with_optimizer(path).result()
+    fresh = client.create_training_client_from_state(path).result()
+    after = []
+    for each in (run, whole, fresh):
+        step(each, data)
+        after.append(logprobs_of(each.forward(data, "cross_entropy").result()))
+    assert np.array_equal(after[0], after[1])
+    assert np.abs(after[0] - after[2]).max() > 1e-3
+    rest = client._rest_client()
+    (listed,) = rest.list_checkpoints(run.model_id).result().checkpoints
+    assert (listed.tinker_path, listed.checkpoint_type, listed.user_metadata) == (path, "training", {"a": "b"})
+    info = rest.get_weights_info_by_tinker_path(path).result()
+    assert (info.base_model, info.lora_rank, info.train_mlp) == ("tiny", 4, True)
+    named = run.save_weights_for_sampler("final").result().path
+    sampler = client.create_sampling_client(model_path=named).result()
+    drawn = sampler.sample(
+        types.ModelInput.from_ints([5, 6, 7]), 3, types.SamplingParams(max_tokens=6, seed=3)
+    ).result()
+    assert [each.tokens for each in drawn.sequences] == [each.tokens for each in sampled(run).sequences]
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(tinker.APIStatusError, match="no such checkpoint"):
+        client.create_training_client_from_state(path).result()
+
+
+def test_a_clients_faults_are_its_own(client, address):
+    """A wrong datum, a NaN, a loss that is unknown: named, and neither this run's weights nor another's change."""
+    data = tree_of_data("cross_entropy")
+    run, other = new_run(client, seed=5), new_run(client, seed=6)
+    step(run, data)
+    step(other, data)
+    before = [logprobs_of(each.forward(data, "cross_entropy").result()) for each in (run, other)]
+    outside = datum([1, 2, 64], weights=[1, 1])
+    with pytest.raises(tinker.RequestFailedError, match=r"data\[1\]: token id 64"):
+        run.forward_backward([data[0], outside], "cross_entropy").result()
+    run.optim_step(ADAM).result()  # no gradients: nothing changes
+    huge = datum([1, 2, 3], logprobs=[-4000, -4000], advantages=[1e30, 1e30])
+    with pytest.raises(tinker.RequestFailedError, match="not a number"):
+        run.forward_backward([huge], "importance_sampling").result()
+    with pytest.raises(tinker.RequestFailedError, match="gradients are not numbers"):
+        run.optim_step(ADAM).result()
+    with pytest.raises(tinker.RequestFailedError, match="not published"):
+        run.forward_backward(data, "stable_reinforce").result()
+    after = [logprobs_of(each.forward(data, "cross_entropy").result()) for each in (run, other)]
+    assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_a_request_seen_again_is_the_same_request(client, address):
+    run, data = new_run(client, seed=8), tree_of_data("cross_entropy")
+    step(run, data)
+    before = logprobs_of(run.forward(data, "cross_entropy").result())
+    asked = {"adam_params": {"learning_rate": 0.5}, "model_id": run.model_id, "seq_id": 2, "type": "optim_step"}
+    status, again = address.ask("/api/v1/optim_step", asked)
+    assert (status, again["request_id"]) == (200, f"{run.model_id}:2")
+    first = address.ask("/api/v1/retrieve_future", {"request_id": again["request_id"]})
+    assert first == address.ask("/api/v1/retrieve_future", {"request_id": again["request_id"]})
+    assert np.array_equal(logprobs_of(run.forward(data, "cross_entropy").result()), before)
+    status, said = address.ask("/api/v1/save_weights", {"model_id": run.model_id, "seq_id": 2})
+    assert (status, "was optim_step" in said["error"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/api/v1/forward_backward", b"\xff\xff", 400),
+        ("/api/v1/forward_backward", b"", 404),
+        ("/api/v1/optim_step", b"{", 400),
+        ("/api/v1/optim_step", [1], 400),
+        ("/api/v1/optim_step", {"adam_params": {}, "model_id": "m", "seq_id": 1}, 404),
+        ("/api/v1/create_model", {"session_id": "s", "model_seq_id": 0, "base_model": "tiny"}, 400),
+        ("/api/v1/create_custom_loss", {}, 400),
+        ("/api/v1/retrieve_future", {"request_id": "x:1"}, 410),
+        ("/api/v1/weights_info", {"tinker_path": "tinker://../../etc/passwd"}, 400),
+        ("/api/v1/weights_info", {"tinker_path": "tinker://a:train:0/weights/.."}, 400),
+        ("/api/v1/create_sampling_session", {"session_id": "none", "sampling_session_seq_id": 0}, 404),
+        ("/api/v1/asample", {"prompt": {"chunks": []}, "sampling_params": {}, "base_model": "other"}, 400),
+    ],
+)
+def test_malformed_requests_are_answers_not_failures(address, path, body, status):
+    found, content = address.ask(path, body)
+    assert (found, bool(content["error"])) == (status, True)
+    assert address.ask("/api/v1/healthz") == (200, {"status": "ok"})
+
+
+def test_who_may_call(address):
+    assert address.ask("/api/v1/healthz", **{"X-API-Key": ""})[0] == 401
+    assert address.ask("/api/v1/healthz", **{"Host": "example.org"})[0] == 400
+    assert address.ask("/")[0] == 200

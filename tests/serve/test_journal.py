@@ -1,0 +1,132 @@
+"""Servers that are killed: nothing that was acknowledged is lost, nothing is trained twice, and clients go on."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tests.serve.servers import KEY, Address, running, tree_of_data
+from treewise.serve.journal import Journal, Work
+from treewise.testing.families import tiny_model
+
+pytestmark = pytest.mark.xdist_group("test_serve_journal")
+ADAM = types.AdamParams(learning_rate=1e-2)
+SERVERS = Path(__file__).with_name("forked_servers.py")
+
+
+def train(client, num_steps):
+    """A run of steps, each with a named checkpoint; what the client saw of each step."""
+    run = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    seen = []
+    for number in range(num_steps):
+        data = tree_of_data("cross_entropy", seed=number)
+        call = run.forward_backward(data, "cross_entropy")
+        norm = run.optim_step(ADAM).result().metrics["grad_norm:mean"]
+        path = run.save_state(f"step-{number}").result().path
+        seen.append((norm, call.result().metrics["loss:sum"], path))
+    last = run.forward(tree_of_data("cross_entropy"), "cross_entropy").result()
+    logprobs = np.concatenate([each["logprobs"].to_numpy() for each in last.loss_fn_outputs])
+    return run, seen, logprobs
+
+
+class Killer(threading.Thread):
+    """Starts a server again each time that it kills it, after a random part of a second of its life."""
+
+    def __init__(self, folder, port, num_kills):
+        super().__init__(daemon=True)
+        self.folder, self.port, self.num_kills, self.num_killed = folder, port, num_kills, 0
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", SERVERS, str(folder), str(port)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.is_done = threading.Event()
+        self.draw = random.Random(0)
+
+    def is_up(self):
+        try:
+            return Address(f"http://127.0.0.1:{self.port}").ask("/api/v1/healthz")[0] == 200
+        except OSError:
+            return False
+
+    def run(self):
+        while True:
+            self.process.stdin.write("start\n")
+            self.process.stdin.flush()
+            pid = int(self.process.stdout.readline())
+            while not self.is_up():
+                self.is_done.wait(0.02)
+            self.is_done.wait(self.draw.uniform(0.05, 1.5) if self.num_killed < self.num_kills else None)
+            os.kill(pid, signal.SIGKILL)
+            self.process.stdout.readline()
+            if self.is_done.is_set():
+                break
+            self.num_killed += 1
+
+    def end(self):
+        self.is_done.set()
+        self.join()
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.mark.parametrize("num_kills", [3, pytest.param(50, marks=pytest.mark.exhaustive)])
+def test_a_server_that_is_killed_again_and_again_loses_nothing(num_kills, tmp_path):
+    with running(tmp_path / "undisturbed", tiny_model("llama"), max_tokens="24") as address:
+        client = tinker.ServiceClient(base_url=address.url, api_key=KEY)
+        _, wanted, logprobs = train(client, 4 if num_kills < 10 else 24)
+        client.close("success").result()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    killer = Killer(tmp_path / "killed", port, num_kills)
+    killer.start()
+    try:
+        client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
+        run, seen, after = train(client, len(wanted))
+        assert [each[:2] for each in seen] == [each[:2] for each in wanted]
+        assert np.array_equal(after, logprobs)
+        assert killer.num_killed > 0
+        saved = {each.tinker_path for each in client._rest_client().list_checkpoints(run.model_id).result().checkpoints}
+        assert {path for _, _, path in seen} <= saved
+        again = client.create_training_client_from_state_with_optimizer(seen[-1][2]).result()
+        output = again.forward(tree_of_data("cross_entropy"), "cross_entropy").result()
+        assert np.array_equal(
+            np.concatenate([each["logprobs"].to_numpy() for each in output.loss_fn_outputs]), logprobs
+        )
+        client.close("success").result()
+    finally:
+        killer.end()
+
+
+def test_what_runs_again_after_a_restart(tmp_path):
+    """Requests without an answer, and those whose effect no snapshot holds; an answer is written once."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.put("model", "m", "s", {})
+    for seq in range(4):
+        assert journal.add(Work(f"m:{seq}", "m", seq, "optim_step"), b"{}")
+        assert not journal.add(Work(f"m:{seq}", "m", seq, "optim_step"), b"other")
+    journal.answer("m:0", "application/json", b"0")
+    journal.answer("m:1", "application/json", b"1")
+    journal.answer("m:1", "application/json", b"again")
+    journal.group(["m:1", "m:2"], 1)
+    journal.snapshot("m", 0)
+    journal.close()
+    journal = Journal(tmp_path / "journal.sqlite")
+    assert journal.answered("m:1") == ("application/json", b"1")
+    assert journal.body("m:1") == b"{}"
+    assert [(work.seq, work.batch, work.is_answered) for work in journal.works()] == [
+        (1, 1, True),
+        (2, 1, False),
+        (3, None, False),
+    ]
+    journal.close()

@@ -1,0 +1,183 @@
+"""Losses, log-probs and gradients of served rows against a plain forward and backward of each row alone."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from tests.serve.servers import flat_losses, tree_of_data
+from treewise.errors import DataError
+from treewise.serve.losses import make_row
+from treewise.serve.settings import ServeSettings
+from treewise.serve.weights import ServedModel, Shape
+from treewise.serve.wire import read_call
+from treewise.testing.families import tiny_model
+
+from tinker import types  # isort: skip
+from tinker.proto.request_conv import forward_backward_request_to_proto  # isort: skip
+
+LOSSES = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.95, "clip_high_threshold": 1.3},
+    "cispo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.05},
+    "dro": {"beta": 0.3},
+    "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2},
+}
+
+
+def rows_of(data, loss, settings):
+    asked = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=settings)
+    message = forward_backward_request_to_proto(
+        types.ForwardBackwardRequest(forward_backward_input=asked, model_id="m", seq_id=1)
+    )
+    return read_call(message.SerializeToString()).rows(64)
+
+
+def served(family="llama", max_tokens="none", share="all", **settings):
+    chosen = ServeSettings(model="tiny", max_tokens=max_tokens, share=share, **settings)
+    return ServedModel(chosen, tiny_model(family))
+
+
+def noisy(model, shape=None):
+    """New weights, with adapters that do something."""
+    weights = model.new_weights(shape or Shape(4), 0)
+    torch.manual_seed(1)
+    for each in weights.parameters.values():
+        torch.nn.init.normal_(each, std=0.05)
+    return weights
+
+
+def flat(model, weights, data, loss, settings, dtype):
+    """Sum of losses, log-probs and gradients of each row alone, in a dtype."""
+    with model.using(weights):
+        alone = copy.deepcopy(model.model).to(dtype)
+    base = alone.get_base_model()
+    base.set_attn_implementation("eager")
+    alone.zero_grad(set_to_none=True)
+    total, logprobs = 0.0, []
+    for each in data:
+        own, values = flat_losses(alone, each, loss, settings)
+        own.backward()
+        total, logprobs = total + own.item(), [*logprobs, values.detach().numpy()]
+    return total, logprobs, {name: each.grad for name, each in alone.named_parameters() if each.grad is not None}
+
+
+def relative(found, wanted):
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("max_tokens", "share"), [("none", "all"), ("16", "all"), ("none", "none")])
+def test_equal_to_rows_alone(loss, max_tokens, share):
+    model, settings, data = served(max_tokens=max_tokens, share=share), LOSSES[loss], tree_of_data(loss)
+    weights = noisy(model)
+    wanted, logprobs, gradients = flat(model, weights, data, loss, settings, torch.float64)
+    found, facts = model.compute(weights, rows_of(data, loss, settings), gradients=True)
+    assert found.losses.sum() == pytest.approx(wanted, rel=1e-5)
+    assert np.abs(found.logprobs - np.concatenate([each.ravel() for each in logprobs])).max() < 1e-5
+    for name, each in weights.parameters.items():
+        assert relative(each.grad, gradients[name]) < 1e-5, name
+    lengths = sum(each.model_input.length + 1 for each in data)
+    assert facts.flat_tokens == lengths
+    assert facts.tree_tokens == lengths if share == "none" else facts.tree_tokens < 0.7 * lengths
+    assert found.num_new.sum() == facts.tree_tokens
+
+
+def test_targets_that_are_not_the_next_tokens():
+    """Two columns of any tokens, dense and sparse, and -1 for none."""
+    model, rng = served(max_tokens="12"), np.random.default_rng(3)
+    weights, data, prefix = noisy(model), [], rng.integers(0, 64, 6).tolist()
+    for size in (3, 5, 4):
+        ids = prefix + rng.integers(0, 64, size).tolist()
+        targets = torch.tensor(rng.integers(1, 64, (len(ids), 6)))
+        values = torch.tensor(rng.normal(size=targets.shape), dtype=torch.float32)
+        values[torch.rand(values.shape) < 0.7] = 0
+        data.append(
+            types.Datum(
+                model_input=types.ModelInput.from_ints(ids),
+                loss_fn_inputs={"target_tokens": targets, "weights": values},
+            )
+        )
+    assert data[0].loss_fn_inputs["weights"].sparse_crow_indices is not None
+    wanted, logprobs, gradients = flat(model, weights, data, "cross_entropy", {}, torch.float64)
+    found, _ = model.compute(weights, rows_of(data, "cross_entropy", {}), gradients=True)
+    assert found.losses.sum() == pytest.approx(wanted, rel=1e-5)
+    assert np.abs(found.logprobs - np.concatenate([each.ravel() for each in logprobs])).max() < 1e-5
+    assert all(relative(each.grad, gradients[name]) < 1e-5 for name, each in weights.parameters.items())
+
+
+def test_losses_of_several_calls_in_one_forest():
+    model = served(max_tokens="16")
+    weights = noisy(model)
+    parts = {loss: tree_of_data(loss) for loss in LOSSES}
+    rows = [row for loss, data in parts.items() for row in rows_of(data, loss, LOSSES[loss])]
+    total, sums = 0.0, {}
+    for loss, data in parts.items():
+        own, _, gradients = flat(model, weights, data, loss, LOSSES[loss], torch.float64)
+        total += own
+        sums = {name: each + sums.get(name, 0) for name, each in gradients.items()}
+    found, facts = model.compute(weights, rows, gradients=True)
+    assert found.losses.sum() == pytest.approx(total, rel=1e-5)
+    assert all(relative(each.grad, sums[name]) < 1e-5 for name, each in weights.parameters.items())
+    assert facts.tree_tokens * 5 < facts.flat_tokens
+
+
+@pytest.mark.parametrize("shape", [Shape(2, attn=False, unembed=False), Shape(3, mlp=False), Shape(0)])
+def test_what_is_trained(shape):
+    model = served(train="full" if not shape.rank else "lora")
+    data, weights = tree_of_data("ppo"), noisy(model, shape)
+    names = " ".join(weights.parameters)
+    if shape.rank:
+        assert ("mlp" in names, "self_attn" in names, "lm_head" in names) == (shape.mlp, shape.attn, shape.unembed)
+    model.compute(weights, rows_of(data, "ppo", {}), gradients=True)
+    with model.using(weights):
+        alone = copy.deepcopy(model.model).double()
+    alone.set_attn_implementation("eager") if not shape.rank else alone.get_base_model().set_attn_implementation(
+        "eager"
+    )
+    alone.zero_grad(set_to_none=True)
+    sum(flat_losses(alone, each, "ppo", {})[0] for each in data).backward()
+    gradients = {name: each.grad for name, each in alone.named_parameters() if each.grad is not None}
+    assert set(gradients) == set(weights.parameters)
+    assert all(relative(each.grad, gradients[name]) < 1e-5 for name, each in weights.parameters.items())
+
+
+@pytest.mark.parametrize(
+    ("loss", "inputs", "settings", "says"),
+    [
+        ("stable_reinforce", {}, {}, "not published"),
+        ("custom", {}, {}, "at the client"),
+        ("pppo", {}, {}, "Did you mean 'ppo'"),
+        ("ppo", {"advantages": np.zeros(3)}, {}, "lacks loss_fn_inputs logprobs"),
+        ("cross_entropy", {"weights": np.zeros(3), "mask": np.zeros(3)}, {}, "has loss_fn_inputs mask"),
+        ("cross_entropy", {"weights": np.zeros(2)}, {}, "weights has shape"),
+        ("cross_entropy", {"weights": np.array([1, np.nan, 0])}, {}, "not finite"),
+        ("dro", {"logprobs": np.zeros(3), "advantages": np.zeros(3)}, {"bta": 1.0}, "Did you mean 'beta'"),
+    ],
+)
+def test_wrong_data_are_named(loss, inputs, settings, says):
+    with pytest.raises(DataError, match=says):
+        make_row(np.arange(3), {"target_tokens": np.arange(3), **inputs}, loss, settings, "data[7]")
+
+
+def test_clients_on_one_model_are_apart():
+    """Adapters of one shape and of two, trained in turns: each as if it were alone, bit for bit."""
+
+    def steps(turns):
+        model = served()
+        clients = {}
+        for name, (rank, seed) in {"a": (4, 1), "b": (4, 2), "c": (2, 1)}.items():
+            if name in turns:
+                clients[name] = model.new_weights(Shape(rank), seed)
+        for name in turns:
+            weights = clients[name]
+            model.compute(weights, rows_of(tree_of_data("ppo", ord(name)), "ppo", {}), gradients=True)
+            model.optimize(weights, rate=0.1, betas=(0.9, 0.95), eps=1e-12, decay=0.1, clip=1.0)
+        return {name: each.parameters for name, each in clients.items()}
+
+    together = steps("abcacbbca")
+    for name in "abc":
+        alone = steps(name * 3)[name]
+        assert all(torch.equal(each, together[name][key]) for key, each in alone.items())
