@@ -67,6 +67,17 @@ def test_forty_draws_are_equal_or_refused(part):
     assert report.counts["equal"] >= size // 3, report
 
 
+@pytest.mark.parametrize("changes", [{"trained": "norms", "budget": "half"}, {"objective": "gspo", "dtype": "float64"}])
+def test_a_draw_as_a_program_prints_small_differences(changes, capsys):
+    space = crossings.training()
+    program = space.script({**space.defaults, "seed": 3, **changes})
+    assert len(program.splitlines()) < 40
+    exec(compile(program, "draw", "exec"), {})
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert len(printed) > 5
+    assert all(float(off) < 1e-4 for off, _ in printed)
+
+
 def test_two_processes_judge_a_draw():
     space = crossings.training()
     draw = {**space.defaults, "seed": 1, "interface": "trainer", "processes": "sharded", "trained": "last_layer"}

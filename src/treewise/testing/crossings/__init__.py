@@ -22,8 +22,9 @@ __all__ = [
 def training(seed: int = 0) -> Crossings:
     """The crossings of training runs; the seed chooses families."""
     from treewise.testing.crossings import sides, space
+    from treewise.testing.crossings.script import script
 
-    return Crossings(space.settings_of(seed), space.RULES, sides.check, sides.script, space.RARITY)
+    return Crossings(space.settings_of(seed), space.RULES, sides.check, script, space.RARITY)
 
 
 def online_loop() -> Crossings:

@@ -155,12 +155,18 @@ def mark_trained(model: nn.Module, draw: Draw) -> None:
     """Leaves `requires_grad` to what is drawn, where no adapter decides it."""
     if draw["trained"] in space.ADAPTERS:
         return
-    numbers = [int(each) for name, _ in model.named_parameters() for each in re.findall("[.]([0-9]+)[.]", name)]
-    pattern = space.TRAINED[draw["trained"]].replace("LAST", str(max(numbers, default=0)))
+    pattern = mark_pattern(model, draw)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.search(pattern, name) is not None)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ImpossibleError(f"no parameter for trained={draw['trained']!r}")
+
+
+def mark_pattern(model: nn.Module, draw: Draw) -> str:
+    """The regular expression on names of parameters that says what is trained."""
+    pattern = space.TRAINED[draw["trained"]]
+    numbers = [int(each) for name, _ in model.named_parameters() for each in re.findall("[.]([0-9]+)[.]", name)]
+    return pattern.replace("LAST", str(max(numbers, default=0)))
 
 
 def add_hooks(model: nn.Module, draw: Draw) -> None:

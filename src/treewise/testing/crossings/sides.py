@@ -53,11 +53,6 @@ def check(draw: Draw) -> None:
         ranks.check(draw, num_ranks)
 
 
-def script(draw: Draw) -> str:
-    """A draw as a program."""
-    return f"from treewise.testing.crossings import sides\n\nsides.check({draw!r})\n"
-
-
 def check_here(draw: Draw) -> None:
     """Raises `WrongError` where trees and flat training differ, what treewise raises, and `ImpossibleError` where flat
     training fails."""
