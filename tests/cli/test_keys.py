@@ -54,8 +54,8 @@ CALLS = {
     "tasks": "task_named.name",
     "tasks_settings": "task_named.settings",
     "tasks_seed": "task_named.seed",
-    "sampler_settings": "VLLMSampler.settings",
-    "sampler": "VLLMSampler.name",
+    "sampler_settings": "ServerSampler.settings",
+    "sampler": "ServerSampler.name",
 }
 SEEN_AS = {"load_in_4bit": 4, "load_in_8bit": 8}
 # Other keys get a value of their type that is not their default.
@@ -182,10 +182,11 @@ def seen(tmp_path, monkeypatch):
         record(owner, name, result)
     monkeypatch.setattr("peft.prepare_model_for_kbit_training", lambda model, **_: model)
 
-    def vllm(**given):
-        found.update({"VLLMSampler.name": "vllm", "VLLMSampler.settings": given})
+    def server(**given):
+        own = {name: value for name, value in given.items() if name not in ("base_url", "weights", "weights_folder")}
+        found.update({"ServerSampler.name": "vllm", "ServerSampler.settings": own})
 
-    monkeypatch.setattr(treewise.rl.samplers, "VLLMSampler", vllm)
+    monkeypatch.setattr(treewise.rl.samplers, "ServerSampler", server)
     return found
 
 

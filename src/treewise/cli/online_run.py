@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from treewise.rl.tasks.protocol import Task
 
 REQUIRED = ("model", "tasks", "output_dir")
-SAMPLERS = ("transformers", "vllm")
+# Samplers by their names, with what the settings of each begin with.
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "transformers": {},
+    "vllm": {"base_url": "http://localhost:8000/v1", "weights": "reload"},
+    "openai": {},
+    "sglang": {"base_url": "http://localhost:30000", "protocol": "sglang", "weights": "reload"},
+}
 _NO_DATA = "with tasks no recorded data is read; leave it out"
 # Keys of epochs over recorded data, with what an online run has in their place.
 ELSEWHERE: dict[str, str] = {
@@ -167,11 +173,16 @@ def _reference(config: RunConfig) -> "PreTrainedModel | None":
 
 
 def _sampler(config: RunConfig, model: "PreTrainedModel") -> "Sampler":
-    from treewise.rl.samplers import TransformersSampler, VLLMSampler
+    from treewise.rl.samplers import ServerSampler, TransformersSampler
 
-    name, settings = config.more.get("sampler", "transformers"), config.more.get("sampler_settings") or {}
+    name = config.more.get("sampler", "transformers")
+    settings = SAMPLERS[name] | (config.more.get("sampler_settings") or {})
+    if name != "transformers":
+        settings.setdefault("weights_folder", str(Path(config.training["output_dir"]) / "server_weights"))
+        if "base_url" not in settings:
+            raise ConfigError(f"sampler {name!r} needs sampler_settings.base_url, as in http://localhost:8000/v1.")
     try:
-        return TransformersSampler(model, **settings) if name == "transformers" else VLLMSampler(**settings)
+        return TransformersSampler(model, **settings) if name == "transformers" else ServerSampler(**settings)
     except TypeError as error:
         raise ConfigError(f"sampler_settings of {name!r}: {error}") from None
 

@@ -1,7 +1,8 @@
 """`treewise doctor`: what this machine has, which attention and kernels will run, and one check that they are right:
 gradients against flat training, and the sampler's log-probs against the engine's.
 
-With `--gpu` also two minutes of comparisons on a GPU. Exit code 1 where a check fails; what is missing but optional is
+With `--gpu` also two minutes of comparisons on a GPU; with `--sampler URL` a server that samples is looked at in their
+place. Exit code 1 where a check fails; what is missing but optional is
 only shown.
 """
 
@@ -45,13 +46,18 @@ _LIMIT = 1e-4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    add_flags(parser, "device", "json")
+    add_flags(parser, "device", "json", model={"help": "with --sampler: whose weights the server should have"})
+    parser.add_argument(
+        "--sampler", metavar="URL", nargs="+", help="servers that sample: ids, log-probs, weights, lengths"
+    )
     parser.add_argument("--gpu", action="store_true", help="kernels against the reference: two minutes")
     parser.add_argument("--max_seconds", type=float, default=120.0, help="of --gpu (120)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the facts; returns 1 where the self-check fails."""
+    if args.sampler or args.model:
+        return _check_servers(args)
     device = chosen_device(args.device)
     if args.gpu and device.type == "cpu" and args.device is None:
         raise ConfigError(
@@ -79,6 +85,22 @@ def run(args: argparse.Namespace) -> int:
         _print({name: each for name, each in facts.items() if name != "gpu"}, lines)
         print("ready" if passed else "a check FAILED")
     return 0 if passed else 1
+
+
+def _check_servers(args: argparse.Namespace) -> int:
+    """Prints what servers are and do; returns 1 where one cannot sample for a run."""
+    from treewise.nn.load_model import load_weights
+    from treewise.rl.samplers.server_check import check_server
+
+    if not args.sampler:
+        raise ConfigError("--model is whose weights a server should have; give --sampler, its address, too.")
+    model = None if args.model is None else load_weights(args.model).to(chosen_device(args.device))
+    found = {url: check_server(url, model) for url in args.sampler}
+    if args.json:
+        print(json.dumps({url: [each.as_json() for each in findings] for url, findings in found.items()}, indent=1))
+    for url, findings in {} if args.json else found.items():
+        print("\n".join([url, *(each.as_line() for each in findings)]))
+    return int(any(each.passed is False for findings in found.values() for each in findings))
 
 
 def _environment() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.records import Sample
 from treewise.rl.online.rollout import Continuation, Limits, OpenRollout, start
 from treewise.rl.online.settings import OnlineSettings
-from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
+from treewise.rl.samplers import Sampler, SampleRequest
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import ChatTokens, RewardFailure, RewardRunner, TaskItem
 from treewise.rl.tasks.protocol import Task
@@ -189,9 +189,8 @@ class Collector:
         return trees
 
     def hand_over(self) -> None:
-        """Gives new weights to the sampler: each process to its own, a server gets them from the first one alone."""
-        if ranks.own() == 0 or isinstance(self.sampler, TransformersSampler):
-            self.sampler.update(self.model)
+        """Gives new weights to the sampler of each process; servers get those of the first."""
+        self.sampler.update(self.model)
         ranks.on_first_rank(lambda: None)  # the others wait until a server has them
 
     def pool(self) -> Pool:

@@ -223,7 +223,7 @@ def question_of(request: SampleRequest) -> list[Any]:
     return [list(getattr(request, name)) if name in _TUPLES else getattr(request, name) for name in _FIELDS]
 
 
-_FIELDS = tuple(SampleRequest.__slots__)
+_FIELDS = tuple(name for name in SampleRequest.__slots__ if name != "tree")
 _TUPLES = ("prefix_ids", "stop_ids", "stop_sequences")
 _SCALARS = ("finish_reason", "continuation", "version")
 

@@ -1,5 +1,6 @@
 """One rollout while it is sampled: a conversation whose token ids grow, and what makes a node of its tree of it."""
 
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -192,6 +193,7 @@ class Continuation:
         self.is_finished = False
         self._limits = limits
         self._finish: str | None = None
+        self._tree = zlib.crc32(tree.prompt_ids.tobytes())
         self._num_before = tree.num_sampled_before(branch.node, branch.position)
         self._num_turns = 0
         self._is_sampled: list[bool] = []
@@ -239,7 +241,8 @@ class Continuation:
         prefix = [*self.conversation.token_ids, *([] if self._first is None else self._first.token_ids.tolist())]
         seed = np.random.SeedSequence([*self.seed, self._num_turns]).generate_state(1, np.uint64)[0]
         room = self._room() - (self._first is not None)
-        return replace(common, prefix_ids=tuple(prefix), max_new_tokens=room, seed=int(seed >> np.uint64(1)))
+        given = {"max_new_tokens": room, "seed": int(seed >> np.uint64(1)), "tree": self._tree}
+        return replace(common, prefix_ids=tuple(prefix), **given)
 
     def take(self, completion: Completion) -> None:
         """Adds what was sampled."""

@@ -487,7 +487,7 @@ class OnlineTrainer(TreeTrainer):
             self.loop = LoopState.from_json(own)
             self.rewards.failures.update(self.loop.failures)
             self.items.load_state_dict(self.loop.curriculum)
-            self.rollouts.hand_over()
+        self.rollouts.hand_over()  # a server may hold those of another run
         self.state.max_steps = self.settings.iterations
 
     def _save_loop(self) -> None:

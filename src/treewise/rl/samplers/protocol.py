@@ -35,7 +35,8 @@ class SampleRequest:
     the completion). stop_sequences: likewise, of several ids. seed, first_continuation: continuation `i` draws from
     the random stream (seed, first_continuation + i), so asking for 4 and then for 4 more gives what asking for 8 gives.
     want_entropy: the entropy of each distribution. num_top: how many of the most likely ids to return per token, of
-    those that can be drawn.
+    those that can be drawn. tree: a number that the rollouts of a tree have in common, which share prefixes; decides no
+    answer, but on which of several servers it is computed.
     """
 
     prefix_ids: tuple[int, ...]
@@ -50,6 +51,7 @@ class SampleRequest:
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     want_entropy: bool = False
     num_top: int = 0
+    tree: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix_ids", tuple(int(i) for i in self.prefix_ids))
@@ -126,7 +128,8 @@ class Sampler(Protocol):
         """For each request, in order, its `num_continuations` completions."""
 
     def update(self, model: "nn.Module") -> None:
-        """The model has been trained: hands the weights on, where the sampler holds weights of its own."""
+        """The model is new or has been trained: hands the weights on, where the sampler holds weights of its own. Each
+        process of a run calls this on its own sampler, before it samples and after each update."""
 
     def close(self) -> None:
         """Gives connections and memory back."""

@@ -1,0 +1,225 @@
+"""What a server is asked for one continuation, and what is made of its answer: two protocols, pure functions.
+
+`openai`: `POST /v1/completions` with the prompt as token ids and two fields that vLLM added: the answer's ids
+(`return_token_ids`) and log-probs keyed by id (`return_tokens_as_token_ids`). Run against vLLM 0.32 (tests/engines).
+`sglang`: SGLang's own `POST /generate`, whose log-probs come with ids; its `/v1/completions` keys them by text. Written
+from SGLang's documentation ("Sampling Parameters", "SGLang for RL Systems"), and run against no server.
+
+A server returns no entropies. Where they are asked for, its most likely log-probs give a lower bound (`entropy_bound`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from treewise.errors import ConfigError, SamplerError
+from treewise.rl.samplers.draw import can_be_drawn, stream_key
+from treewise.rl.samplers.protocol import Completion, SampleRequest
+
+PROTOCOLS = ("openai", "sglang")
+LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
+
+Tops = Sequence[dict[int, float]]
+
+
+def refuse_unanswerable(request: SampleRequest, logprobs_mode: str) -> None:
+    """Checks that what a request asks for can be had from a server's log-probs.
+
+    Raises:
+        ConfigError: the server's log-probs are not those of logits / temperature, or are those after the cuts.
+    """
+    if logprobs_mode == "processed_logprobs" and request.truncates:
+        raise ConfigError(
+            f"the server's processed log-probs are those after top_p={request.top_p} and top_k={request.top_k}, which "
+            "training cannot compare; sample with top_p=1 and top_k=0, or at temperature 1 with raw_logprobs."
+        )
+    if request.num_top < request.top_k and request.num_top and request.top_p < 1:
+        raise ConfigError(
+            f"num_top={request.num_top} of top_k={request.top_k} log-probs do not tell what top_p={request.top_p} "
+            "leaves; ask for num_top (num_candidates of an online run) of at least top_k, or leave one of the cuts out."
+        )
+    if logprobs_mode == "raw_logprobs" and request.temperature not in (0.0, 1.0):
+        raise ConfigError(
+            f"the server's raw log-probs are those of temperature 1, and the request has {request.temperature}; "
+            "start the server with --logprobs-mode processed_logprobs."
+        )
+
+
+def server_seed(request: SampleRequest, continuation: int) -> int:
+    """The seed of one continuation, 31 bits: servers take one seed per call."""
+    return stream_key(request.seed, continuation, 0) & 0x7FFFFFFF
+
+
+def num_asked(request: SampleRequest, num_entropy_top: int) -> int:
+    """The most likely log-probs to ask for at each token."""
+    return max(request.num_top, num_entropy_top if request.want_entropy else 0)
+
+
+def question(protocol: str, request: SampleRequest, continuation: int, model: str, num_top: int) -> dict[str, Any]:
+    """The JSON of one continuation. model: the name of the model, or of the adapter on it."""
+    common = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k or -1,
+        "stop_token_ids": list(request.stop_ids),
+        "ignore_eos": True,  # the request alone says where to stop
+        "skip_special_tokens": False,
+    }
+    seed, prompt = server_seed(request, continuation), list(request.prefix_ids)
+    if protocol == "sglang":
+        sampling = {**common, "max_new_tokens": request.max_new_tokens, "sampling_seed": seed, "no_stop_trim": True}
+        asked = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": num_top}
+        return {**asked, "lora_path": model} if model else asked
+    return {
+        **common,
+        "model": model,
+        "prompt": prompt,
+        "n": 1,
+        "max_tokens": request.max_new_tokens,
+        "seed": seed,
+        "logprobs": num_top,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def answered(
+    protocol: str, answer: Any, request: SampleRequest, continuation: int, num_top: int, location: str
+) -> Completion:
+    """A completion from the JSON of a server, cut after the first stop condition.
+
+    Raises:
+        SamplerError: fields are missing; the message says which and what to start the server with.
+    """
+    parse = _sglang_answer if protocol == "sglang" else _openai_answer
+    ids, logprobs, tops = parse(answer, num_top, location)
+    return checked_completion(request, continuation, ids, logprobs, tops, num_top, location)
+
+
+def _openai_answer(answer: Any, num_top: int, location: str) -> tuple[list[int], list[float | None], Tops | None]:
+    try:
+        choice = answer["choices"][0]
+        logprobs = choice["logprobs"]
+        names = logprobs["tokens"]
+        values = logprobs["token_logprobs"]
+    except (KeyError, IndexError, TypeError):
+        raise SamplerError(
+            f"{location}: the answer has no choices[0].logprobs with tokens and token_logprobs; the server must return "
+            "the log-prob of every sampled token."
+        ) from None
+    ids = choice.get("token_ids")
+    if ids is None:
+        ids = [_token_id(name) for name in names]
+    if any(token is None for token in ids):
+        raise SamplerError(
+            f"{location}: the server returns text and no token ids, and text cannot be tokenised back exactly; use one "
+            "that honours return_token_ids (vLLM 0.10.2 or later) or return_tokens_as_token_ids."
+        )
+    if not num_top or not logprobs.get("top_logprobs"):
+        return ids, values, None
+    named = [{_token_id(name): value for name, value in top.items()} for top in logprobs["top_logprobs"]]
+    tops = [{token: value for token, value in top.items() if token is not None} for top in named]
+    if any(None in top for top in named):
+        raise SamplerError(f"{location}: top_logprobs are keyed by text; return_tokens_as_token_ids is not honoured.")
+    return ids, values, tops
+
+
+def _sglang_answer(answer: Any, num_top: int, location: str) -> tuple[list[int], list[float | None], Tops | None]:
+    try:
+        sampled = answer["meta_info"]["output_token_logprobs"]
+        tops = answer["meta_info"]["output_top_logprobs"] if num_top else None
+        ids, values = [int(token) for _, token, *_ in sampled], [value for value, *_ in sampled]
+        named = None if tops is None else [{int(token): value for value, token, *_ in top} for top in tops]
+    except (KeyError, TypeError, ValueError):
+        raise SamplerError(
+            f"{location}: the answer has no meta_info.output_token_logprobs (and output_top_logprobs) of log-prob and "
+            "id; this is not SGLang's /generate."
+        ) from None
+    return ids, values, named
+
+
+def _token_id(name: object) -> int | None:
+    digits = str(name).removeprefix("token_id:")
+    return int(digits) if str(name).startswith("token_id:") and digits.isdigit() else None
+
+
+def checked_completion(
+    request: SampleRequest,
+    continuation: int,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    tops: Tops | None,
+    num_top: int,
+    location: str,
+) -> Completion:
+    """A completion of what a server answered.
+
+    Raises:
+        SamplerError: no tokens, other counts of ids and log-probs, or a log-prob that is not a number.
+    """
+    if not token_ids:
+        raise SamplerError(
+            f"{location}: the server returned no tokens for a request of up to {request.max_new_tokens}."
+        )
+    if len(token_ids) != len(logprobs):
+        raise SamplerError(f"{location}: the server returned {len(token_ids)} token ids and {len(logprobs)} log-probs.")
+    ids = list(token_ids[: request.max_new_tokens])
+    size = next((i for i in range(1, len(ids) + 1) if request.is_stopped(ids[:i])), len(ids))
+    ids = ids[:size]
+    values = np.array([np.nan if value is None else value for value in logprobs[:size]], dtype=np.float32)
+    if not np.isfinite(values).all():
+        raise SamplerError(f"{location}: log-prob {int(np.argmin(np.isfinite(values)))} is not a number.")
+    if not request.is_stopped(ids) and size < request.max_new_tokens:
+        raise SamplerError(
+            f"{location}: the server ended after {size} of {request.max_new_tokens} tokens with id {ids[-1]}, which is "
+            "no stop id of the request; add it to stop_ids, or raise the server's length limit."
+        )
+    top_ids, top_logprobs = _most_likely(tops, num_top, size, location)
+    kept = slice(None, request.num_top)
+    has_tops = request.num_top > 0 and top_ids is not None and top_logprobs is not None
+    return Completion(
+        token_ids=np.array(ids, dtype=np.int32),
+        logprobs=values,
+        finish_reason="stop" if request.is_stopped(ids) else "length",
+        continuation=continuation,
+        entropies=entropy_bound(top_logprobs) if request.want_entropy and top_logprobs is not None else None,
+        top_ids=top_ids[:, kept] if has_tops else None,  # type: ignore[index]
+        top_logprobs=_drawable(request, top_logprobs[:, kept]) if has_tops else None,  # type: ignore[index]
+    )
+
+
+def entropy_bound(top_logprobs: np.ndarray) -> np.ndarray:
+    """float32 [T], the least entropy, in nats, that a distribution with these most likely log-probs, [T, k] and most
+    likely first, can have. Exact where they are the whole vocabulary; else what is left, of mass r, counts as if each
+    of its tokens were as likely as the last of the k (or as r, where that is less), and the entropy is larger by at
+    most r log(tokens left x that likelihood / r).
+    """
+    logprobs = top_logprobs.astype(np.float64)
+    masses = np.exp(logprobs)
+    rest = np.clip(1.0 - masses.sum(1), 0.0, 1.0)
+    likeliest = np.minimum(rest, masses[:, -1])
+    own = -(masses * np.where(masses > 0, logprobs, 0.0)).sum(1)
+    tail = -rest * np.log(np.where(likeliest > 0, likeliest, 1.0))
+    return (own + tail).astype(np.float32)
+
+
+def _most_likely(
+    tops: Tops | None, num_top: int, size: int, location: str
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """int32 and float32 [T, num_top], most likely first."""
+    if not num_top:
+        return None, None
+    if tops is None or len(tops) < size or any(len(top) < num_top for top in tops[:size]):
+        raise SamplerError(
+            f"{location}: the server gave fewer than {num_top} log-probs a token; raise its --max-logprobs, or ask for "
+            "fewer (num_candidates, sampler_settings.num_entropy_top)."
+        )
+    ordered = [sorted(top.items(), key=lambda item: (-item[1], item[0]))[:num_top] for top in tops[:size]]
+    ids = [[token for token, _ in top] for top in ordered]
+    values = np.array([[value for _, value in top] for top in ordered], dtype=np.float32)
+    return np.array(ids, dtype=np.int32), values
+
+
+def _drawable(request: SampleRequest, values: np.ndarray) -> np.ndarray:
+    return np.where(can_be_drawn(request, values), values, -np.inf).astype(np.float32)

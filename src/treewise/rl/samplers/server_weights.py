@@ -1,0 +1,292 @@
+"""Hands the weights of the model in training to servers.
+
+* `reload`: written to a folder as `save_pretrained` does, adapters merged, from which servers load them. vLLM needs
+  `VLLM_SERVER_DEV_MODE=1`.
+* `adapter`: a LoRA adapter alone, under a new name after each update. vLLM needs `--enable-lora` and
+  `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
+* `nccl`: sent between GPUs by TRL's client of vLLM, adapters merged. Run without GPUs only, against the signatures of
+  that client.
+* `fixed`: servers keep their weights on purpose.
+"""
+
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from treewise.errors import ConfigError, SamplerError, check_choice, pip_install
+
+if TYPE_CHECKING:
+    from treewise.rl.samplers.servers import Server
+
+WEIGHTS = ("reload", "adapter", "nccl", "fixed")
+BUSY_SECONDS = 10.0  # that a server may take until its cache can be emptied
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What servers hold.
+
+    version: 0 before the first update. folder: from which they loaded it. adapter: by which name they are asked for
+    it. starts: of each server by its address (`Server.start`), when it had taken it; empty where nothing is restored.
+    """
+
+    version: int = 0
+    folder: str | None = None
+    adapter: str | None = None
+    starts: Mapping[str, str | None] = field(default_factory=dict)
+
+
+class Weights:
+    """Hands weights over in one way. Parameters as of `ServerSampler`."""
+
+    def __init__(
+        self,
+        mode: str | Callable[[nn.Module], None] | None,
+        protocol: str,
+        servers: "Sequence[Server]",
+        folder: str | None,
+        device: int | str,
+    ) -> None:
+        if isinstance(mode, str):
+            check_choice("weights", mode, WEIGHTS)
+        if mode == "nccl" and protocol != "openai":
+            raise ConfigError("weights=nccl goes through TRL's client of vLLM; give weights=reload, or adapter.")
+        if mode == "nccl" and not torch.cuda.is_available():
+            raise ConfigError(
+                "weights=nccl sends weights from GPU to GPU, and torch finds none here; give weights=reload (through a "
+                "folder that the servers see), or adapter."
+            )
+        self.mode, self.protocol, self.servers, self.device = mode, protocol, servers, device
+        self._given_folder = folder
+        self._folder: Path | None = None
+        self._token = uuid.uuid4().hex[:8]  # no server knows an adapter of this process
+        self._held = Held()
+        self._clients: list[Any] = []
+
+    def hand_over(self, model: nn.Module) -> Held:
+        """Gives all servers the model's weights, and says what they hold then.
+
+        Raises:
+            ConfigError: no way was chosen, or the one that was cannot take this model.
+            SamplerError: a server does not take them.
+        """
+        if self.mode is None:
+            raise ConfigError(
+                f"the server at {self.servers[0].url} would sample from old weights; give sampler_settings.weights: "
+                "reload, adapter or nccl, or fixed if that is meant."
+            )
+        version = self._held.version + 1
+        if callable(self.mode):
+            self.mode(model)
+            self._held = Held(version)
+        elif self.mode == "nccl":
+            self._send(model)
+            self._held = Held(version)
+        elif self.mode == "fixed":
+            self._held = Held(version)
+        else:
+            self._held = self._by_folder(model, version)
+        return self._held
+
+    def restore(self, server: "Server", held: Held) -> Held:
+        """Gives a server that was started anew what the others hold.
+
+        Raises:
+            SamplerError: it cannot be had without the model.
+        """
+        if held.folder is None:
+            if held.version and self.mode != "fixed":
+                raise SamplerError(
+                    f"{server.url} went away, and weights that were handed over by {self.mode} went with it; end the "
+                    "run once the server is back, and go on with --resume, which hands them over again."
+                )
+            return held
+        self._load(server, held)
+        return replace(held, starts={**held.starts, server.url: server.start()})
+
+    def close(self) -> None:
+        """Removes what was written, and leaves the groups over which weights travel."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        for client in self._clients:
+            client.close_communicator()
+        self._clients = []
+
+    # -- by a folder --------------------------------------------------------------------------------------------------
+
+    def _by_folder(self, model: nn.Module, version: int) -> Held:
+        before = self._held
+        folder = self._own_folder() / f"{version:05d}"
+        adapter = None
+        if self.mode == "adapter":
+            adapter = f"treewise-{self._token}-{version}"
+            save_adapter(model, folder)
+        else:
+            save_merged(model, folder)
+        held = Held(version, str(folder), adapter)
+        for server in self.servers:
+            self._load(server, held)
+        if before.adapter is not None:
+            for server in self.servers:
+                self._unload(server, before.adapter)
+        if before.folder is not None:
+            shutil.rmtree(before.folder, ignore_errors=True)
+        return replace(held, starts={server.url: server.start() for server in self.servers})
+
+    def _own_folder(self) -> Path:
+        """Empty at first: what a run that was killed left there is removed."""
+        if self._folder is None:
+            given = self._given_folder
+            self._folder = Path(tempfile.mkdtemp(prefix="treewise-") if given is None else given).absolute()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+        return self._folder
+
+    def _load(self, server: "Server", held: Held) -> None:
+        if held.adapter is not None:
+            path = "/load_lora_adapter" if self.protocol == "sglang" else "/v1/load_lora_adapter"
+            needed = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank"
+            _told(server, path, {"lora_name": held.adapter, "lora_path": held.folder}, needed)
+        elif self.protocol == "sglang":
+            asked = {"model_path": held.folder, "weight_version": f"{self._token}-{held.version}", "flush_cache": True}
+            _told(server, "/update_weights_from_disk", asked, "SGLang's native server")
+        else:
+            asked = {"method": "reload_weights", "kwargs": {"weights_path": held.folder}}
+            _told(server, "/collective_rpc", asked, "VLLM_SERVER_DEV_MODE=1")
+            _told(server, "/reset_prefix_cache", {}, "VLLM_SERVER_DEV_MODE=1")
+
+    def _unload(self, server: "Server", adapter: str) -> None:
+        path = "/unload_lora_adapter" if self.protocol == "sglang" else "/v1/unload_lora_adapter"
+        try:
+            server.call(path, {"lora_name": adapter}, retried=())
+        except SamplerError:  # a server that was started anew since does not know it
+            return
+
+    # -- between GPUs -------------------------------------------------------------------------------------------------
+
+    def _send(self, model: nn.Module) -> None:
+        if not self._clients:
+            self._clients = [_client(server.url) for server in self.servers]
+            for client in self._clients:
+                client.init_communicator(device=self.device)
+        for client in self._clients:
+            with client.weight_update():
+                for name, tensor in merged_weights(model):
+                    client.update_named_param(name, tensor)
+            client.reset_prefix_cache()
+
+
+def _told(server: "Server", path: str, payload: Any, needed: str) -> None:
+    """Posts a change. Raises `SamplerError` where the server does not take it, also after `BUSY_SECONDS`."""
+    import tenacity
+
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(_RefusedError),  # as while requests of another run hold the cache
+        stop=tenacity.stop_after_delay(BUSY_SECONDS),
+        wait=tenacity.wait_fixed(0.2),
+        reraise=True,
+    )
+    retrying(_tell, server, path, payload, needed)
+
+
+class _RefusedError(SamplerError):
+    """`success: false`."""
+
+
+def _tell(server: "Server", path: str, payload: Any, needed: str) -> None:
+    try:
+        answer = server.call(path, payload, retried=())
+    except SamplerError as error:
+        if " 404: " in str(error):
+            raise SamplerError(f"{server.url} has no {path}; start the server with {needed}.") from error
+        raise SamplerError(f"the server did not take the weights: {error}") from error
+    if isinstance(answer, dict) and answer.get("success") is False:
+        raise _RefusedError(f"{server.url}{path}: the server answers success: false. {answer.get('message', '')}")
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """The adapter of a PEFT model as `save_pretrained` writes it.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    if not hasattr(model, "peft_config"):
+        raise ConfigError("weights=adapter hands over a LoRA adapter, and the model has none; give lora, or reload.")
+    model.save_pretrained(folder)
+
+
+def save_merged(model: Any, folder: Path) -> None:
+    """The model as `save_pretrained` writes it, adapters merged into it."""
+    if not hasattr(model, "peft_config"):
+        model.save_pretrained(folder)
+        return
+    base = model.get_base_model()
+    state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in merged_weights(model)}
+    base.save_pretrained(folder, state_dict=state)
+
+
+def merged_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors as a server's model has them, tied ones once. A layer with adapters is merged while its tensors
+    are out, and gets its own bits back: W + BA - BA is not W.
+    """
+    has_adapters = hasattr(model, "peft_config")
+    known: set[int] = set()
+    for name, tensor in _below("", model.get_base_model() if has_adapters else model, has_adapters=has_adapters):
+        if id(tensor) not in known:
+            known.add(id(tensor))
+            yield name, tensor.detach()
+
+
+def _below(prefix: str, module: Any, *, has_adapters: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    if has_adapters:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            module = module.modules_to_save[module.active_adapters[0]]
+        elif isinstance(module, BaseTunerLayer):
+            with _merged(module) as layer:
+                yield from _below(prefix, layer, has_adapters=False)
+            return
+    passing = module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name for it
+    kept = [(name, each) for name, each in module.named_buffers(recurse=False) if name not in passing]
+    yield from ((f"{prefix}{name}", each) for name, each in [*module.named_parameters(recurse=False), *kept])
+    for name, child in module.named_children():
+        yield from _below(f"{prefix}{name}.", child, has_adapters=has_adapters)
+
+
+@contextmanager
+def _merged(layer: Any) -> Iterator[nn.Module]:
+    """The layer below an adapter, with the adapter in its weights meanwhile."""
+    base = layer.get_base_layer()
+    if layer.merged or layer.disable_adapters:
+        yield base
+        return
+    kept = {name: each.detach().clone() for name, each in base.named_parameters()}
+    layer.merge()
+    try:
+        yield base
+    finally:
+        layer.unmerge()
+        with torch.no_grad():
+            for name, each in base.named_parameters():
+                each.copy_(kept[name])
+
+
+def _client(url: str) -> Any:
+    try:
+        from trl.generation.vllm_client import VLLMClient
+    except ImportError:
+        raise ConfigError(f"weights=nccl needs TRL 1.16 or later and vLLM: {pip_install('trl[vllm]')}.") from None
+    try:
+        return VLLMClient(base_url=url, connection_timeout=240.0)
+    except ImportError as error:
+        raise ConfigError(f"weights=nccl: {error}") from None

@@ -1,0 +1,139 @@
+"""Weights on their way to servers: what arrives, that the model in training keeps its bits, and what is refused."""
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("httpx")
+pytest.importorskip("tenacity")
+
+from tests.rl.online.helpers import digest
+from tests.rl.samplers.stand_in import StandIn, asked_of, largest_gap, running
+from tests.rl.samplers.test_servers import REQUEST, sampler_on, server, trained  # noqa: F401 - a fixture
+from treewise.errors import ConfigError, SamplerError
+from treewise.rl.samplers import server_weights
+from treewise.rl.samplers.server_weights import merged_weights
+from treewise.testing import tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")  # peft asks by the old name
+
+
+def adapted(**settings: Any) -> Any:
+    """The stand-in's model with an adapter that does something."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny_model("llama"), peft.LoraConfig(**{"target_modules": ["q_proj", "up_proj"], "r": 2, **settings})
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("protocol", ["openai", "sglang"])
+@pytest.mark.parametrize("mode", ["reload", "adapter"])
+def test_servers_sample_from_what_they_were_given(mode: str, protocol: str, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    with running(StandIn()) as one, running(StandIn()) as other:
+        with sampler_on(one, other, weights=mode, protocol=protocol, weights_folder=str(folder)) as sampler:
+            for _ in range(2):
+                model = adapted()
+                bits = digest(model)
+                sampler.update(model)
+                assert digest(model) == bits
+                for tree in (1, 2):
+                    (completions,) = sampler.sample([type(REQUEST)(REQUEST.prefix_ids, 2, 6, 0.7, seed=1, tree=tree)])
+                    assert largest_gap(model, REQUEST, completions) < 1e-5
+                assert largest_gap(one.first, REQUEST, completions) > 1e-2
+                assert len(list(folder.iterdir())) == 1  # what was handed over before is gone
+        assert not folder.exists()
+        assert len(one.adapters) == len(other.adapters) == (1 if mode == "adapter" else 0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"target_modules": "all-linear"}]
+)
+def test_merged_weights_are_those_of_merge_and_unload_and_leave_every_bit(settings: dict[str, Any]) -> None:
+    model = adapted(**settings)
+    names = set(tiny_model("llama").state_dict())
+    bits = digest(model)
+    sent = {name: tensor.clone() for name, tensor in merged_weights(model)}
+    assert digest(model) == bits
+    expected = model.merge_and_unload().state_dict()
+    assert set(sent) == set(expected) == names
+    for name in names:
+        torch.testing.assert_close(sent[name], expected[name], atol=0, rtol=0)
+
+
+def test_old_weights_are_not_sampled_from_in_silence(server: StandIn) -> None:  # noqa: F811
+    with sampler_on(server, weights=None) as sampler, pytest.raises(ConfigError, match="old weights"):
+        sampler.update(server.model)
+    handed: list[Any] = []
+    with sampler_on(server, weights=handed.append) as sampler:
+        sampler.update(server.model)
+    assert handed == [server.model]
+
+
+def test_a_server_that_cannot_take_them_says_what_to_start_it_with(server: StandIn) -> None:  # noqa: F811
+    server.missing = {"/collective_rpc", "/v1/load_lora_adapter"}
+    with sampler_on(server, weights="reload") as sampler, pytest.raises(SamplerError, match="VLLM_SERVER_DEV_MODE"):
+        sampler.update(trained())
+    with sampler_on(server, weights="adapter") as sampler:
+        with pytest.raises(ConfigError, match="has none"):
+            sampler.update(trained())
+        with pytest.raises(SamplerError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+            sampler.update(adapted())
+    assert not asked_of(server, "/v1/completions")
+
+
+def test_a_cache_that_is_held_is_emptied_as_soon_as_it_is_free(server: StandIn) -> None:  # noqa: F811
+    answers = [False, False, True]
+    server.on_reset_prefix_cache = lambda _: (200, {"success": answers.pop(0)})  # type: ignore[method-assign]
+    with sampler_on(server, weights="reload") as sampler:
+        sampler.update(trained())
+    assert not answers
+
+
+class BoundClient:
+    """Takes calls and holds each to the signature of TRL's client of vLLM."""
+
+    def __init__(self) -> None:
+        self.real = pytest.importorskip("trl.generation.vllm_client").VLLMClient
+        self.names: list[str] = []
+        self.lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.real, name)  # AttributeError where TRL has no such method
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inspect.signature(method).bind(None, *args, **kwargs)
+            self.names.append(name)
+            return _nothing() if name == "weight_update" else None
+
+        return call
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def test_nccl_calls_fit_the_signatures_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU here: what is sent, in which order, and the refusal."""
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="weights=reload"):
+            server_weights.Weights("nccl", "openai", [], None, 0)
+    client = BoundClient()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(server_weights, "_client", lambda _: client)
+    with running(StandIn()) as one, sampler_on(one, weights="nccl") as sampler:
+        sampler.update(tiny_model("llama"))
+    num = len(list(tiny_model("llama").named_parameters()))
+    sent = ["init_communicator", "weight_update", *["update_named_param"] * num, "reset_prefix_cache"]
+    assert client.names == [*sent, "close_communicator"]
