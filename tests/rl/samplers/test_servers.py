@@ -227,7 +227,7 @@ def test_settings_that_are_wrong_are_refused() -> None:
         ({"base_url": "localhost:8000"}, "base_url"),
         ({"base_url": []}, "base_url"),
         ({"base_url": "http://a", "protocol": "vllm"}, "protocol"),
-        ({"base_url": "http://a", "weights": "relaod"}, "Did you mean 'reload'"),
+        ({"base_url": "http://a", "weights": "reloads"}, "Did you mean 'reload'"),
         ({"base_url": "http://a", "logprobs_mode": "raw"}, "logprobs_mode"),
     ]
     for given, message in cases:

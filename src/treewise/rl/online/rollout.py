@@ -241,8 +241,8 @@ class Continuation:
         prefix = [*self.conversation.token_ids, *([] if self._first is None else self._first.token_ids.tolist())]
         seed = np.random.SeedSequence([*self.seed, self._num_turns]).generate_state(1, np.uint64)[0]
         room = self._room() - (self._first is not None)
-        given = {"max_new_tokens": room, "seed": int(seed >> np.uint64(1)), "tree": self._tree}
-        return replace(common, prefix_ids=tuple(prefix), **given)
+        stream = int(seed >> np.uint64(1))
+        return replace(common, prefix_ids=tuple(prefix), max_new_tokens=room, seed=stream, tree=self._tree)
 
     def take(self, completion: Completion) -> None:
         """Adds what was sampled."""

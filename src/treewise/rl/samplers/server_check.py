@@ -174,7 +174,8 @@ def _weights(sampler: ServerSampler, model: Any) -> Finding:
     ]
     scored = TreeEngine(model).scored(rows, stream="old_logprobs")
     gap = logprob_gap(scored)
-    most = max(float(np.abs(each.old_logprobs - each.sampler_logprobs).max()) for each in scored)
+    pairs: list[tuple[Any, Any]] = [(each.old_logprobs, each.sampler_logprobs) for each in scored]
+    most = max(float(np.abs(own - served).max()) for own, served in pairs)
     text = f"log-probs differ from the model's by {most:.1e} at most (logprob_gap {gap:.6f}; 1: none)"
     if gap <= MAX_GAP:
         return Finding("weights", passed=True, text=text)

@@ -159,8 +159,8 @@ class Weights:
             asked = {"model_path": held.folder, "weight_version": f"{self._token}-{held.version}", "flush_cache": True}
             _told(server, "/update_weights_from_disk", asked, "SGLang's native server")
         else:
-            asked = {"method": "reload_weights", "kwargs": {"weights_path": held.folder}}
-            _told(server, "/collective_rpc", asked, "VLLM_SERVER_DEV_MODE=1")
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": held.folder}}
+            _told(server, "/collective_rpc", reload, "VLLM_SERVER_DEV_MODE=1")
             _told(server, "/reset_prefix_cache", {}, "VLLM_SERVER_DEV_MODE=1")
 
     def _unload(self, server: "Server", adapter: str) -> None:
