@@ -15,7 +15,7 @@ SECONDS_TO_START = 540
 COMMAND = (
     *("-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--skip-tokenizer-init", "--enforce-eager"),
     *("--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "8", "--max-model-len", "256"),
-    *("--max-logprobs", "-1", "--enable-lora", "--max-lora-rank", "8", "--disable-log-requests"),
+    *("--max-logprobs", "-1", "--enable-lora", "--max-lora-rank", "8"),
 )
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
