@@ -114,7 +114,7 @@ class StandIn(ThreadingHTTPServer):
         if "lora_name" not in asked:
             return 400, {"detail": "lora_name"}
         base = tiny_model("llama")
-        base.load_state_dict(self.first.state_dict())
+        base.load_state_dict(self.model.state_dict())
         self.adapters[asked["lora_name"]] = PeftModel.from_pretrained(base, asked["lora_path"])
         return 200, "Success"
 

@@ -18,7 +18,7 @@ from tests.rl.samplers.stand_in import StandIn, asked_of, largest_gap, running
 from tests.rl.samplers.test_servers import REQUEST, sampler_on, server, trained  # noqa: F401 - a fixture
 from treewise.errors import ConfigError, SamplerError
 from treewise.rl.samplers import server_weights
-from treewise.rl.samplers.server_weights import merged_weights
+from treewise.rl.samplers.server_weights import whole_weights
 from treewise.testing import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")  # peft asks by the old name
@@ -56,6 +56,21 @@ def test_servers_sample_from_what_they_were_given(mode: str, protocol: str, tmp_
         assert len(one.adapters) == len(other.adapters) == (1 if mode == "adapter" else 0)
 
 
+@pytest.mark.parametrize("protocol", ["openai", "sglang"])
+def test_an_adapter_comes_onto_the_model_that_it_is_of(protocol: str) -> None:
+    """The server holds what another run handed over."""
+    model = adapted()
+    with running(StandIn()) as one:
+        with sampler_on(one, weights="reload", protocol=protocol) as sampler:
+            sampler.update(trained())
+        with sampler_on(one, weights="adapter", protocol=protocol) as sampler:
+            for _ in range(2):
+                sampler.update(model)
+            assert largest_gap(model, REQUEST, sampler.sample([REQUEST])[0]) < 1e-5
+        path = "/update_weights_from_disk" if protocol == "sglang" else "/collective_rpc"
+        assert sum(bool(asked) for asked in asked_of(one, path)) == 2  # of the runs, one each
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"target_modules": "all-linear"}]
 )
@@ -63,8 +78,11 @@ def test_merged_weights_are_those_of_merge_and_unload_and_leave_every_bit(settin
     model = adapted(**settings)
     names = set(tiny_model("llama").state_dict())
     bits = digest(model)
-    sent = {name: tensor.clone() for name, tensor in merged_weights(model)}
+    sent = {name: tensor.clone() for name, tensor in whole_weights(model)}
     assert digest(model) == bits
+    base = {name: tensor.clone() for name, tensor in whole_weights(model, merged=False)}
+    for name, tensor in tiny_model("llama").state_dict().items():
+        torch.testing.assert_close(base[name], tensor, atol=0, rtol=0)
     expected = model.merge_and_unload().state_dict()
     assert set(sent) == set(expected) == names
     for name in names:

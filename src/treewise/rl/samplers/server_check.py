@@ -206,9 +206,9 @@ def _restarts(server: Server) -> Finding:
 
 
 def _handing_over(server: Server) -> Finding:
-    """Which ways are open: a call without its fields is refused there, and not found elsewhere."""
+    """Which ways are open."""
     ways = {"reload": "/collective_rpc", "adapter": "/v1/load_lora_adapter"}
-    found = [way for way, path in ways.items() if _is_there(server, path)]
+    found = [way for way, path in ways.items() if server.has(path)]
     if "reload" in found:
         return Finding("handing over", passed=True, text=f"weights: {' or '.join(found)}")
     way_out = "start vLLM with VLLM_SERVER_DEV_MODE=1 for weights: reload"
@@ -216,14 +216,6 @@ def _handing_over(server: Server) -> Finding:
         way_out += ", or with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora for weights: adapter"
         return Finding("handing over", passed=False, text="the server takes no weights from a folder", way_out=way_out)
     return Finding("handing over", passed=True, text="weights: adapter", way_out=way_out)
-
-
-def _is_there(server: Server, path: str) -> bool:
-    try:
-        server.call(path, {}, retried=())
-    except SamplerError as error:
-        return not any(f" {status}: " in str(error) for status in (404, 405))
-    return True
 
 
 def _one(sampler: ServerSampler, request: SampleRequest) -> Completion:

@@ -2,7 +2,8 @@
 
 * `reload`: written to a folder as `save_pretrained` does, adapters merged, from which servers load them. vLLM needs
   `VLLM_SERVER_DEV_MODE=1`.
-* `adapter`: a LoRA adapter alone, under a new name after each update. vLLM needs `--enable-lora` and
+* `adapter`: a LoRA adapter alone, under a new name after each update; at first the model below it, too, where the
+  server could hold another run's. vLLM needs `--enable-lora` and
   `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 * `nccl`: sent between GPUs by TRL's client of vLLM, adapters merged. Run without GPUs only, against the signatures of
   that client.
@@ -13,7 +14,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,10 +128,13 @@ class Weights:
         folder = self._own_folder() / f"{version:05d}"
         adapter = None
         if self.mode == "adapter":
+            refuse_without_adapter(model)
+            if not before.version:
+                self._load_base(model, folder.with_name("base"))
             adapter = f"treewise-{self._token}-{version}"
-            save_adapter(model, folder)
+            model.save_pretrained(folder)  # type: ignore[operator]
         else:
-            save_merged(model, folder)
+            save_whole(model, folder)
         held = Held(version, str(folder), adapter)
         for server in self.servers:
             self._load(server, held)
@@ -140,6 +144,18 @@ class Weights:
         if before.folder is not None:
             shutil.rmtree(before.folder, ignore_errors=True)
         return replace(held, starts={server.url: server.start() for server in self.servers})
+
+    def _load_base(self, model: nn.Module, folder: Path) -> None:
+        """Gives servers that take whole weights too those below the adapter, once: they may hold another run's."""
+        changeable = [server for server in self.servers if self._may_hold_others(server)]
+        if changeable:
+            save_whole(model, folder, merged=False)
+            for server in changeable:
+                self._load(server, Held(0, str(folder)))
+            shutil.rmtree(folder)
+
+    def _may_hold_others(self, server: "Server") -> bool:
+        return server.start() != "default" if self.protocol == "sglang" else server.has("/collective_rpc")
 
     def _own_folder(self) -> Path:
         """Empty at first: what a run that was killed left there is removed."""
@@ -179,7 +195,7 @@ class Weights:
                 client.init_communicator(device=self.device)
         for client in self._clients:
             with client.weight_update():
-                for name, tensor in merged_weights(model):
+                for name, tensor in whole_weights(model):
                     client.update_named_param(name, tensor)
             client.reset_prefix_cache()
 
@@ -212,55 +228,50 @@ def _tell(server: "Server", path: str, payload: Any, needed: str) -> None:
         raise _RefusedError(f"{server.url}{path}: the server answers success: false. {answer.get('message', '')}")
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    """The adapter of a PEFT model as `save_pretrained` writes it.
-
-    Raises:
-        ConfigError: the model has none.
-    """
+def refuse_without_adapter(model: nn.Module) -> None:
+    """Raises `ConfigError` for a model that has no adapter to hand over."""
     if not hasattr(model, "peft_config"):
         raise ConfigError("weights=adapter hands over a LoRA adapter, and the model has none; give lora, or reload.")
-    model.save_pretrained(folder)
 
 
-def save_merged(model: Any, folder: Path) -> None:
-    """The model as `save_pretrained` writes it, adapters merged into it."""
+def save_whole(model: Any, folder: Path, *, merged: bool = True) -> None:
+    """The model as `save_pretrained` writes it, adapters merged into it, or left out."""
     if not hasattr(model, "peft_config"):
         model.save_pretrained(folder)
         return
-    base = model.get_base_model()
-    state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in merged_weights(model)}
-    base.save_pretrained(folder, state_dict=state)
+    state = {name: tensor.to("cpu", copy=True) for name, tensor in whole_weights(model, merged=merged)}
+    model.get_base_model().save_pretrained(folder, state_dict=state)
 
 
-def merged_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors as a server's model has them, tied ones once. A layer with adapters is merged while its tensors
-    are out, and gets its own bits back: W + BA - BA is not W.
+def whole_weights(model: Any, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors as a server's model has them, tied ones once; adapters merged, or left out. A layer is merged
+    while its tensors are out, and gets its own bits back: W + BA - BA is not W.
     """
     has_adapters = hasattr(model, "peft_config")
     known: set[int] = set()
-    for name, tensor in _below("", model.get_base_model() if has_adapters else model, has_adapters=has_adapters):
+    for name, tensor in _below("", model.get_base_model() if has_adapters else model, merged if has_adapters else None):
         if id(tensor) not in known:
             known.add(id(tensor))
             yield name, tensor.detach()
 
 
-def _below(prefix: str, module: Any, *, has_adapters: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    if has_adapters:
+def _below(prefix: str, module: Any, merged: bool | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """merged: None where there are no adapters to look for."""
+    if merged is not None:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
         if isinstance(module, AuxiliaryTrainingWrapper):
-            module = module.modules_to_save[module.active_adapters[0]]
+            module = module.modules_to_save[module.active_adapters[0]] if merged else module.original_module
         elif isinstance(module, BaseTunerLayer):
-            with _merged(module) as layer:
-                yield from _below(prefix, layer, has_adapters=False)
+            with _merged(module) if merged else nullcontext(module.get_base_layer()) as layer:
+                yield from _below(prefix, layer, None)
             return
     passing = module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name for it
     kept = [(name, each) for name, each in module.named_buffers(recurse=False) if name not in passing]
     yield from ((f"{prefix}{name}", each) for name, each in [*module.named_parameters(recurse=False), *kept])
     for name, child in module.named_children():
-        yield from _below(f"{prefix}{name}.", child, has_adapters=has_adapters)
+        yield from _below(f"{prefix}{name}.", child, merged)
 
 
 @contextmanager

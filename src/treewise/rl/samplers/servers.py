@@ -111,6 +111,14 @@ class Server:
             return None
         return next((line.split()[1] for line in lines if line.startswith("process_start_time_seconds ")), None)
 
+    def has(self, path: str) -> bool:
+        """Whether it has a call: one without its fields is refused there, and not found elsewhere."""
+        try:
+            self.call(path, {}, retried=())
+        except SamplerError as error:
+            return not any(f" {status}: " in str(error) for status in (404, 405))
+        return True
+
     def _once(self, path: str, payload: Any) -> Any:
         import httpx
 
