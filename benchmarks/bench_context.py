@@ -27,8 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from treewise.bench.measure import peak_bytes
 from treewise.distributed.context import context_group
 from treewise.engine.engine import TreeEngine
-from treewise.nn.flops import flop_model
-from treewise.report import report_context, report_mesh
+from treewise.nn.model_flops import flop_model
+from treewise.report.analysis.mesh_facts import report_context, report_mesh
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

@@ -33,7 +33,7 @@ from treewise.grow import grow, operators
 from treewise.grow.configuration import Target
 from treewise.grow.growth import LEARNED, OPERATORS, load_whole
 from treewise.grow.growth_plan import GrowthPlan, plan_of
-from treewise.nn.flops import flop_model
+from treewise.nn.model_flops import flop_model
 
 VOCABULARY = 128  # ASCII; other characters become a question mark
 WINDOW = 128

@@ -12,7 +12,7 @@ from common import save
 from transformers import AutoConfig
 
 from treewise.errors import ConfigError
-from treewise.report import read_mesh, report_mesh
+from treewise.report.analysis.mesh_facts import read_mesh, report_mesh
 
 GPU = 80 * 2**30
 # Sizes as published with the weights.

@@ -23,7 +23,7 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 import treewise
-from treewise.nn.flops import flop_model
+from treewise.nn.model_flops import flop_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

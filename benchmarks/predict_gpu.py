@@ -15,7 +15,8 @@ from transformers import AutoConfig
 from treewise.bench import SHAPES, make
 from treewise.nn.attention import TreeMask
 from treewise.nn.attention.flex import BLOCK_SIZE, num_key_rows
-from treewise.nn.flops import FlopModel, LayerReach, flat_head_rows, flop_model_of_config, tree_head_rows
+from treewise.nn.flops import FlopModel, LayerReach, flat_head_rows, tree_head_rows
+from treewise.nn.model_flops import flop_model_of_config
 from treewise.planning.layout import lay_out
 from treewise.planning.partition import ATTENTION_BACKWARD
 from treewise.planning.planner import plan

@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from treewise import Trajectory, TreeEngine
 from treewise.data.images import decoded
-from treewise.nn.flops import flop_model
 from treewise.nn.model import base_model, split_model
+from treewise.nn.model_flops import flop_model
 from treewise.nn.vision import tower, vision_model
 from treewise.nn.vision.costs import Form, drawn, pixel_forms
 from treewise.nn.vision.tower import feature_rows

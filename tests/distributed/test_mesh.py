@@ -26,7 +26,7 @@ from treewise.distributed.fsdp import ShardSettings, data_mesh, shard
 from treewise.distributed.mesh import load_on_mesh, mesh_config, mesh_of
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import Distillation, PolicyGradient
-from treewise.report import report_mesh
+from treewise.report.analysis.mesh_facts import report_mesh
 from treewise.testing import flat_sft, gradients_of, tiny_model
 
 pytestmark = pytest.mark.xdist_group("distributed/test_mesh")

@@ -18,7 +18,7 @@ from treewise.distributed.online_placement import (
     prior_of,
 )
 from treewise.distributed.placement import CostModel, Work, work_of
-from treewise.nn.flops import flop_model
+from treewise.nn.model_flops import flop_model
 from treewise.planning.planner import plan
 from treewise.testing.images import IMAGE_TOKEN, png, seeing_model
 from treewise.tree.forest import Forest

@@ -11,8 +11,8 @@ from treewise.engine import offload
 from treewise.engine.offload import SavedOnHost
 from treewise.engine.walk import Walk
 from treewise.nn.attention import Gateway
-from treewise.nn.flops import flop_model
 from treewise.nn.model import split_model
+from treewise.nn.model_flops import flop_model
 from treewise.planning.planner import plan
 from treewise.testing import flat_sft, gradient_error, gradients_of, tiny_model
 from treewise.tree.forest import Forest

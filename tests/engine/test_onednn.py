@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import treewise as tw
-from treewise.nn.flops import flop_model, tree_head_rows
+from treewise.nn.flops import tree_head_rows
+from treewise.nn.model_flops import flop_model
 
 CPUINFO = Path("/proc/cpuinfo")
 WIDTHS = {64, 128, 256, 512}  # of the model's matrices; attention multiplies by heads of 32

@@ -9,7 +9,7 @@ import torch
 import treewise as tw
 from treewise.engine import profiling
 from treewise.engine.profiling import profile_step
-from treewise.nn.flops import flop_model
+from treewise.nn.model_flops import flop_model
 from treewise.testing import tiny_model
 
 CPU = torch.device("cpu")

@@ -11,14 +11,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from treewise.nn.flops import (
-    LayerReach,
-    flat_head_rows,
-    flop_model,
-    flop_model_of_config,
-    leaf_head_rows,
-    tree_head_rows,
-)
+from treewise.nn.flops import LayerReach, flat_head_rows, leaf_head_rows, tree_head_rows
+from treewise.nn.model_flops import flop_model, flop_model_of_config
 from treewise.planning.planner import plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

@@ -7,8 +7,9 @@ import torch
 from treewise import Forest, Trajectory
 from treewise.engine.budget import gateway_token_bytes
 from treewise.nn.attention import Gateway, TreeContext, TreeMask
-from treewise.nn.flops import flop_model, gateway_bytes
+from treewise.nn.flops import gateway_bytes
 from treewise.nn.model import run_decoder, split_model
+from treewise.nn.model_flops import flop_model
 from treewise.nn.recurrent import TreeRows
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
@@ -46,5 +47,5 @@ def test_bytes_are_those_of_a_real_gateway(family: str) -> None:
 
 
 def test_gradients_are_float32_or_wider() -> None:
-    widths = [gateway_bytes(10, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+    widths = [gateway_bytes(10, dtype.itemsize) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
     assert widths == [60, 80, 160]

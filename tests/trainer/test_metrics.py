@@ -5,7 +5,7 @@ import torch
 
 from tests.trainer.helpers import tiny_model
 from treewise.engine.scoring import StepOutput
-from treewise.nn.flops import flop_model
+from treewise.nn.model_flops import flop_model
 from treewise.trainer import metrics
 from treewise.trainer.prepared_batches import PreparedBatch
 from treewise.tree.forest import Forest

@@ -23,8 +23,8 @@ from treewise.errors import ConfigError, TreewiseError
 from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
 from treewise.nn.compilation import check_compilation, compile_layers, is_compiled
 from treewise.nn.device import free_bytes
-from treewise.nn.flops import flop_model
 from treewise.nn.model import DecoderAndHead, split_model
+from treewise.nn.model_flops import flop_model
 from treewise.nn.recurrent import kinds_of
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import Plan

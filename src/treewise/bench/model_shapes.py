@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from treewise.errors import ConfigError, OutOfMemoryError, bytes_as_text
 from treewise.nn.device import free_bytes
-from treewise.nn.flops import auto_class
+from treewise.nn.model_flops import auto_class
 
 Fields = dict[str, Any]  # of a configuration
 

@@ -14,7 +14,7 @@ from treewise.bench.results import is_ours
 from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
 from treewise.nn.device import is_out_of_memory
-from treewise.nn.flops import flop_model
+from treewise.nn.model_flops import flop_model
 from treewise.tree.forest import Forest
 
 REFERENCES = ("auto", "flat", "float32", "float64")

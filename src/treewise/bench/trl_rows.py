@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -161,9 +162,9 @@ def packing_module() -> Any:
             warnings.simplefilter("ignore")  # it warns that it is experimental
             from trl.experimental.async_grpo import packing
     except ImportError as error:
-        raise ConfigError(f"TRL's tree rows are not installed (pip install 'trl>=1.16'): {error}") from error
+        raise ConfigError(f"TRL's tree rows are not installed ({pip_install('trl')}): {error}") from error
     if not hasattr(packing, "TreeRow"):
-        raise ConfigError("this TRL has no tree rows; install trl>=1.16.")
+        raise ConfigError(f"TRL {version('trl')} has no tree rows: {pip_install('trl')}.")
     return packing
 
 

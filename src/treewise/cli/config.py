@@ -186,7 +186,7 @@ def _put(
         mapping = coerce(outer, mapping, dict)
     if mapping is not None and not isinstance(mapping, dict):
         raise ConfigError(f"{location}: {outer} is {mapping!r}, which cannot have the key {inner!r}; give a mapping.")
-    values[outer] = ({**(mapping or {}), inner: scalar(value)}, location)
+    values[outer] = ({**(mapping or {}), inner: value if isinstance(value, _Alone) else scalar(value)}, location)
 
 
 def _checked(key: str, value: object, known: Mapping[str, Any], location: str) -> Any:
@@ -199,7 +199,11 @@ def _checked(key: str, value: object, known: Mapping[str, Any], location: str) -
         for _, limits in parts_of(OWN.get(key, str)):  # other keys are checked by the classes that declare them
             if wanted := beyond_limits(checked, limits):
                 raise ConfigError(f"{key} is {checked!r}; it must be {wanted}.")
-        return _checked_lora(checked) if key == "lora" else checked
+        if key == "lora":
+            return _checked_lora(checked)
+        if isinstance(checked, dict):  # a part that stands alone is true
+            return {name: isinstance(each, _Alone) or each for name, each in checked.items()}
+        return checked
     except ConfigError as error:
         raise ConfigError(f"{location}: {error}") from None
 
@@ -211,9 +215,11 @@ def _checked_lora(values: Values) -> Values:
         raise ConfigError(f"lora needs the peft package: {pip_install('peft')}") from None
     hints = typing.get_type_hints(LoraConfig)
     names = [item.name for item in dataclasses.fields(LoraConfig)]
-    for key in values:
+    for key, value in values.items():
         if key not in names:
             raise _unknown(f"lora.{key}", [f"lora.{name}" for name in names])
+        if isinstance(value, _Alone) and bool not in kinds_of(hints[key]):
+            raise ConfigError(f"lora.{key} needs a value.")
     checked = {key: coerce(f"lora.{key}", value, hints[key]) for key, value in values.items()}
     if checked.get("lora_dropout"):
         raise ConfigError(

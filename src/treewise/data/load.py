@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -27,7 +28,7 @@ from treewise.data.records import RecordReader
 from treewise.data.render.messages import find_tools, tool_files
 from treewise.data.render.template import template_text
 from treewise.data.sources import Source, open_sources
-from treewise.errors import ConfigError, DataError, num
+from treewise.errors import ConfigError, DataError, did_you_mean, num
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -49,6 +50,7 @@ def load_trees(
     quarantine_path: PathLike | None = None,
     allow_partial_tail: bool = False,
     read_only: bool = False,
+    **unknown: object,
 ) -> Trees:
     """Reads records of any form (`treewise.data.io.forms`) from any source, and groups them into training trees.
 
@@ -71,8 +73,13 @@ def load_trees(
 
     Raises:
         DataError: a bad file or record, at `file:line`; no record at all.
-        ConfigError: bad options, or a tokenizer that cannot be loaded.
+        ConfigError: bad options, an unknown argument, or a tokenizer that cannot be loaded.
     """
+    for name in unknown:
+        own = [each for each in signature(load_trees).parameters if each != "unknown"]
+        is_option = name in RenderOptions.__dataclass_fields__
+        hint = f" It is an option: options={{{name!r}: ...}}." if is_option else did_you_mean(name, own)
+        raise ConfigError(f"load_trees has no argument {name!r}.{hint}")
     options = RenderOptions.from_dict(options) if isinstance(options, Mapping) else options or RenderOptions()
     if on_bad_record not in ("error", "quarantine"):
         raise ConfigError(f"on_bad_record is {on_bad_record!r}; choose 'error' or 'quarantine'.")

@@ -18,9 +18,10 @@ from treewise.engine.calibration import SLOW_TOKENS, choose_budget, measure_toke
 from treewise.errors import ConfigError, OutOfMemoryError, bytes_as_text
 from treewise.nn.attention import Gateway, TreeContext, TreeMask
 from treewise.nn.device import free_bytes, is_out_of_memory
-from treewise.nn.flops import gateway_bytes, gateway_values
+from treewise.nn.flops import gateway_bytes
 from treewise.nn.gradients import clear_gradients, gradients_restored, gradients_set_aside
 from treewise.nn.model import DecoderAndHead, run_decoder
+from treewise.nn.model_flops import gateway_values
 from treewise.nn.recurrent import TreeRows, kinds_of
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan as make_plan
@@ -130,7 +131,7 @@ class Budget:
 def gateway_token_bytes(lm: DecoderAndHead) -> int:
     """Bytes of one gateway token over all layers, gradients included; at least 1 (a divisor)."""
     num_values = gateway_values(lm.decoder.config.get_text_config())
-    return max(1, gateway_bytes(num_values, next(lm.decoder.parameters()).dtype))
+    return max(1, gateway_bytes(num_values, next(lm.decoder.parameters()).dtype.itemsize))
 
 
 @torch.no_grad()

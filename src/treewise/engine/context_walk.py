@@ -9,8 +9,9 @@ from treewise.distributed.context import ContextGroup
 from treewise.errors import UnsupportedModelError
 from treewise.nn import recurrent
 from treewise.nn.attention.context_parallel import ContextExchange
-from treewise.nn.flops import FlopModel, flop_model
+from treewise.nn.flops import FlopModel
 from treewise.nn.model import DecoderAndHead, base_model
+from treewise.nn.model_flops import flop_model
 from treewise.planning.context_parts import ContextPart, context_part, part_bounds
 from treewise.planning.layout import Layout
 

@@ -36,10 +36,11 @@ from treewise.engine.vision import ForestVision, PixelsOf, cached_by_digest, pro
 from treewise.engine.walk import Walk
 from treewise.errors import ConfigError, UnsupportedModelError, check_choice
 from treewise.nn.attention import choose
-from treewise.nn.flops import FlopModel, flop_model
+from treewise.nn.flops import FlopModel
 from treewise.nn.gradients import hooks_run_once, refuse_hooks
 from treewise.nn.model import base_model, is_current, split_model
 from treewise.nn.model_checks import refuse_candidates
+from treewise.nn.model_flops import flop_model
 from treewise.nn.recurrent import peak_cuts
 from treewise.nn.router_loss import RouterCounts, RouterLoss, router_loss_rule
 from treewise.objectives import SFT, Objective

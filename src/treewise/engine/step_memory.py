@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from treewise.engine.scoring import StepLoss
 from treewise.engine.walk import MicroBatchOutput, Walk
-from treewise.nn.flops import FlopModel, flop_model, gateway_bytes
+from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.lm_head import MAX_LOGITS
 from treewise.nn.model import split_model
+from treewise.nn.model_flops import flop_model
 from treewise.objectives import SFT
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
 
@@ -103,7 +104,7 @@ def step_memory(model: nn.Module, plan: Plan, device_type: str = "cpu") -> StepM
     with live:
         walk.train(loss_of)
     peak = round(INSIDE_KERNELS * live.peak)
-    gateways = gateway_bytes(costs.gateway_values, dtype) * fullest.timeline[-1][0]
+    gateways = gateway_bytes(costs.gateway_values, dtype.itemsize) * fullest.timeline[-1][0]
     activations = max(0, kept[-1] - gateways)
     images = dtype.itemsize * costs.kept_image_values(plan)
     allocator = _beyond_tensors(plan, peak, dtype) if device_type == "cpu" else 0
@@ -125,7 +126,8 @@ def _fullest(plan: Plan, costs: FlopModel, dtype: torch.dtype) -> Plan:
     """
     if plan.is_whole:
         return plan
-    token, gateway = dtype.itemsize * costs.activation_values, gateway_bytes(costs.gateway_values, dtype)
+    width = dtype.itemsize
+    token, gateway = width * costs.activation_values, gateway_bytes(costs.gateway_values, width)
     opened: dict[int, int] = {}  # micro-batch: index of its first pass
     alive: list[list[int]] = []  # at each pass, the indices of those
     backwards: list[tuple[int, int, int]] = []  # bytes, own tokens and index of passes with a backward

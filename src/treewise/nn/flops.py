@@ -13,32 +13,17 @@ Letters: T tree tokens, N trajectories, S segments.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from treewise.nn.vision.costs import VisionCosts, vision_costs
 from treewise.planning.partition import ATTENTION_BACKWARD
 from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
 from treewise.tree.forest import Forest
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
-# `hybrid` layers attend beside a recurrent function.
-ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "hybrid")
-# How often a layer attends in one forward, where that is not once.
-CALLS_PER_LAYER = {"diffllama": 2}
-# Values that a tower keeps for the backward, per input and output of a linear layer: residuals and norms too.
-ACTIVATIONS_PER_LINEAR = 1.15
-# What a norm keeps: its input and its output.
-VALUES_PER_NORM = 2
+PerRow = tuple[float, float]  # a, b of FLOPs `a * R + b * R**2`
+NO_FLOPS: PerRow = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +42,42 @@ class LayerReach:
             full, rest = np.divmod(depth, self.chunk)
             return full * (self.chunk * (self.chunk + 1) // 2) + rest * (rest + 1) // 2
         return depth * (depth + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class VisionCosts:
+    """FLOPs of a tower and its projector.
+
+    image_token: the placeholder. linear, linear_backward: of products with weights. attention: its forward.
+    is_attention_trained: whether a gradient goes through it. activation_values: an estimate of the values kept per row
+    for the backward; 0 where nothing is trained.
+    """
+
+    image_token: int
+    linear: PerRow = NO_FLOPS
+    linear_backward: PerRow = NO_FLOPS
+    attention: PerRow = NO_FLOPS
+    is_attention_trained: bool = False
+    activation_values: float = 0.0
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a step runs a backward of tower or projector."""
+        return self.linear_backward != NO_FLOPS
+
+    def rows_of(self, forest: Forest) -> np.ndarray:
+        """[I] int64, feature rows of each image on a forest."""
+        before = np.concatenate([[0], np.cumsum(forest.token_ids == self.image_token)])
+        return before[forest.images.end] - before[forest.images.start]
+
+    def forward(self, rows: np.ndarray) -> np.ndarray:
+        """[I] float64, FLOPs of one pass for images of so many rows ([I] int64)."""
+        return _flops(self.linear, rows) + _flops(self.attention, rows)
+
+    def step(self, rows: np.ndarray) -> np.ndarray:
+        """[I] float64, FLOPs of one forward and backward for images of so many rows ([I] int64)."""
+        backward = ATTENTION_BACKWARD * _flops(self.attention, rows) if self.is_attention_trained else 0.0
+        return self.forward(rows) + _flops(self.linear_backward, rows) + backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,88 +214,14 @@ class FlopModel:
         )
 
 
-def flop_model(model: PreTrainedModel) -> FlopModel:
-    """The costs of a transformers causal LM, read from the shapes of its parameters; `meta` tensors will do.
-
-    In a model that sees, `vision` holds what its tower costs for an image.
-    """
-    config = model.config.get_text_config()
-    decoder = model if config is model.config else model.get_decoder()
-    per_token = {id(each) for each in decoder.parameters()}
-    head = model.get_output_embeddings()
-    head_modules = set(head.modules()) if head is not None else set()
-    num_experts, num_visited = _expert_counts(config)
-    linear = backward = 0.0
-    activations = 0.0
-    for module, name, parameter in _matrices(model):
-        if isinstance(module, nn.Embedding) or module in head_modules or id(parameter) not in per_token:
-            continue
-        is_expert = parameter.ndim == 3 and parameter.shape[0] == num_experts and not isinstance(module, nn.Conv1d)
-        part = num_visited / num_experts if is_expert or ".experts." in name else 1.0
-        flops = 2.0 * parameter.numel() * part
-        linear += flops
-        backward += flops * (2 if parameter.requires_grad else 1)
-        visits = num_visited if is_expert else part
-        activations += visits * sum(parameter.shape[-2:])
-    norms = sum(_norm_width(module, name, config) for name, module in decoder.named_modules())
-    head_flops = 2.0 * head.weight.numel() if head is not None else 0.0
-    is_head_trained = head is not None and head.weight.requires_grad
-    pairs = _attention_pairs(config)
-    return FlopModel(
-        linear=linear,
-        linear_backward=backward,
-        head=head_flops,
-        head_backward=head_flops * (2 if is_head_trained else 1),
-        pair_forward=tuple(pairs.items()),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        num_trained_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad),
-        gateway_values=gateway_values(config),
-        activation_values=round(activations) + VALUES_PER_NORM * norms,
-        vision=vision_costs(model, ACTIVATIONS_PER_LINEAR),
-        vocabulary=0 if head is None else head.weight.shape[0],
-    )
+def _flops(per_row: PerRow, rows: np.ndarray) -> np.ndarray:
+    found: np.ndarray = per_row[0] * rows + per_row[1] * rows.astype(np.float64) ** 2
+    return found
 
 
-def flop_model_of_config(config: PreTrainedConfig) -> FlopModel:
-    """The costs of a model known by its transformers configuration alone; no weights are made or read."""
-    with torch.device("meta"):
-        return flop_model(auto_class(config).from_config(config, trust_remote_code=False))
-
-
-def auto_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers that makes a model of this configuration: of text, or of images and text.
-
-    Of families that have both (Qwen3.5), the one that the checkpoint was saved with.
-    """
-    import transformers
-    from transformers.models.auto import modeling_auto
-
-    is_text = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    with_images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-    sees = with_images is not None and (not is_text or with_images in (config.architectures or ()))
-    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
-
-
-# -- gateways ---------------------------------------------------------------------------------------------------------
-
-
-def gateway_values(config: PreTrainedConfig) -> int:
-    """Keys and values (numbers) of one gateway token over all layers, as attention receives them; 0 without attention.
-
-    config: a transformers configuration. Hybrid models count their attention layers, latent attention its full heads.
-    """
-    values = 0
-    for reach in _layer_reaches(config):
-        _, key_heads, key_size, value_size = _head_sizes(config)
-        # Sliding layers of MiMo have twice the key heads.
-        factor = 2 if config.model_type == "mimo_v2_flash" and reach.window is not None else 1
-        values += factor * key_heads * (key_size + value_size)
-    return values
-
-
-def gateway_bytes(num_values: int, dtype: torch.dtype) -> int:
-    """Bytes of so many keys and values in `dtype`, and of their gradients in float32 or wider."""
-    return num_values * (dtype.itemsize + torch.promote_types(dtype, torch.float32).itemsize)
+def gateway_bytes(num_values: int, itemsize: int) -> int:
+    """Bytes of so many keys and values of `itemsize` bytes each, and of their gradients in float32 or wider."""
+    return num_values * (itemsize + max(itemsize, 4))
 
 
 # -- tokens and rows of a forest --------------------------------------------------------------------------------------
@@ -302,76 +249,3 @@ def leaf_head_rows(forest: Forest) -> int:
     np.subtract.at(change, segments.subtree_end, count)
     on_path = np.cumsum(change)[segments.start]
     return int(on_path[segments.end_segment[forest.leaf_trajectories]].sum())
-
-
-# -- shapes of a model ------------------------------------------------------------------------------------------------
-
-
-def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Parameters that multiply activations, each once."""
-    seen: set[int] = set()
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim >= 2 and "bias" not in name and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield module, f"{module_name}.{name}", parameter
-
-
-def _norm_width(module: nn.Module, name: str, config: PreTrainedConfig) -> int:
-    """Values per token that a norm of the decoder takes in; 0 for other modules. One of queries or keys takes every
-    head."""
-    weight = getattr(module, "weight", None)
-    if "norm" not in type(module).__name__.lower() or not isinstance(weight, nn.Parameter) or weight.ndim != 1:
-        return 0
-    heads, key_heads, key_size, _ = (
-        _head_sizes(config) if getattr(config, "num_attention_heads", None) else (1, 1, 0, 0)
-    )
-    is_per_head = weight.shape[0] == key_size and weight.shape[0] != config.hidden_size
-    part = name.rpartition(".")[2].lower()
-    count = heads if is_per_head and part.startswith("q") else key_heads if is_per_head else 1
-    return count * weight.shape[0]
-
-
-def _expert_counts(config: PreTrainedConfig) -> tuple[int, int]:
-    """Experts of a layer, and how many of them a token visits; (1, 1) for a dense model."""
-    total = next((getattr(config, name) for name in EXPERT_COUNTS if getattr(config, name, None)), 1)
-    visited = next((getattr(config, name) for name in EXPERTS_PER_TOKEN if getattr(config, name, None)), total)
-    return int(total), int(visited)
-
-
-def _head_sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
-    """Query heads, key-value heads, size of keys, size of values, as attention receives them."""
-    heads = config.num_attention_heads
-    if getattr(config, "qk_nope_head_dim", None):
-        return heads, heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    is_repeated = config.model_type == "jetmoe"  # keys and values are repeated for the experts of the queries
-    key_heads = heads if is_repeated else getattr(config, "num_key_value_heads", None) or heads
-    return heads, key_heads, size, getattr(config, "v_head_dim", None) or size
-
-
-def _layer_reaches(config: PreTrainedConfig) -> list[LayerReach]:
-    """One for each call of attention in a forward; none for models without attention."""
-    if getattr(config, "num_attention_heads", None) is None:
-        return []
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        uses_window = getattr(config, "use_sliding_window", True)
-        window = getattr(config, "sliding_window", None) if uses_window else None
-        num_layers = getattr(config, "decoder_layers", None) or config.num_hidden_layers
-        return [LayerReach(window=window)] * num_layers * CALLS_PER_LAYER.get(config.model_type, 1)
-    reach = {
-        "full_attention": LayerReach(),
-        "sliding_attention": LayerReach(window=getattr(config, "sliding_window", None)),
-        "chunked_attention": LayerReach(chunk=getattr(config, "attention_chunk_size", None)),
-        "hybrid": LayerReach(),
-    }
-    return [reach[kind] for kind in kinds if kind in ATTENTION_KINDS]
-
-
-def _attention_pairs(config: PreTrainedConfig) -> Counter[LayerReach]:
-    pairs: Counter[LayerReach] = Counter()
-    for reach in _layer_reaches(config):
-        heads, _, key_size, value_size = _head_sizes(config)
-        pairs[reach] += 2 * heads * (key_size + value_size)
-    return pairs

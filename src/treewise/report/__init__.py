@@ -5,7 +5,6 @@ draws them as HTML. Nothing is printed here.
 """
 
 from treewise.report.analysis.facts import inspect_forests
-from treewise.report.analysis.mesh_facts import read_bytes_setting, read_mesh, report_context, report_mesh
 from treewise.report.analysis.plan_facts import BudgetMemory, report_budgets, report_plan
 from treewise.report.analysis.run_log import RunReport, read_run
 from treewise.report.terminal import (
@@ -19,5 +18,4 @@ from treewise.report.terminal import (
 )
 
 __all__ = ["BudgetMemory", "RunReport", "budgets_view", "inspect_forests", "inspect_view", "mesh_view", "plan_view"]
-__all__ += ["read_bytes_setting", "read_mesh", "read_run", "report_budgets", "report_context", "report_mesh"]
-__all__ += ["report_plan", "run_view", "verdict_view", "verification_view"]
+__all__ += ["read_run", "report_budgets", "report_plan", "run_view", "verdict_view", "verification_view"]

@@ -1,6 +1,7 @@
 """The same facts as terminal tables, drawn with rich. Nothing is printed here."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,10 +12,12 @@ from rich.text import Text
 from treewise.errors import bytes_as_text, num
 from treewise.planning.planner import Plan
 from treewise.report.analysis.facts import Finding, InspectReport
-from treewise.report.analysis.mesh_facts import USABLE, ContextReport, MeshReport
-from treewise.report.analysis.plan_facts import BudgetMemory, PlanReport
+from treewise.report.analysis.plan_facts import USABLE, BudgetMemory, PlanReport
 from treewise.report.analysis.run_log import RunReport
-from treewise.verification.report import VerificationReport
+
+if TYPE_CHECKING:  # with torch, which takes seconds to import
+    from treewise.report.analysis.mesh_facts import ContextReport, MeshReport
+    from treewise.verification.report import VerificationReport
 
 MAX_NAME = 32  # characters of a tree's name
 
@@ -128,7 +131,7 @@ def budgets_view(budgets: Sequence[BudgetMemory]) -> RenderableType:
 
 
 def mesh_view(
-    report: MeshReport, live_tokens: int, gateway_tokens: int, context: ContextReport | None = None
+    report: "MeshReport", live_tokens: int, gateway_tokens: int, context: "ContextReport | None" = None
 ) -> RenderableType:
     """Memory of one process of a mesh, and whether a plan fits. live_tokens, gateway_tokens: the plan's peaks.
 
@@ -180,7 +183,7 @@ def run_view(report: RunReport) -> RenderableType:
     return Group(table, note)
 
 
-def verification_view(report: VerificationReport) -> RenderableType:
+def verification_view(report: "VerificationReport") -> RenderableType:
     """`report.describe()`, with the verdict and errors beyond their limits in colour."""
     text = Text(report.describe())
     text.highlight_words(["flat and tree: equal"], style="green")

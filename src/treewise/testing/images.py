@@ -32,7 +32,6 @@ IMAGE_TOKEN = 60  # of 64
 WORDS = 40  # plain ones; what follows is special
 _INPUTS = ("pixel_values", "image_sizes", "image_grid_thw")
 CLOSED = {"height": 16, "width": 16}
-SMALL_GRID = {"num_position_embeddings": 16}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 
 

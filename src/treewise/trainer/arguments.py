@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ from treewise.distributed.context import check_context_size
 from treewise.distributed.fsdp import ShardSettings, shard_settings
 from treewise.distributed.mesh import mesh_config
 from treewise.engine.budget import Budget
-from treewise.errors import ConfigError, beyond_limits, check_fields
+from treewise.errors import ConfigError, check_fields, did_you_mean
 from treewise.nn.attention import choose
 from treewise.nn.compilation import DEFAULT_BACKEND, check_compilation
 from treewise.objectives import SFT
@@ -38,13 +38,6 @@ _UNSUPPORTED = {
     "deepspeed": "use sharded=True (PyTorch's FSDP2).",
     "enable_jit_checkpoint": "a run is always saved when a signal ends it; leave it off.",
     "parallelism_config": "give tp_size, ep_size or context_size.",
-}
-# Settings of transformers that it accepts and that fail later or train nothing.
-_LIMITS = {
-    **dict.fromkeys(("seed", "data_seed"), (Ge(0), Lt(2**32))),
-    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon"), (Ge(0), Lt(math.inf))),
-    **dict.fromkeys(("max_grad_norm", "spike_factor"), (Ge(0), Lt(math.inf))),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), (Ge(0), Lt(1))),
 }
 # Settings of transformers that nothing reads: trees are not padded, collated or pinned, an evaluation gathers one sum,
 # and neither DDP nor another dtype is wrapped around the model.
@@ -126,7 +119,7 @@ class TreeTrainingArguments(TrainingArguments):
     constant: float | None = None
     nonfinite: Literal["stop", "skip"] = "stop"
     max_skipped_steps: int = 5
-    spike_factor: float = 10.0
+    spike_factor: Annotated[float, Ge(0), Lt(math.inf)] = 10.0
     on_save_failure: Literal["stop", "continue"] = "stop"
     async_checkpoints: bool = False
     prepare_ahead: bool = True
@@ -151,6 +144,23 @@ class TreeTrainingArguments(TrainingArguments):
     save_total_limit: Annotated[int, Ge(1), "leave it out for no limit"] | None = None
     save_steps: Annotated[float, Gt(0), "save_strategy=no for never"] = 500
     eval_steps: Annotated[float, Gt(0), "eval_strategy=no for never"] | None = None
+    # With its own defaults; it takes values that fail later or train nothing.
+    seed: Annotated[int, Ge(0), Lt(2**32)]
+    data_seed: Annotated[int, Ge(0), Lt(2**32)] | None
+    learning_rate: Annotated[float, Ge(0), Lt(math.inf)]
+    weight_decay: Annotated[float, Ge(0), Lt(math.inf)]
+    max_grad_norm: Annotated[float, Ge(0), Lt(math.inf)]
+    adam_epsilon: Annotated[float, Ge(0), Lt(math.inf)]
+    adam_beta1: Annotated[float, Ge(0), Lt(1)]
+    adam_beta2: Annotated[float, Ge(0), Lt(1)]
+
+    def __new__(cls, *_given: Any, **settings: Any) -> "TreeTrainingArguments":
+        """Raises `ConfigError` for a name that is no setting."""
+        known = [item.name for item in fields(cls) if item.init]
+        for name in settings:
+            if name not in known:
+                raise ConfigError(f"TreeTrainingArguments has no setting {name!r}.{did_you_mean(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in filter(self._is_set, _UNSUPPORTED):
@@ -166,10 +176,6 @@ class TreeTrainingArguments(TrainingArguments):
         Budget(self.max_tokens)
         choose(self.attention, "cpu")  # an unknown name is an error now
         check_fields(self)
-        for name, limits in _LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and (wanted := beyond_limits(value, limits)):
-                raise ConfigError(f"{name} is {value:,}; it must be {wanted}.")
         self.objective()
         self._take_over_fsdp()
         if self.shard_config and not self.sharded:

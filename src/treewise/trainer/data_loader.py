@@ -19,7 +19,7 @@ from treewise.data import load_trees
 from treewise.data.sources import is_raw_data
 from treewise.distributed.online_placement import OnlinePlacer, image_tokens_of, measures_costs, prior_of
 from treewise.errors import ConfigError
-from treewise.nn.flops import flop_model
+from treewise.nn.model_flops import flop_model
 from treewise.objectives import SFT, Objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest, forest_of

@@ -23,7 +23,8 @@ from torch import nn
 from treewise.distributed import ranks
 from treewise.engine.scoring import StepOutput
 from treewise.nn.device import synchronized_clock
-from treewise.nn.flops import FlopModel, flop_model
+from treewise.nn.flops import FlopModel
+from treewise.nn.model_flops import flop_model
 from treewise.trainer.prepared_batches import PreparedBatch
 from treewise.tree.forest import Forest
 

@@ -27,8 +27,8 @@ from treewise.engine.engine import TreeEngine
 from treewise.engine.flat import FlatLoss, Loss
 from treewise.errors import ConfigError, bytes_as_text
 from treewise.nn.device import free_bytes, synchronized_clock
-from treewise.nn.flops import flop_model
 from treewise.nn.gradients import gradients_restored, take_gradients, zero_gradients
+from treewise.nn.model_flops import flop_model
 from treewise.objectives import SFT, Objective
 from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest

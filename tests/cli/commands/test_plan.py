@@ -1,6 +1,9 @@
 """`treewise plan`: what the planner says, with bytes and time for a model."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,20 @@ def test_json_agrees_with_the_shapes_of_the_model(
     assert 64 / 124 < facts["relative_time"] < 84 / 124
     # 20 of 64 tokens have a second forward, at most a third of what they cost.
     assert 1.05 < facts["relative_tree_time"] < 1 + 20 / 64 / 3
+
+
+def test_a_model_that_was_counted_before_needs_neither_torch_nor_transformers(rows: Path, tmp_path: Path) -> None:
+    """Importing them takes seconds: `plan` on token rows did that before it read anything."""
+    words = ["plan", str(rows), "--model", str(save_tiny_model(tmp_path / "model")), "--max_tokens", "16"]
+    program = f"import sys; from treewise.cli.main import main; main({words}); print(sorted(sys.modules))"
+    environment = os.environ | {"TREEWISE_CACHE": str(tmp_path / "cache")}
+    for is_first in (True, False):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        assert "time / flat" in done.stdout
+        for name in ("torch", "transformers"):
+            assert (f"'{name}'" in done.stdout) == is_first
 
 
 def test_without_a_budget_the_memory_of_others_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Costs of towers against counted FLOPs, and what images add to the costs of forests and plans."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.image_capability import HISTORIES, cost_ratios, image_model, trajectory
-from treewise.nn.flops import flop_model
+from treewise.engine.step_memory import step_memory
+from treewise.nn.model_flops import flop_model
 from treewise.nn.support_table import own_table
 from treewise.nn.vision import costs as costs_module
 from treewise.planning.planner import plan
@@ -121,7 +123,7 @@ def test_a_plan_takes_the_cheaper_of_two_passes_of_the_tower_and_smaller_micro_b
     again = float(costs.vision.forward(np.array([ROWS]))[0]) * 3
     extra = costs.recomputed(made) - replace(costs, vision=None).recomputed(made)
     assert extra == pytest.approx(0 if costs.keeps_images(made) else again)
-    report = report_plan(made, llava, "llava")
+    report = report_plan(made, costs, "llava", memory=partial(step_memory, llava))
     kept = 4 * 3 * ROWS * costs.vision.activation_values if costs.keeps_images(made) else 0
     assert report.bytes_images == pytest.approx(kept, abs=4)
     parts = (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from treewise.errors import ConfigError
-from treewise.nn.flops import flop_model
+from treewise.nn.model_flops import flop_model
 from treewise.planning.planner import plan
 from treewise.report.analysis.mesh_facts import (
     ContextReport,

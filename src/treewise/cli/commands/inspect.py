@@ -19,7 +19,7 @@ from treewise.cli.data_arguments import (
     rendering_note,
 )
 from treewise.errors import ConfigError
-from treewise.nn.flops import flop_model
+from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_shapes
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view, verdict_view
 from treewise.report.analysis.lost_sharing import LostCollector, verdict
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return _write_html(args, logged)
     printed: dict[str, Any] = {}
     if args.data:
-        flops = None if args.model is None else flop_model(load_shapes(args.model, args.gguf_file))
+        flops = None if args.model is None else load_costs(args.model, args.gguf_file)
         tokenizer = data_tokenizer(args)
         data = load_data(args, tokenizer, progress=not args.json)
         lost = LostCollector(TokenText(tokenizer))

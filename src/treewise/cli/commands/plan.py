@@ -4,9 +4,9 @@ import argparse
 import json
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-import torch
 from annotated_types import Ge
 from rich.console import Console
 
@@ -20,7 +20,7 @@ from treewise.cli.data_arguments import (
     rendering_note,
 )
 from treewise.errors import ConfigError, DataError
-from treewise.nn.flops import flop_model
+from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_config, load_shapes
 from treewise.planning.planner import plan
 from treewise.report import (
@@ -28,11 +28,7 @@ from treewise.report import (
     budgets_view,
     mesh_view,
     plan_view,
-    read_bytes_setting,
-    read_mesh,
     report_budgets,
-    report_context,
-    report_mesh,
     report_plan,
 )
 from treewise.tree.forest import one_forest
@@ -60,31 +56,40 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan of all trees side by side; returns the exit code."""
     config = apply_config(args, ("data",), dtype="float32")
     check_numbers(args, limit=Ge(1))
-    if args.model is None and (args.mesh or args.gpu_memory):
+    if args.model is None and (args.mesh is not None or args.gpu_memory is not None):
         raise ConfigError("--mesh and --gpu_memory count the bytes of a model; name it with --model.")
-    mesh, gpu = read_mesh(args.mesh or "tp=1"), args.gpu_memory and read_bytes_setting(args.gpu_memory)
-    model = flops = None
+    mesh, gpu = _mesh(args)
+    flops = memory = None
     if args.model is not None:
         training = {} if config is None else config.training
         checkpointing = any(training.get(name) for name in ("activation_checkpointing", "gradient_checkpointing"))
         lora = None if config is None else config.lora
-        model = load_shapes(args.model, args.gguf_file, args.dtype, lora=lora, checkpointing=checkpointing)
-        flops = flop_model(model)
+        flops = load_costs(args.model, args.gguf_file, lora)
+        if args.memory:
+            import torch
+
+            from treewise.engine.step_memory import step_memory
+
+            model = load_shapes(args.model, args.gguf_file, args.dtype, lora=lora, checkpointing=checkpointing)
+            memory = partial(step_memory, model, device_type="cuda" if torch.cuda.is_available() else "cpu")
     data = _data(args)
     count = len(data) if args.limit is None else min(args.limit, len(data))
     forests = [data[index].forest() for index in range(count)]
     forest = one_forest(forests)
     planned = plan if flops is None else flops.plan
     whole = planned(forest, args.max_tokens, hold=args.hold)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    report = report_plan(whole, model, args.model, device_type, memory=args.memory)
+    report = report_plan(whole, flops, args.model, args.dtype, memory=memory)
     budgets: tuple[BudgetMemory, ...] = ()
-    if model is not None and args.max_tokens is None:
-        budgets = report_budgets(forest, model, report, args.hold, device_type)
+    if flops is not None and args.max_tokens is None:
+        budgets = report_budgets(forest, flops, report, args.hold, memory)
     processes = context = None
-    if args.mesh or gpu:
-        config, dtype = load_config(args.model, args.gguf_file), getattr(torch, report.dtype or args.dtype)
-        processes = report_mesh(config, mesh, dtype, gpu or None)
+    if mesh is not None:
+        import torch
+
+        from treewise.report.analysis.mesh_facts import report_context, report_mesh
+
+        config, dtype = load_config(args.model, args.gguf_file), getattr(torch, args.dtype)
+        processes = report_mesh(config, mesh, dtype, gpu)
         if mesh["context"] > 1 and flops is not None:
             context = report_context(whole, flops, mesh["context"], dtype)
     if args.json:
@@ -101,6 +106,16 @@ def run(args: argparse.Namespace) -> int:
     if processes is not None:
         Console().print(mesh_view(processes, report.peak_live_tokens, report.peak_gateway_tokens, context))
     return 0
+
+
+def _mesh(args: argparse.Namespace) -> tuple[dict[str, int] | None, int | None]:
+    """The sizes of `--mesh` and the bytes of `--gpu_memory`, which alone means one process; None where neither is."""
+    if args.mesh is None and args.gpu_memory is None:
+        return None, None
+    from treewise.report.analysis.mesh_facts import read_bytes_setting, read_mesh  # with torch, which takes seconds
+
+    gpu = None if args.gpu_memory is None else read_bytes_setting(args.gpu_memory)
+    return read_mesh("tp=1" if args.mesh is None else args.mesh), gpu
 
 
 def _data(args: argparse.Namespace) -> Any:

@@ -8,7 +8,8 @@ THUDM/slime (`slime/utils/types.py`, `slime/observability/rollout_data_utils.py`
 """
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ VERL_SCORES = ("token_level_scores", "rm_scores", "token_level_rewards")
 AREAL = {"sampler_logprobs": ("logprobs",), "old_logprobs": ("prox_logp",), "advantages": ("advantages",)}
 TRL = {"old_logprobs": ("old_per_token_logps",), "ref_logprobs": ("ref_per_token_logps",)}
 TRL_MASKS = ("env_mask", "tool_mask", "completion_mask")
+OneSample = Callable[[Record, str, Context], Iterator[Record]]
 
 
 def read_prime_rl(records: Iterable[Placed], context: Context) -> Iterator[Record]:
@@ -109,36 +111,42 @@ def _slime_sample(value: Record, location: str, context: Context) -> Iterator[Re
     )
 
 
-def read_verl(records: Iterable[Placed], context: Context) -> Iterator[Record]:
-    """The tensors of a batch, or the text that `trainer.rollout_data_dir` holds.
-
-    Tensors: `prompts` padded on the left, `responses` on the right, `attention_mask` over both, `response_mask` (1
-    where the model sampled) and the log-probs over the response. The JSONL dump is text without special tokens: what
-    was sampled cannot be had back from it.
+def _tokens_or_text(
+    records: Iterable[Placed], context: Context, *, ids: str, sample: OneSample, text: OneSample
+) -> Iterator[Record]:
+    """Dumps of verl, AReaL or TRL, each of which are tensors or rows that hold `ids`, one sample or a batch in columns,
+    or else what the stack logs as text.
     """
     for record in records:
-        if "responses" in record.value:
-            for sample in _samples(record, "responses"):
-                yield from _verl_sample(sample.value, sample.location, context)
+        if record.value.get(ids) is None:
+            yield from text(record.value, record.location, context)
             continue
-        value, location = record.value, record.location
-        for name in ("input", "output"):
-            if not isinstance(value.get(name), str):
-                raise DataError(f"{location}: {name} must be text.")
-        context.warn(
-            "verl's generation dump is text without special tokens: chat markers and the end token are gone, so these "
-            "rows are not what was sampled; save a batch's tensors where that matters (docs/rl.md)"
-        )
-        yield text_row(
-            location,
-            prompt=value["input"],
-            completion=value["output"],
-            reward=context.reward(value if context.reward_field else value.get("score"), location),
-            group=prompt_at_step(value["input"], value.get("step")),
-        )
+        for each in _samples(record, ids):
+            yield from sample(each.value, each.location, context)
+
+
+def _verl_text(value: Record, location: str, context: Context) -> Iterator[Record]:
+    """`trainer.rollout_data_dir`: text without special tokens, of which what was sampled cannot be had back."""
+    for name in ("input", "output"):
+        if not isinstance(value.get(name), str):
+            raise DataError(f"{location}: {name} must be text.")
+    context.warn(
+        "verl's generation dump is text without special tokens: chat markers and the end token are gone, so these "
+        "rows are not what was sampled; save a batch's tensors where that matters (docs/rl.md)"
+    )
+    yield text_row(
+        location,
+        prompt=value["input"],
+        completion=value["output"],
+        reward=context.reward(value if context.reward_field else value.get("score"), location),
+        group=prompt_at_step(value["input"], value.get("step")),
+    )
 
 
 def _verl_sample(value: Record, location: str, context: Context) -> Iterator[Record]:
+    """`prompts` padded on the left, `responses` on the right, `attention_mask` over both, `response_mask` (1 where the
+    model sampled) and the log-probs over the response.
+    """
     prompt = integers(value["prompts"], "prompts", location)
     response = integers(value["responses"], "responses", location)
     width, before = len(prompt) + len(response), len(prompt)
@@ -177,22 +185,10 @@ def _verl_score(value: Record, length: int, location: str, context: Context) -> 
     return None
 
 
-def read_areal(records: Iterable[Placed], context: Context) -> Iterator[Record]:
-    """Trajectories as tensors, or the text of `rollout.dump_to_file`.
-
-    Tensors: `input_ids`, `attention_mask`, `loss_mask` (1 where the model sampled), `logprobs` at the token that they
-    belong to, and one reward per sequence. The dump is text with special tokens and the number of tokens of each part,
-    so tokenising it can be checked by length.
-    """
-    for record in records:
-        if "input_ids" in record.value:
-            for sample in _samples(record, "input_ids"):
-                yield from _areal_sample(sample.value, sample.location, context)
-        else:
-            yield from _areal_text(record.value, record.location, context)
-
-
 def _areal_sample(value: Record, location: str, context: Context) -> Iterator[Record]:
+    """`input_ids`, `attention_mask`, `loss_mask` (1 where the model sampled), `logprobs` at the token that they belong
+    to, and one reward per sequence.
+    """
     ids = integers(value["input_ids"], "input_ids", location)
     mask = value.get("attention_mask")
     seen = [1.0] * len(ids) if mask is None else numbers(mask, "attention_mask", len(ids), location)
@@ -206,6 +202,9 @@ def _areal_sample(value: Record, location: str, context: Context) -> Iterator[Re
 
 
 def _areal_text(value: Record, location: str, context: Context) -> Iterator[Record]:
+    """`rollout.dump_to_file`: text with special tokens and the number of tokens of each part, so tokenising it can be
+    checked by length.
+    """
     if context.tokenizer is None:
         raise DataError(f"{location}: AReaL's dump is text; name the policy's tokenizer with --tokenizer.")
     ids: list[int] = []
@@ -237,30 +236,22 @@ def _areal_parts(value: Record, location: str) -> Iterator[tuple[str, str, Any]]
         yield role, value[name], length
 
 
-def read_trl(records: Iterable[Placed], context: Context) -> Iterator[Record]:
-    """What a `rollout_func` returns (`prompt_ids`, `completion_ids`, `logprobs`, optional `env_mask`), one sample per
-    line or in columns; or the logged `completions/completions_N.parquet` (`prompt`, `completion`, one column per reward
-    function, `advantage`), which is text without special tokens.
-    """
-    for record in records:
-        if record.value.get("completion_ids") is not None:
-            for sample in _samples(record, "completion_ids"):
-                yield from _trl_sample(sample.value, sample.location, context)
-            continue
-        value, location = record.value, record.location
-        for name in ("prompt", "completion"):
-            if not isinstance(value.get(name), str):
-                messages(value.get(name), f"where it is no text, {name}", location)
-        context.warn(
-            "TRL's logged completions are text without special tokens; they are tokenised anew, with an end token added"
-        )
-        labels = _trl_labels(value, location, context)
-        if labels["group"] is None:
-            labels["group"] = prompt_at_step(value["prompt"], value.get("step"))
-        yield text_row(location, prompt=value["prompt"], completion=value["completion"], **labels)
+def _trl_text(value: Record, location: str, context: Context) -> Iterator[Record]:
+    """`completions/completions_N.parquet` (`prompt`, `completion`, one column per reward function, `advantage`)."""
+    for name in ("prompt", "completion"):
+        if not isinstance(value.get(name), str):
+            messages(value.get(name), f"where it is no text, {name}", location)
+    context.warn(
+        "TRL's logged completions are text without special tokens; they are tokenised anew, with an end token added"
+    )
+    labels = _trl_labels(value, location, context)
+    if labels["group"] is None:
+        labels["group"] = prompt_at_step(value["prompt"], value.get("step"))
+    yield text_row(location, prompt=value["prompt"], completion=value["completion"], **labels)
 
 
 def _trl_sample(value: Record, location: str, context: Context) -> Iterator[Record]:
+    """What a `rollout_func` returns: `prompt_ids`, `completion_ids`, `logprobs`, optional `env_mask`."""
     prompt = integers(value.get("prompt_ids"), "prompt_ids", location)
     completion = integers(value.get("completion_ids"), "completion_ids", location)
     length, before = len(completion), [0.0] * len(prompt)
@@ -303,6 +294,11 @@ def _trl_labels(value: Record, location: str, context: Context) -> Record:
         advantage = context.reward(advantage, f"{location}: advantage")
     labels = {name: value.get(name) for name in ("group", "rollout")}
     return {"reward": context.reward(reward, location), "advantages": advantage, **labels}
+
+
+read_verl = partial(_tokens_or_text, ids="responses", sample=_verl_sample, text=_verl_text)
+read_areal = partial(_tokens_or_text, ids="input_ids", sample=_areal_sample, text=_areal_text)
+read_trl = partial(_tokens_or_text, ids="completion_ids", sample=_trl_sample, text=_trl_text)
 
 
 # -- what they share --------------------------------------------------------------------------------------------------

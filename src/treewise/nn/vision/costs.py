@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -29,61 +28,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from treewise.nn.flops import NO_FLOPS, PerRow, VisionCosts
 from treewise.nn.model import base_model
 from treewise.nn.vision.tower import PixelInputs, feature_rows, image_token_of
-from treewise.planning.partition import ATTENTION_BACKWARD
-from treewise.tree.forest import Forest
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 logger = logging.getLogger("treewise")
-PerRow = tuple[float, float]  # a, b of FLOPs `a * R + b * R**2`
 Form = dict[str, torch.Tensor | tuple[int, ...]]  # arguments of one image; of pixels the shape alone
-_NONE: PerRow = (0.0, 0.0)
 # Merged sides of the images that are counted: at least the windows of Qwen2.5-VL.
 MERGED_SIDES = (4, 8)
 _aten = torch.ops.aten
 _ATTENTION = {_aten.bmm, _aten.baddbmm}
 # Comparisons of pixels find none of a special value: Idefics drops images that are all 0.
 _COMPARISONS = {_aten.eq: False, _aten.ne: True}
-_costs_of: dict[tuple[object, ...], "VisionCosts"] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class VisionCosts:
-    """FLOPs of a tower and its projector.
-
-    image_token: the placeholder. linear, linear_backward: of products with weights. attention: its forward.
-    is_attention_trained: whether a gradient goes through it. activation_values: an estimate of the values kept per row
-    for the backward; 0 where nothing is trained.
-    """
-
-    image_token: int
-    linear: PerRow = _NONE
-    linear_backward: PerRow = _NONE
-    attention: PerRow = _NONE
-    is_attention_trained: bool = False
-    activation_values: float = 0.0
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether a step runs a backward of tower or projector."""
-        return self.linear_backward != _NONE
-
-    def rows_of(self, forest: Forest) -> np.ndarray:
-        """[I] int64, feature rows of each image on a forest."""
-        before = np.concatenate([[0], np.cumsum(forest.token_ids == self.image_token)])
-        return before[forest.images.end] - before[forest.images.start]
-
-    def forward(self, rows: np.ndarray) -> np.ndarray:
-        """[I] float64, FLOPs of one pass for images of so many rows ([I] int64)."""
-        return _flops(self.linear, rows) + _flops(self.attention, rows)
-
-    def step(self, rows: np.ndarray) -> np.ndarray:
-        """[I] float64, FLOPs of one forward and backward for images of so many rows ([I] int64)."""
-        backward = ATTENTION_BACKWARD * _flops(self.attention, rows) if self.is_attention_trained else 0.0
-        return self.forward(rows) + _flops(self.linear_backward, rows) + backward
+_costs_of: dict[tuple[object, ...], VisionCosts] = {}
 
 
 @dataclass(slots=True)
@@ -119,7 +79,7 @@ def vision_costs(model: PreTrainedModel, activations_per_linear: float) -> Visio
     if key not in _costs_of:
         is_trained = any(requires_grad for _, _, requires_grad in seen)
         _costs_of[key] = _fitted(token, count_tower(module), activations_per_linear * is_trained)
-        if _costs_of[key].linear == _NONE:
+        if _costs_of[key].linear == NO_FLOPS:
             logger.warning(
                 "%s: its vision tower does not run on meta tensors, so costs and plans leave images out.",
                 type(model).__name__,
@@ -148,11 +108,6 @@ def _per_row(counts: Sequence[TowerCount], flops_of: Callable[[TowerCount], floa
         return slope, 0.0
     square = max(0.0, (slope - flops_of(first) / first.rows) / (last.rows - first.rows))
     return slope - square * last.rows, square
-
-
-def _flops(per_row: PerRow, rows: np.ndarray) -> np.ndarray:
-    found: np.ndarray = per_row[0] * rows + per_row[1] * rows.astype(np.float64) ** 2
-    return found
 
 
 # -- the tensors of an image ------------------------------------------------------------------------------------------

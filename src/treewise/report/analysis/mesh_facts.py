@@ -15,11 +15,12 @@ from torch import nn
 from treewise.distributed.context import check_context_size
 from treewise.distributed.mesh import mesh_config
 from treewise.errors import ConfigError
-from treewise.nn.flops import FlopModel, flop_model, gateway_bytes
+from treewise.nn.flops import FlopModel, gateway_bytes
+from treewise.nn.model_flops import flop_model
 from treewise.planning.context_parts import context_part, part_bounds
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Plan
-from treewise.report.analysis.plan_facts import ADAMW_VALUES
+from treewise.report.analysis.plan_facts import ADAMW_VALUES, USABLE
 
 AXES = ("tp", "ep", "context", "fsdp", "dp")
 # transformers' styles that split a parameter, and the dimension (from the end) that they split of a matrix.
@@ -28,8 +29,6 @@ _SPLIT = {
     **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "embedding_colwise"), 1),
 }
 _EXPERTS = "grouped_gemm"  # splits experts
-# The part of a GPU that a step can use; the rest is the context, fragmentation and buffers of collectives.
-USABLE = 0.9
 _WHOLE_LAYERS = 3  # a layer, its gradients and the next layer
 
 
@@ -156,7 +155,7 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
         bytes_gradients=round(width * held),
         bytes_optimizer=round(width * held * ADAMW_VALUES),
         bytes_whole=round(width * gathered),
-        bytes_per_gateway_token=gateway_bytes(local_values, dtype),
+        bytes_per_gateway_token=gateway_bytes(local_values, width),
         bytes_per_read_token=width * local_values,
         bytes_per_activation_token=activation,
         gpu_bytes=gpu_bytes,

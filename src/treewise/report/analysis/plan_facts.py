@@ -1,18 +1,22 @@
 """Facts about a plan, what it should cost on a model, and what all of the data should cost under budgets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from treewise.nn.flops import FlopModel, flop_model, gateway_bytes
+from treewise.nn.flops import FlopModel, gateway_bytes
+from treewise.nn.load_model import DTYPES
 from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import Plan, plan
 from treewise.report.analysis.facts import TreeFacts
 from treewise.tree.forest import Forest
 
+if TYPE_CHECKING:
+    from treewise.engine.step_memory import StepMemory
+
 ADAMW_VALUES = 2  # moments kept per trained parameter
+# The part of a GPU that a step can use; the rest is the context, fragmentation and buffers of collectives.
+USABLE = 0.9
 BUDGETS, MAX_BUDGETS = [2**power for power in range(15, 6, -1)], 4  # of `report_budgets`
 LADDER = tuple(2**power for power in range(8, 21))  # tokens, of `BudgetCosts`
 MAX_SHOWN_BUDGETS = 5
@@ -61,32 +65,31 @@ class PlanReport:
 
 def report_plan(
     plan: Plan,
-    model: nn.Module | None = None,
+    flops: FlopModel | None = None,
     name: str | None = None,
-    device_type: str = "cpu",
+    dtype: str = "float32",
     *,
-    memory: bool = True,
+    memory: "Callable[[Plan], StepMemory] | None" = None,
 ) -> PlanReport:
-    """Facts of a plan, with predictions where a model is known, with or without data; `name` is what it is called.
+    """Facts of a plan, with predictions where the costs of a model are known; `name` is what it is called.
 
-    memory: also the peak of a step, which takes seconds.
+    memory: of a step of a plan (`engine.step_memory`), where its peak is asked for, which takes seconds.
     """
     predictions: dict[str, Any] = {}
-    if model is not None:
-        flops, dtype = flop_model(model), next(model.parameters()).dtype
+    if flops is not None:
         trained = flops.num_trained_parameters * (1 + ADAMW_VALUES)
-        weights = dtype.itemsize * (flops.num_parameters + trained)
+        weights = DTYPES[dtype] * (flops.num_parameters + trained)
         predictions = {
             "model": name,
-            "dtype": str(dtype).removeprefix("torch."),
-            "bytes_per_gateway_token": gateway_bytes(flops.gateway_values, dtype),
+            "dtype": dtype,
+            "bytes_per_gateway_token": gateway_bytes(flops.gateway_values, DTYPES[dtype]),
             "bytes_weights": weights,
             "relative_time": flops.planned(plan) / flops.flat(plan.forest),
             "relative_leaf_time": flops.planned(plan) / flops.leaf(plan.forest),
             "relative_tree_time": flops.planned(plan) / flops.tree(plan.forest),
         }
-        if memory:
-            predictions |= _memory(model, plan, device_type, weights)
+        if memory is not None:
+            predictions |= _memory(memory(plan), weights)
     counts = ("num_micro_batches", "num_open_tokens", "num_held_tokens", "num_recomputed_tokens", "num_computed_tokens")
     return PlanReport(
         num_trees=plan.forest.num_trees,
@@ -98,10 +101,7 @@ def report_plan(
     )
 
 
-def _memory(model: nn.Module, plan: Plan, device_type: str, bytes_weights: int) -> dict[str, int]:
-    from treewise.engine.step_memory import step_memory  # slow to import
-
-    step = step_memory(model, plan, device_type)
+def _memory(step: "StepMemory", bytes_weights: int) -> dict[str, int]:
     return {
         "bytes_activations": step.activations,
         "bytes_images": step.images,
@@ -127,19 +127,22 @@ class BudgetMemory:
 
 
 def report_budgets(
-    forest: Forest, model: nn.Module, whole: PlanReport, hold: str = "auto", device_type: str = "cpu"
+    forest: Forest,
+    flops: FlopModel,
+    whole: PlanReport,
+    hold: str = "auto",
+    memory: "Callable[[Plan], StepMemory] | None" = None,
 ) -> tuple[BudgetMemory, ...]:
     """No budget, and the largest powers of two below the tree, for a user to choose from.
 
-    whole: `report_plan` of the forest without a budget, with the same model; with memory where it has it.
+    whole: `report_plan` of the forest without a budget, with the same `flops` and `memory`.
     """
-    costs, has_memory = flop_model(model), whole.bytes_peak is not None
-    step = (whole.bytes_peak or 0) - (whole.bytes_weights or 0) if has_memory else None
+    step = None if whole.bytes_peak is None else whole.bytes_peak - (whole.bytes_weights or 0)
     rows = [BudgetMemory(None, whole.num_micro_batches, 0.0, step)]
     for budget in [budget for budget in BUDGETS if budget < forest.num_tokens][:MAX_BUDGETS]:
-        plan = costs.plan(forest, budget, hold=hold)
+        plan = flops.plan(forest, budget, hold=hold)
         share = plan.num_recomputed_tokens / forest.num_tokens
-        step = _memory(model, plan, device_type, 0)["bytes_peak"] if has_memory else None
+        step = None if memory is None else memory(plan).total
         rows.append(BudgetMemory(budget, plan.num_micro_batches, share, step))
     return tuple(rows)
 

@@ -6,13 +6,16 @@ are loaded again, planned side by side, and turned into pictures.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from treewise.data import LoadReport, Trees
-from treewise.nn.flops import flop_model
+from treewise.engine.step_memory import step_memory
+from treewise.nn.flops import FlopModel
+from treewise.nn.model_flops import flop_model
 from treewise.planning.planner import Plan, plan
 from treewise.report.analysis.facts import InspectReport, TreeFacts, inspect_forests
 from treewise.report.analysis.lost_sharing import LostCollector, LostReport, ratios_without, verdict
@@ -172,7 +175,7 @@ def build_data_report(
         facts=facts,
         costs=tuple(costs.rows(facts.total)),
         lost=lost.result(),
-        plans=tuple(_drawn_plan(each, model, model_name) for each in plans),
+        plans=tuple(_drawn_plan(each, model, flops, model_name) for each in plans),
         pictures=tuple(pictures),
         vocabulary=vocabulary.to_dict(),
         thumbnails=tuple(thumbnails.addresses),
@@ -299,7 +302,7 @@ def _pictures(
     return pictures, 0
 
 
-def _drawn_plan(plan: Plan, model: nn.Module | None, model_name: str | None) -> DrawnPlan:
+def _drawn_plan(plan: Plan, model: nn.Module | None, flops: FlopModel | None, model_name: str | None) -> DrawnPlan:
     timeline = np.array(plan.timeline, dtype=np.int64)
     is_thinned = len(timeline) > MAX_TIMELINE_POINTS
     if is_thinned:
@@ -309,4 +312,8 @@ def _drawn_plan(plan: Plan, model: nn.Module | None, model_name: str | None) -> 
         for batch in plan.micro_batches
     )
     points = tuple((int(gateway), int(live)) for gateway, live in timeline.tolist())
-    return DrawnPlan(report_plan(plan, model, model_name), points, is_thinned, batches)
+    if model is None:
+        return DrawnPlan(report_plan(plan), points, is_thinned, batches)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    report = report_plan(plan, flops, model_name, dtype, memory=partial(step_memory, model))
+    return DrawnPlan(report, points, is_thinned, batches)

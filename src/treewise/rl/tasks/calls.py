@@ -140,6 +140,7 @@ class Calls:
         self.timeout_seconds, self.workers, self.at_once = timeout_seconds, workers, workers or at_once
         self._pool: Any = None
         self._lock = threading.Lock()
+        self._first: Any = None  # a process that starts as the workers do, until it has shown whether they can
         if workers:
             _pebble()
 
@@ -155,6 +156,9 @@ class Calls:
         end = None if total_seconds is None else time.monotonic() + total_seconds
         if self.workers:
             futures = [self._scheduled(job) for job in jobs]
+            if reason := self._reason_not_to_start():
+                self.close()
+                return [FailedCall("raised", reason)] * len(jobs)
             return [self._result(job, future, end) for job, future in zip(jobs, futures, strict=True)]
         return [self._in_thread(job, end) for job in jobs]
 
@@ -195,6 +199,8 @@ class Calls:
                 self._pool = _pebble().ProcessPool(
                     max_workers=self.workers, initializer=_load_files, initargs=(list(_FILES),), context=context
                 )
+                self._first = context.Process(target=_load_files, args=(list(_FILES),), daemon=True)
+                self._first.start()
         try:
             scheduled: Future[object] = self._pool.schedule(
                 _guarded_in_worker, args=(job,), timeout=self.timeout_seconds
@@ -203,6 +209,17 @@ class Calls:
         except RuntimeError as error:  # pebble's word for a pool whose workers do not start
             self.close()
             return FailedCall("raised", f"the worker processes do not start: {printable(error)}")
+
+    def _reason_not_to_start(self) -> str | None:
+        """Why workers cannot start; pebble would start them again and again. They start while this one does."""
+        with self._lock:
+            if self._first is None:
+                return None
+            self._first.join(START_SECONDS)
+            code, self._first = self._first.exitcode, None
+        what = f"ended with exit code {code}" if code is not None else f"took more than {START_SECONDS:.0f} seconds"
+        guard = "; a script that asks for workers needs `if __name__ == '__main__':` around what it runs"
+        return None if code == 0 else f"the worker processes do not start: one {what}{guard if code == 1 else ''}"
 
     def _result(self, job: Job, future: Future[object] | FailedCall, end: float | None) -> object:
         if isinstance(future, FailedCall):

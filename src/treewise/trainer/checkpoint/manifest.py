@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -187,9 +188,10 @@ def _parsed(checkpoint: Path) -> dict[str, Any]:
         text = path.read_bytes().decode("utf-8")
         content = json.loads(text)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{checkpoint}: incomplete (no {MANIFEST}); the run stopped while it was written."
-        ) from None
+        is_named_so = re.fullmatch(r"checkpoint-\d+", checkpoint.name) is not None
+        why = "the run stopped while it was written" if is_named_so else "name a folder checkpoint-N of a run"
+        what = "incomplete" if is_named_so else "not a checkpoint"
+        raise CheckpointError(f"{checkpoint}: {what} (no {MANIFEST}); {why}.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); use an earlier checkpoint.") from None
     format_number = content.get("format") if isinstance(content, dict) else None
