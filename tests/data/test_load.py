@@ -203,6 +203,14 @@ def test_options_may_be_a_mapping(write):
         load_trees(path, options={"groupby": "team"})
 
 
+def test_unknown_arguments_are_named(write):
+    path = write({"token_ids": [1, 2]})
+    with pytest.raises(ConfigError, match=r"no argument 'thinking'. It is an option: options=\{'thinking': ...\}"):
+        load_trees(path, thinking="keep")
+    with pytest.raises(ConfigError, match=r"no argument 'num_worker'. Did you mean 'num_workers'\?"):
+        load_trees(path, num_worker=0)
+
+
 def test_control_characters_of_a_group_are_escaped_in_its_name_alone(write):
     [tree] = load_trees(write({"token_ids": [1, 2], "group": "a\x1b]0;b\x07"}))
     assert tree.name == "a\\x1b]0;b\\x07"

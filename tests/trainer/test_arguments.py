@@ -1,8 +1,10 @@
 """Settings of a run: accepted, rejected, taken over and passed on."""
 
 import json
+from dataclasses import fields
 
 import pytest
+from transformers import TrainingArguments
 
 from treewise.distributed.fsdp import ShardSettings
 from treewise.errors import ConfigError
@@ -93,3 +95,18 @@ def test_settings_that_nothing_reads_are_named(tmp_path, caplog):
         output_dir=str(tmp_path), report_to="none", dataloader_pin_memory=False, label_names=["a"], seed=3
     )
     assert "without effect on trees: dataloader_pin_memory, label_names; leave them out" in caplog.text
+
+
+def test_an_unknown_setting_names_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match=r"no setting 'max_token'\. Did you mean 'max_tokens'\?"):
+        TreeTrainingArguments(output_dir=str(tmp_path), max_token=16)
+
+
+def test_settings_of_transformers_keep_its_defaults(tmp_path):
+    """They are declared again for their limits alone."""
+    known = {item.name: item.default for item in fields(TrainingArguments)}
+    arguments = TreeTrainingArguments(output_dir=str(tmp_path), report_to="none")
+    for name in ("seed", "data_seed", "learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "adam_beta1"):
+        assert getattr(arguments, name) == known[name]
+    with pytest.raises(ConfigError, match=r"adam_beta2=1 must be 0 or positive and below 1"):
+        TreeTrainingArguments(output_dir=str(tmp_path), adam_beta2=1.0, report_to="none")

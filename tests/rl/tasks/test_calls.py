@@ -44,6 +44,22 @@ def test_workers_are_killed_and_the_others_are_rewarded(calls: Calls) -> None:
 
 
 @pytest.mark.slow
+def test_workers_that_cannot_start_are_said_at_once(tmp_path: Path) -> None:
+    """The pool starts them again and again: it took 120 seconds, and the reward was blamed."""
+    file = tmp_path / "only_here.py"
+    file.write_text(
+        "import multiprocessing\n"
+        "if multiprocessing.parent_process() is not None:\n    raise OSError('not in a worker')\n"
+        "def reward(prompts, **columns):\n    return [1.0] * len(prompts)\n"
+    )
+    task = RowsTask([{"prompt": "a"}], [f"{file}:reward"], held_out=0.0)
+    found = Calls(2.0, workers=1)
+    failed, _ = RewardRunner(found).rewards(task, [RewardRequest(task.item("train", 0), "")])
+    assert "the worker processes do not start: one ended with exit code 1" in str(failed[0])
+    found.close()
+
+
+@pytest.mark.slow
 def test_environments_live_in_workers(calls: Calls) -> None:
     task: Any = task_named(f"{FILE}:Counter", {"start": 1})
     chat = ChatTokens(byte_tokenizer(), "chatml")

@@ -44,6 +44,11 @@ def test_what_is_no_manifest_is_an_error(checkpoint, content):
         read_manifest(checkpoint)
 
 
+def test_a_folder_of_something_else_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint \(no treewise.json\); name a folder checkpoint-N"):
+        read_manifest(tmp_path)
+
+
 def test_files_that_a_manifest_does_not_list_are_not_read(checkpoint):
     (checkpoint / "model_zero.safetensors").write_bytes(b"zeros")
     (checkpoint / "weights" / "b.json").write_text("[2]")
