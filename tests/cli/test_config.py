@@ -126,9 +126,9 @@ def test_an_update_without_data_and_tasks_says_both(capsys):
 
 def test_a_part_that_stands_alone_is_true_where_it_may_be(write) -> None:
     path = write(BASE + "learning_rate: 1e-5\n")
-    flags = parse_flags(["--lora.use_rslora", "--lora.r", "4", "--chat_template_kwargs.enable_thinking"])
+    flags = ["--lora.use_rslora", "--lora.r", "4", "--chat_template_kwargs.enable_thinking"]
     config = read_config(path, flags)
     assert config.lora == {"use_rslora": True, "r": 4}
     assert config.render.chat_template_kwargs == {"enable_thinking": True}
     with pytest.raises(ConfigError, match=r"lora\.r needs a value"):
-        read_config(path, parse_flags(["--lora.r", "--bf16"]))
+        read_config(path, ["--lora.r", "--bf16"])
