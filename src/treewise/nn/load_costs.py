@@ -76,7 +76,6 @@ def _read(kept: dict[str, Any]) -> FlopModel:
     pairs = tuple((LayerReach(**reach), flops) for reach, flops in kept.pop("pair_forward"))
     vision = kept.pop("vision")
     if vision is not None:
-        vision = VisionCosts(
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in vision.items()}
-        )
+        parts: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in vision.items()}
+        vision = VisionCosts(**parts)
     return FlopModel(pair_forward=pairs, vision=vision, **kept)

@@ -246,7 +246,9 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
         return None
 
     def kind_of_tokenizer() -> dict[str, str]:  # for which transformers would parse a GGUF file once more
-        config = None if _has_tokenizer(Path(folder)) else load_config(name, gguf_file)
+        if _has_tokenizer(Path(folder)):
+            return {}
+        config = load_config(name, gguf_file)
         return {"tokenizer_type": config.model_type} if type(config) in TOKENIZER_MAPPING else {}
 
     return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer", kind_of_tokenizer)

@@ -144,15 +144,15 @@ class TreeTrainingArguments(TrainingArguments):
     save_total_limit: Annotated[int, Ge(1), "leave it out for no limit"] | None = None
     save_steps: Annotated[float, Gt(0), "save_strategy=no for never"] = 500
     eval_steps: Annotated[float, Gt(0), "eval_strategy=no for never"] | None = None
-    # With its own defaults; it takes values that fail later or train nothing.
-    seed: Annotated[int, Ge(0), Lt(2**32)]
-    data_seed: Annotated[int, Ge(0), Lt(2**32)] | None
-    learning_rate: Annotated[float, Ge(0), Lt(math.inf)]
-    weight_decay: Annotated[float, Ge(0), Lt(math.inf)]
-    max_grad_norm: Annotated[float, Ge(0), Lt(math.inf)]
-    adam_epsilon: Annotated[float, Ge(0), Lt(math.inf)]
-    adam_beta1: Annotated[float, Ge(0), Lt(1)]
-    adam_beta2: Annotated[float, Ge(0), Lt(1)]
+    # Its own defaults; it takes values that fail later or train nothing.
+    seed: Annotated[int, Ge(0), Lt(2**32)] = TrainingArguments.seed
+    data_seed: Annotated[int, Ge(0), Lt(2**32)] | None = TrainingArguments.data_seed
+    learning_rate: Annotated[float, Ge(0), Lt(math.inf)] = TrainingArguments.learning_rate
+    weight_decay: Annotated[float, Ge(0), Lt(math.inf)] = TrainingArguments.weight_decay
+    max_grad_norm: Annotated[float, Ge(0), Lt(math.inf)] = TrainingArguments.max_grad_norm
+    adam_epsilon: Annotated[float, Ge(0), Lt(math.inf)] = TrainingArguments.adam_epsilon
+    adam_beta1: Annotated[float, Ge(0), Lt(1)] = TrainingArguments.adam_beta1
+    adam_beta2: Annotated[float, Ge(0), Lt(1)] = TrainingArguments.adam_beta2
 
     def __new__(cls, *_given: Any, **settings: Any) -> "TreeTrainingArguments":
         """Raises `ConfigError` for a name that is no setting."""
