@@ -13,6 +13,7 @@ from rich.table import Table
 
 from treewise.data.importers import FORMATS, ImportReport, import_rollouts
 from treewise.data.io.field_checks import shown
+from treewise.data.render.template import template_text
 from treewise.errors import ConfigError, num
 from treewise.nn.load_model import load_tokenizer
 
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", help="the policy's: compares ids with messages, and tokenises dumps of text (folder or name)"
     )
+    parser.add_argument("--chat_template", help="in place of the tokenizer's: Jinja text, a file of it, or chatml")
     parser.add_argument("--reward", metavar="NAME", help="which reward counts, where records hold several")
     parser.add_argument("--strict", action="store_true", help="text without ids, or with other ids, is an error")
     parser.add_argument("--keep_messages", action="store_true", help="keep messages beside ids")
@@ -46,6 +48,10 @@ def run(args: argparse.Namespace) -> int:
         if path.exists() and not args.overwrite:
             raise ConfigError(f"--output {path} exists; name another file, or --overwrite.")
     tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
+    if args.chat_template is not None:
+        if tokenizer is None:
+            raise ConfigError("--chat_template renders messages to compare them with ids; give --tokenizer, too.")
+        tokenizer.chat_template = template_text(args.chat_template)
     rows = import_rollouts(
         args.data,
         args.format,
