@@ -10,6 +10,7 @@ kernel computes. Batched products, of which attention without a kernel consists,
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,8 @@ class Recording:
     def __init__(self, device: torch.device) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._device = device
+        if device.type == "cpu":  # torch 2.13 prints a line on stderr at each start and stop, above its errors
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._record = profile(activities=activities, record_shapes=True)
         self._record.start()
         self._started = synchronized_clock(device)
