@@ -222,6 +222,16 @@ def test_a_server_that_was_started_anew_unseen_is_noticed(server: StandIn, proto
     assert [each.token_ids.tolist() for each in before] == [each.token_ids.tolist() for each in after]
 
 
+def test_several_servers_behind_one_address_are_an_error(server: StandIn) -> None:
+    """Each of them says another start."""
+    model = trained()
+    with sampler_on(server, weights="reload", patience_seconds=20) as sampler:
+        sampler.update(model)
+        server.on_metrics = lambda _: (200, f"process_start_time_seconds {len(server.seen)}.0\n")  # type: ignore[method-assign]
+        with pytest.raises(SamplerError, match="several servers"):
+            sampler.sample([REQUEST])
+
+
 def test_settings_that_are_wrong_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"base_url": "localhost:8000"}, "base_url"),

@@ -35,6 +35,7 @@ from treewise.rl.samplers.server_weights import Held, Weights
 
 logger = logging.getLogger("treewise")
 
+MAX_STARTS = 3  # of a server, for which a batch is sampled once more
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _PATHS = {"openai": "/v1/completions", "sglang": "/generate"}
 
@@ -217,7 +218,7 @@ class ServerSampler:
         if not jobs:
             return []
         self._name_model()
-        while True:
+        for _ in range(MAX_STARTS):
             starts = dict(self._held.starts)
             if len(jobs) == 1:
                 flat = [self._complete(*jobs[0])]
@@ -226,6 +227,11 @@ class ServerSampler:
                     flat = list(executor.map(lambda job: self._complete(*job), jobs))
             if not self._were_restarted(dict.fromkeys(homes), starts):
                 break
+        else:
+            raise SamplerError(
+                f"a server was started anew while it sampled, {MAX_STARTS} times for one batch; or an address is that "
+                "of several servers, which take weights one by one: give base_url the address of each."
+            )
         rest = iter(flat)
         return [tuple(next(rest) for _ in range(request.num_continuations)) for request in requests]
 
