@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from treewise.errors import DataError
-from treewise.rl.samplers.protocol import SampleRequest
+from treewise.rl.samplers.protocol import Completion, SampleRequest
 from treewise.rl.samplers.transformers_sampler import sampling_mode
 from treewise.serve.losses import Row
 from treewise.serve.weights import ServedModel, Weights
@@ -123,8 +123,10 @@ def _row(asked: Any, prompt: np.ndarray, vocabulary: int) -> tuple[Row | None, i
     return row if (wide >= 0).any() else None, 0 if given is None else columns[-1].shape[1]
 
 
-def answers(model: ServedModel, weights: Weights | None, requests: Sequence[Sampling]) -> list[bytes]:
-    """What clients get, in order. Prompts that share a beginning are computed once."""
+def answers(
+    model: ServedModel, weights: Weights | None, requests: Sequence[Sampling]
+) -> list[tuple[bytes, tuple[Completion, ...]]]:
+    """What clients get, in order, and the completions in it. Prompts that share a beginning are computed once."""
     with model.using(weights):
         completions = model.sampler.sample([each.rules for each in requests])
     logprobs = iter(_logprobs(model, weights, [each.row for each in requests if each.row is not None]))
@@ -133,7 +135,7 @@ def answers(model: ServedModel, weights: Weights | None, requests: Sequence[Samp
         scores = _scores(each, next(logprobs) if each.row is not None else None)
         if each.asked.topk_prompt_logprobs or each.asked.prompt_alt_tokens_k:
             _score_whole(model, weights, each, scores)
-        found.append(sample_answer(own, scores))
+        found.append((sample_answer(own, scores), own))
     return found
 
 

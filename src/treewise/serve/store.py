@@ -140,8 +140,13 @@ class Store:
         store.prune(folder, 2, None)
 
     def restore(self, run: str, seq: int, weights: Weights) -> dict[str, Any]:
-        """The weights after request `seq`; returns what was written down with them."""
-        folder = self.runs / run.replace(":", ".") / "snapshots" / f"checkpoint-{seq}"
+        """The weights after request `seq`; returns what was written down with them. Newer snapshots, which the journal
+        of a killed server does not have, go: else they would count when old ones are removed."""
+        parent = self.runs / run.replace(":", ".") / "snapshots"
+        for each in store.checkpoints(parent):
+            if store.step_of(each) > seq:
+                shutil.rmtree(each)
+        folder = parent / f"checkpoint-{seq}"
         self._read(folder, weights, with_optimizer=True)
         return facts_of(folder)
 

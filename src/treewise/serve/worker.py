@@ -29,7 +29,7 @@ JSON = "application/json"
 CALLS = ("forward", "forward_backward")
 MAX_GROUP_SAMPLES = 64  # continuations that are drawn before other requests get their turn
 _KEPT_SAMPLERS = 4  # weights to sample from that stay in memory
-_CURVE = 2000  # points of a curve on the page
+_CURVE, _KEPT_SAMPLES, _SHOWN = 2000, 20, 400  # on the page: points of a curve, samples, characters of each
 
 
 class QueueFullError(TreewiseError, BlockingIOError):
@@ -390,8 +390,13 @@ class Worker(threading.Thread):
         if not taken:
             return
         weights = self._weights_of(self._path_of(taken[0].owner))
-        for work, content in zip(taken, answers(self.model, weights, requests), strict=True):
+        decode = str if self.model.tokenizer is None else self.model.tokenizer.decode
+        for work, (content, drawn) in zip(taken, answers(self.model, weights, requests), strict=True):
             self._answer(work, PROTOBUF, content)
+            self.statistics.sampled_tokens += sum(each.num_tokens for each in drawn)
+            shown = {"text": decode(drawn[0].token_ids.tolist())[:_SHOWN], "reason": drawn[0].finish_reason}
+            self.statistics.samples.append({**shown, "tokens": drawn[0].num_tokens})
+        del self.statistics.samples[:-_KEPT_SAMPLES]
 
     def _weights_of(self, path: str | None) -> Weights | None:
         if path is None:
