@@ -79,7 +79,8 @@ class Killer(threading.Thread):
         self.process.stdout.close()
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(50, marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [2, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_a_server_that_is_killed_again_and_again_loses_nothing(num_kills, tmp_path):
     with running(tmp_path / "undisturbed", tiny_model("llama"), max_tokens="24") as address:
         client = tinker.ServiceClient(base_url=address.url, api_key=KEY)

@@ -151,13 +151,13 @@ class Api:
         limit = self.settings.max_request_mb << 20
         if request.headers.get("content-encoding", "identity") != "identity":
             raise RefusedError(415, "compressed requests are not taken.")
-        parts, size = [], int(request.headers.get("content-length") or 0)
-        if size <= limit:
-            size = 0
-            async for part in request.stream():
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size <= limit:
                 parts.append(part)
-                if (size := size + len(part)) > limit:
-                    break
+            elif size > 4 * limit:  # what is a little larger is read to its end, or its sender would not hear why
+                break
         if size > limit:
             raise RefusedError(413, f"the request is larger than {self.settings.max_request_mb} MB (max_request_mb).")
         return b"".join(parts)

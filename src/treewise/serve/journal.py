@@ -116,13 +116,15 @@ class Journal:
             self._db.execute("BEGIN")
             self._db.executemany("UPDATE requests SET batch = ? WHERE id = ?", [(batch, name) for name in names])
 
-    def works(self) -> list[Work]:
-        """Every request that has no answer, or whose effect is in no snapshot yet, in the order of arrival."""
+    def works(self, owner: str | None = None) -> list[Work]:
+        """Every request (of one owner) that has no answer, or whose effect is in no snapshot yet, as they arrived."""
         rows = self._all(
             "SELECT r.id, r.owner, r.seq, r.kind, r.batch, r.answer IS NOT NULL FROM requests r LEFT JOIN facts f "
-            "ON f.kind = 'model' AND f.id = r.owner WHERE r.answer IS NULL OR r.seq > f.number ORDER BY r.created"
+            "ON f.kind = 'model' AND f.id = r.owner WHERE (r.answer IS NULL OR r.seq > f.number) AND "
+            "(? IS NULL OR r.owner = ?) ORDER BY r.created",
+            *(owner, owner),
         )
-        return [Work(name, owner, seq, kind, batch, bool(done)) for name, owner, seq, kind, batch, done in rows]
+        return [Work(name, whose, seq, kind, batch, bool(done)) for name, whose, seq, kind, batch, done in rows]
 
     def snapshot(self, model: str, seq: int) -> None:
         """The effects of a model's requests up to `seq` are on the disk; old answers are forgotten."""

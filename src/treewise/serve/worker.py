@@ -182,7 +182,7 @@ class Worker(threading.Thread):
             return self._take_samples(sample)
         if not heads:
             return []
-        head = min(heads, key=lambda work: self._runs[work.owner].used if work.owner in self._runs else 0.0)
+        head = min(heads, key=self._precedence)
         waiting = self._waiting[head.owner]
         works = [waiting.pop(head.seq)]
         if head.kind in CALLS:
@@ -190,6 +190,11 @@ class Worker(threading.Thread):
                 works.append(waiting.pop(work.seq))
         self._next[head.owner] = works[-1].seq + 1
         return works
+
+    def _precedence(self, work: Work) -> tuple[bool, float]:
+        """Models in memory that hold gradients first, for which others would have to go; then who waited longest."""
+        run = self._runs.get(work.owner)
+        return (True, 0.0) if run is None else (not run.has_gradients, run.used)
 
     def _turn_of_samples(self) -> bool:
         """Samples and models take turns."""
@@ -257,13 +262,18 @@ class Worker(threading.Thread):
         return self._runs[name]
 
     def _evict(self) -> None:
-        """Puts the model that waited longest on the disk."""
-        idle = [name for name, run in self._runs.items() if not run.has_gradients]
-        if not idle:
-            raise ConfigError(f"{len(self._runs)} models hold gradients at a time (max_models); try again later.")
-        name = min(idle, key=lambda each: self._runs[each].used)
-        self._save_snapshot(name, self._runs[name])
-        del self._runs[name]
+        """Puts the model that waited longest on the disk; where all hold gradients, it is forgotten, and its requests
+        since the last snapshot run again when it has its turn."""
+        name = min(self._runs, key=lambda each: (self._runs[each].has_gradients, self._runs[each].used))
+        run = self._runs.pop(name)
+        if not run.has_gradients:
+            self._save_snapshot(name, run)
+            return
+        with self._changed:
+            self._pending.pop(name, None)
+            self._next[name] = self.journal.snapshot_seq(name) + 1
+            for work in self.journal.works(name):
+                self._enqueue(work)
 
     def _save_snapshot(self, name: str, run: Run) -> None:
         seq = self._next_of(name) - 1
