@@ -222,7 +222,7 @@ def _backward(features: Features, grads: Sequence[torch.Tensor]) -> None:
     """
     pairs = [(each, grad.to(each.dtype)) for each, grad in zip(features, grads, strict=True) if each.requires_grad]
     if pairs:
-        torch.autograd.backward(*zip(*pairs, strict=True))
+        torch.autograd.backward([each for each, _ in pairs], [grad for _, grad in pairs])
 
 
 def _shapes(pixels: PixelInputs) -> list[tuple[str, tuple[int, ...]]]:
