@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from common import save
-from tiny_policy import new_tokenizer
+from tiny_policy import LETTERS, new_tokenizer
 
 import treewise as tw
 from treewise import testing
@@ -71,7 +71,8 @@ class Turns(TransformersSampler):
 
         def ended(number: int, completions: Any) -> None:
             (one,) = completions
-            ids = np.append(one.token_ids[:-1], np.int32(self.end))
+            letters = np.where(one.token_ids[:-1] < len(LETTERS), one.token_ids[:-1], 0)  # no special token
+            ids = np.append(letters, np.int32(self.end)).astype(np.int32)
             done(number, (type(one)(ids, one.logprobs, "stop"),))
 
         changes = {"max_new_tokens": self.length, "stop_ids": ()}
@@ -110,8 +111,8 @@ def measured(options: argparse.Namespace, model: Any, tokenizer: Any, seconds: f
 
 def template(tokenizer: Any) -> str:
     """Messages with the end of a turn behind each."""
-    end = tokenizer.eos_token
-    return "{% for m in messages %}{{ m.content }}" + end + "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    message = "{% if m.role == 'assistant' %}a{% endif %}{{ m.content }}" + tokenizer.eos_token
+    return "{% for m in messages %}" + message + "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 
 
 def iterations(options: argparse.Namespace, tokenizer: Any, staleness: int) -> dict[str, Any]:

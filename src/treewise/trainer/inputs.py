@@ -173,6 +173,7 @@ def with_logprobs(
             numbers = own[start : start + batch_size]
             items = iter(engine.scored([item for number in numbers for item in trees[number]], stream=stream))
             found.update({number: [getattr(next(items), stream) for _ in trees[number]] for number in numbers})
+        engine.drain()  # sharded: until the others have scored theirs
         return found
 
     is_training = engine.model.training

@@ -314,6 +314,10 @@ class StepRunner:
         with self._batch(trains=False), self._autocast():
             return self.engine.evaluate(forests, objective, denominator=1.0).loss if forests else 0.0
 
+    def scoring(self) -> AbstractContextManager[None]:
+        """Around forwards of this rank's choice, without a graph; every rank enters and leaves it."""
+        return self._batch(trains=False)
+
     def nonfinite_trajectories(self, forests: Sequence[Forest]) -> list[str]:
         """Sources of trajectories whose log-probs are not finite; empty with several ranks, which would have to agree
         on what to compute.

@@ -176,7 +176,7 @@ def test_the_copy_shares_what_is_not_trained(tmp_path):
     trainer = new_trainer(tmp_path / "run", model=model, **RUN)
     frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad)
     whole = sum(each.numel() * each.element_size() for each in [*model.parameters(), *model.buffers()])
-    assert trainer.sampler.num_bytes == whole - 4 * frozen
+    assert trainer.sampler.copy.num_bytes == whole - 4 * frozen
     assert isinstance(trainer.sampler, TransformersSampler)
 
 

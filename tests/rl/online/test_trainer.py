@@ -20,7 +20,8 @@ from treewise.errors import CheckpointError, ConfigError, StoppedError, TaskErro
 from treewise.objectives import GRPO, objective_named
 from treewise.rl.online import OnlineTrainer, growing, records
 from treewise.rl.online.records import rollouts_file
-from treewise.rl.samplers import TransformersSampler
+from treewise.rl.online.settings import check_sharded
+from treewise.rl.samplers import TransformersSampler, copied_weights
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.manager import CheckpointManager
 from treewise.trainer.step import StepRunner
@@ -366,14 +367,22 @@ def test_prompts_that_may_grow_beyond_what_training_follows_are_refused_before_a
     assert np.isfinite(bounded.train()["loss"])
 
 
-def test_sharded_parameters_and_a_lone_kl_are_refused(tmp_path, monkeypatch):
+def test_meshes_curricula_on_shards_and_a_lone_kl_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="reference"):
         new_trainer(tmp_path / "run", objective=GRPO(beta=0.1))
     args = arguments(tmp_path / "run")
     monkeypatch.setattr(type(args), "world_size", property(lambda self: 2))
-    monkeypatch.setattr(type(args), "shard_settings", lambda self: object())
-    with pytest.raises(ConfigError, match="whole on every process"):
+    monkeypatch.setattr(args, "tp_size", 2)
+    with pytest.raises(ConfigError, match="leave tp_size, ep_size and"):
         OnlineTrainer(tiny_policy(), EvenBytes(), TOKENIZER, settings(), args)
+    with pytest.raises(ConfigError, match="'gain' measures angles or checks itself"):
+        check_sharded(settings(curriculum="gain", num_items=4))
+
+
+def test_a_copy_for_which_there_is_no_room_is_an_error_with_its_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(copied_weights, "free_bytes", lambda device: 2048)
+    with pytest.raises(ConfigError, match=r"takes 137.41 KiB on cpu, and 2.00 KiB are free"):
+        new_trainer(tmp_path / "run", max_staleness=1)
 
 
 def test_a_kl_is_measured_against_the_reference(tmp_path):

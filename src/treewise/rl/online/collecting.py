@@ -25,10 +25,12 @@ from treewise.rl.online.records import Sample
 from treewise.rl.online.rollout import Continuation, Limits, OpenRollout, start
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.samplers import Sampler, SampleRequest
+from treewise.rl.samplers.copied_weights import WholeCopy
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import ChatTokens, RewardFailure, RewardRunner, TaskItem
 from treewise.rl.tasks.protocol import Task
 from treewise.rl.tasks.rewards import RewardTally
+from treewise.tree.trajectory import Trajectory
 
 
 @dataclass(slots=True)
@@ -104,7 +106,9 @@ class Sampled:
 
 @dataclass(kw_only=True)
 class Collector:
-    """What a run samples with. temperature: of training rollouts. model: that is trained."""
+    """What a run samples with. temperature: of training rollouts. model: that is trained. whole: for a server, where no
+    process has that whole.
+    """
 
     task: Task
     chat: ChatTokens
@@ -113,6 +117,7 @@ class Collector:
     rewards: RewardRunner
     temperature: float
     model: Any
+    whole: WholeCopy | None = None
 
     def rounds(self, state: LoopState, journal: Journal, version: int = 0) -> Rounds:
         """How trees grow, from the state between two iterations. version: of the policy that the sampler has."""
@@ -190,7 +195,10 @@ class Collector:
 
     def hand_over(self) -> None:
         """Gives new weights to the sampler of each process; servers get those of the first."""
-        self.sampler.update(self.model)
+        if self.whole is not None:
+            self.whole.take(self.model)
+        whole: Any = self.model if self.whole is None else self.whole.model
+        self.sampler.update(whole)
         ranks.on_first_rank(lambda: None)  # the others wait until a server has them
 
     def pool(self) -> Pool:
@@ -207,6 +215,15 @@ class Collector:
                 f"the trees of an iteration are of different items; give trees_per_iteration: {total}, or more items."
             )
         return Pool(total, self._book_key)
+
+    def example(self) -> list[Trajectory]:
+        """A tree of two rollouts of the first training item, of the prompt's own tokens."""
+        ids = self.prompt_of(0)
+        weights = [0.0] * len(ids) + [1.0]
+        rows = [[*ids, ids[0]], [*ids, ids[-1] + (ids[0] == ids[-1])]]
+        return [
+            Trajectory(row, weights, advantages=1.0, group=0, reward=1.0, source="the first prompt") for row in rows
+        ]
 
     def prompt_of(self, index: int) -> list[int]:
         """Token ids of a training item's prompt."""

@@ -11,7 +11,7 @@ from treewise.errors import ConfigError, check_fields, check_setting_types
 from treewise.rl.branching import Branching, branching_named
 from treewise.rl.checks import MAX_GAP
 from treewise.rl.curriculum import Curriculum, curriculum_named
-from treewise.rl.curriculum.self_check import is_refusable
+from treewise.rl.curriculum.self_check import SIGNAL_OF, is_refusable
 from treewise.rl.success_book import BookSettings
 
 if TYPE_CHECKING:
@@ -27,10 +27,20 @@ def refuse_settings(args: "TreeTrainingArguments") -> None:
     for name, why in (("async_checkpoints", "saves between two iterations"), ("profile", "cannot be profiled")):
         if getattr(args, name):
             raise ConfigError(f"{name}: an online run {why}; leave it out.")
-    if int(args.world_size) > 1 and (args.shard_settings() is not None or args.ranks_per_batch * args.ep_size > 1):
+    if int(args.world_size) > 1 and args.ranks_per_batch * args.ep_size > 1:
         raise ConfigError(
-            "an online run samples from the model in training, whole on every process; leave fsdp, tp_size, "
-            "ep_size and context_size out. Recorded rollouts train models sharded by fsdp: treewise rl --data."
+            "the parameters of an online run are whole on every process or sharded by fsdp; leave tp_size, ep_size and "
+            "context_size out."
+        )
+
+
+def check_sharded(settings: "OnlineSettings") -> None:
+    """Raises `ConfigError` for a curriculum that computes with the model beside its steps: there parameters are shards."""
+    curriculum = settings.chosen_curriculum()
+    if curriculum.kind.measures_angles or (curriculum.name in SIGNAL_OF and settings.check_items):
+        raise ConfigError(
+            f"curriculum {curriculum.name!r} measures angles or checks itself with the model, which fsdp has sharded; "
+            "leave one of the two out."
         )
 
 

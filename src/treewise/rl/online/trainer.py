@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
@@ -49,12 +50,13 @@ from treewise.rl.online.report import PrintedLine, account_of, figures, nothing_
 from treewise.rl.online.settings import (
     OnlineSettings,
     check_reference,
+    check_sharded,
     check_staleness,
     own_objective,
     refuse_settings,
 )
 from treewise.rl.samplers import Sampler, TransformersSampler
-from treewise.rl.samplers.copied_weights import CopyingSampler
+from treewise.rl.samplers.copied_weights import CopyingSampler, WholeCopy
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import Calls, ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
@@ -91,7 +93,7 @@ class OnlineTrainer(TreeTrainer):
         state: transformers' own; a step of it is an iteration. loop: what the loop adds to it.
 
     Raises:
-        ConfigError: settings that contradict one another; sharded parameters.
+        ConfigError: settings that contradict one another; no room for the copy of the weights that is sampled from.
         UnsupportedModelError: the model cannot follow a tree.
     """
 
@@ -127,11 +129,20 @@ class OnlineTrainer(TreeTrainer):
         self.folder = Path(args.output_dir)
         own: Sampler = TransformersSampler(self.model) if sampler is None else sampler
         self.sampler = own  # of training rollouts; those of evaluations come from the newest weights
-        if staleness and isinstance(own, TransformersSampler) and own.model is self.model:
-            self.sampler = CopyingSampler(self.model, **own.settings)
+        is_sharded = int(args.world_size) > 1 and args.shard_settings() is not None
+        if is_sharded:
+            check_sharded(self.settings)
+        whole: WholeCopy | None = None
+        if isinstance(own, TransformersSampler) and own.model is self.model and (staleness or is_sharded):
+            copied = WholeCopy(self.model, args.device, shares_frozen=not is_sharded)
+            self.sampler = CopyingSampler(copied, **own.settings)
+            own = self.sampler if is_sharded else own
             if args.process_index == 0:
-                size = bytes_as_text(self.sampler.num_bytes)
-                sys.stdout.write(f"max_staleness {staleness}: the sampler's copy of the weights has {size}\n")
+                size = bytes_as_text(copied.num_bytes)
+                sys.stdout.write(f"the sampler's copy of the weights has {size} on each process\n")
+        elif is_sharded:  # a server gets the weights from the first process's host memory
+            is_first = args.process_index == 0
+            whole = WholeCopy(self.model, torch.device("cpu"), shares_frozen=False, is_held=is_first)
         self.rewards = RewardRunner(
             Calls(self.settings.reward_timeout, self.settings.reward_workers, self.settings.episodes_at_once),
             self.settings.on_reward_error,  # type: ignore[arg-type]
@@ -145,6 +156,7 @@ class OnlineTrainer(TreeTrainer):
             rewards=self.rewards,
             temperature=args.temperature,
             model=self.model,
+            whole=whole,
         )
         self._ahead: Ahead[Sampled] | None = None
         self._journals = Journals(self.folder)
@@ -343,7 +355,8 @@ class OnlineTrainer(TreeTrainer):
             return None
         updates = settings.updates_per_iteration
         update = with_streams(update, objective, num_updates=updates, old_logprobs=settings.old_logprobs)
-        return scored(update, self.engine, batch_size=len(update.trees), reference=self._reference_engine)
+        with self.runner.scoring():
+            return scored(update, self.engine, batch_size=len(update.trees), reference=self._reference_engine)
 
     def _train_on(self, update: Update, iteration: int) -> dict[str, float]:
         """The optimizer steps of an iteration, and what is logged of them. Of several processes each trains its part of
@@ -354,7 +367,8 @@ class OnlineTrainer(TreeTrainer):
         """
         gap = {}
         if not isinstance(self.loss_objective, PolicyGradient):  # which measures it in its first step
-            gap["logprob_gap"] = logprob_gap(self.engine.scored([row for own in update.trees for row in own]))
+            with self.runner.scoring():
+                gap["logprob_gap"] = logprob_gap(self.engine.scored([row for own in update.trees for row in own]))
         self.train_dataset = update.trees  # with the first of which processes measure a budget
         started, runner = time.perf_counter(), self.runner
         outs, norms = list[StepOutput | None](), list[float]()
@@ -469,6 +483,7 @@ class OnlineTrainer(TreeTrainer):
     def _begin(self, wanted: str | bool | None) -> None:
         """Optimizer, schedule and state of a new run, or of the one that is resumed."""
         ranks.copy_first([*self.model.parameters(), *self.model.buffers()])
+        self.train_dataset = [self.rollouts.example()]  # what sharding is checked and a budget is measured with
         self.create_optimizer_and_scheduler(self.settings.iterations * self.settings.updates_per_iteration)
         found = None
         if wanted:

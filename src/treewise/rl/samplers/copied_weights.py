@@ -1,47 +1,77 @@
-"""Samples from a copy of the model in training: older weights while it trains (`max_staleness`)."""
+"""A whole copy of the model in training: to sample from older weights while it trains (`max_staleness`), or where its
+parameters are sharded, so that no process has them whole.
+"""
 
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from treewise.errors import ConfigError
+from treewise.distributed.fsdp import whole_tensor
+from treewise.errors import ConfigError, bytes_as_text
+from treewise.nn.device import free_bytes
 from treewise.rl.samplers.transformers_sampler import TransformersSampler
 
 
-class CopyingSampler(TransformersSampler):
-    """A `TransformersSampler` with weights of its own, which `update` takes from the model in training. What is not
-    trained is shared.
+class WholeCopy:
+    """A copy of a model, made before that is sharded.
+
+    Parameters:
+        shares_frozen: what is not trained is not copied; of a model that is not going to be sharded.
+        is_held: whether this process has a copy; else `take` helps the others to theirs.
 
     Attributes:
-        num_bytes: of the copy.
+        model: the copy; None where this process has none. num_bytes: of it.
+
+    Raises:
+        ConfigError: there is no room for it.
     """
 
-    def __init__(self, model: nn.Module, **settings: Any) -> None:
-        frozen = [each for each in model.parameters() if not each.requires_grad]
-        copy = deepcopy(model, {id(each): each for each in frozen})
-        super().__init__(copy, **settings)
-        self._own = _tensors(copy)
+    def __init__(self, model: nn.Module, device: torch.device, *, shares_frozen: bool, is_held: bool = True) -> None:
+        frozen = [each for each in model.parameters() if shares_frozen and not each.requires_grad]
         places = {each.data_ptr() for each in frozen}
-        own = [each for each in self._own.values() if each.data_ptr() not in places]
-        self.num_bytes = sum(each.numel() * each.element_size() for each in own)
+        copied = [each for each in _tensors(model).values() if each.data_ptr() not in places]
+        self.num_bytes = sum(each.numel() * each.element_size() for each in copied) if is_held else 0
+        free = free_bytes(device)
+        if self.num_bytes > free:
+            raise ConfigError(
+                f"a whole copy of the weights, from which rollouts are sampled, takes {bytes_as_text(self.num_bytes)} "
+                f"on {device}, and {bytes_as_text(free)} are free; sample on a server, or train fewer parameters."
+            )
+        self.model = deepcopy(model, {id(each): each for each in frozen}).to(device) if is_held else None
+        self._names = _tensors(model).keys()
 
-    def update(self, model: nn.Module | None) -> None:
-        """Takes the weights of the model.
+    def take(self, model: nn.Module) -> None:
+        """Takes the weights of the model, tensor by tensor; every process calls this where they are sharded.
 
         Raises:
             ConfigError: another model than the one that was copied.
         """
-        if model is None:
-            return
         given = _tensors(model)
-        if given.keys() != self._own.keys():
+        if given.keys() != self._names:
             raise ConfigError("the sampler holds a copy of another model than the one that trains.")
+        own = {} if self.model is None else _tensors(self.model)
         with torch.no_grad():
             for name, tensor in given.items():
-                if tensor.data_ptr() != self._own[name].data_ptr():
-                    self._own[name].copy_(tensor)
+                whole = whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+                if name in own and whole.data_ptr() != own[name].data_ptr():
+                    own[name].copy_(whole)
+
+
+class CopyingSampler(TransformersSampler):
+    """A `TransformersSampler` on a copy of the model, which `update` gives the weights of the one in training."""
+
+    def __init__(self, copy: WholeCopy, **settings: Any) -> None:
+        assert copy.model is not None
+        super().__init__(copy.model, **settings)
+        self.copy = copy
+
+    def update(self, model: nn.Module | None) -> None:
+        """Raises as `WholeCopy.take`."""
+        if model is not None:
+            self.copy.take(model)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
