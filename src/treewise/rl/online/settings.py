@@ -35,7 +35,7 @@ def refuse_settings(args: "TreeTrainingArguments") -> None:
 
 
 def check_sharded(settings: "OnlineSettings") -> None:
-    """Raises `ConfigError` for a curriculum that computes with the model beside its steps: there parameters are shards."""
+    """Raises `ConfigError` for a curriculum that computes with the model beside its steps, which is sharded."""
     curriculum = settings.chosen_curriculum()
     if curriculum.kind.measures_angles or (curriculum.name in SIGNAL_OF and settings.check_items):
         raise ConfigError(
