@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
@@ -32,7 +31,7 @@ from treewise.distributed import ranks
 from treewise.distributed.signals import StepAbandoned
 from treewise.engine.engine import TreeEngine
 from treewise.engine.scoring import StepOutput
-from treewise.errors import CheckpointError, ConfigError, StoppedError, bytes_as_text
+from treewise.errors import CheckpointError, ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.rl.checks import gap_warning
@@ -56,7 +55,7 @@ from treewise.rl.online.settings import (
     refuse_settings,
 )
 from treewise.rl.samplers import Sampler, TransformersSampler
-from treewise.rl.samplers.copied_weights import CopyingSampler, WholeCopy
+from treewise.rl.samplers.copied_weights import CopyingSampler, samplers_of
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import Calls, ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
@@ -127,22 +126,11 @@ class OnlineTrainer(TreeTrainer):
         if args.process_index == 0:
             self.add_callback(PrintedLine(sys.stdout.write))
         self.folder = Path(args.output_dir)
-        own: Sampler = TransformersSampler(self.model) if sampler is None else sampler
-        self.sampler = own  # of training rollouts; those of evaluations come from the newest weights
         is_sharded = int(args.world_size) > 1 and args.shard_settings() is not None
         if is_sharded:
             check_sharded(self.settings)
-        whole: WholeCopy | None = None
-        if isinstance(own, TransformersSampler) and own.model is self.model and (staleness or is_sharded):
-            copied = WholeCopy(self.model, args.device, shares_frozen=not is_sharded)
-            self.sampler = CopyingSampler(copied, **own.settings)
-            own = self.sampler if is_sharded else own
-            if args.process_index == 0:
-                size = bytes_as_text(copied.num_bytes)
-                sys.stdout.write(f"the sampler's copy of the weights has {size} on each process\n")
-        elif is_sharded:  # a server gets the weights from the first process's host memory
-            is_first = args.process_index == 0
-            whole = WholeCopy(self.model, torch.device("cpu"), shares_frozen=False, is_held=is_first)
+        given: Sampler = TransformersSampler(self.model) if sampler is None else sampler
+        self.sampler, own, whole = samplers_of(given, self.model, is_ahead=staleness > 0, is_sharded=is_sharded)
         self.rewards = RewardRunner(
             Calls(self.settings.reward_timeout, self.settings.reward_workers, self.settings.episodes_at_once),
             self.settings.on_reward_error,  # type: ignore[arg-type]
@@ -319,8 +307,7 @@ class OnlineTrainer(TreeTrainer):
             loop.failures, loop.curriculum = dict(rewards.failures), deepcopy(self.items.state_dict())
             return Sampled(collected, rewards.tally, rounds, LoopState.from_json(deepcopy(loop.state())))
 
-        last, staleness = self.settings.iterations, self.settings.max_staleness
-        ahead = Ahead(collect, rollouts.hand_over, first, last, staleness)
+        ahead = Ahead(collect, rollouts.hand_over, first, self.settings.iterations, self.settings.max_staleness)
         ahead.start()
         return ahead
 

@@ -2,6 +2,7 @@
 parameters are sharded, so that no process has them whole.
 """
 
+import sys
 from copy import deepcopy
 from typing import Any
 
@@ -9,9 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from treewise.distributed import ranks
 from treewise.distributed.fsdp import whole_tensor
 from treewise.errors import ConfigError, bytes_as_text
 from treewise.nn.device import free_bytes
+from treewise.rl.samplers.protocol import Sampler
+from treewise.rl.samplers.shared_prefix import device_of
 from treewise.rl.samplers.transformers_sampler import TransformersSampler
 
 
@@ -72,6 +76,32 @@ class CopyingSampler(TransformersSampler):
         """Raises as `WholeCopy.take`."""
         if model is not None:
             self.copy.take(model)
+
+
+def samplers_of(
+    given: Sampler, model: nn.Module, *, is_ahead: bool, is_sharded: bool
+) -> tuple[Sampler, Sampler, WholeCopy | None]:
+    """What samples training rollouts, what samples evaluations (from the newest weights), and the copy from which a
+    server gets weights where no process has them whole: in the host memory of the first.
+
+    Parameters:
+        is_ahead: training rollouts are sampled while the model trains. is_sharded: the model is going to be.
+
+    Raises:
+        ConfigError: there is no room for a copy.
+    """
+    is_embedded = isinstance(given, TransformersSampler) and given.model is model
+    if isinstance(given, TransformersSampler) and is_embedded and (is_ahead or is_sharded):
+        copy = WholeCopy(model, device_of(model), shares_frozen=not is_sharded)
+        if ranks.own() == 0:
+            size = bytes_as_text(copy.num_bytes)
+            sys.stdout.write(f"the sampler's copy of the weights has {size} on each process\n")
+        copying = CopyingSampler(copy, **given.settings)
+        return copying, copying if is_sharded else given, None
+    if is_sharded:
+        held = ranks.own() == 0
+        return given, given, WholeCopy(model, torch.device("cpu"), shares_frozen=False, is_held=held)
+    return given, given, None
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
