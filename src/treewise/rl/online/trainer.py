@@ -55,7 +55,7 @@ from treewise.rl.online.settings import (
     refuse_settings,
 )
 from treewise.rl.samplers import Sampler, TransformersSampler
-from treewise.rl.samplers.copied_weights import CopyingSampler, samplers_of
+from treewise.rl.samplers.copied_weights import samplers_of
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import Calls, ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
